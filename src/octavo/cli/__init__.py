@@ -1,0 +1,1 @@
+"""The `octavo` command, one file a subcommand."""

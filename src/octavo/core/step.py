@@ -1,0 +1,142 @@
+"""What crosses from deciding to computing and back: plain, frozen, picklable values.
+
+A plan carries *deltas*. The worker keeps one row per running sequence (its tokens, its block
+tables, how it is sampled), and a plan says only what changed since the plan before it. The worker
+applies a plan in this order, which the scheduler relies on:
+
+    forks, closed rows, opened rows, token writes, table writes       (host state)
+    swap out, swap in, block copies, compute                          (device work)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How a row's next token is chosen: a request's parameters, resolved to token ids.
+
+    Defaults are the neutral values: they change nothing.
+    """
+
+    temperature: float = 1.0  # 0 means greedy
+    top_k: int = 0  # 0 means off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty means all
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    masked_until_min_tokens: tuple[int, ...] = ()  # end-of-sequence and stop ids
+    num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
+    num_prompt_logprobs: int | None = None
+    num_candidates: int = 0  # beam search: return this many best tokens instead of drawing one
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRow:
+    """A sequence that starts to run on the worker: new, swapped in, or to be recomputed."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]  # prompt and, after a preemption, the tokens generated so far
+    num_prompt_tokens: int
+    num_computed_tokens: int  # tokens whose KV is already in the cache
+    sampling: SamplingSpec
+    seed: int
+    sample_index: int  # which of the request's samples this is
+    num_draws: int = 1  # tokens to draw at the end of the prompt (parallel sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """`child_id` becomes a copy of `parent_id`'s row (tokens, tables, sampling)."""
+
+    parent_id: int
+    child_id: int
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWrite:
+    """Token `position` of a row becomes `token_id`; the row's length becomes `position + 1`."""
+
+    seq_id: int
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableWrite:
+    """Entries `start`, `start + 1`, ... of a row's block table in one KV group."""
+
+    seq_id: int
+    group: int
+    start: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: which tokens of which sequences are computed, and which blocks move before."""
+
+    step_id: int
+    # What is computed, in batch order. A row's tokens [num_computed, num_computed + n) are run.
+    seq_ids: list[int]
+    num_scheduled_tokens: list[int]
+    # Rows that reach their last token in this step, in batch order: a token is drawn for each of
+    # `sampled`; for each of `expanded` (beam search) the best candidates are returned.
+    sampled: list[int]
+    expanded: list[int]
+    # Changes of the worker's rows.
+    forks: list[Fork] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+    opened: list[OpenedRow] = field(default_factory=list)
+    token_writes: list[TokenWrite] = field(default_factory=list)
+    table_writes: list[TableWrite] = field(default_factory=list)
+    # Moves of whole blocks, (source, destination) ids.
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> swap tier
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # swap tier -> device
+    copies: list[tuple[int, int]] = field(default_factory=list)  # device -> device
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute and nothing to move (row changes may still be carried)."""
+        return not (self.seq_ids or self.swap_out or self.swap_in or self.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the token itself, and of the most likely ones."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step computed. Dictionaries hold entries only for rows that asked."""
+
+    step_id: int
+    token_ids: list[int]  # one per entry of plan.sampled, in its order
+    # All draws of a row with num_draws > 1, the first equal to its entry in token_ids.
+    draws: dict[int, list[int]] = field(default_factory=dict)
+    # Beam search: (token id, logprob) of the best next tokens, best first.
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    # One entry per draw.
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # For the positions of this step's chunk: entry i scores token (first computed + 1 + i).
+    # The last prompt position's successor is not a prompt token and is left out.
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # Measured by the worker, for the cost-based choice between swap and recompute; seconds.
+    compute_seconds: float = 0.0
+    swap_seconds: float = 0.0

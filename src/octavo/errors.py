@@ -1,0 +1,42 @@
+"""Errors that a user can cause. Each message names the field, the value and the limit.
+
+An `assert` in octavo marks a bug of ours; whatever a user can bring about raises one of these.
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of all errors that octavo raises for a user's mistake or a user's machine."""
+
+
+class InvalidRequest(OctavoError, ValueError):
+    """A request that cannot be served; `field` names the offending argument."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class RequestTooLong(InvalidRequest):
+    """A request that can never fit into the model's context or into the KV cache."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """An engine option with a value that cannot work; `field` names the option."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class ModelError(OctavoError):
+    """A model directory that cannot be served; the message says why."""
+
+
+class OutOfMemory(OctavoError):
+    """Too little memory for the settings; the message names settings that would fit."""
+
+
+class TraceError(OctavoError, ValueError):
+    """A request trace with a broken line; the message names the file and the line."""

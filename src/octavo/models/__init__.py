@@ -1,0 +1,1 @@
+"""Model families. A model file holds only what differs from its kin."""
