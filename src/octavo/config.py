@@ -1,0 +1,113 @@
+"""Engine options: nested, frozen, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from octavo.errors import ConfigError
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
+PolicyName = Literal["fcfs", "priority"]
+
+GIB = 1 << 30
+MAX_BLOCK_SIZE = 256
+
+
+def _require(condition: bool, name: str, message: str) -> None:
+    if not condition:
+        raise ConfigError(name, message)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, name, f"{value!r} is not one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache: the size of a block, how many there are, and the swap tier."""
+
+    block_size: int = 16  # tokens
+    num_blocks: int | None = None  # None: as many as the memory allows
+    kv_cache_memory: int | None = None  # bytes; None: measured
+    swap_space: int = 1 * GIB  # bytes of host memory for swapped-out blocks
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.block_size <= MAX_BLOCK_SIZE,
+            "block_size",
+            f"{self.block_size} is not between 1 and {MAX_BLOCK_SIZE}",
+        )
+        if self.num_blocks is not None:
+            _require(self.num_blocks >= 1, "num_blocks", f"{self.num_blocks} is less than 1")
+        if self.kv_cache_memory is not None:
+            _require(
+                self.kv_cache_memory > 0,
+                "kv_cache_memory",
+                f"{self.kv_cache_memory} bytes is not positive",
+            )
+            _require(
+                self.num_blocks is None,
+                "kv_cache_memory",
+                "give either kv_cache_memory or num_blocks, not both",
+            )
+        _require(self.swap_space >= 0, "swap_space", f"{self.swap_space} bytes is negative")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Who runs, and how much of it, in one step."""
+
+    max_num_seqs: int = 256  # sequences that run at once; a beam or a sample counts as one
+    max_num_batched_tokens: int = 2048  # tokens computed in one step
+    policy: PolicyName = "fcfs"
+    aging_seconds: float = 30.0  # priority policy: waiting this long raises a request one level
+    preemption_mode: PreemptionMode = "auto"
+    enable_chunked_prefill: bool = True
+    max_passes: int = 16  # requests that may overtake a head of the queue that does not fit
+    watermark: float = 0.01  # share of the pool kept free when a request is admitted
+
+    def __post_init__(self) -> None:
+        _require(self.max_num_seqs >= 1, "max_num_seqs", f"{self.max_num_seqs} is less than 1")
+        # Every running sequence must be able to decode in every step, or decodes would starve.
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})",
+        )
+        _check_choice("policy", self.policy, ("fcfs", "priority"))
+        _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
+        _require(self.aging_seconds > 0, "aging_seconds", f"{self.aging_seconds} is not positive")
+        _require(self.max_passes >= 0, "max_passes", f"{self.max_passes} is negative")
+        _require(
+            0 <= self.watermark < 1, "watermark", f"{self.watermark} is not in the range [0, 1)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that an engine needs to know before it starts."""
+
+    model: str  # a directory in Hugging Face format, "demo", or a hub id
+    dtype: DTypeName = "auto"
+    load_format: LoadFormat = "auto"
+    max_model_len: int | None = None  # tokens; None: what the model was made for
+    device: str = "cpu"
+    attention_backend: str = "auto"
+    seed: int = 0  # of requests that bring none, and of dummy weights
+    max_logprobs: int = 20
+    num_threads: int | None = None  # CPU threads of the worker; None: torch's choice
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "model", "is empty")
+        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _check_choice("load_format", self.load_format, ("auto", "dummy"))
+        if self.max_model_len is not None:
+            _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
+        if self.num_threads is not None:
+            _require(self.num_threads >= 1, "num_threads", f"{self.num_threads} is less than 1")
