@@ -1,0 +1,322 @@
+"""What a client may ask of decoding: checked when it is made, never clamped in silence.
+
+Every bad value raises `InvalidRequest`, which names the field, the value and the limit. What
+depends on the model (its vocabulary, the engine's `max_logprobs`) is checked by `check_against`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from octavo.core.step import SamplingSpec
+from octavo.errors import InvalidRequest
+
+MAX_SEQUENCES = 16_384  # of n, and of a beam's width
+MAX_TEMPERATURE = 2.0
+MIN_TEMPERATURE = 1e-5  # below, sampling is greedy
+MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 1_024  # of all bad words together
+MAX_LOGIT_BIAS = 100.0
+_INT64_MAX = (1 << 63) - 1
+
+
+def _integer(field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidRequest(field, f"{value!r} is not an integer")
+    return int(value)
+
+
+def _integer_in(field: str, value: object, low: int, high: int | None = None) -> int:
+    number = _integer(field, value)
+    if number < low:
+        raise InvalidRequest(field, f"{number} is less than {low}")
+    if high is not None and number > high:
+        raise InvalidRequest(field, f"{number} is more than {high}")
+    return number
+
+
+def _optional_integer_in(
+    field: str, value: object, low: int, high: int | None = None
+) -> int | None:
+    return None if value is None else _integer_in(field, value, low, high)
+
+
+def _real(field: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidRequest(field, f"{value!r} is not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise InvalidRequest(field, f"{number} is not finite")
+    return number
+
+
+def _real_in(field: str, value: object, low: float, high: float) -> float:
+    number = _real(field, value)
+    if not low <= number <= high:
+        raise InvalidRequest(field, f"{number} is not between {low} and {high}")
+    return number
+
+
+def _boolean(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(field, f"{value!r} is not true or false")
+    return value
+
+
+def _items(field: str, value: object) -> tuple[Any, ...]:
+    """The items of a list, tuple or set; None counts as empty."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequest(field, f"{value!r} is not a list")
+    return tuple(value)
+
+
+def _token_ids(field: str, value: object) -> tuple[int, ...]:
+    return tuple(_integer_in(field, token_id, 0) for token_id in _items(field, value))
+
+
+def _strings(field: str, value: object, limit: int) -> tuple[str, ...]:
+    strings = _items(field, value)
+    if len(strings) > limit:
+        raise InvalidRequest(field, f"{len(strings)} strings are more than {limit}")
+    for string in strings:
+        if not isinstance(string, str):
+            raise InvalidRequest(field, f"{string!r} is not a string")
+        if not string:
+            raise InvalidRequest(field, "an empty string matches everything")
+    return strings
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidRequest("logit_bias", f"{value!r} is not a mapping of token ids to numbers")
+    return {
+        _integer_in("logit_bias", token_id, 0): _real_in(
+            "logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+        )
+        for token_id, bias in value.items()
+    }
+
+
+def _check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise InvalidRequest(
+                field, f"token id {token_id} is outside the vocabulary of {vocab_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How `n` continuations of a prompt are drawn. The defaults are OpenAI's."""
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy, and so is anything below MIN_TEMPERATURE
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None  # None: all
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = 16  # None: up to the end of the model's context
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None  # None: the engine chooses
+    logprobs: int | None = None  # None: none; k: of the token drawn and the k most likely ones
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        values: dict[str, object] = {
+            "n": _integer_in("n", self.n, 1, MAX_SEQUENCES),
+            "temperature": _real_in("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
+            "top_k": _integer_in("top_k", self.top_k, -1),
+            "top_p": _real_in("top_p", self.top_p, 0.0, 1.0),
+            "min_p": _real_in("min_p", self.min_p, 0.0, 1.0),
+            "presence_penalty": _real_in("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            "frequency_penalty": _real_in("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            "repetition_penalty": _real("repetition_penalty", self.repetition_penalty),
+            "logit_bias": _logit_bias(self.logit_bias),
+            "bad_words": _strings("bad_words", self.bad_words, MAX_BAD_WORDS),
+            "max_tokens": _optional_integer_in("max_tokens", self.max_tokens, 1),
+            "min_tokens": _integer_in("min_tokens", self.min_tokens, 0),
+            "stop": _strings("stop", stop, MAX_STOP_STRINGS),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "include_stop_str_in_output": _boolean(
+                "include_stop_str_in_output", self.include_stop_str_in_output
+            ),
+            "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
+            "seed": _optional_integer_in("seed", self.seed, -_INT64_MAX - 1, _INT64_MAX),
+            "logprobs": _optional_integer_in("logprobs", self.logprobs, 0),
+            "prompt_logprobs": _optional_integer_in("prompt_logprobs", self.prompt_logprobs, 0),
+            "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
+            "detokenize": _boolean("detokenize", self.detokenize),
+        }
+        if self.allowed_token_ids is not None:
+            values["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check_values()
+        self._check_together()
+
+    def _check_values(self) -> None:
+        if self.top_p == 0:
+            raise InvalidRequest("top_p", "0.0 leaves no token; it must be more than 0")
+        if self.repetition_penalty <= 0:
+            raise InvalidRequest(
+                "repetition_penalty", f"{self.repetition_penalty} is not more than 0"
+            )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids", "an empty list allows no token")
+
+    def _check_together(self) -> None:
+        if self.n > 1 and self.temperature < MIN_TEMPERATURE:
+            raise InvalidRequest(
+                "n", f"{self.n} greedy samples (temperature 0) would all be equal; n must be 1"
+            )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                "min_tokens", f"{self.min_tokens} is more than max_tokens ({self.max_tokens})"
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop", "stop strings are found in text; they need detokenize")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as it was checked: always a tuple."""
+        assert isinstance(self.stop, tuple), "__post_init__ makes it one"
+        return self.stop
+
+    def check_against(self, vocab_size: int, max_logprobs: int) -> None:
+        """Check what depends on the model and the engine.
+
+        Raises:
+            InvalidRequest: a token id is outside the vocabulary, or too many log-probabilities.
+        """
+        _check_vocabulary("logit_bias", self.logit_bias or (), vocab_size)
+        _check_vocabulary("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+        _check_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
+        for field in ("logprobs", "prompt_logprobs"):
+            number = getattr(self, field)
+            if number is not None and number > max_logprobs:
+                raise InvalidRequest(field, f"{number} is more than max_logprobs ({max_logprobs})")
+            if number is not None and number > vocab_size:
+                raise InvalidRequest(field, f"{number} is more than the vocabulary ({vocab_size})")
+
+    def to_spec(
+        self, eos_ids: Sequence[int], bad_word_ids: Sequence[Sequence[int]] = ()
+    ) -> SamplingSpec:
+        """The worker's part of these parameters.
+
+        Args:
+            eos_ids: tokens that end a sequence.
+            bad_word_ids: `bad_words` as token ids; a word may stand in several spellings.
+
+        Raises:
+            InvalidRequest: the bad words have too many tokens, or no token is left to draw.
+        """
+        num_bad = sum(len(word) for word in bad_word_ids)
+        if num_bad > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                "bad_words", f"{num_bad} tokens in all are more than {MAX_BAD_WORD_TOKENS}"
+            )
+        ends = set(self.stop_token_ids) | (set() if self.ignore_eos else set(eos_ids))
+        allowed = tuple(self.allowed_token_ids or ())
+        if self.min_tokens and allowed and ends.issuperset(allowed):
+            raise InvalidRequest(
+                "allowed_token_ids",
+                f"only end tokens are allowed, which min_tokens ({self.min_tokens}) forbids",
+            )
+        return SamplingSpec(
+            temperature=0.0 if self.temperature < MIN_TEMPERATURE else self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
+            allowed_token_ids=allowed,
+            bad_words=tuple(tuple(word) for word in bad_word_ids if word),
+            min_tokens=self.min_tokens,
+            masked_until_min_tokens=tuple(sorted(ends)) if self.min_tokens else (),
+            num_logprobs=self.logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """Beam search as in transformers' `generate`: `beam_width` hypotheses kept at each token."""
+
+    beam_width: int
+    max_tokens: int | None = 16  # None: up to the end of the model's context
+    length_penalty: float = 1.0  # scores are divided by length ** length_penalty
+    early_stopping: bool | Literal["never"] = False
+    num_return_sequences: int | None = None  # None: beam_width
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequest(
+                "early_stopping", f"{self.early_stopping!r} is not true, false or 'never'"
+            )
+        width = _integer_in("beam_width", self.beam_width, 1, MAX_SEQUENCES)
+        returned = self.num_return_sequences
+        values: dict[str, object] = {
+            "beam_width": width,
+            "max_tokens": _optional_integer_in("max_tokens", self.max_tokens, 1),
+            "length_penalty": _real("length_penalty", self.length_penalty),
+            "num_return_sequences": width
+            if returned is None
+            else _integer_in("num_return_sequences", returned, 1),
+            "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
+            "detokenize": _boolean("detokenize", self.detokenize),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if self.num_return_sequences is not None and self.num_return_sequences > width:
+            raise InvalidRequest(
+                "num_return_sequences",
+                f"{self.num_return_sequences} is more than beam_width ({width})",
+            )
+
+    def check_against(self, vocab_size: int, max_logprobs: int) -> None:
+        """Check what depends on the model; `max_logprobs` limits nothing here.
+
+        Raises:
+            InvalidRequest: a stop token is outside the vocabulary.
+        """
+        _check_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
+
+    def to_spec(
+        self, eos_ids: Sequence[int], bad_word_ids: Sequence[Sequence[int]] = ()
+    ) -> SamplingSpec:
+        """The worker's part: how many candidates each beam must offer.
+
+        If all ends stand among a beam's candidates, `beam_width` others must still be left
+        (transformers: `max(2, 1 + n_eos_tokens) * num_beams`).
+        """
+        ends = set(self.stop_token_ids) | (set() if self.ignore_eos else set(eos_ids))
+        return SamplingSpec(num_candidates=max(2, 1 + len(ends)) * self.beam_width)
