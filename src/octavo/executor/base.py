@@ -1,0 +1,41 @@
+"""What the engine knows of the machinery that computes: one small interface, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from octavo.core.kv_spec import KVLayout
+from octavo.core.step import StepPlan, StepResult
+from octavo.worker.memory import MemoryBudget
+
+
+@dataclass(frozen=True, slots=True)
+class KVCapacity:
+    """The KV memory that an executor offers: a result, given to the core, never a setting.
+
+    The core hands out blocks 1 .. num_blocks. Block 0 is the null block: the executor keeps it in
+    addition, zeroed, for padding and for entries that a sliding window has left behind; no sequence
+    is ever written to it. The swap tier's blocks are 0 .. num_swap_blocks - 1.
+    """
+
+    num_blocks: int
+    num_swap_blocks: int
+    layout: KVLayout
+    block_bytes: int  # of all devices together
+    budget: MemoryBudget  # of one device
+
+
+class Executor(Protocol):
+    """Owns the devices; obeys plans."""
+
+    @property
+    def capacity(self) -> KVCapacity: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out one step: row changes, block moves, then the computation."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give everything back. A second call does nothing."""
+        ...

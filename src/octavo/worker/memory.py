@@ -1,0 +1,297 @@
+"""The memory budget: what is taken, printed before it is taken. Plain Python, no torch.
+
+The worker spends by this page, and `octavo memory` prints it on a machine without the device.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import GIB, CacheConfig
+from octavo.core.kv_spec import KVLayout
+from octavo.errors import OutOfMemory
+
+CPU_CACHE_SHARE = 0.4  # of the memory left when weights and activations are paid
+CPU_CACHE_LIMIT = 4 * GIB  # of the default on a CPU, where other programs live too
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`1536` -> `1.50 KiB`."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{int(size)} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """How large the KV of one model is."""
+
+    layout: KVLayout
+    block_size: int  # tokens
+    num_kv_heads: int  # on one device
+    head_dim: int
+    dtype_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """One block: keys and values of `block_size` tokens in all layers of one group."""
+        entry_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return self.layout.layers_per_group * self.block_size * entry_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What a token takes while all groups hold it, padding layers included."""
+        return len(self.layout.groups) * self.block_bytes // self.block_size
+
+    def blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks that one sequence of `num_tokens`, computed by chunks, ever holds."""
+        return sum(
+            spec.max_blocks(num_tokens, self.block_size, chunk) for spec in self.layout.specs
+        )
+
+    def longest_sequence(self, num_blocks: int, chunk: int, limit: int) -> int:
+        """The longest sequence, up to `limit` tokens, that fits into `num_blocks`; 0 if none."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks_for(middle, chunk) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class FixedMemory:
+    """What is paid before the KV cache; bytes."""
+
+    weights: int
+    activations: int
+    graphs: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.graphs
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """What each part takes; bytes, except the counts of blocks."""
+
+    total: int  # all that this process may take on the device
+    weights: int
+    activations: int
+    graphs: int
+    kv_cache: int  # num_blocks + 1 blocks: one is the null block
+    block_bytes: int
+    block_size: int  # tokens
+    num_blocks: int
+    swap: int  # host memory
+    num_swap_blocks: int
+
+    @property
+    def unused(self) -> int:
+        return self.total - self.weights - self.activations - self.graphs - self.kv_cache
+
+    def __str__(self) -> str:
+        rows = [
+            ("total", self.total, "that this process may take"),
+            ("weights", self.weights, ""),
+            ("activations", self.activations, "largest step"),
+            ("graphs", self.graphs, "CUDA graphs"),
+            ("KV cache", self.kv_cache, self._describe_blocks(self.num_blocks)),
+            ("unused", self.unused, ""),
+            ("swap tier", self.swap, f"host, {self._describe_blocks(self.num_swap_blocks)}"),
+        ]
+        lines = [
+            f"{name:<12}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows
+        ]
+        return "\n".join(lines)
+
+    def _describe_blocks(self, num_blocks: int) -> str:
+        return (
+            f"{num_blocks:,} blocks of {self.block_size} tokens ({format_bytes(self.block_bytes)})"
+        )
+
+
+def plan_memory(
+    cache: CacheConfig,
+    shape: KVShape,
+    fixed: FixedMemory,
+    total: int,
+    default_kv_cache: int,
+    swap_limit: int | None = None,
+) -> MemoryBudget:
+    """Divide `total` bytes.
+
+    Args:
+        cache: what the user asked for; block counts round down, and the null block is paid too.
+        shape: the size of the model's KV.
+        fixed: what is paid first.
+        total: what this process may take on the device.
+        default_kv_cache: bytes for the KV cache if the user asked for nothing.
+        swap_limit: host memory that is there for the swap tier; None: what is left of `total`,
+            because host and device are the same (a CPU).
+
+    Raises:
+        OutOfMemory: not even one block fits, or the blocks asked for do not; names what would.
+    """
+    block_bytes = shape.block_bytes
+    room = total - fixed.total
+    if cache.num_blocks is not None:
+        num_blocks = cache.num_blocks
+    else:
+        asked = cache.kv_cache_memory
+        num_blocks = (min(default_kv_cache, room) if asked is None else asked) // block_bytes - 1
+    kv_cache = (num_blocks + 1) * block_bytes
+    if num_blocks < 1 or kv_cache > room:
+        raise OutOfMemory(_no_room(cache, shape, fixed, total))
+    if swap_limit is None:
+        swap_limit = room - kv_cache
+    # I8: the swap tier never needs more blocks than the device has.
+    num_swap_blocks = min(min(cache.swap_space, swap_limit) // block_bytes, num_blocks)
+    return MemoryBudget(
+        total=total,
+        weights=fixed.weights,
+        activations=fixed.activations,
+        graphs=fixed.graphs,
+        kv_cache=kv_cache,
+        block_bytes=block_bytes,
+        block_size=shape.block_size,
+        num_blocks=num_blocks,
+        swap=num_swap_blocks * block_bytes,
+        num_swap_blocks=num_swap_blocks,
+    )
+
+
+def _no_room(cache: CacheConfig, shape: KVShape, fixed: FixedMemory, total: int) -> str:
+    """Why no KV cache fits, and which settings would."""
+    block_bytes = shape.block_bytes
+    room = total - fixed.total
+    most = room // block_bytes - 1
+    if cache.num_blocks is not None:
+        asked = f"num_blocks={cache.num_blocks}"
+    elif cache.kv_cache_memory is not None:
+        asked = f"kv_cache_memory={cache.kv_cache_memory}"
+    else:
+        asked = "a KV cache of one block"
+    message = (
+        f"{asked} does not fit: of {format_bytes(total)}, weights take "
+        f"{format_bytes(fixed.weights)}, activations {format_bytes(fixed.activations)} and graphs "
+        f"{format_bytes(fixed.graphs)}, which leaves {format_bytes(max(room, 0))}; a block of "
+        f"{shape.block_size} tokens takes {format_bytes(block_bytes)}, and the null block is one more"
+    )
+    if most >= 1:
+        return (
+            f"{message}. What fits: num_blocks from 1 to {most}, or kv_cache_memory from "
+            f"{2 * block_bytes} to {room}"
+        )
+    return (
+        f"{message}. Lower max_num_batched_tokens or block_size, use a smaller dtype or model, or "
+        f"free {format_bytes(fixed.total + 2 * block_bytes - total)}"
+    )
+
+
+def check_model_len(budget: MemoryBudget, shape: KVShape, max_model_len: int, chunk: int) -> None:
+    """Check that one sequence of `max_model_len`, computed by chunks of `chunk`, fits.
+
+    Raises:
+        OutOfMemory: it does not; names the largest max_model_len and the memory it would take.
+    """
+    needed = shape.blocks_for(max_model_len, chunk)
+    if needed <= budget.num_blocks:
+        return
+    largest = shape.longest_sequence(budget.num_blocks, chunk, max_model_len)
+    raise OutOfMemory(
+        f"one sequence of max_model_len={max_model_len} needs {needed} KV blocks, but there are "
+        f"{budget.num_blocks}. Set max_model_len to {largest} or less, or give "
+        f"kv_cache_memory={(needed + 1) * budget.block_bytes}"
+    )
+
+
+def activation_bytes(
+    num_tokens: int, num_rows: int, layer_width: int, vocab_size: int, dtype_bytes: int
+) -> int:
+    """An estimate of the largest step: `num_tokens` through the layers, `num_rows` of logits.
+
+    `layer_width` counts the elements a token has at once inside a layer (its inputs, outputs and
+    the widest projections). Logits are held in the model's dtype and once more in float32.
+    """
+    return num_tokens * layer_width * dtype_bytes + num_rows * vocab_size * (dtype_bytes + 4)
+
+
+def host_memory() -> int:
+    """Bytes this process can still take: what is free, within its cgroups and its own limits."""
+    limits = [_meminfo_available(), *_cgroup_headrooms(), *_own_headroom()]
+    return max(0, min(limits))
+
+
+def _meminfo_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    # Not Linux: half of what is installed.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _own_headroom() -> Iterator[int]:
+    """What RLIMIT_AS leaves, if it is set."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        used_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        used_pages = 0
+    yield limit - used_pages * resource.getpagesize()
+
+
+def _cgroup_headrooms() -> Iterator[int]:
+    """What each cgroup (v1 or v2) around this process leaves."""
+    for folder in _cgroup_folders():
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                limit = int((folder / limit_name).read_text())  # "max": no limit
+                yield limit - int((folder / used_name).read_text()) + _page_cache(folder)
+            except (OSError, ValueError):
+                continue
+
+
+def _page_cache(folder: Path) -> int:
+    """File pages that the kernel drops when memory is short count as used, yet can be had."""
+    for line in (folder / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+def _cgroup_folders() -> Iterator[Path]:
+    """This process's cgroup and all that hold it, innermost first."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUP_ROOT / "memory" if controllers else _CGROUP_ROOT
+        folder = root / path.lstrip("/")
+        while folder != root.parent:
+            yield folder
+            folder = folder.parent
