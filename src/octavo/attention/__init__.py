@@ -1,0 +1,40 @@
+"""Attention over a paged KV cache. A new backend is one file and one line in `BACKENDS`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from octavo.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    LayerPlace,
+    LayerSpec,
+    RotaryTable,
+)
+
+BACKENDS = {
+    "reference": "octavo.attention.reference:ReferenceBackend",
+    "cpu": "octavo.attention.cpu:CpuBackend",
+}
+
+
+def load_backend(name: str) -> type[AttentionBackend]:
+    """The backend of that name; its module, and what that needs, is imported only now."""
+    if name not in BACKENDS:
+        raise ValueError(
+            f"unknown attention backend {name!r}; there are: {', '.join(sorted(BACKENDS))}"
+        )
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: type[AttentionBackend] = getattr(import_module(module), attribute)
+    return backend
+
+
+__all__ = [
+    "BACKENDS",
+    "AttentionBackend",
+    "AttentionBatch",
+    "LayerPlace",
+    "LayerSpec",
+    "RotaryTable",
+    "load_backend",
+]

@@ -1,0 +1,125 @@
+"""The seam between the model and the paged KV cache: one interface, many backends.
+
+A backend owns the layout of one layer's K and V inside a block, and nothing else: the cache itself
+is one block-major allocation `[num_blocks, layers_per_group, *kv_block_shape]`, so that the worker
+can copy and swap whole blocks without knowing what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One attention layer, as the model declares it."""
+
+    layer_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """In tokens: the query at p sees the keys p - window + 1 .. p. None: all keys up to p."""
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"layer {self.layer_id}: {self.num_heads} query heads cannot share "
+                f"{self.num_kv_heads} KV heads"
+            )
+        if self.head_dim < 1:
+            raise ValueError(
+                f"layer {self.layer_id}: head_dim must be positive, not {self.head_dim}"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"layer {self.layer_id}: window must be positive, not {self.window}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a layer's KV lives: its KV group, and its index among the group's layers."""
+
+    group: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """Rotary embedding of every position; element i is paired with element i + rotary_dim / 2."""
+
+    cos: Tensor  # float32 [max_positions, rotary_dim / 2]
+    sin: Tensor  # float32 [max_positions, rotary_dim / 2]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading elements of a head that are rotated; the rest pass unchanged."""
+        return 2 * int(self.cos.shape[1])
+
+    def apply(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x [num_tokens, heads, head_dim] at int64 positions [num_tokens].
+
+        Computed in fp32, returned in x's dtype.
+        """
+        cos = self.cos[positions].unsqueeze(1)
+        sin = self.sin[positions].unsqueeze(1)
+        half = int(self.cos.shape[1])
+        x1, x2 = x[..., :half].float(), x[..., half : 2 * half].float()
+        rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+        return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Host metadata of one step: dense CPU tensors; chunks and decodes mixed in any order."""
+
+    query_lens: Tensor  # int32 [num_seqs]: new tokens, at least 1
+    context_lens: Tensor  # int32 [num_seqs]: tokens in the cache after this step, new ones included
+    query_starts: Tensor  # int32 [num_seqs + 1]: where each sequence's tokens begin
+    positions: Tensor  # int64 [num_tokens]: for the rotary embedding
+    # One tensor a KV group. Block 0 is the null block, which is never read.
+    block_tables: Sequence[Tensor]  # int32 [num_seqs, max_blocks]
+    slots: Sequence[Tensor]  # int64 [num_tokens]: block_id * block_size + offset
+
+
+class AttentionBackend(Protocol):
+    """Writes a step's K and V into blocks and attends to all of them."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        layer_places: Sequence[LayerPlace],
+        kv_cache: Tensor,
+        block_size: int,
+    ) -> None:
+        """`layer_places[i]` belongs to `layers[i]`; `kv_cache` is dense, in the model's dtype."""
+
+    @staticmethod
+    def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of one layer's K and V inside one block."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Take in the step's metadata: host work, once a step, before the first `forward`."""
+
+    def forward(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: RotaryTable | None = None,
+    ) -> Tensor:
+        """Rotate query and key, write key and value to the slots, attend.
+
+        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim],
+        in the cache's dtype; heads and elements are dense, tokens may be strided (views of one
+        fused projection). Returns [num_tokens, num_heads * head_dim]; the inputs stay unchanged.
+        """
+
+    def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
+        """(K, V) of one token as cached, each [num_kv_heads, head_dim]: for tests and tools."""

@@ -1,0 +1,353 @@
+"""The inner loops of the CPU backend, as LLVM vector code that Numba inlines: no compiler is needed at the user's.
+
+Numba's own vectoriser cannot keep a tile of accumulators in registers, so the two loops where the time goes are written
+with explicit <16 x float> vectors; LLVM splits these where the CPU has shorter ones. Nothing here may reorder a sum:
+each output element is one chain of multiply-adds in the order of its tokens, whatever tile it is computed in.
+
+The element type of `cache` chooses the arithmetic; memory is always addressed in 32-bit words:
+  float32  a word is one fp32 number
+  uint32   a word is two bf16 numbers, neighbours along the sum; multiplied by the CPU's bf16 dot product
+  int32    the same words, widened to fp32 first, for CPUs without that instruction
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+SPAN = 4  # vectors side by side in a tile: 64 tokens of scores, or 64 elements of the output
+TILE_ROWS = (
+    6  # 6 rows x 4 vectors of accumulators + 4 operands + 1 broadcast: 29 of AVX-512's 32 registers
+)
+
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_VI16, _VI32, _VF32 = (ir.VectorType(t, LANES) for t in (_I16, _I32, _F32))
+_PTR = ir.PointerType()
+
+
+class _BFloat(ir.Type):
+    """llvmlite lacks the type that LLVM's bf16 dot product takes."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_VBF16 = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def _const(value: float) -> ir.Constant:
+    return ir.Constant(_VF32, [value] * LANES)
+
+
+def _consti(value: int) -> ir.Constant:
+    return ir.Constant(_VI32, [value] * LANES)
+
+
+def _splat(b: ir.IRBuilder, scalar: Any) -> Any:
+    vector = ir.VectorType(scalar.type, LANES)
+    first = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return b.shuffle_vector(
+        first, ir.Constant(vector, ir.Undefined), ir.Constant(_VI32, [0] * LANES)
+    )
+
+
+def _load(b: ir.IRBuilder, address: Any, typ: ir.Type, align: int = 4) -> Any:
+    return b.load(b.inttoptr(address, _PTR), align=align, typ=typ)
+
+
+def _store(b: ir.IRBuilder, value: Any, address: Any, align: int = 4) -> None:
+    b.store(value, b.inttoptr(address, _PTR), align=align)
+
+
+def _call(b: ir.IRBuilder, name: str, result: ir.Type, *args: Any) -> Any:
+    signature = ir.FunctionType(result, [a.type for a in args])
+    return b.call(cgutils.get_or_insert_function(b.module, signature, name), args)
+
+
+def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
+    return _call(b, "llvm.fma.v16f32", _VF32, x, y, z)
+
+
+def _low(b: ir.IRBuilder, words: Any) -> Any:
+    return b.bitcast(b.shl(words, _consti(16)), _VF32)
+
+
+def _high(b: ir.IRBuilder, words: Any) -> Any:
+    return b.bitcast(b.and_(words, _consti(0xFFFF0000)), _VF32)
+
+
+def _multiply_add(
+    b: ir.IRBuilder, cache: types.Type, acc: Any, row_words: Any, tile_words: Any
+) -> Any:
+    """acc += row x tile over one word of the sum."""
+    if cache == types.float32:
+        return _fma(b, b.bitcast(row_words, _VF32), b.bitcast(tile_words, _VF32), acc)
+    if cache == types.uint32:
+        pairs = (b.bitcast(row_words, _VBF16), b.bitcast(tile_words, _VBF16))
+        return _call(b, "llvm.x86.avx512bf16.dpbf16ps.512", _VF32, acc, *pairs)
+    acc = _fma(b, _low(b, row_words), _low(b, tile_words), acc)
+    return _fma(b, _high(b, row_words), _high(b, tile_words), acc)
+
+
+@intrinsic
+def multiply_tile(  # type: ignore[no-untyped-def]
+    typingctx,
+    cache,
+    rows,
+    vecs,
+    a,
+    a_stride,
+    b0,
+    b1,
+    b2,
+    b3,
+    b_stride,
+    depth,
+    c,
+    c_stride,
+    accumulate,
+):
+    """C[r, v] (+)= sum over k < depth of A[r, k] * B_v[k], each v one vector of 16; rows <= 6, vecs <= 4, depth >= 1.
+
+    Addresses and strides are bytes: A has a word at a + r * a_stride + 4k, B_v a vector of words at b_v + k * b_stride,
+    C (fp32) a vector at c + r * c_stride + 64v. `accumulate` (bool) adds to what C holds.
+    """
+    dtype = cache.dtype
+    ints = (rows, vecs, a, a_stride, b0, b1, b2, b3, b_stride, depth, c, c_stride)
+    signature = types.void(cache, *([types.int64] * len(ints)), types.boolean)
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        _, rows, vecs, a, a_stride, *tiles, b_stride, depth, c, c_stride, accumulate = args
+        done = b.append_basic_block("tile.done")
+        choice = b.mul(b.sub(rows, ir.Constant(_I64, 1)), ir.Constant(_I64, SPAN))
+        switch = b.switch(b.add(choice, vecs), done)
+        for num_rows in range(1, TILE_ROWS + 1):
+            for num_vecs in range(1, SPAN + 1):
+                block = b.append_basic_block(f"tile.{num_rows}x{num_vecs}")
+                switch.add_case(ir.Constant(_I64, (num_rows - 1) * SPAN + num_vecs), block)
+                b.position_at_end(block)
+                _tile_loop(
+                    b,
+                    dtype,
+                    num_rows,
+                    a,
+                    a_stride,
+                    tiles[:num_vecs],
+                    b_stride,
+                    depth,
+                    c,
+                    c_stride,
+                    accumulate,
+                )
+                b.branch(done)
+        b.position_at_end(done)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _tile_loop(
+    b: ir.IRBuilder,
+    dtype: types.Type,
+    num_rows: int,
+    a: Any,
+    a_stride: Any,
+    tiles: list[Any],
+    b_stride: Any,
+    depth: Any,
+    c: Any,
+    c_stride: Any,
+    accumulate: Any,
+) -> None:
+    """The loop over depth with num_rows x len(tiles) accumulators in registers."""
+    a_rows = [b.add(a, b.mul(a_stride, ir.Constant(_I64, r))) for r in range(num_rows)]
+    places = [
+        b.add(b.add(c, b.mul(c_stride, ir.Constant(_I64, r))), ir.Constant(_I64, 4 * LANES * v))
+        for r in range(num_rows)
+        for v in range(len(tiles))
+    ]
+    with b.if_else(accumulate) as (then, otherwise):
+        with then:
+            held = [_load(b, place, _VF32) for place in places]
+            then_block = b.block
+        with otherwise:
+            otherwise_block = b.block
+    start = []
+    for value in held:
+        phi = b.phi(_VF32)
+        phi.add_incoming(value, then_block)
+        phi.add_incoming(_const(0.0), otherwise_block)
+        start.append(phi)
+
+    before, loop, after = b.block, b.append_basic_block("depth"), b.append_basic_block("depth.done")
+    b.branch(loop)
+    b.position_at_end(loop)
+    k = b.phi(_I64)
+    k.add_incoming(ir.Constant(_I64, 0), before)
+    accs = [b.phi(_VF32) for _ in start]
+    for phi, value in zip(accs, start, strict=True):
+        phi.add_incoming(value, before)
+    offset = b.mul(k, b_stride)
+    tile_words = [_load(b, b.add(tile, offset), _VI32) for tile in tiles]
+    sums = []
+    for r in range(num_rows):
+        word = _splat(b, _load(b, b.add(a_rows[r], b.mul(k, ir.Constant(_I64, 4))), _I32))
+        for v, words in enumerate(tile_words):
+            sums.append(_multiply_add(b, dtype, accs[r * len(tiles) + v], word, words))
+    for phi, value in zip(accs, sums, strict=True):
+        phi.add_incoming(value, b.block)
+    next_k = b.add(k, ir.Constant(_I64, 1))
+    k.add_incoming(next_k, b.block)
+    b.cbranch(b.icmp_signed("<", next_k, depth), loop, after)
+    b.position_at_end(after)
+    for value, place in zip(sums, places, strict=True):
+        _store(b, value, place)
+
+
+# 2**x on [-0.5, 0.5], fitted at Chebyshev points: relative error 3e-9 before rounding.
+_EXP2 = (
+    1.0,
+    0.6931472067028329,
+    0.24022650922289554,
+    0.05550327226669895,
+    0.00961805667843204,
+    0.0013400428177711937,
+    0.00015461444724808513,
+)
+
+
+def _exp2(b: ir.IRBuilder, x: Any) -> Any:
+    """2**x for x <= 0, exactly 0 below -126; NaN stays NaN."""
+    magic = _const(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, held in the low bits
+    shifted = b.fadd(x, magic)
+    fraction = b.fsub(x, b.fsub(shifted, magic))
+    poly = _const(_EXP2[-1])
+    for coefficient in reversed(_EXP2[:-1]):
+        poly = _fma(b, poly, fraction, _const(coefficient))
+    exponent = b.shl(b.bitcast(shifted, _VI32), _consti(23))
+    result = b.bitcast(b.add(b.bitcast(poly, _VI32), exponent), _VF32)
+    return b.select(b.fcmp_ordered("<", x, _const(-126.0)), _const(0.0), result)
+
+
+def _reduce(b: ir.IRBuilder, vector: Any, combine: Any) -> Any:
+    """Fold 16 lanes in halves: always the same tree."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        lanes = [i + width if i < width else i for i in range(LANES)]
+        folded = b.shuffle_vector(
+            vector, ir.Constant(_VF32, ir.Undefined), ir.Constant(_VI32, lanes)
+        )
+        vector = combine(vector, folded)
+    return b.extract_element(vector, ir.Constant(_I32, 0))
+
+
+def _round_bf16(b: ir.IRBuilder, x: Any) -> Any:
+    bits = b.bitcast(x, _VI32)
+    odd = b.and_(b.lshr(bits, _consti(16)), _consti(1))
+    return b.trunc(b.lshr(b.add(bits, b.add(odd, _consti(0x7FFF))), _consti(16)), _VI16)
+
+
+@intrinsic
+def softmax_row(typingctx, cache, scores, first, end, scale, maximum):  # type: ignore[no-untyped-def]
+    """Turn 64 fp32 scores into unnormalised weights in place: w[i] = 2 ** (score[i] * scale - new_maximum).
+
+    Weights outside [first, end) are exactly 0. For bf16 caches the weights are packed to 64 bf16 numbers at `scores`.
+    Returns (new_maximum, 2 ** (maximum - new_maximum), sum of the weights).
+    """
+    dtype = cache.dtype
+    result = types.UniTuple(types.float32, 3)
+    signature = result(cache, types.int64, types.int64, types.int64, types.float32, types.float32)
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        _, scores, first, end, scale, maximum = args
+        first, end = (_splat(b, b.trunc(bound, _I32)) for bound in (first, end))
+        scale = _splat(b, scale)
+
+        def larger(x, y):  # type: ignore[no-untyped-def]
+            return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+        values = []
+        for v in range(SPAN):
+            lane = ir.Constant(_VI32, [v * LANES + i for i in range(LANES)])
+            seen = b.and_(b.icmp_signed(">=", lane, first), b.icmp_signed("<", lane, end))
+            place = b.add(scores, ir.Constant(_I64, 4 * LANES * v))
+            value = b.fmul(_load(b, place, _VF32), scale)
+            values.append(b.select(seen, value, _const(float("-inf"))))
+        top = larger(larger(values[0], values[1]), larger(values[2], values[3]))
+        top = _splat(b, _reduce(b, larger(top, _splat(b, maximum)), larger))
+        weights = [_exp2(b, b.fsub(value, top)) for value in values]
+        for v, weight in enumerate(weights):
+            if dtype == types.float32:
+                _store(b, weight, b.add(scores, ir.Constant(_I64, 4 * LANES * v)))
+            else:
+                _store(b, _round_bf16(b, weight), b.add(scores, ir.Constant(_I64, 2 * LANES * v)))
+        total = b.fadd(b.fadd(weights[0], weights[1]), b.fadd(weights[2], weights[3]))
+        decay = b.extract_element(_exp2(b, b.fsub(_splat(b, maximum), top)), ir.Constant(_I32, 0))
+        new_maximum = b.extract_element(top, ir.Constant(_I32, 0))
+        return context.make_tuple(b, result, (new_maximum, decay, _reduce(b, total, b.fadd)))
+
+    return signature, codegen
+
+
+@intrinsic
+def fetch_add(typingctx, address, value):  # type: ignore[no-untyped-def]
+    """Atomically add to the int64 at an address; returns what it held."""
+    signature = types.int64(types.int64, types.int64)
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        return b.atomic_rmw("add", b.inttoptr(args[0], _PTR), args[1], "acq_rel")
+
+    return signature, codegen
+
+
+@intrinsic
+def to_float(typingctx, element):  # type: ignore[no-untyped-def]
+    """An element as float32: bf16 bits (uint16) are widened, a float32 is itself."""
+    signature = types.float32(element)
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        if sig.args[0] == types.float32:
+            return args[0]
+        return b.bitcast(b.shl(b.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
+
+    return signature, codegen
+
+
+@intrinsic
+def from_float(typingctx, number, like):  # type: ignore[no-untyped-def]
+    """A float32 as an element of `like`: itself, or bf16 bits (uint16) rounded to nearest even."""
+    element = like.dtype
+    signature = element(types.float32, like)
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        if element == types.float32:
+            return args[0]
+        bits = b.bitcast(args[0], _I32)
+        odd = b.and_(b.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+        rounded = b.lshr(b.add(bits, b.add(odd, ir.Constant(_I32, 0x7FFF))), ir.Constant(_I32, 16))
+        return b.trunc(rounded, _I16)
+
+    return signature, codegen
+
+
+@intrinsic
+def pointer_to(typingctx, address, like):  # type: ignore[no-untyped-def]
+    """An address as a pointer to elements of `like`'s dtype, for numba.carray."""
+    signature = types.CPointer(like.dtype)(types.int64, like)
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        return b.inttoptr(args[0], _PTR)
+
+    return signature, codegen

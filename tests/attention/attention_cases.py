@@ -1,0 +1,127 @@
+"""Batches with scrambled block tables, and what is needed to run them through any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
+from octavo.attention.base import AttentionBackend
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer, and sequences given as (cached tokens, new tokens)."""
+
+    sequences: tuple[tuple[int, int], ...]
+    block_size: int = 16
+    num_kv_heads: int = 2
+    group: int = 3
+    head_dim: int = 64
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+    rotary_dim: int | None = None
+    seed: int = 0
+
+    @property
+    def layer(self) -> LayerSpec:
+        return LayerSpec(
+            layer_id=5,
+            num_heads=self.num_kv_heads * self.group,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            window=self.window,
+        )
+
+    def alone(self, index: int) -> Case:
+        return replace(self, sequences=(self.sequences[index],))
+
+
+def rotary_table(rotary_dim: int, max_positions: int = 4096) -> RotaryTable:
+    inverse = 10000.0 ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+    angles = torch.arange(max_positions).float()[:, None] * inverse
+    return RotaryTable(angles.cos(), angles.sin())
+
+
+class Bench:
+    """A backend with a KV cache full of NaN, driven by steps given as (sequence, number of new tokens)."""
+
+    def __init__(self, backend: str, case: Case, num_layers: int = 2, capacity: int = 1024) -> None:
+        self.case = case
+        layer, size = case.layer, case.block_size
+        kind = load_backend(backend)
+        shape = kind.kv_block_shape(size, layer.num_kv_heads, layer.head_dim)
+        self.blocks_per_seq = -(-capacity // size)
+        num_blocks = 1 + self.blocks_per_seq * len(case.sequences)
+        cache = torch.full((num_blocks, num_layers, *shape), float("nan"), dtype=case.dtype)
+        self.backend: AttentionBackend = kind([layer], [LayerPlace(0, num_layers - 1)], cache, size)
+        order = (
+            torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(case.seed)) + 1
+        )
+        self.tables = order.view(len(case.sequences), self.blocks_per_seq).int()
+        self.computed = [0] * len(case.sequences)
+        self.rotary = None if case.rotary_dim is None else rotary_table(case.rotary_dim)
+
+    def step(self, work: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Compute the next tokens of some sequences; their attention outputs, one a sequence."""
+        case = self.case
+        inputs = [self._tokens(seq, self.computed[seq], count) for seq, count in work]
+        for seq, count in work:
+            self.computed[seq] += count
+        lens = torch.tensor([count for _, count in work], dtype=torch.int32)
+        contexts = torch.tensor([self.computed[seq] for seq, _ in work], dtype=torch.int32)
+        starts = torch.zeros(len(work) + 1, dtype=torch.int32)
+        starts[1:] = lens.cumsum(0)
+        positions = torch.cat(
+            [torch.arange(self.computed[s] - n, self.computed[s]) for s, n in work]
+        )
+        owner = torch.repeat_interleave(torch.tensor([s for s, _ in work]), lens.long())
+        blocks = self.tables[owner, positions // case.block_size].long()
+        tables = self.tables[[s for s, _ in work]].clone()
+        for i, (seq, count) in enumerate(
+            work
+        ):  # holes: what no query sees, and what is not there yet
+            if case.window is not None:
+                gone = max(0, self.computed[seq] - count - case.window + 1) // case.block_size
+                tables[i, :gone] = 0
+            tables[i, -(-self.computed[seq] // case.block_size) :] = 0
+        self.backend.plan(
+            AttentionBatch(
+                query_lens=lens,
+                context_lens=contexts,
+                query_starts=starts,
+                positions=positions,
+                block_tables=[tables],
+                slots=[blocks * case.block_size + positions % case.block_size],
+            )
+        )
+        fused = torch.cat(inputs)
+        heads, kv_heads = case.layer.num_heads, case.num_kv_heads
+        query, key, value = fused.split([heads, kv_heads, kv_heads], dim=1)
+        output = self.backend.forward(case.layer.layer_id, query, key, value, self.rotary)
+        return list(output.split(lens.tolist()))
+
+    def run(self) -> list[Tensor]:
+        """The case as given: the cached tokens first, in another step; then all new tokens in one batch."""
+        cached = [(i, c) for i, (c, _) in enumerate(self.case.sequences) if c]
+        if cached:
+            self.step(cached)
+        return self.step([(i, n) for i, (_, n) in enumerate(self.case.sequences)])
+
+    def read(self, seq: int, token: int) -> tuple[Tensor, Tensor]:
+        size = self.case.block_size
+        slot = int(self.tables[seq, token // size]) * size + token % size
+        return self.backend.read_slot(self.case.layer.layer_id, slot)
+
+    def _tokens(self, seq: int, begin: int, count: int) -> Tensor:
+        """Query, key and value of some tokens as one fused projection [count, heads, head_dim]."""
+        case = self.case
+        heads = case.layer.num_heads + 2 * case.num_kv_heads
+        cached, new = case.sequences[seq]
+        shape = (max(cached + new, begin + count, 512), heads, case.head_dim)
+        generator = torch.Generator().manual_seed(1000 * cached + new)
+        return torch.randn(shape, generator=generator).to(case.dtype)[begin : begin + count]
