@@ -1,0 +1,83 @@
+"""Reads a JSON file of a model directory, with an error for each field that cannot be right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ModelError
+
+_REQUIRED = object()
+
+
+class Fields:
+    """Reads one JSON object with checks; a null counts as absent, as in transformers."""
+
+    def __init__(self, where: str, values: dict[str, Any]) -> None:
+        self.where = where  # for messages: the file, and the object inside it
+        self.values = values
+
+    def error(self, name: str, expected: str) -> ModelError:
+        return ModelError(f"{self.where}: {name} is {self.values.get(name)!r}; {expected}")
+
+    def get(self, name: str, default: Any = _REQUIRED) -> Any:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise ModelError(f"{self.where} has no {name}")
+        return default
+
+    def count(self, name: str, default: Any = _REQUIRED) -> int:
+        """A positive integer."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, "it must be a positive integer")
+        return value
+
+    def number(self, name: str, default: Any = _REQUIRED) -> float:
+        """A positive number."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(name, "it must be a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "it must be true or false")
+        return value
+
+    def choice(self, name: str, choices: dict[str, str], default: str) -> str:
+        value = self.get(name, default)
+        if value not in choices:
+            raise self.error(name, f"octavo knows {', '.join(sorted(choices))}")
+        return choices[value]
+
+    def refuse(self, name: str, harmless: Any) -> None:
+        """An option that octavo does not implement must have the value that turns it off."""
+        if self.get(name, harmless) != harmless:
+            raise self.error(name, "octavo does not implement this option")
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """A token id or a list of them; () when absent."""
+        value = self.get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise self.error(name, "it must be a token id or a list of token ids")
+        return tuple(ids)
+
+
+def read_json(path: Path) -> Fields:
+    """The JSON object in `path`; ModelError if there is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        where = path.parent if path.parent.is_dir() else f"directory {path.parent}"
+        raise ModelError(f"{where} has no {path.name}: not a model directory") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds a {type(values).__name__}, not a JSON object")
+    return Fields(str(path), values)

@@ -1,0 +1,49 @@
+"""From token ids to vectors, and from vectors to logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.layers.linear import Linear
+
+
+class Embedding(nn.Module):
+    """Owns a table of vectors: [num_rows, size]."""
+
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 [num_tokens] -> [num_tokens, size]."""
+        return F.embedding(ids, self.weight)
+
+
+class PositionEmbedding(Embedding):
+    """A table of learned positions in which position 0 is row `offset`."""
+
+    def __init__(self, num_rows: int, size: int, offset: int = 0) -> None:
+        super().__init__(num_rows, size)
+        self.offset = offset
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 positions [num_tokens] -> [num_tokens, size]."""
+        return F.embedding(ids, self.weight[self.offset :])
+
+
+class LMHead(nn.Module):
+    """Owns the projection to the vocabulary, or shares the token embedding's table for it."""
+
+    def __init__(self, size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.linear = Linear(size, vocab_size, bias=False)
+
+    def tie(self, embedding: Embedding) -> None:
+        """Use the embedding's table; to be called before weights are loaded."""
+        self.linear.weight = embedding.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[num_rows, size] -> float32 logits [num_rows, vocab_size]."""
+        return self.linear.forward(hidden).float()

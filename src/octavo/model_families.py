@@ -1,0 +1,321 @@
+"""How each family of models spells its architecture in `config.json`.
+
+A new family is one reader function and one line in `FAMILIES`. Field names are those of
+transformers' configuration classes, in their old and new (version 5) spellings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ModelError
+from octavo.json_fields import Fields, read_json
+from octavo.model_config import ModelConfig, RotaryConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+GENERATION_FIELDS = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+)
+# Their names in config.json, and ours in octavo.layers.activation.
+GATED_ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+PLAIN_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Read config.json and generation_config.json; see ModelConfig.from_directory."""
+    config = read_json(directory / "config.json")
+    model_type = config.get("model_type", None)
+    if model_type not in FAMILIES:
+        raise config.error("model_type", f"octavo serves {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    architectures = config.get("architectures", [family.architecture])
+    if family.architecture not in architectures:
+        raise config.error("architectures", f"of {model_type}, octavo serves {family.architecture}")
+    quantization = config.get("quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ModelError(
+            f"{config.where}: the weights are quantised ({method or 'unknown method'}); octavo "
+            f"serves {', '.join(DTYPES)}"
+        )
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else Fields("", {})
+    fields = family.read(config)
+    return ModelConfig(
+        directory=directory,
+        architecture=family.architecture,
+        family=model_type,
+        dtype=_dtype(config),
+        bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
+        eos_token_ids=generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"),
+        generation_defaults={
+            name: generation.values[name]
+            for name in GENERATION_FIELDS
+            if generation.get(name, None) is not None
+        },
+        **fields,
+    )
+
+
+def _dtype(config: Fields) -> str:
+    name = "dtype" if config.get("dtype", None) is not None else "torch_dtype"
+    value = config.get(name, "float32")
+    if value not in DTYPES:
+        raise config.error(name, f"octavo serves {', '.join(DTYPES)}")
+    return str(value)
+
+
+def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
+    """The size of a head in a family that has no head_dim field."""
+    if hidden_size % num_heads:
+        raise ModelError(
+            f"{config.where}: a hidden size of {hidden_size} does not divide into {num_heads} heads"
+        )
+    return hidden_size // num_heads
+
+
+def _read_gpt2(config: Fields) -> dict[str, Any]:
+    config.refuse("add_cross_attention", False)
+    hidden, heads = config.count("n_embd", 768), config.count("n_head", 12)
+    layers, positions = config.count("n_layer", 12), config.count("n_positions", 1024)
+    head_dim = _head_dim(config, hidden, heads)
+    scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
+    by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
+    return {
+        "vocab_size": config.count("vocab_size", 50257),
+        "hidden_size": hidden,
+        "embedding_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": head_dim,
+        "intermediate_size": config.count("n_inner", 4 * hidden),
+        "max_model_len": positions,
+        "num_learned_positions": positions,
+        "layer_windows": (None,) * layers,
+        "attention_scales": tuple(scale / (i + 1 if by_layer else 1) for i in range(layers)),
+        "activation": config.choice("activation_function", PLAIN_ACTIVATIONS, "gelu_new"),
+        "gated_mlp": False,
+        "norm": "layer",
+        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "tied_embeddings": config.flag("tie_word_embeddings", True),
+    }
+
+
+def _read_opt(config: Fields) -> dict[str, Any]:
+    hidden, heads = config.count("hidden_size", 768), config.count("num_attention_heads", 12)
+    layers, positions = (
+        config.count("num_hidden_layers", 12),
+        config.count("max_position_embeddings", 2048),
+    )
+    head_dim = _head_dim(config, hidden, heads)
+    norm_before = config.flag("do_layer_norm_before", True)
+    bias = config.flag("enable_bias", True)
+    offset = 2  # OPT's table of positions begins with two rows that it never uses
+    return {
+        "vocab_size": config.count("vocab_size", 50272),
+        "hidden_size": hidden,
+        "embedding_size": config.count("word_embed_proj_dim", hidden),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": head_dim,
+        "intermediate_size": config.count("ffn_dim", 3072),
+        "max_model_len": positions,
+        "num_learned_positions": positions + offset,
+        "learned_position_offset": offset,
+        "layer_windows": (None,) * layers,
+        "attention_scales": (head_dim**-0.5,) * layers,
+        "activation": config.choice("activation_function", PLAIN_ACTIVATIONS, "relu"),
+        "gated_mlp": False,
+        "norm": "layer",
+        "norm_eps": 1e-5,  # torch's default, which transformers' OPT uses
+        "norm_affine": config.flag("layer_norm_elementwise_affine", True),
+        "norm_after": not norm_before,
+        "final_norm": norm_before and not config.flag("_remove_final_layer_norm", False),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bias,
+        "tied_embeddings": config.flag("tie_word_embeddings", True),
+    }
+
+
+def _read_llama(config: Fields, head_dim: int | None = None) -> dict[str, Any]:
+    """What Llama and its kin share; `head_dim` is the family's default."""
+    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    layers = config.count("num_hidden_layers")
+    kv_heads = config.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", f"it must divide num_attention_heads ({heads})")
+    if config.get("head_dim", head_dim) is None:
+        head_dim = _head_dim(config, hidden, heads)
+    else:
+        head_dim = config.count("head_dim", head_dim)
+    if head_dim % 2:
+        raise ModelError(f"{config.where}: rotary embedding needs an even head_dim, not {head_dim}")
+    positions = config.count("max_position_embeddings")
+    rotary = _read_rotary(config, positions)
+    extended = int(rotary.factor * rotary.original_max_positions) if rotary.kind == "yarn" else 0
+    bias = config.flag("attention_bias", False)
+    return {
+        "vocab_size": config.count("vocab_size"),
+        "hidden_size": hidden,
+        "embedding_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": config.count("intermediate_size"),
+        "max_model_len": max(positions, extended),
+        "layer_windows": (None,) * layers,
+        "attention_scales": (head_dim**-0.5,) * layers,
+        "activation": config.choice("hidden_act", GATED_ACTIVATIONS, "silu"),
+        "gated_mlp": True,
+        "norm": "rms",
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": config.flag("mlp_bias", False),
+        "rotary": rotary,
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+    }
+
+
+def _read_mistral(config: Fields) -> dict[str, Any]:
+    fields = _read_llama(config)
+    # The family's default is a window of 4,096; a null turns it off.
+    window = config.values.get("sliding_window", 4096)
+    if window is not None:
+        window = config.count("sliding_window", 4096)
+        fields["layer_windows"] = (window,) * fields["num_layers"]
+    expected = "full_attention" if window is None else "sliding_attention"
+    if set(config.get("layer_types", [expected])) != {expected}:
+        raise config.error("layer_types", f"every layer of this family is {expected}")
+    return fields
+
+
+def _read_qwen2(config: Fields) -> dict[str, Any]:
+    config.refuse("attention_bias", True)
+    config.refuse("mlp_bias", False)
+    fields = _read_llama(config)
+    fields["layer_windows"] = _qwen_windows(config, fields["num_layers"])
+    return fields | {"qkv_bias": True, "output_bias": False}
+
+
+def _read_qwen3(config: Fields) -> dict[str, Any]:
+    config.refuse("mlp_bias", False)
+    fields = _read_llama(config, head_dim=128)
+    fields["layer_windows"] = _qwen_windows(config, fields["num_layers"])
+    return fields | {"qk_norm": True}
+
+
+def _qwen_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """A window for every layer from max_window_layers on, or as layer_types says."""
+    window = None
+    if config.flag("use_sliding_window", False) and config.get("sliding_window", None) is not None:
+        window = config.count("sliding_window")
+    layer_types = config.get("layer_types", None)
+    if layer_types is None:
+        first = config.get("max_window_layers", 28)
+        return tuple(window if i >= first else None for i in range(num_layers))
+    known = {"full_attention", "sliding_attention"}
+    if len(layer_types) != num_layers or not set(layer_types) <= known:
+        raise config.error("layer_types", f"it must name {num_layers} layers, each {sorted(known)}")
+    if window is None and "sliding_attention" in layer_types:
+        raise config.error("layer_types", "use_sliding_window and sliding_window set no window")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _read_rotary(config: Fields, max_positions: int) -> RotaryConfig:
+    """From rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
+    config.refuse("partial_rotary_factor", 1.0)
+    name = "rope_parameters" if config.get("rope_parameters", None) else "rope_scaling"
+    values = config.get(name, {})
+    if not isinstance(values, dict):
+        raise config.error(name, "it must be a JSON object")
+    rope = Fields(f"{config.where}: {name}", values)
+    rope.refuse("partial_rotary_factor", 1.0)
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    original = rope.get("original_max_position_embeddings", max_positions)
+    if kind == "default":
+        return RotaryConfig(theta)
+    if kind in ("linear", "dynamic"):
+        return RotaryConfig(theta, kind, factor=rope.number("factor"))
+    if kind == "llama3":
+        return RotaryConfig(
+            theta,
+            kind,
+            factor=rope.number("factor"),
+            original_max_positions=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
+    if kind == "yarn":
+        return _read_yarn(rope, theta, original, max_positions)
+    raise ModelError(
+        f"{rope.where}: rope_type is {kind!r}; octavo knows default, linear, dynamic, llama3, yarn"
+    )
+
+
+def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) -> RotaryConfig:
+    """YaRN (arXiv:2309.00071): equation 22 gives the attention factor if none is set."""
+    factor = rope.number("factor", max_positions / original)
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    attention_factor = rope.get("attention_factor", None)
+    if attention_factor is None:
+        attention_factor = magnitude(1.0)
+        if rope.get("mscale", 0) and rope.get("mscale_all_dim", 0):
+            attention_factor = magnitude(rope.number("mscale"))
+            attention_factor /= magnitude(rope.number("mscale_all_dim"))
+    return RotaryConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=float(attention_factor),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model_type: the class that octavo serves, and the reader of its config.json."""
+
+    architecture: str
+    read: Callable[[Fields], dict[str, Any]]
+
+
+FAMILIES = {
+    "gpt2": Family("GPT2LMHeadModel", _read_gpt2),
+    "opt": Family("OPTForCausalLM", _read_opt),
+    "llama": Family("LlamaForCausalLM", _read_llama),
+    "mistral": Family("MistralForCausalLM", _read_mistral),
+    "qwen2": Family("Qwen2ForCausalLM", _read_qwen2),
+    "qwen3": Family("Qwen3ForCausalLM", _read_qwen3),
+}

@@ -1,0 +1,188 @@
+"""From a model directory to a model that is ready to run.
+
+Tensors are read from memory-mapped safetensors files straight into the parameters, so the model
+is in memory once. Every parameter must be loaded and every tensor must be used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from octavo.config import LoadFormat
+from octavo.errors import ModelError
+from octavo.json_fields import read_json
+from octavo.layers.linear import Linear, MergedLinear
+from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.model_config import ModelConfig
+from octavo.models.base import CausalLM
+from octavo.models.registry import MODELS
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+DUMMY_STD = 0.02
+# Dummy weights repeat one stretch of noise; a prime length keeps rows of a matrix different.
+NOISE_LENGTH = 1_000_003
+
+
+def load_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+) -> CausalLM:
+    """The model with its weights, cast to `dtype`, on `device`; ModelError if they do not fit.
+
+    With load_format "dummy" the weights are random, from `seed`, and no file is read.
+    """
+    model = build_model(config, dtype, device)
+    if load_format == "dummy":
+        fill_with_noise(model, seed)
+    else:
+        load_weights(model, config)
+    for module in model.modules():
+        if isinstance(module, Linear | MergedLinear):
+            module.finalize()
+    return model
+
+
+def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """The model with uninitialised weights, before any `finalize`."""
+    with torch.device("meta"):  # shapes only, until dtype and device are set
+        model: CausalLM = _module(config).Model(config, device)
+    model = model.to(dtype).to_empty(device=device)
+    if config.tied_embeddings:
+        model.head.tie(model.embedding)
+    return model
+
+
+def load_weights(model: CausalLM, config: ModelConfig) -> None:
+    """Copy the tensors of config.directory into the parameters.
+
+    Raises ModelError that names the tensor and the file: missing, unknown, wrong shape or dtype,
+    two different values for tied embeddings, unreadable file.
+    """
+    module = _module(config)
+    targets = model.weight_targets()
+    loaded: set[int] = set()  # ids of targets; tied ones have two names
+    unknown: list[str] = []
+    for path, name, tensor in _read_tensors(config.directory):
+        key = _without_prefix(name, module.PREFIXES)
+        target = targets.get(key)
+        if target is not None:
+            _copy(tensor, target, id(target) in loaded, f"{path}: {name}")
+            loaded.add(id(target))
+        elif not any(re.fullmatch(pattern, key) for pattern in module.IGNORED):
+            unknown.append(f"{name} ({path.name})")
+    if unknown:
+        raise ModelError(
+            f"{config.directory}: tensors that {config.family} has not: {_few(unknown)}"
+        )
+    missing = [name for name, target in targets.items() if id(target) not in loaded]
+    if missing:
+        raise ModelError(f"{config.directory}: the weights lack {_few(missing)}")
+
+
+def fill_with_noise(model: CausalLM, seed: int) -> None:
+    """Random weights: norms are 1, everything else is normal with a small deviation."""
+    first = next(model.parameters())
+    generator = torch.Generator(first.device).manual_seed(seed)
+    noise = torch.randn(NOISE_LENGTH, generator=generator, device=first.device)
+    noise = (noise * DUMMY_STD).to(first.dtype)
+    position = 0
+    for parameter in model.parameters():
+        flat, done = parameter.view(-1), 0
+        while done < flat.numel():
+            part = noise[position : position + flat.numel() - done]
+            flat[done : done + part.numel()].copy_(part)
+            done += part.numel()
+            position = (position + part.numel()) % NOISE_LENGTH
+    for module in model.modules():
+        if isinstance(module, RMSNorm | LayerNorm) and module.weight is not None:
+            module.weight.fill_(1.0)
+
+
+def _module(config: ModelConfig) -> ModuleType:
+    return import_module(MODELS[config.architecture])
+
+
+def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
+    for prefix in prefixes:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def _copy(tensor: Tensor, target: Tensor, is_loaded: bool, where: str) -> None:
+    if tensor.shape != target.shape:
+        raise ModelError(
+            f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}"
+        )
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise ModelError(f"{where} is {tensor.dtype}: quantised weights are not served")
+    if not is_loaded:
+        target.copy_(tensor)
+    elif not torch.equal(tensor.to(target), target):
+        raise ModelError(
+            f"{where} differs from the token embeddings, but config.json says that they are the "
+            "same (tie_word_embeddings)"
+        )
+
+
+def _read_tensors(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """(file, name, memory-mapped tensor) of every tensor in the weight files."""
+    for path, expected in _weight_files(directory).items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = set(file.keys())
+                lacking = sorted(expected - names)
+                if lacking:
+                    raise ModelError(f"{path} lacks {_few(lacking)}, which {INDEX_FILE} lists")
+                for name in sorted(names):
+                    yield path, name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+
+def _weight_files(directory: Path) -> dict[Path, set[str]]:
+    """The weight files, each with the tensors that the index (if there is one) expects in it."""
+    if (directory / SINGLE_FILE).is_file():
+        return {directory / SINGLE_FILE: set()}
+    if not (directory / INDEX_FILE).is_file():
+        raise ModelError(_no_weights(directory))
+    weight_map = read_json(directory / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{directory / INDEX_FILE}: weight_map is not an object")
+    files: dict[Path, set[str]] = {}
+    for name, file_name in weight_map.items():
+        # Only a file's name counts: an index cannot point outside the directory.
+        files.setdefault(directory / Path(file_name).name, set()).add(name)
+    absent = [path.name for path in files if not path.is_file()]
+    if absent:
+        raise ModelError(f"{directory}: {INDEX_FILE} lists {_few(absent)}, which is not there")
+    return files
+
+
+def _no_weights(directory: Path) -> str:
+    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        return (
+            f"{directory} holds its weights as pickle ({_few(pickles)}), which can run any code "
+            f"when it is read; convert it to {SINGLE_FILE}"
+        )
+    return f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+
+
+def _few(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,196 @@
+"""Tiny random models of every family in Hugging Face format, and transformers' own view of them.
+
+`model_directory(name)` writes a model once a process and returns where; `reference_model(name)`
+is transformers' model of that directory. Weights are large enough that greedy outputs vary and
+near-ties are rare. Same seed, same files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel
+
+transformers.utils.logging.disable_progress_bar()
+
+VOCAB_SIZE = 320
+MAX_POSITIONS = 512
+SLIDING_WINDOW = 20
+BOS_ID, EOS_ID = 0, 1
+
+TOKENIZER_TEXT = [
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "A block table maps logical blocks to physical blocks; blocks are shared and copied on write.",
+    "Grüße aus dem Süden, naïve façade, π ≈ 3.14159, 東京 and 😀 emoji 👩‍🚀.",
+]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<{{ message['role'] }}>{{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+_COMMON = {"vocab_size": VOCAB_SIZE, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
+_LLAMA = {
+    **_COMMON,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "pad_token_id": None,
+}
+_OPT = {
+    **_COMMON,
+    "hidden_size": 48,
+    "ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "pad_token_id": 2,
+}
+
+# name -> (transformers' prefix of the classes, fields of the configuration)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2",
+        {**_COMMON, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITIONS},
+    ),
+    "opt": ("OPT", _OPT),
+    "opt-350m": ("OPT", {**_OPT, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "llama": ("Llama", {**_LLAMA, "num_key_value_heads": 4}),
+    "llama3": (
+        "Llama",
+        {
+            **_LLAMA,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "mistral": (
+        "Mistral",
+        {**_LLAMA, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": SLIDING_WINDOW},
+    ),
+    "qwen2": (
+        "Qwen2",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": SLIDING_WINDOW,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3": (
+        "Qwen3",
+        {**_LLAMA, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+}
+NAMES = tuple(MODELS)
+
+
+def write_model(name: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Write config.json, model.safetensors and tokenizer files of MODELS[name].
+
+    `overrides` replace fields of its configuration.
+    """
+    prefix, fields = MODELS[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**fields, **overrides})
+    model_class = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
+    model = getattr(transformers, model_class)(config).eval()
+    _randomise(model, seed)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+@functools.cache
+def model_directory(name: str, seed: int = 0) -> Path:
+    """The directory of one of NAMES, written at the first call and removed with the process."""
+    return write_model(name, _session_directory() / f"{name}-{seed}", seed)
+
+
+@functools.cache
+def reference_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """transformers' model of `model_directory(name, seed)`: fp32, eager attention."""
+    return load_reference(model_directory(name, seed))
+
+
+def load_reference(directory: Path) -> PreTrainedModel:
+    """transformers' model of any directory: fp32, eager attention."""
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model  # from_pretrained has put it into evaluation mode
+
+
+def random_token_ids(num_tokens: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    """Ids of ordinary tokens: the first few, which are special, are left out."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, vocab_size, (num_tokens,), generator=generator).tolist()
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level BPE tokenizer of VOCAB_SIZE tokens, with a chat template."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<bos>", "<eos>", "<pad>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TOKENIZER_TEXT, trainer)
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+    )
+    wrapped.save_pretrained(directory)
+
+
+def _randomise(model: PreTrainedModel, seed: int) -> None:
+    """Matrices keep the size of their input, norms scatter around 1, the head is sharp."""
+    generator = torch.Generator().manual_seed(seed)
+    normal: Callable[..., torch.Tensor] = functools.partial(torch.randn, generator=generator)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = normal(parameter.shape)
+            if parameter.dim() == 1:
+                is_scale = name.endswith("weight")
+                parameter.copy_(1 + 0.3 * values if is_scale else 0.05 * values)
+            elif "wpe" in name or "embed_positions" in name:
+                parameter.copy_(values * 0.7)
+            elif "wte" in name or "embed_tokens" in name:
+                parameter.copy_(values * 0.35)
+            else:  # [out, in], or GPT-2's [in, out]; near enough for scale
+                parameter.copy_(values * 2.0 / min(parameter.shape) ** 0.5)
+
+
+@functools.cache
+def _session_directory() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="octavo-models-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path

@@ -1,0 +1,58 @@
+"""Runs a model on a few sequences with the reference attention backend, without a worker."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from octavo.attention import AttentionBatch, LayerPlace, load_backend
+from octavo.models.base import CausalLM
+
+BLOCK_SIZE = 8
+
+
+class DenseHarness:
+    """Owns a KV cache in which sequence i has the consecutive blocks i * n + 1 .. i * n + n."""
+
+    def __init__(self, model: CausalLM, max_len: int, max_seqs: int = 1) -> None:
+        layers = model.attention_layers
+        backend = load_backend("reference")
+        dtype = next(model.parameters()).dtype
+        blocks_per_seq = -(-max_len // BLOCK_SIZE)
+        shape = backend.kv_block_shape(BLOCK_SIZE, layers[0].num_kv_heads, layers[0].head_dim)
+        kv_cache = torch.zeros(1 + max_seqs * blocks_per_seq, len(layers), *shape, dtype=dtype)
+        places = [LayerPlace(0, i) for i in range(len(layers))]
+        self.model = model
+        self.attention = backend(layers, places, kv_cache, BLOCK_SIZE)
+        self.tables = 1 + torch.arange(max_seqs * blocks_per_seq, dtype=torch.int32).view(
+            max_seqs, blocks_per_seq
+        )
+        self.lengths = [0] * max_seqs
+
+    @torch.inference_mode()
+    def run(self, chunks: dict[int, list[int]]) -> list[Tensor]:
+        """Append tokens to sequences; the logits of all of them, a tensor for each sequence."""
+        starts = {seq: self.lengths[seq] for seq in chunks}
+        positions = [starts[seq] + i for seq, ids in chunks.items() for i in range(len(ids))]
+        slots = []
+        for seq, ids in chunks.items():
+            self.lengths[seq] += len(ids)
+            for position in range(starts[seq], self.lengths[seq]):
+                block = int(self.tables[seq, position // BLOCK_SIZE])
+                slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+        counts = [len(ids) for ids in chunks.values()]
+        rows = list(chunks)
+        batch = AttentionBatch(
+            query_lens=torch.tensor(counts, dtype=torch.int32),
+            context_lens=torch.tensor([self.lengths[seq] for seq in rows], dtype=torch.int32),
+            query_starts=torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+            positions=torch.tensor(positions),
+            block_tables=[self.tables[rows]],
+            slots=[torch.tensor(slots)],
+        )
+        self.attention.plan(batch)
+        token_ids = torch.tensor([token for ids in chunks.values() for token in ids])
+        hidden = self.model.forward(token_ids, batch.positions, self.attention)
+        return list(torch.split(self.model.logits(hidden), counts))
