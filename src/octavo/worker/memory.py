@@ -36,15 +36,19 @@ class KVShape:
 
     layout: KVLayout
     block_size: int  # tokens
-    num_kv_heads: int  # on one device
-    head_dim: int
-    dtype_bytes: int
+    layer_bytes: int  # one layer's keys and values in one block, as the attention backend lays out
+
+    @classmethod
+    def dense(
+        cls, layout: KVLayout, block_size: int, num_kv_heads: int, head_dim: int, dtype_bytes: int
+    ) -> KVShape:
+        """The shape for a backend that pads nothing."""
+        return cls(layout, block_size, 2 * block_size * num_kv_heads * head_dim * dtype_bytes)
 
     @property
     def block_bytes(self) -> int:
         """One block: keys and values of `block_size` tokens in all layers of one group."""
-        entry_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
-        return self.layout.layers_per_group * self.block_size * entry_bytes
+        return self.layout.layers_per_group * self.layer_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -187,7 +191,7 @@ def _no_room(cache: CacheConfig, shape: KVShape, fixed: FixedMemory, total: int)
         f"{asked} does not fit: of {format_bytes(total)}, weights take "
         f"{format_bytes(fixed.weights)}, activations {format_bytes(fixed.activations)} and graphs "
         f"{format_bytes(fixed.graphs)}, which leaves {format_bytes(max(room, 0))}; a block of "
-        f"{shape.block_size} tokens takes {format_bytes(block_bytes)}, and the null block is one more"
+        f"{shape.block_size} tokens takes {format_bytes(block_bytes)}, and there is a null block"
     )
     if most >= 1:
         return (

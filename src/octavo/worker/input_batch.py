@@ -1,0 +1,311 @@
+"""The only place where ints become tensors: one row per sequence, updated by a plan's deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.attention import AttentionBatch
+from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrite
+from octavo.worker.logit_edits import EditedRow, has_edits
+from octavo.worker.sampler import SamplingBatch
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _MIN_TOKENS = 1, 2, 4, 8  # bits of a row's `asks`
+
+# A row's scalars lie together, so that a fork copies them at once.
+_ROW = np.dtype(
+    [
+        ("num_tokens", np.int64),
+        ("num_computed", np.int64),
+        ("num_prompt", np.int64),
+        ("seed", np.int64),
+        ("sample_index", np.int64),
+        ("num_draws", np.int64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("asks", np.uint8),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One step's input to the model; `num_tokens` is the sum of all rows' scheduled tokens."""
+
+    input_ids: Tensor  # int64 [num_tokens]
+    attention: AttentionBatch  # holds the positions
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Positions of a step whose successors are prompt tokens that shall be scored."""
+
+    seq_id: int
+    start: int  # the first position's place in the step's tokens
+    targets: Tensor  # int64 [n]: the prompt tokens that follow
+    num_top: int
+
+
+class InputBatch:
+    """Owns the rows of all running sequences: their tokens, block tables and sampling."""
+
+    def __init__(self, block_size: int, num_groups: int, num_rows: int = 16) -> None:
+        self._block_size = block_size
+        self._row_of: dict[int, int] = {}
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._rows = np.zeros(num_rows, _ROW)
+        self._specs: list[SamplingSpec | None] = [None] * num_rows
+        self._token_ids: Int32s = np.zeros((num_rows, 256), np.int32)
+        self._tables: list[Int32s] = [np.zeros((num_rows, 16), np.int32) for _ in range(num_groups)]
+
+    def apply(self, plan: StepPlan) -> None:
+        """Change the rows as the plan says, in the order that the scheduler relies on."""
+        self._fork(plan.forks)
+        for seq_id in plan.closed:
+            self._close(seq_id)
+        for opened in plan.opened:
+            self._open(opened)
+        self._write_tokens(plan.token_writes)
+        self._write_tables(plan.table_writes)
+
+    def model_input(self, plan: StepPlan) -> ModelInput:
+        """Tokens, positions, block tables and slots of what the plan computes."""
+        rows = self._rows_of(plan.seq_ids)
+        query_lens = np.array(plan.num_scheduled_tokens, np.int64)
+        query_starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(query_lens, out=query_starts[1:])
+        num_computed = self._rows["num_computed"][rows]
+        context_lens = num_computed + query_lens
+
+        row_of_token = np.repeat(rows, query_lens)
+        positions = np.arange(query_starts[-1])
+        positions += np.repeat(num_computed - query_starts[:-1], query_lens)
+        block_index, offset = np.divmod(positions, self._block_size)
+        max_blocks = -(-int(context_lens.max(initial=1)) // self._block_size)
+        attention = AttentionBatch(
+            query_lens=torch.from_numpy(query_lens.astype(np.int32)),
+            context_lens=torch.from_numpy(context_lens.astype(np.int32)),
+            query_starts=torch.from_numpy(query_starts.astype(np.int32)),
+            positions=torch.from_numpy(positions),
+            block_tables=[torch.from_numpy(table[rows, :max_blocks]) for table in self._tables],
+            slots=[
+                torch.from_numpy(
+                    table[row_of_token, block_index].astype(np.int64) * self._block_size + offset
+                )
+                for table in self._tables
+            ],
+        )
+        token_ids = self._token_ids[row_of_token, positions].astype(np.int64)
+        return ModelInput(torch.from_numpy(token_ids), attention)
+
+    def last_tokens(self, plan: StepPlan, seq_ids: Sequence[int]) -> Tensor:
+        """int64 [len(seq_ids)]: where each one's last token stands among the step's tokens."""
+        ends = np.zeros(len(self._rows), np.int64)
+        ends[self._rows_of(plan.seq_ids)] = np.cumsum(plan.num_scheduled_tokens) - 1
+        return torch.from_numpy(ends[self._rows_of(seq_ids)])
+
+    def sampling_batch(self, sampled: Sequence[int], expanded: Sequence[int]) -> SamplingBatch:
+        """How the next tokens of these sequences are chosen."""
+        rows = self._rows_of([*sampled, *expanded])
+        state = self._rows[rows]
+        asks = state["asks"]
+        at_prompt_end = state["num_tokens"] == state["num_prompt"]
+        return SamplingBatch(
+            num_sampled=len(sampled),
+            temperature=state["temperature"],
+            top_k=state["top_k"],
+            top_p=state["top_p"],
+            min_p=state["min_p"],
+            seeds=state["seed"],
+            sample_indices=state["sample_index"],
+            positions=state["num_tokens"],
+            num_draws=np.where(at_prompt_end, state["num_draws"], 1),
+            edited=self._edited_rows(rows, state),
+            num_logprobs={
+                index: self._spec(rows[index]).num_logprobs or 0
+                for index in np.flatnonzero(asks & _LOGPROBS).tolist()
+            },
+            num_candidates=[self._spec(row).num_candidates for row in rows[len(sampled) :]],
+        )
+
+    def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
+        """What the plan computes of prompts whose log-probabilities were asked for."""
+        rows = self._rows_of(plan.seq_ids)
+        chunks = []
+        for index in np.flatnonzero(self._rows["asks"][rows] & _PROMPT_LOGPROBS).tolist():
+            row, state = rows[index], self._rows[rows[index]]
+            spec = self._spec(row)
+            first = int(state["num_computed"]) + 1
+            end = min(first + plan.num_scheduled_tokens[index], int(state["num_prompt"]))
+            if first < end:
+                targets = self._token_ids[row, first:end].astype(np.int64)
+                start = sum(plan.num_scheduled_tokens[:index])
+                num_top = spec.num_prompt_logprobs or 0
+                chunks.append(
+                    PromptChunk(plan.seq_ids[index], start, torch.from_numpy(targets), num_top)
+                )
+        return chunks
+
+    def advance(self, plan: StepPlan, token_ids: Int64s) -> None:
+        """After the step: its tokens are computed, and each sampled row appends its token.
+
+        Args:
+            token_ids: int64 [len(plan.sampled)].
+        """
+        # A sequence stands only once in a plan, so the indices do not repeat.
+        self._rows["num_computed"][self._rows_of(plan.seq_ids)] += plan.num_scheduled_tokens
+        rows = self._rows_of(plan.sampled)
+        ends = self._rows["num_tokens"][rows]
+        self._reserve_tokens(int(ends.max(initial=0)) + 1)
+        self._token_ids[rows, ends] = token_ids
+        self._rows["num_tokens"][rows] += 1
+
+    def _rows_of(self, seq_ids: Sequence[int]) -> Int64s:
+        row_of = self._row_of
+        return np.array([row_of[seq_id] for seq_id in seq_ids], np.int64)
+
+    def _spec(self, row: int) -> SamplingSpec:
+        spec = self._specs[row]
+        assert spec is not None, f"row {row} is free"
+        return spec
+
+    def _edited_rows(self, rows: Int64s, state: NDArray[np.void]) -> list[EditedRow]:
+        edited = []
+        for index in np.flatnonzero(state["asks"] & (_EDITS | _MIN_TOKENS)).tolist():
+            row, spec = rows[index], self._spec(rows[index])
+            num_prompt, num_tokens = (
+                int(state["num_prompt"][index]),
+                int(state["num_tokens"][index]),
+            )
+            if state["asks"][index] & _EDITS or num_tokens - num_prompt < spec.min_tokens:
+                token_ids = self._token_ids[row, :num_tokens]
+                edited.append(EditedRow(index, spec, token_ids, num_prompt))
+        return edited
+
+    def _take_row(self, seq_id: int) -> int:
+        assert seq_id not in self._row_of, f"sequence {seq_id} already has a row"
+        if not self._free_rows:
+            self._add_rows()
+        row = self._free_rows.pop()
+        self._row_of[seq_id] = row
+        return row
+
+    def _close(self, seq_id: int) -> None:
+        row = self._row_of.pop(seq_id)
+        self._specs[row] = None
+        self._free_rows.append(row)
+
+    def _open(self, opened: OpenedRow) -> None:
+        spec = opened.sampling
+        num_tokens = len(opened.token_ids)
+        row = self._take_row(opened.seq_id)
+        self._reserve_tokens(num_tokens)
+        self._token_ids[row, :num_tokens] = opened.token_ids
+        for table in self._tables:
+            table[row] = 0
+        self._specs[row] = spec
+        asks = _EDITS if has_edits(spec) else 0
+        asks |= _LOGPROBS if spec.num_logprobs is not None else 0
+        asks |= _PROMPT_LOGPROBS if spec.num_prompt_logprobs is not None else 0
+        asks |= _MIN_TOKENS if spec.min_tokens and spec.masked_until_min_tokens else 0
+        # The seed is taken modulo 2 ** 64.
+        seed = (opened.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        self._rows[row] = (
+            num_tokens,
+            opened.num_computed_tokens,
+            opened.num_prompt_tokens,
+            seed,
+            opened.sample_index,
+            opened.num_draws,
+            spec.top_k,
+            spec.top_p,
+            spec.temperature,
+            spec.min_p,
+            asks,
+        )
+
+    def _fork(self, forks: Sequence[Fork]) -> None:
+        """Copy rows in order; a child may be the parent of a later fork, so copies go in runs."""
+        pending: dict[int, int] = {}  # child row -> parent row
+        for fork in forks:
+            parent = self._row_of[fork.parent_id]
+            if parent in pending:
+                self._copy_rows(pending)
+                pending = {}
+            pending[self._take_row(fork.child_id)] = parent
+        self._copy_rows(pending)
+        for fork in forks:
+            self._rows["sample_index"][self._row_of[fork.child_id]] = fork.sample_index
+
+    def _copy_rows(self, parent_of: dict[int, int]) -> None:
+        if not parent_of:
+            return
+        children = np.array(list(parent_of), np.int64)
+        parents = np.array(list(parent_of.values()), np.int64)
+        self._rows[children] = self._rows[parents]
+        num_tokens = int(self._rows["num_tokens"][parents].max())
+        self._token_ids[children, :num_tokens] = self._token_ids[parents, :num_tokens]
+        for table in self._tables:
+            table[children] = table[parents]
+        for child, parent in parent_of.items():
+            self._specs[child] = self._specs[parent]
+
+    def _write_tokens(self, writes: Sequence[TokenWrite]) -> None:
+        if not writes:
+            return
+        rows = self._rows_of([write.seq_id for write in writes])
+        positions = np.array([write.position for write in writes], np.int64)
+        self._reserve_tokens(int(positions.max()) + 1)
+        # Where indices repeat, the last assignment holds: writes take effect in their order.
+        self._token_ids[rows, positions] = [write.token_id for write in writes]
+        self._rows["num_tokens"][rows] = positions + 1
+
+    def _write_tables(self, writes: Sequence[TableWrite]) -> None:
+        for group, table in enumerate(self._tables):
+            rows: list[int] = []
+            columns: list[int] = []
+            block_ids: list[int] = []
+            for write in writes:
+                if write.group == group:
+                    num_blocks = len(write.block_ids)
+                    rows += [self._row_of[write.seq_id]] * num_blocks
+                    columns += range(write.start, write.start + num_blocks)
+                    block_ids += write.block_ids
+            if rows:
+                table = self._reserve_blocks(group, max(columns) + 1)
+                table[rows, columns] = block_ids  # where indices repeat, the last one holds
+
+    def _add_rows(self) -> None:
+        num_rows = len(self._rows)
+        self._free_rows += range(2 * num_rows - 1, num_rows - 1, -1)
+        self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+        self._specs += [None] * num_rows
+        self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
+        self._tables = [np.concatenate([table, np.zeros_like(table)]) for table in self._tables]
+
+    def _reserve_tokens(self, num_tokens: int) -> None:
+        self._token_ids = _widen(self._token_ids, num_tokens)
+
+    def _reserve_blocks(self, group: int, num_blocks: int) -> Int32s:
+        self._tables[group] = _widen(self._tables[group], num_blocks)
+        return self._tables[group]
+
+
+def _widen(array: Int32s, num_columns: int) -> Int32s:
+    """The array with at least `num_columns` columns; grows by doubling, new ones are 0."""
+    old = array.shape[1]
+    if num_columns <= old:
+        return array
+    wider = np.zeros((array.shape[0], max(num_columns, 2 * old)), np.int32)
+    wider[:, :old] = array
+    return wider

@@ -1,0 +1,149 @@
+"""What changes a row's logits before they become a distribution: penalties, bias, bans.
+
+Order: repetition penalty, frequency and presence penalty, bias, then the masks (allowed tokens, end
+tokens until min_tokens, bad words), so that no bias lifts a mask. Only the tokens that a row names
+are touched, so the cost follows its text and not the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.step import SamplingSpec
+
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class EditedRow:
+    """A row of logits that is not taken as it is."""
+
+    index: int  # of the row
+    spec: SamplingSpec
+    token_ids: NDArray[np.int32]  # [num_tokens]: prompt and output so far
+    num_prompt_tokens: int
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def has_edits(spec: SamplingSpec) -> bool:
+    """Whether a row is edited at every token (min_tokens edits only the first ones)."""
+    return bool(
+        spec.presence_penalty
+        or spec.frequency_penalty
+        or spec.repetition_penalty != 1.0
+        or spec.logit_bias
+        or spec.allowed_token_ids
+        or spec.bad_words
+    )
+
+
+def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
+    """Edit rows of `logits` (float32 [num_rows, vocab_size]) in place."""
+    if not rows:
+        return
+    _penalise_repetition(logits, [row for row in rows if row.spec.repetition_penalty != 1.0])
+    _penalise_counts(
+        logits,
+        [row for row in rows if row.spec.frequency_penalty or row.spec.presence_penalty],
+    )
+    _add_bias(logits, [row for row in rows if row.spec.logit_bias])
+    vocab_size = logits.shape[1]
+    for row in rows:
+        allowed = row.spec.allowed_token_ids
+        if allowed:
+            ids = torch.tensor(allowed, device=logits.device)
+            kept = logits[row.index, ids]
+            logits[row.index].fill_(-torch.inf)
+            logits[row.index, ids] = kept
+        banned = banned_token_ids(row, vocab_size)
+        if banned:
+            logits[row.index, torch.tensor(banned, device=logits.device)] = -torch.inf
+
+
+def banned_token_ids(row: EditedRow, vocab_size: int) -> list[int]:
+    """Tokens that must not come next: ends before min_tokens, and the last token of a bad word.
+
+    Bad words give way if they would leave no token at all.
+    """
+    spec = row.spec
+    ends: set[int] = set()
+    if row.num_output_tokens < spec.min_tokens:
+        ends.update(spec.masked_until_min_tokens)
+    bad = set()
+    for *prefix, last in spec.bad_words:
+        start = len(row.token_ids) - len(prefix)
+        # A word counts from where the output begins: the prompt may contain it.
+        if start >= row.num_prompt_tokens and row.token_ids[start:].tolist() == prefix:
+            bad.add(last)
+    banned = ends | bad
+    allowed = set(spec.allowed_token_ids)
+    num_left = len(allowed - banned) if allowed else vocab_size - len(banned)
+    return sorted(banned if num_left > 0 else ends)
+
+
+def _pairs(rows: Sequence[EditedRow], outputs_only: bool) -> tuple[Int64s, Int64s, Int64s]:
+    """The distinct tokens of each row.
+
+    Returns:
+        int64 [num_pairs] each: the place in `rows`, the token id, and how often the row holds it.
+    """
+    texts = [row.token_ids[row.num_prompt_tokens if outputs_only else 0 :] for row in rows]
+    owners = np.repeat(np.arange(len(rows)), [len(text) for text in texts])
+    keys = (owners << 32) | np.concatenate(texts)
+    distinct, counts = np.unique(keys, return_counts=True)
+    return distinct >> 32, distinct & 0xFFFFFFFF, counts
+
+
+def _penalise_repetition(logits: Tensor, rows: Sequence[EditedRow]) -> None:
+    """A positive logit of a token in prompt or output is divided by the penalty, a negative one
+    multiplied (Keskar et al., "CTRL", 2019, section 4.1, as in transformers)."""
+    if not rows:
+        return
+    owners, token_ids, _ = _pairs(rows, outputs_only=False)
+    penalties = np.array([row.spec.repetition_penalty for row in rows], np.float32)[owners]
+    where, penalty = _index(logits, rows, owners, token_ids), _to(logits, penalties)
+    values = logits[where]
+    logits[where] = torch.where(values < 0, values * penalty, values / penalty)
+
+
+def _penalise_counts(logits: Tensor, rows: Sequence[EditedRow]) -> None:
+    """OpenAI's: logit -= frequency_penalty * count + presence_penalty, over output tokens."""
+    if not rows:
+        return
+    owners, token_ids, counts = _pairs(rows, outputs_only=True)
+    frequency = np.array([row.spec.frequency_penalty for row in rows], np.float32)[owners]
+    presence = np.array([row.spec.presence_penalty for row in rows], np.float32)[owners]
+    where = _index(logits, rows, owners, token_ids)
+    logits[where] -= _to(logits, frequency * counts.astype(np.float32) + presence)
+
+
+def _add_bias(logits: Tensor, rows: Sequence[EditedRow]) -> None:
+    if not rows:
+        return
+    owners = np.repeat(np.arange(len(rows)), [len(row.spec.logit_bias) for row in rows])
+    pairs = [pair for row in rows for pair in row.spec.logit_bias]
+    token_ids = np.array([token_id for token_id, _ in pairs], np.int64)
+    biases = np.array([bias for _, bias in pairs], np.float32)
+    logits[_index(logits, rows, owners, token_ids)] += _to(logits, biases)
+
+
+def _index(
+    logits: Tensor, rows: Sequence[EditedRow], owners: Int64s, token_ids: Int64s
+) -> tuple[Tensor, Tensor]:
+    row_indices = np.array([row.index for row in rows], np.int64)[owners]
+    device = logits.device
+    return torch.from_numpy(row_indices).to(device), torch.from_numpy(token_ids).to(device)
+
+
+def _to(logits: Tensor, values: Float32s) -> Tensor:
+    return torch.from_numpy(values).to(logits.device)

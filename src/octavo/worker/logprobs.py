@@ -1,0 +1,71 @@
+"""Log-probabilities as a client sees them: log-softmax of the model's own logits, before edits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.core.step import TokenLogprobs
+
+_MAX_ELEMENTS = 1 << 24  # float32 logits held at once: 64 MiB
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """How many rows of logits are scored together, so that long prompts need little memory."""
+    return max(1, _MAX_ELEMENTS // vocab_size)
+
+
+def gather_logprobs(
+    logits: Tensor, rows: Sequence[int], chosen: Sequence[Sequence[int]], num_top: Sequence[int]
+) -> list[list[TokenLogprobs]]:
+    """Score chosen tokens of some rows.
+
+    Args:
+        logits: floating [num_rows, vocab_size].
+        rows: rows of `logits`.
+        chosen: tokens of each of `rows`.
+        num_top: how many of the most likely tokens are wanted for each of `rows`.
+
+    Returns:
+        For each of `rows` one entry per chosen token.
+    """
+    step = rows_at_once(logits.shape[1])
+    result: list[list[TokenLogprobs]] = []
+    for first in range(0, len(rows), step):
+        part = slice(first, first + step)
+        result += _score(logits, rows[part], chosen[part], num_top[part])
+    return result
+
+
+def _score(
+    logits: Tensor, rows: Sequence[int], chosen: Sequence[Sequence[int]], num_top: Sequence[int]
+) -> list[list[TokenLogprobs]]:
+    if not rows:
+        return []
+    device = logits.device
+    scores = logits[torch.tensor(rows, device=device)].float()
+    normaliser = scores.logsumexp(dim=-1, keepdim=True)
+
+    owners = [place for place, tokens in enumerate(chosen) for _ in tokens]
+    token_ids = [token_id for tokens in chosen for token_id in tokens]
+    owner_ids = torch.tensor(owners, device=device)
+    picked = scores[owner_ids, torch.tensor(token_ids, device=device)]
+    logprobs = (picked - normaliser[owner_ids, 0]).tolist()
+    ranks = [
+        int((scores[owner] > value).sum()) + 1 for owner, value in zip(owners, picked, strict=True)
+    ]
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+    if max(num_top) > 0:
+        top = scores.topk(min(max(num_top), scores.shape[1]), dim=-1)
+        values = (top.values - normaliser).tolist()
+        tops = [
+            tuple(zip(ids[:number], vals[:number], strict=True))
+            for number, ids, vals in zip(num_top, top.indices.tolist(), values, strict=True)
+        ]
+    entries = iter(
+        TokenLogprobs(token_id, logprob, rank, tops[owner])
+        for token_id, logprob, rank, owner in zip(token_ids, logprobs, ranks, owners, strict=True)
+    )
+    return [[next(entries) for _ in tokens] for tokens in chosen]

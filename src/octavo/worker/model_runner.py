@@ -1,0 +1,87 @@
+"""Runs one plan through the model: rows, block moves, forward, sampling, result."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from octavo.attention import AttentionBackend
+from octavo.core.step import StepPlan, StepResult, TokenLogprobs
+from octavo.models.base import CausalLM
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.kv_cache import KVCache
+from octavo.worker.logprobs import gather_logprobs, rows_at_once
+from octavo.worker.sampler import Sampler, SamplerOutput
+
+
+class ModelRunner:
+    """Owns the rows of the running sequences, and computes on one device."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        input_batch: InputBatch,
+        vocab_size: int,
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._kv_cache = kv_cache
+        self._input_batch = input_batch
+        self._vocab_size = vocab_size
+        self._sampler = Sampler()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._input_batch.apply(plan)
+        swap_seconds = self._kv_cache.move(plan)
+        result = StepResult(plan.step_id, token_ids=[], swap_seconds=swap_seconds)
+        if plan.seq_ids:
+            started = perf_counter()
+            hidden = self._forward(plan)
+            result.prompt_logprobs = self._prompt_logprobs(plan, hidden)
+            self._sample(plan, hidden, result)
+            result.compute_seconds = perf_counter() - started
+        return result
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """Hidden states of the step's tokens, [num_tokens, hidden_size]."""
+        inputs = self._input_batch.model_input(plan)
+        self._backend.plan(inputs.attention)
+        return self._model.forward(inputs.input_ids, inputs.attention.positions, self._backend)
+
+    def _sample(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
+        """Choose the next tokens, put them into the result, and advance the rows."""
+        ending = [*plan.sampled, *plan.expanded]
+        output = SamplerOutput(torch.empty(0, dtype=torch.int64), {}, {}, {})
+        if ending:
+            last = self._input_batch.last_tokens(plan, ending)
+            logits = self._model.logits(hidden[last])
+            batch = self._input_batch.sampling_batch(plan.sampled, plan.expanded)
+            output = self._sampler(logits, batch)
+        token_ids = output.token_ids.numpy()
+        self._input_batch.advance(plan, token_ids)
+        result.token_ids = token_ids.tolist()
+        result.draws = {ending[row]: drawn for row, drawn in output.draws.items()}
+        result.logprobs = {ending[row]: entries for row, entries in output.logprobs.items()}
+        result.candidates = {ending[row]: best for row, best in output.candidates.items()}
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
+        scored: dict[int, list[TokenLogprobs]] = {}
+        # Logits of a whole chunk would take gigabytes with a large vocabulary.
+        step = rows_at_once(self._vocab_size)
+        for chunk in self._input_batch.prompt_chunks(plan):
+            entries: list[TokenLogprobs] = []
+            targets = chunk.targets.tolist()
+            for first in range(0, len(targets), step):
+                part = targets[first : first + step]
+                begin = chunk.start + first
+                logits = self._model.logits(hidden[begin : begin + len(part)])
+                rows, tops = range(len(part)), [chunk.num_top] * len(part)
+                for entry in gather_logprobs(logits, rows, [[token] for token in part], tops):
+                    entries += entry
+            scored[chunk.seq_id] = entries
+        return scored

@@ -1,0 +1,278 @@
+"""Turns logits into tokens, on the device of the logits.
+
+Order of a row's filters: penalties, bias and masks (logit_edits.py), temperature, min_p, top_k,
+top_p. Each filter sees what the ones before it left over. Where tokens tie at a filter's limit, all
+of them stay, so that what is kept depends on the row's values alone.
+
+A token is drawn by inverting the cumulative distribution at one uniform number. The weights are
+rounded to integers, whose sums are exact in any order: a row's token does not depend on which rows
+share its batch, nor on how a device adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.core.step import TokenLogprobs
+from octavo.worker.logit_edits import EditedRow, edit_logits
+from octavo.worker.logprobs import gather_logprobs
+from octavo.worker.randomness import uniforms
+from octavo.worker.selection import argmax, kth_largest, sort_descending
+
+# The most likely token of a row weighs 2 ** 40; 2 ** 22 tokens of that weight still fit into int64.
+WEIGHT_BITS = 40
+_CHUNK = 128  # tokens that are summed up before the search; any size gives the same token
+_MAX_DRAWS_AT_ONCE = 256
+_SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits worked on at once
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How each row of logits is turned into tokens; arrays have one entry per row."""
+
+    num_sampled: int  # rows that draw; the rest are expanded to candidates
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float32]
+    seeds: NDArray[np.int64]
+    sample_indices: NDArray[np.int64]
+    positions: NDArray[np.int64]  # of the token to be drawn
+    num_draws: NDArray[np.int64]
+    edited: list[EditedRow] = field(default_factory=list)  # in order of their index
+    num_logprobs: dict[int, int] = field(default_factory=dict)  # row -> how many most likely tokens
+    num_candidates: list[int] = field(default_factory=list)  # of each expanded row
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """What was drawn; dictionaries are keyed by row and hold only rows that asked."""
+
+    token_ids: Tensor  # int64 [num_sampled], the first draw of each row
+    draws: dict[int, list[int]]  # rows with several draws
+    logprobs: dict[int, list[TokenLogprobs]]  # one entry per draw
+    candidates: dict[int, list[tuple[int, float]]]
+
+
+class Sampler:
+    """Holds no state: equal logits and equal batches give equal tokens."""
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+        """Choose the next tokens.
+
+        Args:
+            logits: floating [num_rows, vocab_size], left unchanged: sampled rows, then expanded.
+        """
+        token_ids, draws = self._draw(logits, batch)
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        if batch.num_logprobs:
+            rows = [row for row in batch.num_logprobs if row < batch.num_sampled]
+            num_top = [batch.num_logprobs[row] for row in rows]
+            first = token_ids.tolist()
+            chosen = [draws.get(row, [first[row]]) for row in rows]
+            logprobs = dict(zip(rows, gather_logprobs(logits, rows, chosen, num_top), strict=True))
+        return SamplerOutput(token_ids, draws, logprobs, self._expand(logits, batch))
+
+    def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, dict[int, list[int]]]:
+        n = batch.num_sampled
+        is_random = batch.temperature[:n] > 0
+        is_edited = np.zeros(n, bool)
+        is_edited[[row.index for row in batch.edited if row.index < n]] = True
+        several = batch.num_draws[:n] > 1
+        worked = np.flatnonzero(is_random | is_edited | several)
+        if len(worked) == 0:
+            return argmax(logits[:n]), {}
+
+        token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
+        if len(worked) < n:
+            plain = torch.from_numpy(np.flatnonzero(~(is_random | is_edited | several)))
+            plain = plain.to(logits.device)
+            token_ids[plain] = argmax(logits[plain])
+        draws: dict[int, list[int]] = {}
+        for rows in _slices(worked, logits):
+            sub = _select(logits, rows)
+            edit_logits(sub, _edits_of(batch, rows))
+            drawn, owners = draw(sub, _subset(batch, rows))
+            firsts = np.searchsorted(owners, np.arange(len(rows)))
+            token_ids[torch.from_numpy(rows).to(logits.device)] = drawn[
+                torch.from_numpy(firsts).to(logits.device)
+            ]
+            for index in np.flatnonzero(several[rows]).tolist():
+                end = firsts[index] + int(batch.num_draws[rows[index]])
+                draws[int(rows[index])] = drawn[firsts[index] : end].tolist()
+        return token_ids, draws
+
+    def _expand(self, logits: Tensor, batch: SamplingBatch) -> dict[int, list[tuple[int, float]]]:
+        """The best next tokens of each expanded row by log-probability, best first.
+
+        As in transformers' beam search, edits act on log-probabilities, without renormalising.
+        """
+        candidates: dict[int, list[tuple[int, float]]] = {}
+        expanded = np.arange(batch.num_sampled, batch.num_sampled + len(batch.num_candidates))
+        for rows in _slices(expanded, logits):
+            scores = _select(logits, rows).log_softmax(dim=-1)
+            edit_logits(scores, _edits_of(batch, rows))
+            wanted = [batch.num_candidates[row - batch.num_sampled] for row in rows]
+            top = scores.topk(min(max(wanted), scores.shape[1]), dim=-1)
+            for row, number, values, ids in zip(
+                rows.tolist(), wanted, top.values.tolist(), top.indices.tolist(), strict=True
+            ):
+                candidates[row] = list(zip(ids[:number], values[:number], strict=True))
+        return candidates
+
+
+def draw(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, NDArray[np.int64]]:
+    """Draw `num_draws` tokens of each row, all rows from their own distribution.
+
+    Args:
+        logits: float32 [num_rows, vocab_size], edited already.
+
+    Returns:
+        int64 [num_draws in all], and for each draw the row it belongs to, ascending.
+    """
+    owners = np.repeat(np.arange(len(batch.num_draws)), batch.num_draws)
+    device = logits.device
+    is_random = batch.temperature > 0
+    if not is_random.any():
+        return argmax(logits)[torch.from_numpy(owners).to(device)], owners
+
+    # The i-th draw of a row is the first draw of the request's i-th next sample.
+    number = np.arange(len(owners)) - np.searchsorted(owners, owners)
+    noise = uniforms(
+        torch.from_numpy(batch.seeds[owners]).to(device),
+        torch.from_numpy(batch.sample_indices[owners] + number).to(device),
+        torch.from_numpy(batch.positions[owners]).to(device),
+    )
+    owner_ids = torch.from_numpy(owners).to(device)
+    drawn = invert(token_weights(logits, batch), owner_ids, noise)
+    if not is_random.all():
+        greedy = torch.from_numpy(~is_random).to(device)
+        drawn = torch.where(greedy[owner_ids], argmax(logits)[owner_ids], drawn)
+    return drawn, owners
+
+
+def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Each token's share of its row's distribution after all filters, as an integer.
+
+    Args:
+        logits: float32 [num_rows, vocab_size]; a row of temperature 0 gets weights of no meaning.
+
+    Returns:
+        int64 [num_rows, vocab_size], at most 2 ** WEIGHT_BITS each; 0 for tokens filtered out.
+    """
+    device = logits.device
+    temperature = np.where(batch.temperature > 0, batch.temperature, np.float32(1))
+    scaled = logits - logits.amax(dim=-1, keepdim=True)  # at most 0: any temperature is safe
+    scaled /= torch.from_numpy(temperature).to(device).unsqueeze(1)
+
+    # A weight is exp(scaled), so min_p, relative to the most likely token, is a limit on scaled.
+    rows = np.flatnonzero(batch.min_p > 0)
+    if len(rows):
+        _keep_from(scaled, rows, torch.from_numpy(np.log(batch.min_p[rows])).to(device))
+    rows = np.flatnonzero((batch.top_k > 0) & (batch.top_k < logits.shape[1]))
+    if len(rows):
+        _keep_from(scaled, rows, kth_largest(_select(scaled, rows), batch.top_k[rows]))
+    weights = scaled.exp_().mul_(2.0**WEIGHT_BITS).to(torch.int64)
+    rows = np.flatnonzero(batch.top_p < 1)
+    if len(rows):
+        _keep_top_p(weights, rows, torch.from_numpy(batch.top_p[rows]).to(device))
+    return weights
+
+
+def invert(weights: Tensor, owners: Tensor, noise: Tensor) -> Tensor:
+    """The token at which the cumulative weights of its row first exceed noise * total.
+
+    Args:
+        weights: int64 [num_rows, vocab_size].
+        owners: int64 [num_draws], rows of weights.
+        noise: float64 [num_draws] in [0, 1).
+
+    Returns:
+        int64 [num_draws].
+    """
+    vocab_size = weights.shape[1]
+    padding = -vocab_size % _CHUNK
+    if padding:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    chunks = weights.view(weights.shape[0], -1, _CHUNK)
+    ends = chunks.sum(dim=-1).cumsum(dim=-1)  # [num_rows, num_chunks]
+    drawn = []
+    for first in range(0, len(owners), _MAX_DRAWS_AT_ONCE):
+        rows = owners[first : first + _MAX_DRAWS_AT_ONCE]
+        row_ends = ends[rows]
+        total = row_ends[:, -1]
+        target = (noise[first : first + _MAX_DRAWS_AT_ONCE] * total).to(torch.int64)
+        target = torch.minimum(target, total - 1).unsqueeze(1)  # the product may round up
+        chunk = (row_ends <= target).sum(dim=-1).clamp_(max=row_ends.shape[1] - 1)
+        inside = chunks[rows, chunk].cumsum(dim=-1)  # [num_draws, _CHUNK]
+        before = row_ends.gather(1, chunk.unsqueeze(1)) - inside[:, -1:]
+        drawn.append(chunk * _CHUNK + (inside <= target - before).sum(dim=-1))
+    # A row of NaN has no distribution; the clamp keeps its token inside the vocabulary.
+    return torch.cat(drawn).clamp_(max=vocab_size - 1)
+
+
+def _keep_from(scaled: Tensor, rows: NDArray[np.int64], limits: Tensor) -> None:
+    """In the given rows, drop all tokens below the row's limit."""
+    if len(rows) == len(scaled):
+        scaled.masked_fill_(scaled < limits.unsqueeze(1), -torch.inf)
+        return
+    index = torch.from_numpy(rows).to(scaled.device)
+    kept = scaled[index]
+    scaled[index] = kept.masked_fill_(kept < limits.unsqueeze(1), -torch.inf)
+
+
+def _keep_top_p(weights: Tensor, rows: NDArray[np.int64], top_p: Tensor) -> None:
+    """In the given rows, keep the fewest most likely tokens whose share reaches top_p."""
+    index = torch.from_numpy(rows).to(weights.device)
+    kept = weights[index]
+    ordered = sort_descending(kept)
+    ends = ordered.cumsum(dim=-1)
+    # A token stays while the share of those before it is less than top_p.
+    is_kept = (ends - ordered) < top_p.unsqueeze(1) * ends[:, -1:]
+    last = is_kept.sum(dim=-1, keepdim=True).clamp_(min=1) - 1
+    weights[index] = kept.masked_fill_(kept < ordered.gather(1, last), 0)
+
+
+def _slices(rows: NDArray[np.int64], logits: Tensor) -> Iterator[NDArray[np.int64]]:
+    """The rows in parts that are small enough to be worked on at once."""
+    limit = _SLICE_ELEMENTS.get(logits.device.type, 1 << 26)
+    size = max(1, limit // logits.shape[1])
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
+
+
+def _select(values: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    """A float32 copy of the given rows."""
+    picked = values.index_select(0, torch.from_numpy(rows).to(values.device))
+    return picked.float()
+
+
+def _edits_of(batch: SamplingBatch, rows: NDArray[np.int64]) -> list[EditedRow]:
+    """The edits of the given rows (ascending), which are renumbered from 0."""
+    place = {row: index for index, row in enumerate(rows.tolist())}
+    return [
+        replace(edited, index=place[edited.index])
+        for edited in batch.edited
+        if edited.index in place
+    ]
+
+
+def _subset(batch: SamplingBatch, rows: NDArray[np.int64]) -> SamplingBatch:
+    return SamplingBatch(
+        num_sampled=len(rows),
+        temperature=batch.temperature[rows],
+        top_k=batch.top_k[rows],
+        top_p=batch.top_p[rows],
+        min_p=batch.min_p[rows],
+        seeds=batch.seeds[rows],
+        sample_indices=batch.sample_indices[rows],
+        positions=batch.positions[rows],
+        num_draws=batch.num_draws[rows],
+    )

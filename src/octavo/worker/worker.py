@@ -1,0 +1,158 @@
+"""One device: loads the model, decides how much KV it can hold, and executes plans."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+
+from octavo.attention import BACKENDS, AttentionBackend, LayerPlace, load_backend
+from octavo.config import EngineConfig
+from octavo.core.kv_spec import KVLayout, group_layers
+from octavo.core.step import StepPlan, StepResult
+from octavo.errors import ConfigError
+from octavo.model_config import ModelConfig
+from octavo.models.base import CausalLM
+from octavo.models.loader import load_model
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.kv_cache import KVCache
+from octavo.worker.memory import (
+    CPU_CACHE_LIMIT,
+    CPU_CACHE_SHARE,
+    FixedMemory,
+    KVShape,
+    MemoryBudget,
+    activation_bytes,
+    check_model_len,
+    host_memory,
+    plan_memory,
+)
+from octavo.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Worker:
+    """Owns one device: the model's weights, the KV cache and the rows."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        if config.device != "cpu":
+            raise ConfigError("device", f"{config.device!r} is not supported; there is: cpu")
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        device = torch.device(config.device)
+        dtype = resolve_dtype(config.dtype, model_config.dtype)
+        backend_class = resolve_backend(config.attention_backend)
+        self.layout = group_layers(model_config.kv_specs())
+        block_shape = (
+            self.layout.layers_per_group,
+            *backend_class.kv_block_shape(
+                config.cache.block_size, model_config.num_kv_heads, model_config.head_dim
+            ),
+        )
+        self._model: CausalLM | None = load_model(
+            model_config, dtype, device, config.load_format, config.seed
+        )
+        layer_bytes = math.prod(block_shape[1:]) * dtype.itemsize
+        shape = KVShape(self.layout, config.cache.block_size, layer_bytes)
+        self.budget = plan_cpu_memory(config, model_config, shape, dtype.itemsize)
+        logger.info("memory budget:\n%s", self.budget)
+
+        self._kv_cache: KVCache | None = KVCache(
+            self.budget.num_blocks, self.budget.num_swap_blocks, block_shape, dtype, device
+        )
+        self._runner: ModelRunner | None = ModelRunner(
+            self._model,
+            make_backend(backend_class, self._model, self.layout, self._kv_cache, shape.block_size),
+            self._kv_cache,
+            InputBatch(shape.block_size, len(self.layout.groups)),
+            model_config.vocab_size,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert self._runner is not None, "the worker was shut down"
+        return self._runner.execute(plan)
+
+    def shutdown(self) -> None:
+        """Let go of weights and KV cache. A second call does nothing."""
+        self._runner = self._kv_cache = self._model = None
+
+
+def make_backend(
+    backend_class: type[AttentionBackend],
+    model: CausalLM,
+    layout: KVLayout,
+    kv_cache: KVCache,
+    block_size: int,
+) -> AttentionBackend:
+    """The backend, told where each of the model's layers keeps its KV."""
+    places = layout.places()
+    layers = model.attention_layers
+    layer_places = [LayerPlace(*places[layer.layer_id]) for layer in layers]
+    return backend_class(layers, layer_places, kv_cache.blocks, block_size)
+
+
+def resolve_backend(name: str) -> type[AttentionBackend]:
+    """The class of that name; "auto" is the fast one of the device.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    name = "cpu" if name == "auto" else name
+    if name not in BACKENDS:
+        choices = ", ".join(["auto", *sorted(BACKENDS)])
+        raise ConfigError("attention_backend", f"{name!r} is not one of {choices}")
+    return load_backend(name)
+
+
+def resolve_dtype(asked: str, stored: str) -> torch.dtype:
+    """What a CPU computes in: "auto" keeps the files' type, float16 becomes float32.
+
+    Raises:
+        ConfigError: float16 was asked for, which CPUs do not compute in.
+    """
+    if asked == "float16":
+        raise ConfigError("dtype", "float16 is not served on a CPU; use bfloat16 or float32")
+    if asked == "auto":
+        return torch.bfloat16 if stored == "bfloat16" else torch.float32
+    return DTYPES[asked]
+
+
+def plan_cpu_memory(
+    config: EngineConfig, model_config: ModelConfig, shape: KVShape, dtype_bytes: int
+) -> MemoryBudget:
+    """The budget on a CPU, when the weights are loaded already.
+
+    Raises:
+        OutOfMemory: no KV cache fits, or no sequence of the max_model_len that was asked for.
+    """
+    scheduler = config.scheduler
+    weights = model_config.num_parameters() * dtype_bytes
+    query_size = model_config.num_heads * model_config.head_dim
+    kv_size = 2 * model_config.num_kv_heads * model_config.head_dim
+    layer_width = (
+        4 * model_config.hidden_size + 2 * query_size + kv_size + 3 * model_config.intermediate_size
+    )
+    activations = activation_bytes(
+        scheduler.max_num_batched_tokens,
+        scheduler.max_num_seqs,
+        layer_width,
+        model_config.vocab_size,
+        dtype_bytes,
+    )
+    free = host_memory()
+    default = min(CPU_CACHE_LIMIT, int(CPU_CACHE_SHARE * (free - activations)))
+    fixed = FixedMemory(weights, activations)
+    budget = plan_memory(config.cache, shape, fixed, free + weights, default)
+    if config.max_model_len is not None:
+        # The model's own limit may be more than fits: then longer requests are refused one by one.
+        chunk = (
+            scheduler.max_num_batched_tokens
+            if scheduler.enable_chunked_prefill
+            else config.max_model_len
+        )
+        check_model_len(budget, shape, config.max_model_len, chunk)
+    return budget
