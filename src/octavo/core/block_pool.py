@@ -1,0 +1,107 @@
+"""The physical blocks of one memory tier (paper section 4.2: the block allocator)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+NULL_BLOCK = 0  # stands in block tables where a block is no longer needed; never handed out
+
+
+class BlockPool:
+    """Owns a tier's blocks: how many holders each one has, and which free one goes next.
+
+    A block is *held* while its reference count is positive. A free block may still be *cached*:
+    its contents can be found by prefix and brought back with `share`. Cached blocks are
+    overwritten last, the one that has been free longest first. Every operation is O(1) and the
+    cost of none depends on the size of the pool.
+    """
+
+    def __init__(
+        self, num_blocks: int, first_id: int = 1, on_evict: Callable[[int], None] | None = None
+    ) -> None:
+        """Blocks `first_id` .. `first_id + num_blocks - 1`, all free.
+
+        `on_evict` is told when a cached block is about to be overwritten.
+        """
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        self._ref_counts = [0] * (first_id + num_blocks)
+        self._cached: set[int] = set()
+        self._on_evict = on_evict
+        # Free blocks, in the order in which they are taken: emptied ones (the one used last is
+        # likely to be in the CPU's caches), then never used ones, then cached ones.
+        self._emptied: list[int] = []
+        self._next_unused = first_id
+        self._end = first_id + num_blocks
+        self._free_cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._emptied) + self._end - self._next_unused + len(self._free_cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_free_cached(self) -> int:
+        return len(self._free_cached)
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._cached
+
+    def allocate(self) -> int:
+        """Take a free block; what it cached is forgotten. The caller has checked `num_free`."""
+        if self._emptied:
+            block_id = self._emptied.pop()
+        elif self._next_unused < self._end:
+            block_id = self._next_unused
+            self._next_unused += 1
+        else:
+            assert self._free_cached, "allocate from a pool without free blocks"
+            block_id, _ = self._free_cached.popitem(last=False)
+            self._cached.discard(block_id)
+            self.num_evictions += 1
+            if self._on_evict is not None:
+                self._on_evict(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def share(self, block_id: int) -> None:
+        """Add a holder. A free block that is still cached comes back into use."""
+        count = self._ref_counts[block_id]
+        if count == 0:
+            assert block_id in self._free_cached, f"block {block_id} is free and holds nothing"
+            del self._free_cached[block_id]
+        self._ref_counts[block_id] = count + 1
+
+    def release(self, block_id: int) -> None:
+        """Drop a holder. A block that nobody holds is free, yet stays cached until it is taken."""
+        count = self._ref_counts[block_id] - 1
+        assert count >= 0, f"block {block_id} is already free"
+        self._ref_counts[block_id] = count
+        if count == 0:
+            if block_id in self._cached:
+                self._free_cached[block_id] = None
+            else:
+                self._emptied.append(block_id)
+
+    def mark_cached(self, block_id: int) -> None:
+        """The contents of a held block can be found by prefix from now on."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be indexed"
+        self._cached.add(block_id)
+
+    def drop_cached(self) -> None:
+        """Forget what all blocks cache; held blocks stay held."""
+        self._emptied.extend(reversed(self._free_cached))
+        self._free_cached.clear()
+        self._cached.clear()
+
+    def free_ids(self) -> list[int]:
+        """All free blocks in the order in which they would be taken; O(pool), for inspection."""
+        unused = range(self._next_unused, self._end)
+        return [*reversed(self._emptied), *unused, *self._free_cached]

@@ -1,0 +1,262 @@
+"""Decoding methods over fork, append and free (paper sections 4.4 and 5.2).
+
+A method decides which chains of tokens live on after each step. It never touches blocks: forking
+a sequence shares its blocks, and the KV cache manager copies one only when it is written.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from octavo.core.sequence import Request, Sequence
+
+EarlyStopping = bool | Literal["never"]
+
+
+class SequenceVerbs(Protocol):
+    """What a decoding method can do to sequences; the scheduler implements it."""
+
+    def fork(self, parent: Sequence, sample_index: int) -> Sequence:
+        """A new sequence with the parent's tokens, sharing all of its blocks."""
+
+    def append(self, seq: Sequence, token_id: int) -> None:
+        """Add a token that the worker has not drawn for this sequence by itself."""
+
+    def free(self, seq: Sequence) -> None:
+        """Drop a sequence; nothing of it is returned to the client."""
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence and give its blocks back; its tokens are part of the result."""
+
+    def pin(self, seq: Sequence, name: str) -> None:
+        """End a sequence and keep its blocks as the pinned prefix `name`."""
+
+
+# A method is one of three kinds, by what it wants to know at the end of a sequence's tokens.
+# Extend here: one class of the kind that fits.
+
+
+class Drawing(Protocol):
+    """Wants a token, drawn by the worker."""
+
+    wants: Literal["token"]
+    max_sequences: int  # that run at once, at most
+    max_length: int  # tokens, prompt included
+    num_draws: int  # tokens drawn at the end of the prompt
+
+    def accept(self, seq: Sequence, token_id: int) -> str | None:
+        """Append a drawn token; returns the reason if it ends the sequence."""
+
+    def start(self, seq: Sequence, token_ids: Seq[int], verbs: SequenceVerbs) -> None:
+        """The first tokens were drawn, `num_draws` > 1 of them, at the end of the prompt."""
+
+
+class Searching(Protocol):
+    """Wants the best candidates for the next token of each of its sequences."""
+
+    wants: Literal["candidates"]
+    max_sequences: int
+    max_length: int
+
+    def advance(
+        self, request: Request, candidates: Seq[Seq[tuple[int, float]]], verbs: SequenceVerbs
+    ) -> None:
+        """`candidates[i]` are (token id, logprob) for the request's i-th sequence, best first."""
+
+
+class Computing(Protocol):
+    """Wants no token, only that the KV of its sequence be computed."""
+
+    wants: Literal["kv"]
+    max_sequences: int
+    max_length: int
+
+    def computed(self, seq: Sequence, verbs: SequenceVerbs) -> None:
+        """All tokens have been computed."""
+
+
+DecodingMethod = Drawing | Searching | Computing
+
+
+class Sampling:
+    """Draw tokens one by one; `n` samples share the prompt, which is computed once."""
+
+    wants: Literal["token"] = "token"
+
+    def __init__(
+        self, n: int, max_length: int, eos_ids: frozenset[int], stop_ids: frozenset[int]
+    ) -> None:
+        self.max_sequences = n
+        self.num_draws = n
+        self.max_length = max_length
+        self._eos_ids = eos_ids
+        self._ending_ids = eos_ids | stop_ids
+
+    def accept(self, seq: Sequence, token_id: int) -> str | None:
+        seq.token_ids.append(token_id)
+        return self._ends(seq, token_id)
+
+    def start(self, seq: Sequence, token_ids: Seq[int], verbs: SequenceVerbs) -> None:
+        # Fork before anything is appended: what the samples share is the prompt.
+        siblings = [verbs.fork(seq, index) for index in range(1, len(token_ids))]
+        for sibling, token_id in zip(siblings, token_ids[1:], strict=True):
+            verbs.append(sibling, token_id)
+        seq.token_ids.append(token_ids[0])  # the worker has done so, too
+        for sample, token_id in zip([seq, *siblings], token_ids, strict=True):
+            reason = self._ends(sample, token_id)
+            if reason is not None:
+                verbs.finish(sample, reason)
+
+    def _ends(self, seq: Sequence, token_id: int) -> str | None:
+        if token_id in self._ending_ids:
+            if token_id not in self._eos_ids:
+                seq.stop_reason = token_id
+            return "stop"
+        return "length" if len(seq.token_ids) >= self.max_length else None
+
+
+@dataclass(slots=True)
+class Hypothesis:
+    """A finished beam."""
+
+    score: float  # length-penalised
+    logprob: float  # of all its output tokens together
+    token_ids: list[int]
+    reason: str
+
+
+class BeamSearch:
+    """Keep the `width` most likely chains of tokens, inside one batch.
+
+    Equal to transformers' `generate(num_beams=width)`: the same candidates, the same scores
+    (log-probability over length ** length_penalty) and the same ends. `early_stopping` True ends
+    the search when `width` beams are finished; False when the best running beam, at its present
+    length, cannot beat the worst finished one; "never" when it could not even at full length.
+    """
+
+    wants: Literal["candidates"] = "candidates"
+
+    def __init__(
+        self,
+        width: int,
+        max_length: int,
+        eos_ids: frozenset[int],
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        num_return_sequences: int | None = None,
+    ) -> None:
+        self.max_sequences = width
+        self.max_length = max_length
+        self._width = width
+        self._eos_ids = eos_ids
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
+        self._num_return = width if num_return_sequences is None else num_return_sequences
+        self._finished: list[Hypothesis] = []  # best first, at most `width`
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates to look at in a step: enough that `width` of them do not end a beam."""
+        return max(2, 1 + len(self._eos_ids)) * self._width
+
+    def advance(
+        self, request: Request, candidates: Seq[Seq[tuple[int, float]]], verbs: SequenceVerbs
+    ) -> None:
+        beams = request.sequences
+        length = beams[0].num_tokens + 1
+        best = heapq.nlargest(
+            self.num_candidates,
+            (
+                (beam.cumulative_logprob + logprob, beam, token_id)
+                for beam, tokens in zip(beams, candidates, strict=True)
+                for token_id, logprob in tokens
+            ),
+            key=lambda candidate: candidate[0],
+        )
+        survivors: list[tuple[float, Sequence, int]] = []
+        for position, (logprob, beam, token_id) in enumerate(best):
+            reason = self._ends(token_id, length)
+            if reason is None:
+                survivors.append((logprob, beam, token_id))
+            elif position < self._width:
+                self._add_finished(beam, token_id, logprob, reason)
+        del survivors[self._width :]
+        if self._is_done(survivors, length, request.num_prompt_tokens):
+            self._conclude(request, verbs)
+        else:
+            self._continue(request, survivors, verbs)
+
+    def _ends(self, token_id: int, length: int) -> str | None:
+        if token_id in self._eos_ids:
+            return "stop"
+        return "length" if length >= self.max_length else None
+
+    def _add_finished(self, beam: Sequence, token_id: int, logprob: float, reason: str) -> None:
+        num_output_tokens = beam.num_output_tokens + 1
+        score = logprob / num_output_tokens**self._length_penalty
+        self._finished.append(Hypothesis(score, logprob, [*beam.token_ids, token_id], reason))
+        self._finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self._finished[self._width :]
+
+    def _is_done(
+        self, survivors: list[tuple[float, Sequence, int]], length: int, num_prompt_tokens: int
+    ) -> bool:
+        if not survivors:
+            return True
+        if len(self._finished) < self._width:
+            return False
+        if self._early_stopping is True:
+            return True
+        if self._early_stopping == "never" and self._length_penalty > 0:
+            length = self.max_length
+        attainable: float = survivors[0][0] / (length - num_prompt_tokens) ** self._length_penalty
+        return attainable <= self._finished[-1].score
+
+    def _continue(
+        self,
+        request: Request,
+        survivors: list[tuple[float, Sequence, int]],
+        verbs: SequenceVerbs,
+    ) -> None:
+        """One child of each surviving beam takes its place; the others are forked off."""
+        chosen: list[Sequence] = []
+        replaced: set[int] = set()
+        for _, beam, _ in survivors:
+            if beam.seq_id in replaced:
+                chosen.append(verbs.fork(beam, beam.sample_index))
+            else:
+                replaced.add(beam.seq_id)
+                chosen.append(beam)
+        for beam in [b for b in request.sequences if b.seq_id not in {c.seq_id for c in chosen}]:
+            verbs.free(beam)
+        for beam, (logprob, _, token_id) in zip(chosen, survivors, strict=True):
+            verbs.append(beam, token_id)
+            beam.cumulative_logprob = logprob
+        request.sequences[:] = chosen
+
+    def _conclude(self, request: Request, verbs: SequenceVerbs) -> None:
+        """The finished beams, best first, become the request's results."""
+        for beam in list(request.sequences):
+            verbs.free(beam)
+        for index, hypothesis in enumerate(self._finished[: self._num_return]):
+            result = Sequence(-1 - index, request, hypothesis.token_ids, index)
+            result.cumulative_logprob = hypothesis.logprob
+            result.score = hypothesis.score
+            verbs.finish(result, hypothesis.reason)
+
+
+class PinPrefix:
+    """Compute a prompt and keep its blocks: the provider's shared prefix (paper section 4.4)."""
+
+    wants: Literal["kv"] = "kv"
+    max_sequences = 1
+
+    def __init__(self, name: str, num_tokens: int) -> None:
+        self.max_length = num_tokens
+        self._name = name
+
+    def computed(self, seq: Sequence, verbs: SequenceVerbs) -> None:
+        verbs.pin(seq, self._name)

@@ -1,0 +1,67 @@
+"""A step in the making: the plan's lists, and what `update` must remember about them."""
+
+from __future__ import annotations
+
+from octavo.core.kv_cache_manager import Changes
+from octavo.core.sequence import Request, Sequence
+from octavo.core.step import OpenedRow, TableWrite
+
+
+class PlanDraft:
+    """Collects one step. `budget` is how many more tokens it may compute."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.seq_ids: list[int] = []
+        self.num_scheduled_tokens: list[int] = []
+        self.sampled: list[int] = []
+        self.expanded: list[int] = []
+        self.opened: dict[int, OpenedRow] = {}
+        self.table_writes: list[TableWrite] = []
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
+        # For the scheduler, while it plans.
+        self.ran_out_of_blocks = False
+        self.preempted: list[Request] = []
+        self.started: list[Request] = []
+        # For `update`, when the results are in.
+        self.drawn: list[Sequence] = []  # as `sampled`
+        self.searching: list[Request] = []
+        self.computing: list[Sequence] = []
+        self.filled: list[tuple[Sequence, int]] = []  # with the tokens then computed
+        self.prompts: dict[int, tuple[Request, int]] = {}  # with the chunk's first token
+
+    def add(self, seq: Sequence, num_tokens: int) -> None:
+        """Compute a sequence's next `num_tokens`, for which it has room."""
+        request = seq.request
+        if request.sampling.num_prompt_logprobs is not None:
+            self.prompts[seq.seq_id] = (request, seq.num_computed_tokens)
+        seq.num_computed_tokens += num_tokens
+        self.budget -= num_tokens
+        self.seq_ids.append(seq.seq_id)
+        self.num_scheduled_tokens.append(num_tokens)
+        self.filled.append((seq, seq.num_computed_tokens))
+        if seq.num_computed_tokens < seq.num_tokens:
+            return
+        wants = request.method.wants
+        if wants == "token":
+            self.sampled.append(seq.seq_id)
+            self.drawn.append(seq)
+        elif wants == "candidates":
+            self.expanded.append(seq.seq_id)
+            if self.searching[-1:] != [request]:
+                self.searching.append(request)
+        else:
+            self.computing.append(seq)
+
+    def apply(self, changes: Changes) -> None:
+        self.copies += changes.copies
+        self.table_writes += changes.table_writes
+
+    def withdraw(self, seq_id: int) -> bool:
+        """Forget a row that this very step was to open. False if there is none."""
+        if self.opened.pop(seq_id, None) is None:
+            return False
+        self.table_writes = [w for w in self.table_writes if w.seq_id != seq_id]
+        return True

@@ -1,0 +1,88 @@
+"""The numbered invariants of docs/kv_cache.md, as code. Tests run them after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from octavo.core.block_pool import NULL_BLOCK, BlockPool
+from octavo.core.block_table import BlockTable
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv_spec import FullAttention
+from octavo.core.scheduler import Scheduler
+from octavo.core.sequence import Sequence, Status
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """All invariants that can be seen between two steps. Raises AssertionError."""
+    on_device, swapped = [], []
+    for request in scheduler.requests.values():
+        held = [seq for seq in request.sequences if seq.table is not None]
+        assert request.status is not Status.FINISHED, f"{request} is finished, yet known"
+        if request.status is Status.WAITING:
+            assert not held, f"{request} waits and holds blocks"
+        (swapped if request.status is Status.SWAPPED else on_device).extend(held)
+    check_manager(scheduler.kv, on_device, swapped)
+    queues = (scheduler.waiting, scheduler.swapped, scheduler.running)
+    queued = [request.request_id for queue in queues for request in queue]
+    assert sorted(queued) == sorted(scheduler.requests), "a request is lost or queued twice"
+    for queue in queues:
+        ranks = [request.rank for request in queue]
+        assert ranks == sorted(ranks), "a queue is out of order"
+    seats = sum(request.method.max_sequences for request in scheduler.running)
+    assert seats <= scheduler.config.max_num_seqs, "more sequences run than allowed"
+    for request in scheduler.running:
+        assert len(request.sequences) <= request.method.max_sequences, f"{request} is too wide"
+
+
+def check_manager(
+    kv: KVCacheManager, on_device: Iterable[Sequence], swapped: Iterable[Sequence] = ()
+) -> None:
+    """I1 to I4, I7 and I8 for the sequences that are given, which are all there are."""
+    on_device = list(on_device)
+    tables = [_table(seq) for seq in [*on_device, *kv.pins.values()]]
+    _check_pool(kv.pool, tables, kv.held_sources)
+    _check_pool(kv.swap_pool, [_table(seq) for seq in swapped], ())
+    assert kv.swap_pool.num_blocks <= kv.pool.num_blocks, "I8: the swap tier exceeds the pool"
+    for seq in on_device:
+        _check_table(kv, seq)
+
+
+def _table(seq: Sequence) -> BlockTable:
+    assert seq.table is not None, f"{seq} holds no blocks"
+    return seq.table
+
+
+def _check_pool(pool: BlockPool, tables: list[BlockTable], held: tuple[int, ...]) -> None:
+    holders = Counter(b for table in tables for b in table.held())
+    holders.update(held)
+    free = pool.free_ids()
+    assert len(free) == len(set(free)) == pool.num_free, "I1: a block is free twice"
+    assert not holders.keys() & set(free), "I1: a block is free and held"
+    assert len(holders) + len(free) == pool.num_blocks, "I1: a block is neither free nor held"
+    for block_id, count in holders.items():
+        assert pool.ref_count(block_id) == count, (
+            f"I2: block {block_id} counts {pool.ref_count(block_id)} holders and has {count}"
+        )
+    if not holders:
+        assert pool.num_free == pool.num_blocks, "I7: nothing runs and blocks are missing"
+
+
+def _check_table(kv: KVCacheManager, seq: Sequence) -> None:
+    table = _table(seq)
+    num_blocks = -(-seq.num_computed_tokens // kv.block_size)
+    for spec, ids in zip(kv.specs, table.block_ids, strict=True):
+        assert len(ids) == num_blocks, (
+            f"I4: {seq} has {len(ids)} table entries for {seq.num_computed_tokens} tokens"
+        )
+        if isinstance(spec, FullAttention):
+            assert NULL_BLOCK not in ids, f"I4: {seq} lost a block"
+        # Everything that the next query reads is there.
+        first = spec.first_needed_token(seq.num_computed_tokens) // kv.block_size
+        assert NULL_BLOCK not in ids[first:], f"I4: {seq} lost a block inside its window"
+    if table.writable_until > seq.num_computed_tokens:
+        # I3: what may be written without asking is held by this sequence alone.
+        for ids in table.block_ids:
+            tail = ids[seq.num_computed_tokens // kv.block_size]
+            assert kv.pool.ref_count(tail) == 1, f"I3: {seq} may write into shared block {tail}"
+            assert not kv.pool.is_cached(tail), f"I3: {seq} may write into cached block {tail}"

@@ -1,0 +1,492 @@
+"""The KV cache manager (paper sections 4.2 to 4.5): all block tables, and nobody else's blocks.
+
+The invariants that it keeps are numbered in docs/kv_cache.md and checked by `invariants.py`.
+Every operation is all or nothing: one that cannot be met returns None and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from octavo.core.block_pool import NULL_BLOCK, BlockPool
+from octavo.core.block_table import BlockTable
+from octavo.core.kv_spec import FullAttention, KVSpec
+from octavo.core.prefix_cache import CachedPrefix, Digest, PrefixCache, PrefixNode, sha256_128
+from octavo.core.sequence import Sequence
+from octavo.core.step import TableWrite
+
+
+@dataclass(slots=True)
+class Changes:
+    """What the worker must do before the tokens are computed."""
+
+    copies: list[tuple[int, int]] = field(default_factory=list)  # source, destination
+    table_writes: list[TableWrite] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PrefixHit:
+    """Blocks of the prefix cache that a prompt can start from."""
+
+    num_tokens: int = 0  # tokens that need not be computed
+    block_ids: list[list[int]] = field(default_factory=list)  # per group, for whole blocks
+    # The hit ends inside a block: these blocks, one per group, are to be copied.
+    partial: list[int] | None = None
+    # Another running request is computing the block that comes next.
+    in_progress: bool = False
+
+
+class KVCacheManager:
+    """Owns the block tables of all sequences, and is the only caller of the block pools.
+
+    `specs` has one entry per KV group; groups share the pool. Two tiers: blocks on the device,
+    1 .. num_blocks, and blocks in the swap tier, 0 .. num_swap_blocks - 1.
+    """
+
+    def __init__(
+        self,
+        specs: Seq[KVSpec],
+        block_size: int,
+        num_blocks: int,
+        num_swap_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+        digest: Digest = sha256_128,
+    ) -> None:
+        assert specs, "a model has at least one KV group"
+        self.specs = tuple(specs)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefix_cache = PrefixCache(len(specs), digest)
+        self.pool = BlockPool(num_blocks, on_evict=self.prefix_cache.forget)
+        # I8: the swap tier never holds more than the device could.
+        self.swap_pool = BlockPool(min(num_swap_blocks, num_blocks), first_id=0)
+        self.pins: dict[str, Sequence] = {}  # prefixes that the provider keeps in the cache
+        self.num_cow_copies = 0
+        self.num_lookup_tokens = 0
+        self.num_hit_tokens = 0
+        self._held_sources: list[int] = []  # sources of this step's copies
+        self._in_progress: dict[bytes, tuple[PrefixNode, int]] = {}  # key -> node, sequence id
+        self._roots: dict[str, PrefixNode] = {}
+
+    # ---------------------------------------------------------------- sizes
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return len({b for seq in self.pins.values() for b in _table(seq).held()})
+
+    def num_blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks that one sequence of `num_tokens` holds at any moment."""
+        return sum(spec.max_blocks(num_tokens, self.block_size, chunk) for spec in self.specs)
+
+    def num_shared_blocks(self, num_common: int, num_tokens: int, chunk: int) -> int:
+        """How many of a sequence's `num_blocks_for` it surely shares with another one that has
+        its first `num_common` tokens: windows may have passed, so only full attention counts."""
+        full = sum(isinstance(spec, FullAttention) for spec in self.specs)
+        return full * (min(num_common, num_tokens) // self.block_size)
+
+    # ---------------------------------------------------------------- the prefix cache
+
+    def no_hit(self) -> PrefixHit:
+        """Start from nothing."""
+        return PrefixHit(block_ids=[[] for _ in self.specs])
+
+    def lookup(self, seq: Sequence, max_tokens: int | None = None) -> PrefixHit:
+        """What the prefix cache holds of a sequence's tokens; at least one is left to compute.
+
+        At most `max_tokens` are taken from the cache.
+        """
+        hit = self.no_hit()
+        limit = seq.num_tokens - 1
+        if max_tokens is not None:
+            limit = min(limit, max_tokens)
+        if not self.enable_prefix_caching:
+            return hit
+        self._name_blocks(seq, seq.num_tokens)
+        usable = seq.prefix_nodes[: limit // self.block_size]
+        found = self._longest_cached(usable)
+        num_full = len(found)
+        hit.num_tokens = num_full * self.block_size
+        for group, ids in enumerate(hit.block_ids):
+            first = self._first_needed_block(group, hit.num_tokens)
+            ids.extend([NULL_BLOCK] * first)
+            ids.extend(_block_of(entry, group) for entry in found[first:])
+        if num_full < len(seq.prefix_nodes):
+            hit.in_progress = seq.prefix_nodes[num_full].key in self._in_progress
+        if not hit.in_progress:
+            self._extend_into_block(seq, hit, limit)
+        return hit
+
+    def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:
+        """The longest run of leading blocks that every group can start from.
+
+        None stands for a block that all groups' windows have left behind.
+        """
+        full = [g for g, spec in enumerate(self.specs) if isinstance(spec, FullAttention)]
+        windows = [g for g in range(len(self.specs)) if g not in full]
+        found: list[CachedPrefix | None] = []
+        for node in nodes:
+            entry = self.prefix_cache.find(node)
+            if full and (entry is None or any(entry.block_ids[g] is None for g in full)):
+                break
+            found.append(entry)
+        # A window needs only its own blocks before the end of the hit: shorten until all agree.
+        while (missing := self._last_missing(found, windows)) is not None:
+            del found[missing:]
+        return found
+
+    def _last_missing(self, found: list[CachedPrefix | None], groups: list[int]) -> int | None:
+        """The last block that a hit of `found` needs in one of `groups` and lacks."""
+        for group in groups:
+            first = self._first_needed_block(group, len(found) * self.block_size)
+            for i in range(len(found) - 1, first - 1, -1):
+                entry = found[i]
+                if entry is None or entry.block_ids[group] is None:
+                    return i
+        return None
+
+    def _extend_into_block(self, seq: Sequence, hit: PrefixHit, limit: int) -> None:
+        """Let the hit end inside a cached block that begins with the sequence's next tokens."""
+        start = hit.num_tokens
+        wanted = seq.token_ids[start : min(start + self.block_size, limit)]
+        if not wanted:
+            return
+        num_full = start // self.block_size
+        parent = seq.prefix_nodes[num_full - 1] if num_full else self._root(seq)
+        best = 0
+        for entry in self.prefix_cache.continuations(parent):
+            if any(block_id is None for block_id in entry.block_ids):
+                continue
+            shared = _num_equal(memoryview(entry.node.tokens).cast("i"), wanted)
+            if shared > best:
+                best = shared
+                hit.partial = [_block_of(entry, g) for g in range(len(self.specs))]
+            if best == len(wanted):
+                break
+        hit.num_tokens += best
+
+    def register(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """Offer full blocks to the prefix cache: those of the first `num_computed_tokens`, whose
+        KV is known to be in the cache by now."""
+        table = seq.table
+        if not self.enable_prefix_caching or table is None:
+            return
+        num_full = num_computed_tokens // self.block_size
+        self._name_blocks(seq, num_full * self.block_size)
+        for i in range(table.num_registered, num_full):
+            node = seq.prefix_nodes[i]
+            for group, ids in enumerate(table.block_ids):
+                if ids[i] != NULL_BLOCK and self.prefix_cache.add(node, group, ids[i]):
+                    self.pool.mark_cached(ids[i])
+            self._progressed(seq, node)
+        table.num_registered = max(table.num_registered, num_full)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, except that pinned ones are indexed again at once."""
+        self.prefix_cache.clear()
+        self.pool.drop_cached()
+        for seq in self.pins.values():
+            _table(seq).num_registered = 0
+            self.register(seq, seq.num_computed_tokens)
+
+    def pin(self, name: str, seq: Sequence) -> None:
+        """Keep a computed sequence's blocks for good: the provider's prefix (section 4.4)."""
+        assert seq.table is not None, "only a computed sequence can be pinned"
+        assert name not in self.pins, f"prefix {name!r} is pinned already"
+        self.register(seq, seq.num_computed_tokens)
+        self._abandon(seq)
+        self.pins[name] = seq
+
+    def unpin(self, name: str) -> None:
+        """Give a pinned prefix's blocks back; they stay cached until they are taken."""
+        self.free(self.pins.pop(name))
+
+    # ---------------------------------------------------------------- the paper's verbs
+
+    def allocate(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> Changes | None:
+        """Give a sequence its first blocks: those of `hit`, and new ones up to `num_tokens`.
+
+        The sequence starts with `hit.num_tokens` computed.
+        """
+        assert seq.table is None, f"{seq} has blocks already"
+        if self.num_new_blocks(hit, num_tokens) > self.pool.num_free:
+            return None
+        changes = Changes()
+        table = BlockTable(len(self.specs))
+        for ids, shared in zip(table.block_ids, hit.block_ids, strict=True):
+            for block_id in shared:
+                if block_id != NULL_BLOCK:
+                    self.pool.share(block_id)
+            ids.extend(shared)
+        table.num_registered = hit.num_tokens // self.block_size
+        if hit.partial is not None:
+            for ids, source in zip(table.block_ids, hit.partial, strict=True):
+                # Held until the step is over, or another sequence could overwrite it first.
+                self.pool.share(source)
+                self._held_sources.append(source)
+                destination = self.pool.allocate()
+                changes.copies.append((source, destination))
+                ids.append(destination)
+        seq.table = table
+        seq.num_computed_tokens = hit.num_tokens
+        for group, ids in enumerate(table.block_ids):
+            self._grow(ids, num_tokens)
+            table.num_dropped[group] = ids.count(NULL_BLOCK)
+            changes.table_writes.append(TableWrite(seq.seq_id, group, 0, tuple(ids)))
+        table.writable_until = len(table.block_ids[0]) * self.block_size
+        self.num_lookup_tokens += seq.num_tokens
+        self.num_hit_tokens += hit.num_tokens
+        self._announce(seq)
+        return changes
+
+    def without_partial(self, hit: PrefixHit) -> PrefixHit:
+        """The same hit, ending with its last whole block."""
+        return PrefixHit(len(hit.block_ids[0]) * self.block_size, hit.block_ids)
+
+    def num_blocks_to_admit(self, hit: PrefixHit, num_tokens: int, chunk: int) -> int:
+        """How many free blocks a sequence needs until all its `num_tokens` are computed."""
+        total = -(-num_tokens // self.block_size)
+        excess = 0
+        for spec, shared in zip(self.specs, hit.block_ids, strict=True):
+            held = len(shared) - shared.count(NULL_BLOCK)
+            most = max(held, spec.max_blocks(num_tokens, self.block_size, chunk))
+            excess += (total - len(shared)) - min(total - len(shared), most - held)
+        return self.num_new_blocks(hit, num_tokens) - excess
+
+    def num_releasable_blocks(self, seqs: Seq[Sequence]) -> int:
+        """How many blocks become free when a gang leaves: those that nobody else holds."""
+        holders = Counter(b for seq in seqs for b in _table(seq).held())
+        return sum(self.pool.ref_count(b) == count for b, count in holders.items())
+
+    def num_new_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
+        """How many free blocks it takes to start from `hit` and reach `num_tokens`."""
+        total = -(-num_tokens // self.block_size)
+        taken = 0
+        for shared in hit.block_ids:
+            taken += total - len(shared)
+            taken += sum(b != NULL_BLOCK and self.pool.ref_count(b) == 0 for b in shared)
+        if hit.partial is not None:
+            taken += sum(self.pool.ref_count(b) == 0 for b in hit.partial)
+        return taken
+
+    def append(self, targets: Seq[tuple[Sequence, int]]) -> Changes | None:
+        """Make room for each sequence to be written up to its number of tokens.
+
+        The sequences are a gang: room for all of them or for none. A block at the end of a table
+        that others hold too is copied before it is written (copy-on-write, section 4.4).
+        """
+        writers = self._count_writers(targets)
+        needed = 0
+        for seq, num_tokens in targets:
+            table = _table(seq)
+            total = -(-num_tokens // self.block_size)
+            needed += sum(max(0, total - len(ids)) for ids in table.block_ids)
+        for block_id, count in writers.items():
+            # The last holder keeps the block; all others need a copy of it.
+            needed += min(count, self.pool.ref_count(block_id) - 1)
+        outside = self._outside_windows(targets)
+        freed = sum(self.pool.ref_count(ids[i]) == 1 for ids, i in outside)
+        if needed > self.pool.num_free + freed:
+            return None
+        for ids, i in outside:
+            self.pool.release(ids[i])
+            ids[i] = NULL_BLOCK
+        changes = Changes()
+        for seq, num_tokens in targets:
+            self._append_one(seq, num_tokens, changes)
+        return changes
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` share all of `parent`'s blocks. Takes no block."""
+        table = _table(parent)
+        for block_id in table.held():
+            self.pool.share(block_id)
+        # Both must ask before they write, for the tail block is shared from now on.
+        table.writable_until = min(table.writable_until, parent.num_computed_tokens)
+        child.table = table.copy()
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.prefix_nodes = list(parent.prefix_nodes)
+
+    def free(self, seq: Sequence) -> None:
+        """Give back all blocks that a sequence holds. Without blocks it does nothing."""
+        self._abandon(seq)
+        if seq.table is not None:
+            self._release_table(seq.table)
+            seq.table = None
+
+    def swap_out(self, seqs: Seq[Sequence]) -> list[tuple[int, int]] | None:
+        """Move a gang to the swap tier; blocks that its sequences share stay shared.
+
+        Returns (device block, swap block) pairs. None if the swap tier is too full.
+        """
+        held = _distinct(seqs)
+        if len(held) > self.swap_pool.num_free:
+            return None
+        for seq in seqs:
+            self._abandon(seq)
+        return self._move(seqs, held, self.pool, self.swap_pool)
+
+    def num_swap_in_blocks(self, seqs: Seq[Sequence]) -> int:
+        return len(_distinct(seqs))
+
+    def swap_in(self, seqs: Seq[Sequence]) -> tuple[list[tuple[int, int]], Changes] | None:
+        """Bring a swapped gang back. Returns (swap block, device block) pairs."""
+        held = _distinct(seqs)
+        if len(held) > self.pool.num_free:
+            return None
+        pairs = self._move(seqs, held, self.swap_pool, self.pool)
+        changes = Changes()
+        for seq in seqs:
+            for group, ids in enumerate(_table(seq).block_ids):
+                changes.table_writes.append(TableWrite(seq.seq_id, group, 0, tuple(ids)))
+        return pairs, changes
+
+    def release_copy_sources(self) -> None:
+        """The copies of the step before this one are done: their sources may be overwritten."""
+        for block_id in self._held_sources:
+            self.pool.release(block_id)
+        self._held_sources.clear()
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def held_sources(self) -> tuple[int, ...]:
+        return tuple(self._held_sources)
+
+    def _root(self, seq: Sequence) -> PrefixNode:
+        salt = seq.request.cache_salt
+        if salt not in self._roots:
+            self._roots[salt] = self.prefix_cache.root(salt)
+        return self._roots[salt]
+
+    def _name_blocks(self, seq: Sequence, num_tokens: int) -> None:
+        """Extend the sequence's chain of prefix nodes over its full blocks."""
+        nodes, size = seq.prefix_nodes, self.block_size
+        for i in range(len(nodes), num_tokens // size):
+            parent = nodes[-1] if nodes else self._root(seq)
+            nodes.append(self.prefix_cache.node(parent, seq.token_ids[i * size : (i + 1) * size]))
+
+    def _first_needed_block(self, group: int, num_computed_tokens: int) -> int:
+        """The first block that queries at `num_computed_tokens` and later still read."""
+        first = self.specs[group].first_needed_token(num_computed_tokens)
+        return first // self.block_size
+
+    def _grow(self, ids: list[int], num_tokens: int) -> None:
+        for _ in range(len(ids), -(-num_tokens // self.block_size)):
+            ids.append(self.pool.allocate())
+
+    def _count_writers(self, targets: Seq[tuple[Sequence, int]]) -> dict[int, int]:
+        """Shared blocks that `targets` are about to write into, and how many of them will."""
+        writers: dict[int, int] = {}
+        for seq, _ in targets:
+            if seq.num_computed_tokens % self.block_size == 0:
+                continue
+            for ids in _table(seq).block_ids:
+                tail = ids[seq.num_computed_tokens // self.block_size]
+                if self.pool.ref_count(tail) > 1:
+                    writers[tail] = writers.get(tail, 0) + 1
+        return writers
+
+    def _append_one(self, seq: Sequence, num_tokens: int, changes: Changes) -> None:
+        table = _table(seq)
+        index, offset = divmod(seq.num_computed_tokens, self.block_size)
+        for group, ids in enumerate(table.block_ids):
+            first = self._first_needed_block(group, seq.num_computed_tokens)
+            table.num_dropped[group] = max(first, table.num_dropped[group])
+            start = len(ids)
+            if offset and self.pool.ref_count(ids[index]) > 1:
+                source, start = ids[index], index
+                ids[index] = self.pool.allocate()
+                changes.copies.append((source, ids[index]))
+                self.pool.release(source)
+                self.num_cow_copies += 1
+            self._grow(ids, num_tokens)
+            if start < len(ids):
+                write = TableWrite(seq.seq_id, group, start, tuple(ids[start:]))
+                changes.table_writes.append(write)
+        table.writable_until = len(table.block_ids[0]) * self.block_size
+
+    def _outside_windows(self, targets: Seq[tuple[Sequence, int]]) -> list[tuple[list[int], int]]:
+        """Table entries whose blocks no later query of the sequence reads (sliding windows)."""
+        outside: list[tuple[list[int], int]] = []
+        for seq, _ in targets:
+            table = _table(seq)
+            for group, ids in enumerate(table.block_ids):
+                first = self._first_needed_block(group, seq.num_computed_tokens)
+                outside.extend((ids, i) for i in range(table.num_dropped[group], first))
+        return outside
+
+    def _release_table(self, table: BlockTable) -> None:
+        # Tails go first: a cached head without its tail is still useful; the reverse is not.
+        for ids in table.block_ids:
+            for block_id in reversed(ids):
+                if block_id != NULL_BLOCK:
+                    self.pool.release(block_id)
+
+    def _move(
+        self, seqs: Seq[Sequence], held: list[int], source: BlockPool, target: BlockPool
+    ) -> list[tuple[int, int]]:
+        """Replace every block of the gang by one of the other tier, keeping what is shared."""
+        moved = {block_id: target.allocate() for block_id in held}
+        seen: set[int] = set()
+        for seq in seqs:
+            table = _table(seq)
+            for ids in table.block_ids:
+                for i, block_id in enumerate(ids):
+                    if block_id == NULL_BLOCK:
+                        continue
+                    if block_id in seen:
+                        target.share(moved[block_id])
+                    seen.add(block_id)
+                    ids[i] = moved[block_id]
+                    source.release(block_id)
+            table.num_registered = 0
+        return list(moved.items())
+
+    # Which prefixes are being computed right now: an equal prompt waits and then shares them.
+
+    def _announce(self, seq: Sequence) -> None:
+        if not self.enable_prefix_caching:
+            return
+        first = seq.num_computed_tokens // self.block_size
+        for node in seq.prefix_nodes[first : seq.num_tokens // self.block_size]:
+            self._in_progress.setdefault(node.key, (node, seq.seq_id))
+
+    def _progressed(self, seq: Sequence, node: PrefixNode) -> None:
+        if self._in_progress.get(node.key, (node, -1))[1] == seq.seq_id:
+            del self._in_progress[node.key]
+
+    def _abandon(self, seq: Sequence) -> None:
+        """A sequence leaves: what it has not computed, nobody should wait for."""
+        if self._in_progress:
+            for node in seq.prefix_nodes:
+                self._progressed(seq, node)
+
+
+def _table(seq: Sequence) -> BlockTable:
+    assert seq.table is not None, f"{seq} holds no blocks"
+    return seq.table
+
+
+def _block_of(entry: CachedPrefix | None, group: int) -> int:
+    block_id = entry.block_ids[group] if entry is not None else None
+    assert block_id is not None, "a prefix hit includes a block that is not cached"
+    return block_id
+
+
+def _distinct(seqs: Seq[Sequence]) -> list[int]:
+    """The blocks that the sequences hold, each once, in a fixed order."""
+    return list(dict.fromkeys(b for seq in seqs for b in _table(seq).held()))
+
+
+def _num_equal(a: Seq[int], b: Seq[int]) -> int:
+    """How many leading elements are equal."""
+    for count, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return count
+    return min(len(a), len(b))

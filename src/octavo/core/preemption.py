@@ -1,0 +1,40 @@
+"""Swap or recompute: what it costs to take a request off the device and bring it back.
+
+The paper compares the two in section 7.3: recomputing costs time in proportion to the tokens,
+swapping in proportion to the blocks, and which is cheaper depends on the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.core.step import StepPlan, StepResult
+
+SMOOTHING = 0.2  # weight of the newest measurement
+
+
+@dataclass(slots=True)
+class PreemptionCosts:
+    """Measured costs. The defaults only serve until the first measurements are in."""
+
+    seconds_per_token: float = 1e-3  # of prompt computed
+    seconds_per_block: float = 1e-4  # moved one way between the device and the swap tier
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        return num_tokens * self.seconds_per_token
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        """Out and back in."""
+        return 2 * num_blocks * self.seconds_per_block
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from a step that computed prompts or moved blocks."""
+        num_tokens = plan.num_tokens if result.compute_seconds > 0 else 0
+        # Steps of decodes say nothing about the price of a prompt's token.
+        if num_tokens > 4 * len(plan.seq_ids):
+            measured = result.compute_seconds / num_tokens
+            self.seconds_per_token += SMOOTHING * (measured - self.seconds_per_token)
+        num_moved = len(plan.swap_out) + len(plan.swap_in)
+        if num_moved and result.swap_seconds > 0:
+            measured = result.swap_seconds / num_moved
+            self.seconds_per_block += SMOOTHING * (measured - self.seconds_per_block)

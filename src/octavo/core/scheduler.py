@@ -1,0 +1,573 @@
+"""Who runs in the next step, and on which blocks (paper sections 4.5 and 5.2).
+
+Order of a step: running requests continue, the most urgent first, and when blocks run out the
+least urgent is preempted whole; then swapped requests come back; then waiting ones are admitted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from octavo.config import SchedulerConfig
+from octavo.core import regrow
+from octavo.core.draft import PlanDraft
+from octavo.core.kv_cache_manager import KVCacheManager, PrefixHit
+from octavo.core.policy import POLICIES
+from octavo.core.preemption import PreemptionCosts
+from octavo.core.sequence import Request, Sequence, Status
+from octavo.core.step import Fork, OpenedRow, StepPlan, StepResult, TokenWrite
+from octavo.errors import RequestTooLong
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a step brought: sequences with new tokens, and requests that are done."""
+
+    advanced: list[Sequence] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns the queues. It alone changes a request's status; blocks are the manager's."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self.max_model_len = max_model_len
+        self.costs = PreemptionCosts()
+        self.requests: dict[str, Request] = {}
+        # Each in the order of the policy's rank.
+        self.waiting: list[Request] = []
+        self.swapped: list[Request] = []
+        self.running: list[Request] = []
+        self.num_preemptions = {"swap": 0, "recompute": 0}
+        self._policy = POLICIES[config.policy](config)
+        self._clock = clock
+        self._num_seats = config.max_num_seqs  # free ones
+        self._watermark = int(config.watermark * kv.pool.num_blocks)
+        self._next_seq_id = 0
+        self._next_number = 0
+        self._next_step = 0
+        self._in_flight: dict[int, PlanDraft] = {}
+        # Changes of the worker's rows since the last plan.
+        self._closed: list[int] = []
+        self._forks: list[Fork] = []
+        self._token_writes: list[TokenWrite] = []
+        self._progress = Progress()
+
+    # ---------------------------------------------------------------- requests come and go
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestTooLong if it could never run to its end."""
+        self._check_fits(request)
+        assert request.request_id not in self.requests, f"{request} is known already"
+        request.number = self._next_number
+        self._next_number += 1
+        request.rank = self._policy.rank(request)
+        request.sequences = [self._new_sequence(request, list(request.prompt_token_ids), 0)]
+        self.requests[request.request_id] = request
+        insort(self.waiting, request, key=_rank)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now, wherever it stands, and take its blocks back."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            for seq in list(request.sequences):
+                self.finish(seq, "abort")
+            self._retire([request])
+        return request
+
+    def finish_by_stop_string(self, seq: Sequence, stop: str) -> None:
+        """End a sequence whose text has come to a stop string."""
+        seq.stop_reason = stop
+        self.finish(seq, "stop")
+        self._retire([seq.request])
+
+    def worst_case_blocks(self, request: Request) -> int:
+        """Blocks that a request may come to hold: samples and beams share the full blocks of the
+        prompt, and nothing else for certain."""
+        method = request.method
+        chunk = self.config.max_num_batched_tokens
+        each = self.kv.num_blocks_for(method.max_length, chunk)
+        shared = self.kv.num_shared_blocks(request.num_prompt_tokens, method.max_length, chunk)
+        return method.max_sequences * each - (method.max_sequences - 1) * shared
+
+    def _check_fits(self, request: Request) -> None:
+        seats = request.method.max_sequences
+        if seats > self.config.max_num_seqs:
+            raise RequestTooLong(
+                "n", f"{seats} sequences exceed max_num_seqs ({self.config.max_num_seqs})"
+            )
+        needed = self.worst_case_blocks(request)
+        available = self.kv.pool.num_blocks - self.kv.num_pinned_blocks
+        if needed > available:
+            raise RequestTooLong(
+                "max_tokens",
+                f"{seats} sequence(s) of up to {request.method.max_length} tokens need {needed} "
+                f"KV blocks of {self.kv.block_size} tokens, but the pool has {available}; "
+                "lower max_tokens, n or the beam width, or enlarge the KV cache",
+            )
+
+    # ---------------------------------------------------------------- one step
+
+    def schedule(self) -> StepPlan:
+        """Decide on the next step. Blocks are taken now; `update` brings the results."""
+        self.kv.release_copy_sources()
+        draft = PlanDraft(self.config.max_num_batched_tokens)
+        if self._policy.displaces and self.waiting:
+            self._displace(draft)
+        self._continue_running(draft)
+        if not draft.ran_out_of_blocks:
+            self._resume_swapped(draft)
+            self._admit_waiting(draft)
+        return self._conclude(draft)
+
+    def update(self, plan: StepPlan, result: StepResult) -> Progress:
+        """Take in what a step computed: append, fork, free."""
+        draft = self._in_flight.pop(plan.step_id)
+        self.costs.observe(plan, result)
+        for seq, num_computed in draft.filled:
+            self.kv.register(seq, num_computed)
+        progress = self._progress = Progress()
+        for seq_id, scores in result.prompt_logprobs.items():
+            request, start = draft.prompts[seq_id]
+            # After a preemption the same positions are computed again.
+            request.prompt_logprobs += scores[len(request.prompt_logprobs) - start :]
+        scored = bool(result.draws or result.logprobs)
+        for seq, token_id in zip(draft.drawn, result.token_ids, strict=True):
+            if seq.finish_reason is not None:
+                continue  # aborted while the step ran
+            method = seq.request.method
+            if scored:
+                self._take_draws(seq, token_id, result)
+            elif method.wants == "token":
+                progress.advanced.append(seq)
+                reason = method.accept(seq, token_id)
+                if reason is not None:
+                    self.finish(seq, reason)
+        for request in draft.searching:
+            if not request.is_finished and request.method.wants == "candidates":
+                found = [result.candidates[seq.seq_id] for seq in request.sequences]
+                request.method.advance(request, found, self)
+        for seq in draft.computing:
+            if seq.finish_reason is None and seq.request.method.wants == "kv":
+                seq.request.method.computed(seq, self)
+        self._retire(progress.finished)
+        return progress
+
+    # ---------------------------------------------------------------- verbs of the methods
+
+    def fork(self, parent: Sequence, sample_index: int) -> Sequence:
+        child = self._new_sequence(parent.request, list(parent.token_ids), sample_index)
+        child.cumulative_logprob = parent.cumulative_logprob
+        child.logprobs = list(parent.logprobs)
+        self.kv.fork(parent, child)
+        parent.request.sequences.append(child)
+        self._forks.append(Fork(parent.seq_id, child.seq_id, sample_index))
+        return child
+
+    def append(self, seq: Sequence, token_id: int) -> None:
+        self._token_writes.append(TokenWrite(seq.seq_id, seq.num_tokens, token_id))
+        seq.token_ids.append(token_id)
+        self._progress.advanced.append(seq)
+
+    def free(self, seq: Sequence) -> None:
+        if seq.table is not None and seq.request.status is Status.RUNNING:
+            self._closed.append(seq.seq_id)
+        self.kv.free(seq)
+        if seq in seq.request.sequences:
+            seq.request.sequences.remove(seq)
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        seq.finish_reason = reason
+        self.free(seq)
+        request = seq.request
+        request.finished.append(seq)
+        if not request.sequences and request not in self._progress.finished[-1:]:
+            self._progress.finished.append(request)
+
+    def pin(self, seq: Sequence, name: str) -> None:
+        self._closed.append(seq.seq_id)
+        self.kv.pin(name, seq)
+        request = seq.request
+        request.sequences.remove(seq)
+        seq.finish_reason = "pinned"
+        request.finished.append(seq)
+        self._progress.finished.append(request)
+
+    # ---------------------------------------------------------------- running requests
+
+    def _continue_running(self, draft: PlanDraft) -> None:
+        """Let every running request take its next tokens, the most urgent first."""
+        # One token each is kept for the sequences still to come: decodes never starve.
+        later = sum(len(request.sequences) for request in self.running)
+        seq_ids, counts = draft.seq_ids, draft.num_scheduled_tokens
+        running = self.running
+        position = 0
+        while position < len(running):  # preemption shortens the list from its end
+            request = running[position]
+            position += 1
+            if draft.started and request in draft.started:
+                continue
+            sequences = request.sequences
+            later -= len(sequences)
+            # The common case, a decode into a block of its own, needs no help from anybody.
+            if len(sequences) == 1 and request.method.wants == "token":
+                seq = sequences[0]
+                table = seq.table
+                end = seq.num_computed_tokens + 1
+                if table is not None and end == len(seq.token_ids) and end <= table.writable_until:
+                    seq.num_computed_tokens = end
+                    draft.budget -= 1
+                    seq_ids.append(seq.seq_id)
+                    counts.append(1)
+                    draft.sampled.append(seq.seq_id)
+                    draft.drawn.append(seq)
+                    if end == table.writable_until:
+                        draft.filled.append((seq, end))
+                    continue
+            self._continue(request, draft, draft.budget - later)
+
+    def _continue(self, request: Request, draft: PlanDraft, room: int) -> None:
+        """Run a request's next tokens, at most `room`; preempt others if blocks run out."""
+        targets = self._next_targets(request, draft, room)
+        if not targets:
+            return
+        goals = [(seq, seq.num_computed_tokens + n) for seq, n in targets]
+        while (changes := self.kv.append(goals)) is None:
+            draft.ran_out_of_blocks = True
+            victim = next(r for r in reversed(self.running) if r not in draft.started)
+            self._preempt(victim, draft)
+            if victim is request:
+                return
+        draft.apply(changes)
+        for seq, n in targets:
+            draft.add(seq, n)
+
+    def _next_targets(
+        self, request: Request, draft: PlanDraft, room: int
+    ) -> list[tuple[Sequence, int]]:
+        """Which of a request's sequences compute how many tokens next."""
+        if not request.catching_up:
+            if len(request.sequences) > room:
+                return []
+            return [
+                (seq, min(seq.num_tokens - seq.num_computed_tokens, room))
+                for seq in request.sequences
+            ]
+        for leader, follower in regrow.take_ready(request.sequences):
+            self.kv.fork(leader, follower)
+            self._open(follower, draft)
+        started = [seq for seq in request.sequences if seq.table is not None]
+        if all(seq.num_tokens - seq.num_computed_tokens == 1 for seq in started) and len(
+            started
+        ) == len(request.sequences):
+            request.catching_up = False
+            return self._next_targets(request, draft, room)
+        targets = []
+        for seq in started:
+            n = min(regrow.goal(seq, request.sequences) - seq.num_computed_tokens, room)
+            if n > 0:
+                targets.append((seq, n))
+                room -= n
+        return targets
+
+    # ---------------------------------------------------------------- preemption
+
+    def _preempt(self, request: Request, draft: PlanDraft) -> None:
+        """Take a running request off the device, with all its sequences and blocks (gang)."""
+        self.running.remove(request)
+        self._num_seats += request.method.max_sequences
+        held = [seq for seq in request.sequences if seq.table is not None]
+        mode = self._preemption_mode(held)
+        for seq in held:
+            if not draft.withdraw(seq.seq_id):
+                self._closed.append(seq.seq_id)
+        pairs = self.kv.swap_out(held) if mode == "swap" else None
+        if pairs is not None:
+            draft.swap_out += pairs
+            request.status = Status.SWAPPED
+            insort(self.swapped, request, key=_rank)
+        else:
+            mode = "recompute"
+            for seq in request.sequences:
+                self.kv.free(seq)
+                seq.num_computed_tokens = 0
+            request.status = Status.WAITING
+            insort(self.waiting, request, key=_rank)
+        request.refused_with_free = None
+        request.num_preemptions += 1
+        self.num_preemptions[mode] += 1
+        draft.preempted.append(request)
+
+    def _preemption_mode(self, held: list[Sequence]) -> str:
+        if self.config.preemption_mode != "auto":
+            return self.config.preemption_mode
+        num_blocks = self.kv.num_swap_in_blocks(held)
+        # What several sequences share is recomputed once, so count slots and not tokens.
+        num_tokens = min(
+            num_blocks * self.kv.block_size, sum(seq.num_computed_tokens for seq in held)
+        )
+        swap = self.costs.swap_seconds(num_blocks)
+        recompute = self.costs.recompute_seconds(num_tokens)
+        mode = "swap" if swap < recompute else "recompute"
+        logger.info(
+            "preempting %s by %s: swap of %d blocks %.2f ms, recompute of %d tokens %.2f ms",
+            held[0].request.request_id if held else "a request",
+            mode,
+            num_blocks,
+            1e3 * swap,
+            num_tokens,
+            1e3 * recompute,
+        )
+        return mode
+
+    def _displace(self, draft: PlanDraft) -> None:
+        """Preempt less urgent running requests for a waiting one that would not fit otherwise."""
+        head = self.waiting[0]
+        while True:
+            victims = [r for r in self.running if self._policy.may_displace(head, r)]
+            if not victims:
+                return
+            hit, needed = self._admission(head)
+            if hit.in_progress:
+                return
+            free, seats = self.kv.num_free_blocks - self._reserve(), self._num_seats
+            wanted_seats = head.method.max_sequences
+            if needed <= free and wanted_seats <= seats:
+                if draft.preempted:
+                    live = sum(len(request.sequences) for request in self.running)
+                    self._start(head, draft, draft.budget - live)
+                return
+            held = [seq for r in victims for seq in r.sequences if seq.table is not None]
+            free += self.kv.num_releasable_blocks(held)
+            seats += sum(r.method.max_sequences for r in victims)
+            if needed > free or wanted_seats > seats:
+                return
+            self._preempt(max(victims, key=lambda r: (r.level, r.rank)), draft)
+
+    # ---------------------------------------------------------------- coming (back) in
+
+    def _resume_swapped(self, draft: PlanDraft) -> None:
+        """Bring swapped requests back, as far as there is room."""
+        for request in list(self.swapped):
+            held = [seq for seq in request.sequences if seq.table is not None]
+            needed = self.kv.num_swap_in_blocks(held)
+            if self.running:
+                # Room to grow, or it would be the first to be preempted again.
+                needed += len(held) * len(self.kv.specs) + self._reserve()
+            seats = request.method.max_sequences
+            if (
+                request in draft.preempted
+                or needed > self.kv.num_free_blocks
+                or seats > self._num_seats
+                or len(request.sequences) > draft.budget
+            ):
+                return
+            moved = self.kv.swap_in(held)
+            assert moved is not None, "the room was counted before"
+            self.swapped.remove(request)
+            self._enter(request, draft)
+            draft.swap_in += moved[0]
+            draft.apply(moved[1])
+            for seq in held:
+                self._open(seq, draft)
+            targets = self._next_targets(request, draft, draft.budget)
+            changes = self.kv.append([(s, s.num_computed_tokens + n) for s, n in targets])
+            if changes is not None:  # else it runs from the next step on
+                draft.apply(changes)
+                for seq, n in targets:
+                    draft.add(seq, n)
+
+    def _admit_waiting(self, draft: PlanDraft) -> None:
+        """Admit waiting requests in order; a few may pass one that does not fit."""
+        passed: list[Request] = []
+        position = 0
+        while position < len(self.waiting) and draft.budget > 0 and self._num_seats > 0:
+            request = self.waiting[position]
+            if request in draft.preempted:
+                return
+            if self.swapped and not self._policy.may_displace(request, self.swapped[0]):
+                return
+            admitted = self._start(request, draft, draft.budget)
+            if admitted:
+                for other in passed:
+                    other.num_passes += 1
+                continue
+            position += 1
+            if admitted is None:
+                continue  # it waits for an equal prompt, and loses nothing by being passed
+            passed.append(request)
+            limit = self.config.max_passes
+            if request.num_passes >= limit or len(passed) > limit:
+                return
+
+    def _start(self, request: Request, draft: PlanDraft, room: int) -> bool | None:
+        """Admit a waiting request if it fits. None if an equal prompt is being computed."""
+        if room <= 0:
+            return False
+        free = self.kv.num_free_blocks
+        if request.refused_with_free is not None and free <= request.refused_with_free:
+            return False
+        if request.method.max_sequences > self._num_seats:
+            return False
+        hit, needed = self._admission(request)
+        if hit.in_progress:
+            return None
+        if needed > free - self._reserve():
+            if self.running or self.swapped:
+                request.refused_with_free = free
+                return False
+            # Alone, it fits by the check at `add`, unless a block is held only to be copied.
+            hit = self.kv.without_partial(hit)
+        leader = request.sequences[0]
+        goal = leader.num_tokens
+        if request.catching_up:
+            goal = regrow.goal(leader, request.sequences)
+        n = min(goal - hit.num_tokens, room)
+        if n < goal - hit.num_tokens and not self.config.enable_chunked_prefill:
+            return False
+        changes = self.kv.allocate(leader, hit, hit.num_tokens + n)
+        if changes is None:
+            return False
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = hit.num_tokens
+        request.refused_with_free = None
+        self.waiting.remove(request)
+        self._enter(request, draft)
+        self._open(leader, draft)
+        draft.apply(changes)
+        if n > 0:
+            draft.add(leader, n)
+        return True
+
+    def _admission(self, request: Request) -> tuple[PrefixHit, int]:
+        """What a waiting request can start from, and the blocks that it needs on top."""
+        leader, *others = request.sequences
+        chunk = self.config.max_num_batched_tokens
+        regrow.prepare(request)
+        if request.sampling.num_prompt_logprobs is not None:
+            hit = self.kv.no_hit()  # every position of the prompt must be computed
+        else:
+            limit = regrow.goal(leader, request.sequences) if others else None
+            hit = self.kv.lookup(leader, limit)
+        needed = self.kv.num_blocks_to_admit(hit, leader.num_tokens, chunk)
+        for seq in others:
+            needed += self.kv.num_blocks_for(seq.num_tokens, chunk)
+            needed -= self.kv.num_shared_blocks(seq.branch_at, seq.num_tokens, chunk)
+        return hit, needed
+
+    def _reserve(self) -> int:
+        """Blocks kept free when something is admitted, so that running requests can grow."""
+        return self._watermark if self.running or self.swapped else 0
+
+    def _enter(self, request: Request, draft: PlanDraft) -> None:
+        request.status = Status.RUNNING
+        request.level = self._policy.level(request, self._clock())
+        self._num_seats -= request.method.max_sequences
+        insort(self.running, request, key=_rank)
+        draft.started.append(request)
+
+    # ---------------------------------------------------------------- small change
+
+    def _open(self, seq: Sequence, draft: PlanDraft) -> None:
+        """Give a sequence that starts to run its row on the worker."""
+        request, method = seq.request, seq.request.method
+        first = method.wants == "token" and seq.num_output_tokens == 0
+        draft.opened[seq.seq_id] = OpenedRow(
+            seq_id=seq.seq_id,
+            token_ids=tuple(seq.token_ids),
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_computed_tokens=seq.num_computed_tokens,
+            sampling=request.sampling,
+            seed=request.seed,
+            sample_index=seq.sample_index,
+            num_draws=method.num_draws if first and method.wants == "token" else 1,
+        )
+
+    def _conclude(self, draft: PlanDraft) -> StepPlan:
+        closed = set(self._closed)
+        plan = StepPlan(
+            step_id=self._next_step,
+            seq_ids=draft.seq_ids,
+            num_scheduled_tokens=draft.num_scheduled_tokens,
+            sampled=draft.sampled,
+            expanded=draft.expanded,
+            forks=self._forks,
+            closed=self._closed,
+            opened=list(draft.opened.values()),
+            token_writes=[w for w in self._token_writes if w.seq_id not in closed],
+            table_writes=draft.table_writes,
+            swap_out=draft.swap_out,
+            swap_in=draft.swap_in,
+            copies=draft.copies,
+        )
+        self._next_step += 1
+        self._in_flight[plan.step_id] = draft
+        self._forks, self._closed, self._token_writes = [], [], []
+        return plan
+
+    def _take_draws(self, seq: Sequence, token_id: int, result: StepResult) -> None:
+        """Tokens that come with log-probabilities, or several at once."""
+        method, request = seq.request.method, seq.request
+        assert method.wants == "token", "only drawn tokens are sampled"
+        draws = result.draws.get(seq.seq_id, [token_id])
+        self._progress.advanced.append(seq)
+        samples = [seq]
+        if len(draws) > 1:
+            method.start(seq, draws, self)
+            everyone = {s.sample_index: s for s in request.sequences + request.finished}
+            samples = [everyone[index] for index in range(len(draws))]
+        scores = result.logprobs.get(seq.seq_id, [])
+        for sample, score in zip(samples, scores, strict=False):
+            sample.logprobs.append(score)
+            sample.cumulative_logprob += score.logprob
+        if len(draws) == 1:
+            reason = method.accept(seq, token_id)
+            if reason is not None:
+                self.finish(seq, reason)
+
+    def _new_sequence(self, request: Request, token_ids: list[int], index: int) -> Sequence:
+        seq = Sequence(self._next_seq_id, request, token_ids, index)
+        self._next_seq_id += 1
+        return seq
+
+    def _retire(self, requests: list[Request]) -> None:
+        """Take requests without live sequences out of their queues."""
+        left = set()
+        for request in requests:
+            if request.sequences or request.is_finished:
+                continue
+            left.add(request.status)
+            if request.status is Status.RUNNING:
+                self._num_seats += request.method.max_sequences
+            request.status = Status.FINISHED
+            request.finished.sort(key=lambda seq: seq.sample_index)
+            del self.requests[request.request_id]
+        # One pass for all that left.
+        if Status.RUNNING in left:
+            self.running = [r for r in self.running if not r.is_finished]
+        if Status.WAITING in left:
+            self.waiting = [r for r in self.waiting if not r.is_finished]
+        if Status.SWAPPED in left:
+            self.swapped = [r for r in self.swapped if not r.is_finished]
+
+
+def _rank(request: Request) -> tuple[float, ...]:
+    return request.rank
