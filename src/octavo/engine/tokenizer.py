@@ -1,0 +1,251 @@
+"""Text to token ids and back, from a model directory's tokenizer files.
+
+Uses the `tokenizers` library alone. An engine that is given token ids needs no tokenizer.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from octavo.engine.chat_template import ChatTemplate, find_template
+from octavo.errors import InvalidRequest, ModelError
+from octavo.json_fields import Fields, read_json
+
+REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
+MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so more pending tokens are not one
+CONTEXT_TOKENS = 5
+
+
+class Detokenizer(Protocol):
+    """Turns one sequence's output tokens into text, piece by piece."""
+
+    def add(self, token_id: int) -> str:
+        """The text that `token_id` completes; "" while a character is incomplete."""
+
+    def finish(self) -> str:
+        """What was held back: at most one incomplete character, as U+FFFD."""
+
+    def copy(self) -> Detokenizer:
+        """The same state, for a sequence that forks."""
+
+
+class Tokenizer:
+    """Owns the vocabulary of one model, and its chat template if it has one."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], template: str | None
+    ) -> None:
+        """`special_tokens`: role (such as "eos_token") -> token; templates may use them all."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_tokens = dict(special_tokens)
+        self._template = None if template is None else ChatTemplate(template, self._special_tokens)
+        self._special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        decoder = backend.decoder
+        self._is_byte_level = isinstance(decoder, tokenizers.decoders.ByteLevel)
+        self._token_bytes: dict[int, bytes] = {}  # filled as tokens appear
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """Read tokenizer.json, and tokenizer_config.json and chat_template.jinja if they exist.
+
+        Raises ModelError if tokenizer.json is missing or broken.
+        """
+        directory = Path(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"{directory} has no tokenizer.json: give prompts as token ids, or let transformers"
+                " write one (AutoTokenizer.from_pretrained(path).save_pretrained(path))"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more precise
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        config_file = directory / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.exists() else Fields("", {})
+        return cls(backend, _special_tokens(config), find_template(directory, config))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id. The model's vocabulary may be larger (padding)."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with the special tokens (such as BOS) that the model expects."""
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as error:  # no text, or lone surrogates in it
+            raise InvalidRequest("prompt", f"it is not valid text ({error})") from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; ids outside the vocabulary have none."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself; b"" outside the vocabulary."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            if self._is_byte_level:
+                known = _byte_level_bytes(self._backend.id_to_token(token_id) or "")
+            else:
+                known = self.decode([token_id], skip_special_tokens=False).encode()
+            self._token_bytes[token_id] = known
+        return known
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """For one output that continues `prompt_ids`.
+
+        The text of a word's first token depends on whether anything stands before it: in
+        vocabularies that mark spaces in front of words, a prompt keeps the output's first space.
+        """
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        if self._is_byte_level:
+            return _ByteDetokenizer(self, skipped)
+        return _WindowDetokenizer(self, skipped, prompt_ids)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation; encode it with add_special_tokens=False.
+
+        `variables` (tools, enable_thinking, ...) are handed to the template. Raises
+        InvalidRequest if the model has no template or its template refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                "messages", "the model has no chat template; send a prompt instead of messages"
+            )
+        return self._template.render(messages, add_generation_prompt, variables)
+
+    def _special_id(self, role: str) -> int | None:
+        token = self._special_tokens.get(role)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+class _ByteDetokenizer:
+    """Holds the bytes of an incomplete character: each token of the vocabulary is some bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._pending = b""
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        data = self._pending + self._tokenizer.token_bytes(token_id)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
+
+    def finish(self) -> str:
+        text, self._pending = self._pending.decode(errors="replace"), b""
+        return text
+
+    def copy(self) -> Detokenizer:
+        return copy.copy(self)
+
+
+class _WindowDetokenizer:
+    """Holds the few last tokens: those already shown, as context, and those held back.
+
+    Decoding a window instead of everything keeps the cost of a token constant.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        context = [i for i in prompt_ids[-CONTEXT_TOKENS:] if i not in skipped]
+        self._set_context(tuple(context))
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._pending += (token_id,)
+        text = self._decode(self._context + self._pending)
+        is_open = text.endswith(REPLACEMENT) or len(text) <= len(self._context_text)
+        if is_open and len(self._pending) < MAX_HELD_TOKENS:
+            return ""
+        return self._show(text)
+
+    def finish(self) -> str:
+        return self._show(self._decode(self._context + self._pending)) if self._pending else ""
+
+    def copy(self) -> Detokenizer:
+        return copy.copy(self)
+
+    def _show(self, text: str) -> str:
+        shown = text[len(self._context_text) :]
+        self._set_context(self._pending)
+        return shown
+
+    def _set_context(self, token_ids: tuple[int, ...]) -> None:
+        self._context = token_ids
+        self._pending: tuple[int, ...] = ()
+        self._context_text = self._decode(token_ids)
+
+    def _decode(self, token_ids: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _special_tokens(config: Fields) -> dict[str, str]:
+    """Every "..._token" of tokenizer_config.json; a token is a string or an object."""
+    tokens = {}
+    for role, value in config.values.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if role.endswith("_token") and isinstance(content, str):
+            tokens[role] = content
+    return tokens
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies write each byte as a printable character (Radford et al., 2019).
+
+    Printable Latin-1 bytes are written as themselves, the others as U+0100, U+0101, ...
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """A token's bytes; one with characters outside the alphabet was added as plain text."""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()

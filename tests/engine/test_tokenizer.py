@@ -1,0 +1,255 @@
+"""Tokenizer: the same text as `tokenizers` and transformers give, whole or piece by piece."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+from tokenizers import decoders, models, normalizers, trainers
+
+import model_zoo
+from octavo.engine.tokenizer import Detokenizer, Tokenizer
+from octavo.errors import InvalidRequest, ModelError
+
+TEXT = "Grüße aus 東京: 😀, 👩‍🚀 and naïve façades; the quick brown fox. π≈3\n\n\ttab  two spaces"
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    return Tokenizer.from_directory(model_zoo.model_directory("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As Llama 2's: spaces are marks in front of words, unknown characters are byte tokens."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox and the lazy dog"], trainer)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    # Byte tokens are ordinary ones in real vocabularies; the trainer knows only special ones.
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = state["added_tokens"][:3]
+    directory = tmp_path_factory.mktemp("sentence-piece")
+    (directory / "tokenizer.json").write_text(json.dumps(state))
+    return Tokenizer.from_directory(directory)
+
+
+def stream(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
+    return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.finish()]
+
+
+def test_encode_and_decode_round_trip(byte_level: Tokenizer) -> None:
+    assert byte_level.decode(byte_level.encode(TEXT)) == TEXT
+
+
+def test_ids_equal_transformers(byte_level: Tokenizer) -> None:
+    reference = transformers.AutoTokenizer.from_pretrained(model_zoo.model_directory("gpt2"))
+    assert byte_level.encode(TEXT) == reference.encode(TEXT)
+    assert byte_level.bos_token_id == reference.bos_token_id == model_zoo.BOS_ID
+    assert byte_level.eos_token_id == reference.eos_token_id == model_zoo.EOS_ID
+    assert byte_level.vocab_size == len(reference)
+
+
+def test_byte_level_pieces_join_to_the_whole(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode(TEXT)
+    assert "".join(stream(byte_level.detokenizer(), ids)) == TEXT
+
+
+def test_byte_level_garbage_decodes_as_the_whole_does(byte_level: Tokenizer) -> None:
+    """Random tokens are mostly broken UTF-8: what a random model writes."""
+    rng = random.Random(0)
+    for _ in range(2000):
+        ids = rng.choices(range(byte_level.vocab_size), k=rng.randint(1, 30))
+        for skip in (True, False):
+            pieces = stream(byte_level.detokenizer(skip_special_tokens=skip), ids)
+            assert "".join(pieces) == byte_level.decode(ids, skip_special_tokens=skip)
+
+
+def test_an_incomplete_character_is_held_back(byte_level: Tokenizer) -> None:
+    rare = "\N{EXTRATERRESTRIAL ALIEN}"  # not in the training text: one token a byte
+    ids = byte_level.encode(rare)
+    assert len(ids) > 1
+    pieces = stream(byte_level.detokenizer(), ids)
+    assert pieces == [""] * (len(ids) - 1) + [rare, ""]
+    assert stream(byte_level.detokenizer(), ids[:-1])[-1] == "\ufffd"
+
+
+def test_added_tokens_outside_the_byte_alphabet(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer.from_file(
+        str(model_zoo.model_directory("gpt2") / "tokenizer.json")
+    )
+    backend.add_tokens(["two words", "東"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    ids = tokenizer.encode("say two words 東京")
+    assert "".join(stream(tokenizer.detokenizer(), ids)) == "say two words 東京"
+
+
+def test_special_tokens_are_skipped_on_request(byte_level: Tokenizer) -> None:
+    ids = [*byte_level.encode("one"), model_zoo.EOS_ID, *byte_level.encode("two")]
+    assert "".join(stream(byte_level.detokenizer(), ids)) == "onetwo"
+    detokenizer = byte_level.detokenizer(skip_special_tokens=False)
+    assert "".join(stream(detokenizer, ids)) == "one<eos>two"
+
+
+def test_ids_outside_the_vocabulary_have_no_text(byte_level: Tokenizer) -> None:
+    assert byte_level.decode([100_000]) == ""
+    assert byte_level.token_bytes(100_000) == b""
+    assert stream(byte_level.detokenizer(), [100_000]) == ["", ""]
+
+
+@pytest.mark.parametrize("text", [TEXT, "the fox", "€€😀 the", "a\ufffdb"])
+def test_sentence_piece_pieces_join_to_the_whole(sentence_piece: Tokenizer, text: str) -> None:
+    ids = sentence_piece.encode(text)
+    assert "".join(stream(sentence_piece.detokenizer(), ids)) == sentence_piece.decode(ids) == text
+
+
+def test_a_prompt_keeps_the_first_space(sentence_piece: Tokenizer) -> None:
+    prompt, output = sentence_piece.encode("the quick"), sentence_piece.encode("brown fox")
+    assert "".join(stream(sentence_piece.detokenizer(prompt), output)) == " brown fox"
+
+
+def test_broken_bytes_are_not_held_back_for_ever(sentence_piece: Tokenizer) -> None:
+    broken = [sentence_piece.encode("\x80")[-1]] * 100  # a continuation byte
+    pieces = stream(sentence_piece.detokenizer(), broken)
+    assert len("".join(pieces[:20])) >= 8
+    assert "the" in "".join(
+        stream(sentence_piece.detokenizer(), broken + sentence_piece.encode("the"))
+    )
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
+def test_a_fork_goes_its_own_way(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    parent = tokenizer.detokenizer()
+    ids = tokenizer.encode("the 😀")
+    for token_id in ids[:-1]:
+        parent.add(token_id)
+    child = parent.copy()
+    assert parent.add(ids[-1]) == "😀"
+    assert child.add(tokenizer.encode("fox")[-1]).endswith("x")
+
+
+def test_truncation_in_the_file_is_ignored(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer.from_file(
+        str(model_zoo.model_directory("gpt2") / "tokenizer.json")
+    )
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_directory(tmp_path).encode(TEXT) == backend_ids(TEXT)
+
+
+def backend_ids(text: str) -> list[int]:
+    path = model_zoo.model_directory("gpt2") / "tokenizer.json"
+    ids: list[int] = tokenizers.Tokenizer.from_file(str(path)).encode(text).ids
+    return ids
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json: give prompts as token ids"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_text_that_is_no_text(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="prompt: it is not valid text"):
+        byte_level.encode("\ud800")
+
+
+MESSAGES = [
+    {"role": "user", "content": "Hello <b> & 'you' 東京"},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "More."},
+]
+TEMPLATES = {
+    "plain": model_zoo.CHAT_TEMPLATE,
+    "loop controls": "{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}"
+    "{{ m.content }}{% endfor %}{{ eos_token }}",
+    "generation": "{% for m in messages %}\n  {% generation %}\n{{ m.content }}"
+    "{% endgeneration %}\n{% endfor %}",
+    "tojson": "{{ messages[0] | tojson }} {{ messages | tojson(indent=2) }}",
+    "variables": "{% if tools is none and thinking %}{{ messages | length }}{% endif %}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% endfor %}{{ ns.n }}{{ strftime_now('%Y') }}",
+}
+
+
+def with_template(directory: Path, template: object) -> Tokenizer:
+    source = model_zoo.model_directory("gpt2")
+    (directory / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config |= {"chat_template": template}
+    config["eos_token"] = {"content": "<eos>", "lstrip": False}  # an older spelling
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.from_directory(directory)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chat_equals_transformers(tmp_path: Path, name: str, add_generation_prompt: bool) -> None:
+    tokenizer = with_template(tmp_path, TEMPLATES[name])
+    reference = transformers.AutoTokenizer.from_pretrained(model_zoo.model_directory("gpt2"))
+    expected = reference.apply_chat_template(
+        MESSAGES,
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        thinking=True,
+    )
+    assert tokenizer.render_chat(MESSAGES, add_generation_prompt, thinking=True) == expected
+
+
+def test_where_templates_come_from(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named"}]
+    assert with_template(tmp_path, named).render_chat([]) == "named"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert Tokenizer.from_directory(tmp_path).render_chat([]) == "file"
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match="chat_template is 3; it must be a template"):
+        with_template(tmp_path, 3)
+
+
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, None)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequest, match="messages: the model has no chat template"):
+        tokenizer.render_chat(MESSAGES)
+
+
+def test_templates_that_fail(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="the chat template is broken at line 2"):
+        with_template(tmp_path, "first line\n{% for %}")
+    for template in ("{{ raise_exception('roles must alternate') }}", "{{ messages[9].role.x }}"):
+        with pytest.raises(InvalidRequest, match="messages: the chat template refused them"):
+            with_template(tmp_path, template).render_chat(MESSAGES)
+
+
+def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
+    for template in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append({}) }}",
+        "{{ messages.__class__.__base__ }}{{ cycler.__init__.__globals__ }}",
+    ):
+        with pytest.raises(InvalidRequest, match="refused"):
+            with_template(tmp_path, template).render_chat(MESSAGES)
