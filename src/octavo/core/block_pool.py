@@ -17,23 +17,21 @@ class BlockPool:
     cost of none depends on the size of the pool.
     """
 
-    def __init__(
-        self, num_blocks: int, first_id: int = 1, on_evict: Callable[[int], None] | None = None
-    ) -> None:
-        """Blocks `first_id` .. `first_id + num_blocks - 1`, all free.
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+        """Blocks 1 .. num_blocks, all free; 0 is the null block.
 
         `on_evict` is told when a cached block is about to be overwritten.
         """
         self.num_blocks = num_blocks
         self.num_evictions = 0
-        self._ref_counts = [0] * (first_id + num_blocks)
+        self._ref_counts = [0] * (num_blocks + 1)
         self._cached: set[int] = set()
         self._on_evict = on_evict
         # Free blocks, in the order in which they are taken: emptied ones (the one used last is
         # likely to be in the CPU's caches), then never used ones, then cached ones.
         self._emptied: list[int] = []
-        self._next_unused = first_id
-        self._end = first_id + num_blocks
+        self._next_unused = 1
+        self._end = num_blocks + 1
         self._free_cached: OrderedDict[int, None] = OrderedDict()
 
     @property

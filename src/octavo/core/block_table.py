@@ -13,12 +13,13 @@ class BlockTable:
     be written without asking.
     """
 
-    __slots__ = ("block_ids", "num_dropped", "num_registered", "writable_until")
+    __slots__ = ("block_ids", "num_dropped", "num_registered", "on_device", "writable_until")
 
     def __init__(self, num_groups: int) -> None:
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
         self.writable_until = 0  # tokens
         self.num_registered = 0  # leading full blocks already offered to the prefix cache
+        self.on_device = True  # or in the swap tier
         # Leading entries of each group that fell out of its sliding window and are null.
         self.num_dropped = [0] * num_groups
 
@@ -28,6 +29,7 @@ class BlockTable:
         twin.writable_until = self.writable_until
         twin.num_registered = self.num_registered
         twin.num_dropped = list(self.num_dropped)
+        twin.on_device = self.on_device
         return twin
 
     def held(self) -> list[int]:

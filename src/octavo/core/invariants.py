@@ -15,7 +15,8 @@ from octavo.core.sequence import Sequence, Status
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """All invariants that can be seen between two steps. Raises AssertionError."""
-    on_device, swapped = [], []
+    on_device: list[Sequence] = []
+    swapped: list[Sequence] = []
     for request in scheduler.requests.values():
         held = [seq for seq in request.sequences if seq.table is not None]
         assert request.status is not Status.FINISHED, f"{request} is finished, yet known"

@@ -42,7 +42,7 @@ class KVCacheManager:
     """Owns the block tables of all sequences, and is the only caller of the block pools.
 
     `specs` has one entry per KV group; groups share the pool. Two tiers: blocks on the device,
-    1 .. num_blocks, and blocks in the swap tier, 0 .. num_swap_blocks - 1.
+    1 .. num_blocks, and blocks in the swap tier, 1 .. num_swap_blocks.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class KVCacheManager:
         self.prefix_cache = PrefixCache(len(specs), digest)
         self.pool = BlockPool(num_blocks, on_evict=self.prefix_cache.forget)
         # I8: the swap tier never holds more than the device could.
-        self.swap_pool = BlockPool(min(num_swap_blocks, num_blocks), first_id=0)
+        self.swap_pool = BlockPool(min(num_swap_blocks, num_blocks))
         self.pins: dict[str, Sequence] = {}  # prefixes that the provider keeps in the cache
         self.num_cow_copies = 0
         self.num_lookup_tokens = 0
@@ -225,10 +225,11 @@ class KVCacheManager:
             ids.extend(shared)
         table.num_registered = hit.num_tokens // self.block_size
         if hit.partial is not None:
-            for ids, source in zip(table.block_ids, hit.partial, strict=True):
-                # Held until the step is over, or another sequence could overwrite it first.
+            # Held until the step is over, or something else could overwrite them first.
+            for source in hit.partial:
                 self.pool.share(source)
-                self._held_sources.append(source)
+            self._held_sources += hit.partial
+            for ids, source in zip(table.block_ids, hit.partial, strict=True):
                 destination = self.pool.allocate()
                 changes.copies.append((source, destination))
                 ids.append(destination)
@@ -237,7 +238,7 @@ class KVCacheManager:
         for group, ids in enumerate(table.block_ids):
             self._grow(ids, num_tokens)
             table.num_dropped[group] = ids.count(NULL_BLOCK)
-            changes.table_writes.append(TableWrite(seq.seq_id, group, 0, tuple(ids)))
+        changes.table_writes = self.table_writes(seq)
         table.writable_until = len(table.block_ids[0]) * self.block_size
         self.num_lookup_tokens += seq.num_tokens
         self.num_hit_tokens += hit.num_tokens
@@ -310,7 +311,8 @@ class KVCacheManager:
         table.writable_until = min(table.writable_until, parent.num_computed_tokens)
         child.table = table.copy()
         child.num_computed_tokens = parent.num_computed_tokens
-        child.prefix_nodes = list(parent.prefix_nodes)
+        # Beyond what is computed, the two may already have different tokens.
+        child.prefix_nodes = parent.prefix_nodes[: parent.num_computed_tokens // self.block_size]
 
     def free(self, seq: Sequence) -> None:
         """Give back all blocks that a sequence holds. Without blocks it does nothing."""
@@ -340,11 +342,14 @@ class KVCacheManager:
         if len(held) > self.pool.num_free:
             return None
         pairs = self._move(seqs, held, self.swap_pool, self.pool)
-        changes = Changes()
-        for seq in seqs:
-            for group, ids in enumerate(_table(seq).block_ids):
-                changes.table_writes.append(TableWrite(seq.seq_id, group, 0, tuple(ids)))
-        return pairs, changes
+        return pairs, Changes(table_writes=[w for seq in seqs for w in self.table_writes(seq)])
+
+    def table_writes(self, seq: Sequence) -> list[TableWrite]:
+        """A sequence's whole table, for a row that the worker opens."""
+        return [
+            TableWrite(seq.seq_id, group, 0, tuple(ids))
+            for group, ids in enumerate(_table(seq).block_ids)
+        ]
 
     def release_copy_sources(self) -> None:
         """The copies of the step before this one are done: their sources may be overwritten."""
@@ -423,10 +428,11 @@ class KVCacheManager:
 
     def _release_table(self, table: BlockTable) -> None:
         # Tails go first: a cached head without its tail is still useful; the reverse is not.
+        pool = self.pool if table.on_device else self.swap_pool
         for ids in table.block_ids:
             for block_id in reversed(ids):
                 if block_id != NULL_BLOCK:
-                    self.pool.release(block_id)
+                    pool.release(block_id)
 
     def _move(
         self, seqs: Seq[Sequence], held: list[int], source: BlockPool, target: BlockPool
@@ -446,6 +452,7 @@ class KVCacheManager:
                     ids[i] = moved[block_id]
                     source.release(block_id)
             table.num_registered = 0
+            table.on_device = target is self.pool
         return list(moved.items())
 
     # Which prefixes are being computed right now: an equal prompt waits and then shares them.

@@ -274,6 +274,7 @@ class Scheduler:
         for leader, follower in regrow.take_ready(request.sequences):
             self.kv.fork(leader, follower)
             self._open(follower, draft)
+            draft.table_writes += self.kv.table_writes(follower)
         started = [seq for seq in request.sequences if seq.table is not None]
         if all(seq.num_tokens - seq.num_computed_tokens == 1 for seq in started) and len(
             started

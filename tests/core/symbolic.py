@@ -1,0 +1,404 @@
+"""A KV cache of symbols: the main test of the core.
+
+The "KV" of a token is a name for the whole chain of tokens up to it. An executor that obeys plans
+literally then proves, slot by slot, that attention would read exactly the right keys, whatever
+was forked, swapped, copied, shared, windowed, preempted or aborted before. The next token is a
+pure function of that chain, so what a request gets must not depend on its company either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+
+from octavo.config import SchedulerConfig
+from octavo.core.block_pool import NULL_BLOCK
+from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
+from octavo.core.invariants import check_scheduler
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv_spec import FullAttention, KVSpec, SlidingWindow
+from octavo.core.prefix_cache import sha256_128
+from octavo.core.scheduler import Scheduler
+from octavo.core.sequence import Request
+from octavo.core.step import SamplingSpec, StepPlan, StepResult
+from octavo.errors import RequestTooLong
+
+VOCABULARY = 7
+EOS = 6
+
+
+def digest_of(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
+
+
+def chain(previous: int, token_id: int) -> int:
+    """The symbol of a token after everything that `previous` stands for."""
+    return digest_of(previous, token_id)
+
+
+def drawn_token(symbol: int, seed: int, sample_index: int) -> int:
+    return digest_of("draw", symbol, seed, sample_index) % VOCABULARY
+
+
+def best_tokens(symbol: int, num_candidates: int) -> list[tuple[int, float]]:
+    scores = [-(digest_of("score", symbol, t) % 10_000) / 1000 for t in range(VOCABULARY)]
+    ranked = sorted(enumerate(scores), key=lambda pair: -pair[1])
+    return ranked[:num_candidates]
+
+
+@dataclass
+class Row:
+    token_ids: list[int]
+    num_computed: int
+    tables: list[list[int]]
+    sampling: SamplingSpec
+    seed: int
+    sample_index: int
+    num_draws: int
+    num_prompt: int
+
+    def fork(self, sample_index: int) -> Row:
+        return Row(
+            list(self.token_ids),
+            self.num_computed,
+            [list(t) for t in self.tables],
+            self.sampling,
+            self.seed,
+            sample_index,
+            self.num_draws,
+            self.num_prompt,
+        )
+
+
+@dataclass
+class SymbolicExecutor:
+    """Obeys plans; block contents are symbols. Stale contents stay, as on a real device."""
+
+    specs: tuple[KVSpec, ...]
+    block_size: int
+    rows: dict[int, Row] = field(default_factory=dict)
+    device: dict[int, list[object]] = field(default_factory=dict)
+    swap: dict[int, list[object]] = field(default_factory=dict)
+    num_computed: int = 0  # tokens run through the model
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._apply(plan)
+        for source, target in plan.swap_out:
+            self.swap[target] = list(self._block(source))
+        for source, target in plan.swap_in:
+            self.device[target] = list(self.swap[source])
+        contents = [list(self._block(source)) for source, _ in plan.copies]
+        targets = [target for _, target in plan.copies]
+        assert len(set(targets)) == len(targets), "two copies into one block"
+        for target, content in zip(targets, contents, strict=True):
+            self.device[target] = content
+        assert len(set(plan.seq_ids)) == len(plan.seq_ids)
+        self._write(plan)
+        for seq_id, count in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
+            row = self.rows[seq_id]
+            self._read(row, row.num_computed, row.num_computed + count)
+            row.num_computed += count
+            self.num_computed += count
+        return self._sample(plan)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for fork in plan.forks:
+            assert fork.child_id not in self.rows
+            self.rows[fork.child_id] = self.rows[fork.parent_id].fork(fork.sample_index)
+        for seq_id in plan.closed:
+            del self.rows[seq_id]
+        for opened in plan.opened:
+            assert opened.seq_id not in self.rows, "a row is opened twice"
+            self.rows[opened.seq_id] = Row(
+                list(opened.token_ids),
+                opened.num_computed_tokens,
+                [[] for _ in self.specs],
+                opened.sampling,
+                opened.seed,
+                opened.sample_index,
+                opened.num_draws,
+                opened.num_prompt_tokens,
+            )
+        for write in plan.token_writes:
+            tokens = self.rows[write.seq_id].token_ids
+            assert write.position <= len(tokens)
+            tokens[write.position :] = [write.token_id]
+        for table_write in plan.table_writes:
+            table = self.rows[table_write.seq_id].tables[table_write.group]
+            assert table_write.start <= len(table)
+            table[table_write.start :] = table_write.block_ids
+
+    def _block(self, block_id: int) -> list[object]:
+        assert block_id != NULL_BLOCK, "the null block is used"
+        return self.device.setdefault(block_id, [None] * self.block_size)
+
+    def _write(self, plan: StepPlan) -> None:
+        written: set[tuple[int, int]] = set()
+        for seq_id, count in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
+            row = self.rows[seq_id]
+            assert row.num_computed + count <= len(row.token_ids)
+            symbols = self._symbols(row)
+            for position in range(row.num_computed, row.num_computed + count):
+                for group, table in enumerate(row.tables):
+                    block_id, offset = table[position // self.block_size], position
+                    slot = (block_id, offset % self.block_size)
+                    assert slot not in written, "I3: one slot is written by two sequences"
+                    written.add(slot)
+                    self._block(block_id)[slot[1]] = (group, symbols[position])
+
+    def _read(self, row: Row, start: int, end: int) -> None:
+        symbols = self._symbols(row)
+        for group, spec in enumerate(self.specs):
+            for key in range(spec.first_needed_token(start), end):
+                block = self._block(row.tables[group][key // self.block_size])
+                assert block[key % self.block_size] == (group, symbols[key]), (
+                    f"token {key} of group {group} reads another sequence's KV"
+                )
+
+    def _symbols(self, row: Row) -> list[int]:
+        symbols, symbol = [], row.seed
+        symbol = 0
+        for token_id in row.token_ids:
+            symbol = chain(symbol, token_id)
+            symbols.append(symbol)
+        return symbols
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        result = StepResult(plan.step_id, [])
+        scheduled = set(plan.seq_ids)
+        for seq_id in plan.sampled:
+            row = self.rows[seq_id]
+            assert seq_id in scheduled
+            assert row.num_computed == len(row.token_ids), "sampled before the last token"
+            symbol = self._symbols(row)[-1]
+            draws = row.num_draws if len(row.token_ids) == row.num_prompt else 1
+            tokens = [drawn_token(symbol, row.seed, row.sample_index + i) for i in range(draws)]
+            if draws > 1:
+                result.draws[seq_id] = tokens
+            result.token_ids.append(tokens[0])
+            row.token_ids.append(tokens[0])
+        for seq_id in plan.expanded:
+            row = self.rows[seq_id]
+            assert row.num_computed == len(row.token_ids), "expanded before the last token"
+            symbol = self._symbols(row)[-1]
+            result.candidates[seq_id] = best_tokens(symbol, row.sampling.num_candidates)
+        return result
+
+
+# -------------------------------------------------------------------- what must come out
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a random workload."""
+
+    name: str
+    prompt: tuple[int, ...]
+    kind: str  # "sample", "beam" or "pin"
+    width: int
+    max_tokens: int
+    seed: int
+    salt: str = ""
+    priority: int = 0
+    early_stopping: bool | str = False
+    length_penalty: float = 1.0
+
+    def method(self) -> DecodingMethod:
+        length = len(self.prompt) + self.max_tokens
+        if self.kind == "beam":
+            return BeamSearch(
+                self.width,
+                length,
+                frozenset({EOS}),
+                self.length_penalty,
+                self.early_stopping,  # type: ignore[arg-type]
+            )
+        if self.kind == "pin":
+            return PinPrefix(self.name, len(self.prompt))
+        return Sampling(self.width, length, frozenset({EOS}), frozenset())
+
+    def request(self, now: float) -> Request:
+        method = self.method()
+        candidates = method.num_candidates if isinstance(method, BeamSearch) else 0
+        return Request(
+            self.name,
+            list(self.prompt),
+            method,
+            SamplingSpec(num_candidates=candidates),
+            seed=self.seed,
+            arrival_time=now,
+            priority=self.priority,
+            cache_salt=self.salt,
+        )
+
+
+def expected_samples(ask: Ask) -> list[list[int]]:
+    """The tokens of each sample, by the definition and without any cache."""
+    results = []
+    for index in range(ask.width):
+        symbol = 0
+        for token_id in ask.prompt:
+            symbol = chain(symbol, token_id)
+        tokens: list[int] = []
+        while len(tokens) < ask.max_tokens and (not tokens or tokens[-1] != EOS):
+            tokens.append(drawn_token(symbol, ask.seed, index))
+            symbol = chain(symbol, tokens[-1])
+        results.append(tokens)
+    return results
+
+
+def expected_beams(ask: Ask) -> list[list[int]]:
+    """Beam search as transformers does it, on plain lists."""
+    width, early = ask.width, ask.early_stopping
+    running: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: list[tuple[float, list[int]]] = []
+    for length in range(1, ask.max_tokens + 1):
+        candidates = []
+        for logprob, tokens in running:
+            symbol = 0
+            for token_id in [*ask.prompt, *tokens]:
+                symbol = chain(symbol, token_id)
+            for token_id, score in best_tokens(symbol, 2 * width):
+                candidates.append((logprob + score, [*tokens, token_id]))
+        candidates.sort(key=lambda candidate: -candidate[0])
+        candidates = candidates[: 2 * width]
+        ends = [tokens[-1] == EOS or length == ask.max_tokens for _, tokens in candidates]
+        for (logprob, tokens), end in list(zip(candidates, ends, strict=True))[:width]:
+            if end:
+                finished.append((logprob / length**ask.length_penalty, tokens))
+        finished.sort(key=lambda hypothesis: -hypothesis[0])
+        del finished[width:]
+        running = [c for c, end in zip(candidates, ends, strict=True) if not end][:width]
+        if not running:
+            break
+        if len(finished) == width:
+            far = early == "never" and ask.length_penalty > 0
+            reach = (ask.max_tokens if far else length) ** ask.length_penalty
+            if early is True or running[0][0] / reach <= finished[-1][0]:
+                break
+    return [tokens for _, tokens in finished]
+
+
+# -------------------------------------------------------------------- random workloads
+
+
+@dataclass
+class Workload:
+    """One random world: an engine's settings and the requests that arrive in it."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        rng = self.rng = random.Random(self.seed)
+        self.block_size = rng.choice([1, 2, 3, 4, 8])
+        self.specs = rng.choice(
+            [
+                (FullAttention(),),
+                (FullAttention(),),
+                (SlidingWindow(rng.randint(1, 9)),),
+                (FullAttention(), SlidingWindow(rng.randint(1, 9))),
+                (SlidingWindow(3), FullAttention(), SlidingWindow(7)),
+            ]
+        )
+        max_seqs = rng.randint(1, 8)
+        self.kv = KVCacheManager(
+            self.specs,
+            self.block_size,
+            num_blocks=rng.randint(8, 70) * len(self.specs),
+            num_swap_blocks=rng.choice([0, 10, 1000]),
+            enable_prefix_caching=rng.random() < 0.7,
+            # A digest of one byte collides all the time: hits must be verified.
+            digest=sha256_128 if rng.random() < 0.7 else lambda b: sha256_128(b)[:1],
+        )
+        chunked = rng.random() < 0.8
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=max_seqs,
+                max_num_batched_tokens=rng.randint(max_seqs, 30) if chunked else 200,
+                policy=rng.choice(["fcfs", "priority"]),
+                aging_seconds=rng.choice([1.0, 1000.0]),
+                preemption_mode=rng.choice(["auto", "swap", "recompute"]),
+                enable_chunked_prefill=chunked,
+                max_passes=rng.randint(0, 4),
+                watermark=rng.choice([0.0, 0.05]),
+            ),
+            self.kv,
+            max_model_len=200,
+            clock=lambda: self.now,
+        )
+        self.now = 0.0
+        self.executor = SymbolicExecutor(self.specs, self.block_size)
+        self.prefixes = [
+            [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(3)
+        ]
+
+    def ask(self, number: int) -> Ask:
+        rng = self.rng
+        prefix = rng.choice(self.prefixes)[: rng.randint(0, 40)]
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 1, 5, 12]))]
+        kind = rng.choices(["sample", "beam", "pin"], [6, 3, 0.3])[0]
+        return Ask(
+            name=f"r{number}",
+            prompt=tuple([*prefix, *own] or [0]),
+            kind=kind,
+            width=1 if kind == "pin" else rng.choice([1, 1, 2, 3, 4]),
+            max_tokens=0 if kind == "pin" else rng.choice([1, 2, 5, 20]),
+            seed=rng.randrange(5),
+            salt=rng.choice(["", "", "tenant"]),
+            priority=rng.choice([0, 0, 1, 5]),
+            early_stopping=rng.choice([True, False, "never"]),
+            length_penalty=rng.choice([0.0, 1.0, 2.0, -1.0]),
+        )
+
+    def run(self, num_requests: int = 12) -> None:
+        """Run to the end, checking everything on the way. Raises AssertionError."""
+        rng, scheduler = self.rng, self.scheduler
+        pending = [self.ask(i) for i in range(num_requests)]
+        alive: dict[str, Ask] = {}
+        steps = 0
+        while pending or scheduler.has_unfinished:
+            while pending and (rng.random() < 0.5 or not scheduler.has_unfinished):
+                ask = pending.pop()
+                try:
+                    scheduler.add(ask.request(self.now))
+                except RequestTooLong:
+                    continue
+                alive[ask.name] = ask
+            if alive and rng.random() < 0.03:
+                name = rng.choice(sorted(alive))
+                scheduler.abort(name)
+                del alive[name]
+                check_scheduler(scheduler)
+            plan = scheduler.schedule()
+            check_scheduler(scheduler)
+            assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
+            progress = scheduler.update(plan, self.executor.execute(plan))
+            check_scheduler(scheduler)
+            for request in progress.finished:
+                self.check_result(alive.pop(request.request_id), request)
+            self.now += 0.1
+            steps += 1
+            assert steps < 5000, "no progress"
+            if rng.random() < 0.02 and self.kv.enable_prefix_caching:
+                self.kv.reset_prefix_cache()
+        self.finish()
+
+    def finish(self) -> None:
+        for name in list(self.kv.pins):
+            self.kv.unpin(name)
+        self.kv.release_copy_sources()
+        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I7: blocks are lost"
+        assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, "I7: swap blocks lost"
+        plan = self.scheduler.schedule()
+        self.executor.execute(plan)
+        assert not self.executor.rows, "rows are left open on the worker"
+
+    def check_result(self, ask: Ask, request: Request) -> None:
+        got = [seq.output_token_ids for seq in request.finished]
+        if ask.kind == "pin":
+            assert got == [[]]
+        elif ask.kind == "sample":
+            assert got == expected_samples(ask), f"{ask} got other tokens than alone"
+        else:
+            assert got == expected_beams(ask), f"{ask} got other beams than alone"
