@@ -40,7 +40,7 @@ class KVCache:
         """
         # Lazy on a CPU: memory is taken when a block is first written.
         self.blocks = _zeros((num_blocks + 1, *block_shape), dtype, device)
-        self.swapped = _zeros((num_swap_blocks, *block_shape), dtype, torch.device("cpu"))
+        self.swapped = _zeros((num_swap_blocks + 1, *block_shape), dtype, torch.device("cpu"))
 
     def move(self, plan: StepPlan) -> float:
         """Carry out a plan's moves: swap out, swap in, copy; what a later one reads, an earlier

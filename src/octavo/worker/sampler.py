@@ -23,13 +23,16 @@ from octavo.core.step import TokenLogprobs
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
 from octavo.worker.randomness import uniforms
-from octavo.worker.selection import argmax, kth_largest, sort_descending
+from octavo.worker.selection import argmax, largest, top_p_limits
 
 # The most likely token of a row weighs 2 ** 40; 2 ** 22 tokens of that weight still fit into int64.
 WEIGHT_BITS = 40
+# exp(_NEVER) * 2 ** WEIGHT_BITS rounds to 0. exp takes several times longer where it underflows.
+_NEVER = -60.0
+_NUM_BEST = 1024  # most likely tokens that are looked at before a row is sorted
 _CHUNK = 128  # tokens that are summed up before the search; any size gives the same token
 _MAX_DRAWS_AT_ONCE = 256
-_SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits worked on at once
+_SLICE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # logits worked on at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +175,33 @@ def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
     scaled = logits - logits.amax(dim=-1, keepdim=True)  # at most 0: any temperature is safe
     scaled /= torch.from_numpy(temperature).to(device).unsqueeze(1)
 
+    top_k = np.where(batch.top_k > 0, np.minimum(batch.top_k, logits.shape[1]), 0)
+    needs_top_p = bool((batch.top_p < 1).any())
+    best = scaled[:, :0]  # each row's largest values, in descending order
+    if top_k.any() or needs_top_p:
+        best = largest(scaled, max(_NUM_BEST, int(top_k.max())))
     # A weight is exp(scaled), so min_p, relative to the most likely token, is a limit on scaled.
-    rows = np.flatnonzero(batch.min_p > 0)
-    if len(rows):
-        _keep_from(scaled, rows, torch.from_numpy(np.log(batch.min_p[rows])).to(device))
-    rows = np.flatnonzero((batch.top_k > 0) & (batch.top_k < logits.shape[1]))
-    if len(rows):
-        _keep_from(scaled, rows, kth_largest(_select(scaled, rows), batch.top_k[rows]))
-    weights = scaled.exp_().mul_(2.0**WEIGHT_BITS).to(torch.int64)
-    rows = np.flatnonzero(batch.top_p < 1)
-    if len(rows):
-        _keep_top_p(weights, rows, torch.from_numpy(batch.top_p[rows]).to(device))
+    if top_k.any() or batch.min_p.any():
+        with np.errstate(divide="ignore"):
+            limits = torch.from_numpy(np.log(batch.min_p)).to(device).unsqueeze(1)
+        if top_k.any():
+            places = torch.from_numpy(np.maximum(top_k - 1, 0)).to(device).unsqueeze(1)
+            is_off = torch.from_numpy(top_k == 0).to(device).unsqueeze(1)
+            kth = best.gather(1, places).masked_fill_(is_off, -torch.inf)
+            limits = torch.maximum(limits, kth)
+        scaled.masked_fill_(scaled < limits, _NEVER)
+        best = best.masked_fill(best < limits, _NEVER)
+    shares = _to_shares(scaled)
+    weights = shares.to(torch.int64)
+    if needs_top_p:
+        limits = top_p_limits(shares, weights, _to_shares(best), batch.top_p)
+        weights.masked_fill_(shares < limits.unsqueeze(1), 0)
     return weights
+
+
+def _to_shares(scaled: Tensor) -> Tensor:
+    """exp(scaled) * 2 ** WEIGHT_BITS, in place."""
+    return scaled.clamp_(min=_NEVER).exp_().mul_(2.0**WEIGHT_BITS)
 
 
 def invert(weights: Tensor, owners: Tensor, noise: Tensor) -> Tensor:
@@ -216,28 +234,6 @@ def invert(weights: Tensor, owners: Tensor, noise: Tensor) -> Tensor:
         drawn.append(chunk * _CHUNK + (inside <= target - before).sum(dim=-1))
     # A row of NaN has no distribution; the clamp keeps its token inside the vocabulary.
     return torch.cat(drawn).clamp_(max=vocab_size - 1)
-
-
-def _keep_from(scaled: Tensor, rows: NDArray[np.int64], limits: Tensor) -> None:
-    """In the given rows, drop all tokens below the row's limit."""
-    if len(rows) == len(scaled):
-        scaled.masked_fill_(scaled < limits.unsqueeze(1), -torch.inf)
-        return
-    index = torch.from_numpy(rows).to(scaled.device)
-    kept = scaled[index]
-    scaled[index] = kept.masked_fill_(kept < limits.unsqueeze(1), -torch.inf)
-
-
-def _keep_top_p(weights: Tensor, rows: NDArray[np.int64], top_p: Tensor) -> None:
-    """In the given rows, keep the fewest most likely tokens whose share reaches top_p."""
-    index = torch.from_numpy(rows).to(weights.device)
-    kept = weights[index]
-    ordered = sort_descending(kept)
-    ends = ordered.cumsum(dim=-1)
-    # A token stays while the share of those before it is less than top_p.
-    is_kept = (ends - ordered) < top_p.unsqueeze(1) * ends[:, -1:]
-    last = is_kept.sum(dim=-1, keepdim=True).clamp_(min=1) - 1
-    weights[index] = kept.masked_fill_(kept < ordered.gather(1, last), 0)
 
 
 def _slices(rows: NDArray[np.int64], logits: Tensor) -> Iterator[NDArray[np.int64]]:

@@ -1,0 +1,172 @@
+"""A tiny model of random weights, and helpers that drive a worker by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.attention import AttentionBackend, LayerSpec, load_backend
+from octavo.core.kv_spec import FullAttention, SlidingWindow, group_layers
+from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, TableWrite
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.kv_cache import KVCache
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.worker import make_backend
+
+VOCAB_SIZE = 50
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
+GREEDY = SamplingSpec(temperature=0.0)
+
+
+class FakeModel:
+    """Attention layers with learned projections and positions, and nothing else."""
+
+    def __init__(self, windows: Sequence[int | None] = (None, None), seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def weights(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator) * 0.5
+
+        size = NUM_HEADS * HEAD_DIM
+        self.attention_layers = [
+            LayerSpec(i, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, window)
+            for i, window in enumerate(windows)
+        ]
+        self.embedding = weights(VOCAB_SIZE, size) * 2
+        self.positions = weights(512, size)
+        self.qkv = [weights(size, size + 2 * NUM_KV_HEADS * HEAD_DIM) for _ in windows]
+        self.forward_calls: list[int] = []
+
+    def weight_targets(self) -> dict[str, Tensor]:
+        return {}
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        self.forward_calls.append(len(input_ids))
+        hidden = self.embedding[input_ids] + self.positions[positions]
+        for layer, weights in zip(self.attention_layers, self.qkv, strict=True):
+            heads = (hidden @ weights).view(len(hidden), -1, HEAD_DIM)
+            query, key, value = heads.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
+            hidden = torch.tanh(hidden + attention.forward(layer.layer_id, query, key, value))
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.embedding.T
+
+    def expected_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """float32 [num_tokens, VOCAB_SIZE], computed densely without any cache."""
+        length = len(token_ids)
+        hidden = self.embedding[torch.tensor(token_ids)] + self.positions[:length]
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        for layer, weights in zip(self.attention_layers, self.qkv, strict=True):
+            visible = (distance >= 0) & (distance < (layer.window or length))
+            heads = (hidden @ weights).view(length, -1, HEAD_DIM)
+            query, key, value = heads.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
+            repeats = NUM_HEADS // NUM_KV_HEADS
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+            scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scale
+            probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            attended = torch.einsum("hqk,khd->qhd", probs, value).reshape(length, -1)
+            hidden = torch.tanh(hidden + attended)
+        return self.logits(hidden)
+
+
+def make_runner(
+    model: FakeModel,
+    block_size: int = 4,
+    num_blocks: int = 200,
+    num_swap_blocks: int = 50,
+    backend_name: str = "reference",
+) -> tuple[ModelRunner, KVCache]:
+    specs = [
+        FullAttention() if layer.window is None else SlidingWindow(layer.window)
+        for layer in model.attention_layers
+    ]
+    layout = group_layers(specs)
+    backend_class = load_backend(backend_name)
+    block_shape = backend_class.kv_block_shape(block_size, NUM_KV_HEADS, HEAD_DIM)
+    kv_cache = KVCache(
+        num_blocks,
+        num_swap_blocks,
+        (layout.layers_per_group, *block_shape),
+        torch.float32,
+        torch.device("cpu"),
+    )
+    backend = make_backend(backend_class, model, layout, kv_cache, block_size)
+    input_batch = InputBatch(block_size, len(layout.groups))
+    return ModelRunner(model, backend, kv_cache, input_batch, VOCAB_SIZE), kv_cache
+
+
+class Driver:
+    """Plays the core for plain sequences: each has its own blocks, taken in order."""
+
+    def __init__(self, runner: ModelRunner, block_size: int = 4, num_groups: int = 1) -> None:
+        self.runner = runner
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self.next_block = 1
+        self.step_id = 0
+        self.lengths: dict[int, int] = {}
+        self.computed: dict[int, int] = {}
+        self.held: dict[int, int] = {}  # blocks per group
+
+    def opened(
+        self,
+        seq_id: int,
+        token_ids: Sequence[int],
+        sampling: SamplingSpec = GREEDY,
+        num_prompt_tokens: int | None = None,
+        seed: int = 0,
+        sample_index: int = 0,
+        num_draws: int = 1,
+    ) -> OpenedRow:
+        self.lengths[seq_id] = len(token_ids)
+        self.computed[seq_id] = 0
+        self.held[seq_id] = 0
+        return OpenedRow(
+            seq_id,
+            tuple(token_ids),
+            len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+            0,
+            sampling,
+            seed,
+            sample_index,
+            num_draws,
+        )
+
+    def step(
+        self,
+        scheduled: dict[int, int],
+        opened: Sequence[OpenedRow] = (),
+        expanded: Sequence[int] = (),
+    ) -> StepResult:
+        """Compute so many tokens of each sequence; those that reach their end are sampled."""
+        writes = []
+        ending = []
+        for seq_id, num_tokens in scheduled.items():
+            end = self.computed[seq_id] + num_tokens
+            needed = -(-end // self.block_size) - self.held[seq_id]
+            for group in range(self.num_groups):
+                if needed > 0:
+                    ids = tuple(range(self.next_block, self.next_block + needed))
+                    self.next_block += needed
+                    writes.append(TableWrite(seq_id, group, self.held[seq_id], ids))
+            self.held[seq_id] += max(needed, 0)
+            self.computed[seq_id] = end
+            if end == self.lengths[seq_id]:
+                ending.append(seq_id)
+        sampled = [seq_id for seq_id in ending if seq_id not in expanded]
+        for seq_id in sampled:
+            self.lengths[seq_id] += 1
+        plan = StepPlan(
+            step_id=self.step_id,
+            seq_ids=list(scheduled),
+            num_scheduled_tokens=list(scheduled.values()),
+            sampled=sampled,
+            expanded=[seq_id for seq_id in ending if seq_id in expanded],
+            opened=list(opened),
+            table_writes=writes,
+        )
+        self.step_id += 1
+        return self.runner.execute(plan)
