@@ -1,0 +1,293 @@
+"""The sampler's distributions, against slow references that are computed here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from octavo.core.step import SamplingSpec
+from octavo.worker.logit_edits import EditedRow
+from octavo.worker.sampler import Sampler, SamplingBatch, token_weights
+
+sample = Sampler()
+
+
+def make_batch(
+    specs: Sequence[SamplingSpec],
+    seeds: Sequence[int] | None = None,
+    sample_indices: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+    num_draws: Sequence[int] | None = None,
+    num_expanded: int = 0,
+) -> SamplingBatch:
+    n = len(specs)
+    return SamplingBatch(
+        num_sampled=n - num_expanded,
+        temperature=np.array([s.temperature for s in specs], np.float32),
+        top_k=np.array([s.top_k for s in specs], np.int64),
+        top_p=np.array([s.top_p for s in specs], np.float64),
+        min_p=np.array([s.min_p for s in specs], np.float32),
+        seeds=np.array(range(n) if seeds is None else seeds, np.int64),
+        sample_indices=np.array(sample_indices or [0] * n, np.int64),
+        positions=np.array(positions or [0] * n, np.int64),
+        num_draws=np.array(num_draws or [1] * n, np.int64),
+        num_logprobs={i: s.num_logprobs for i, s in enumerate(specs) if s.num_logprobs is not None},
+        num_candidates=[s.num_candidates for s in specs[n - num_expanded :]],
+    )
+
+
+def reference_distribution(logits: Sequence[float], spec: SamplingSpec) -> list[float]:
+    """One row, token by token, in float64."""
+    scaled = [logit / spec.temperature for logit in logits]
+    peak = max(scaled)
+    shares = [math.exp(value - peak) for value in scaled]
+    shares = [share if share >= spec.min_p else 0.0 for share in shares]
+    if spec.top_k:
+        kth = sorted(shares, reverse=True)[min(spec.top_k, len(shares)) - 1]
+        shares = [share if share >= kth else 0.0 for share in shares]
+    total, reached, kept = sum(shares), 0.0, []
+    for token in sorted(range(len(shares)), key=lambda token: -shares[token]):
+        if reached >= spec.top_p * total:
+            break
+        kept.append(token)
+        reached += shares[token]
+    return [shares[token] / reached if token in kept else 0.0 for token in range(len(shares))]
+
+
+LOGITS = [1.5, -0.3, 2.2, 0.0, 0.9, -2.0, 1.1, 0.4, -1.0, 1.9, -0.6]
+SPECS = {
+    "plain": SamplingSpec(),
+    "cold": SamplingSpec(temperature=0.5),
+    "hot": SamplingSpec(temperature=1.7),
+    "top_k": SamplingSpec(top_k=4),
+    "top_p": SamplingSpec(top_p=0.7),
+    "min_p": SamplingSpec(min_p=0.2),
+    "top_k and top_p": SamplingSpec(temperature=1.3, top_k=5, top_p=0.8),
+    "all": SamplingSpec(temperature=0.8, top_k=6, top_p=0.9, min_p=0.15),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("source", ["seeds", "positions", "samples", "draws"])
+def test_the_distribution_is_the_target(name: str, source: str) -> None:
+    spec, n = SPECS[name], 20_000
+    if source == "draws":
+        batch = make_batch([spec], seeds=[5], num_draws=[n])
+        drawn = sample(torch.tensor([LOGITS]), batch).draws[0]
+    else:
+        counters = list(range(n))
+        batch = make_batch(
+            [spec] * n,
+            seeds=counters if source == "seeds" else [9] * n,
+            positions=counters if source == "positions" else None,
+            sample_indices=counters if source == "samples" else None,
+        )
+        drawn = sample(torch.tensor([LOGITS] * n), batch).token_ids.tolist()
+    counts = np.bincount(drawn, minlength=len(LOGITS))
+    expected = np.array(reference_distribution(LOGITS, spec)) * n
+    assert (counts[expected == 0] == 0).all()
+    possible = expected > 0
+    assert stats.chisquare(counts[possible], expected[possible]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 127, 128, 129, 3_000])
+@pytest.mark.parametrize("name", SPECS)
+def test_weights_equal_the_reference_for_any_vocabulary(vocab_size: int, name: str) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(3, vocab_size, generator=generator) * 2
+    weights = token_weights(logits.clone(), make_batch([SPECS[name]] * 3)).double()
+    for row, values in zip(weights, logits.tolist(), strict=True):
+        expected = torch.tensor(reference_distribution(values, SPECS[name]), dtype=torch.float64)
+        torch.testing.assert_close(row / row.sum(), expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])  # flat: top_p must sort; peaked: it need not
+def test_filters_equal_transformers(spread: float) -> None:
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    logits = torch.randn(8, 5_000, generator=torch.Generator().manual_seed(3)) * spread
+    ids = torch.zeros(8, 1, dtype=torch.int64)
+    specs = [
+        SamplingSpec(temperature=0.7),
+        SamplingSpec(top_k=40),
+        SamplingSpec(top_k=2_000),
+        SamplingSpec(top_p=0.9),
+        SamplingSpec(top_p=0.05),
+        SamplingSpec(min_p=0.3),
+        SamplingSpec(temperature=1.4, top_k=300, top_p=0.8),
+        SamplingSpec(temperature=0.9, top_k=300, top_p=0.8, min_p=0.1),
+    ]
+    weights = token_weights(logits.clone(), make_batch(specs)).double()
+    for row, spec in enumerate(specs):
+        scores = logits[row : row + 1]
+        scores = TemperatureLogitsWarper(spec.temperature)(ids, scores)
+        if spec.min_p:
+            scores = MinPLogitsWarper(spec.min_p)(ids, scores)
+        if spec.top_k:
+            scores = TopKLogitsWarper(spec.top_k)(ids, scores)
+        if spec.top_p < 1:
+            scores = TopPLogitsWarper(spec.top_p)(ids, scores)
+        expected = scores[0].double().softmax(-1)
+        # Weights are integers: what is less likely than 2 ** -40 of the best token is never drawn.
+        assert (weights[row][expected > 1e-10] > 0).all(), spec
+        assert (weights[row][expected == 0] == 0).all(), spec
+        torch.testing.assert_close(
+            weights[row] / weights[row].sum(), expected, rtol=1e-4, atol=1e-10
+        )
+
+
+def random_specs(n: int) -> list[SamplingSpec]:
+    names = list(SPECS.values())
+    specs = [names[i % len(names)] for i in range(n)]
+    for i in range(0, n, 5):
+        specs[i] = replace(specs[i], temperature=0.0)
+    return specs
+
+
+@pytest.mark.parametrize("vocab_size", [50, 8_192, 50_257])
+def test_a_row_draws_the_same_token_alone_and_in_a_crowd(vocab_size: int) -> None:
+    n = 24
+    logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
+    specs = random_specs(n)
+    seeds = list(range(100, 100 + n))
+    positions = [7 * i for i in range(n)]
+
+    def run(rows: Sequence[int]) -> list[int]:
+        batch = make_batch(
+            [specs[i] for i in rows],
+            [seeds[i] for i in rows],
+            positions=[positions[i] for i in rows],
+        )
+        return sample(logits[list(rows)], batch).token_ids.tolist()
+
+    together = run(range(n))
+    assert together == [run([row])[0] for row in range(n)]
+    shuffled = np.random.default_rng(0).permutation(n).tolist()
+    assert [together[row] for row in shuffled] == run(shuffled)
+    assert together[3:8] == run(range(3, 8))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_weights_of_a_row_are_bit_equal_in_any_batch(name: str) -> None:
+    logits = torch.randn(17, 5_003, generator=torch.Generator().manual_seed(2)) * 3
+    together = token_weights(logits.clone(), make_batch([SPECS[name]] * 17))
+    others = random_specs(17)
+    for row in (0, 7, 16):
+        alone = token_weights(logits[row : row + 1].clone(), make_batch([SPECS[name]]))
+        assert torch.equal(alone[0], together[row])
+        mixed = token_weights(
+            logits.clone(), make_batch([*others[:row], SPECS[name], *others[row + 1 :]])
+        )
+        assert torch.equal(mixed[row], together[row])
+
+
+def test_draw_i_is_the_first_draw_of_the_i_th_next_sample() -> None:
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(4))
+    spec = SamplingSpec()
+    batch = make_batch([spec, spec], [11, 12], [3, 0], [20, 20], num_draws=[5, 1])
+    output = sample(logits, batch)
+    single = make_batch([spec] * 5, [11] * 5, [3, 4, 5, 6, 7], [20] * 5)
+    expected = sample(logits[[0] * 5], single).token_ids.tolist()
+    assert output.draws == {0: expected}
+    assert output.token_ids[0] == expected[0]
+    assert len(set(expected)) > 1
+
+
+def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
+    for dtype in (torch.float32, torch.bfloat16):
+        greedy = make_batch([SamplingSpec(temperature=0.0)] * 2)
+        assert sample(logits.to(dtype), greedy).token_ids.tolist() == [1, 0]
+    # The same next to rows that draw.
+    mixed = make_batch([SamplingSpec(temperature=0.0), SamplingSpec(top_k=1, temperature=1.0)])
+    assert sample(logits, mixed).token_ids[0] == 1
+
+
+def test_the_smallest_temperature_and_logits_of_any_size_are_safe() -> None:
+    logits = torch.tensor([[1e30, -1e30, 0.0], [-torch.inf, 2.0, 1.0], [3e38, 3e38, -3e38]])
+    batch = make_batch([SamplingSpec(temperature=1e-5)] * 3)
+    token_ids = sample(logits, batch).token_ids.tolist()
+    assert token_ids[:2] == [0, 1]
+    assert token_ids[2] in (0, 1)
+
+
+def test_a_row_of_nan_still_gives_a_token_of_the_vocabulary() -> None:
+    logits = torch.full((2, 10), torch.nan)
+    batch = make_batch([SamplingSpec(), SamplingSpec(temperature=0.0)])
+    assert all(0 <= token < 10 for token in sample(logits, batch).token_ids.tolist())
+
+
+def test_logits_are_left_unchanged() -> None:
+    logits = torch.randn(3, 40)
+    before = logits.clone()
+    spec = SamplingSpec(num_logprobs=2, num_candidates=4, repetition_penalty=2.0)
+    batch = replace(
+        make_batch([spec] * 3, num_expanded=1),
+        edited=[EditedRow(i, spec, np.array([1, 2], np.int32), 1) for i in range(3)],
+    )
+    sample(logits, batch)
+    assert torch.equal(logits, before)
+
+
+def logprobs_of(logits: Tensor) -> list[list[float]]:
+    return logits.double().log_softmax(-1).tolist()
+
+
+def test_logprobs_are_of_the_models_own_logits() -> None:
+    logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(5)) * 2
+    specs = [
+        SamplingSpec(temperature=0.0, num_logprobs=0),
+        SamplingSpec(temperature=0.3, top_k=2, num_logprobs=5),
+        SamplingSpec(),
+        SamplingSpec(repetition_penalty=5.0, num_logprobs=3),
+    ]
+    batch = make_batch(specs, num_draws=[1, 3, 1, 1])
+    batch = replace(batch, edited=[EditedRow(3, specs[3], np.arange(60, dtype=np.int32), 30)])
+    output = sample(logits, batch)
+    assert set(output.logprobs) == {0, 1, 3}
+    for row, entries in output.logprobs.items():
+        expected = logprobs_of(logits)[row]
+        ranked = sorted(range(60), key=lambda token: -expected[token])
+        drawn = output.draws.get(row, [int(output.token_ids[row])])
+        assert [entry.token_id for entry in entries] == drawn
+        for entry in entries:
+            assert entry.logprob == pytest.approx(expected[entry.token_id], abs=1e-5)
+            assert entry.rank == ranked.index(entry.token_id) + 1
+            num_top = specs[row].num_logprobs or 0
+            assert [token for token, _ in entry.top] == ranked[:num_top]
+            for token, logprob in entry.top:
+                assert logprob == pytest.approx(expected[token], abs=1e-5)
+
+
+def test_candidates_are_the_best_tokens_with_their_logprobs() -> None:
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(6))
+    specs = [SamplingSpec(), SamplingSpec(num_candidates=4), SamplingSpec(num_candidates=99)]
+    output = sample(logits, make_batch(specs, num_expanded=2))
+    assert set(output.candidates) == {1, 2}
+    for row, number in ((1, 4), (2, 30)):  # never more than the vocabulary
+        expected = logprobs_of(logits)[row]
+        ranked = sorted(range(30), key=lambda token: -expected[token])
+        assert [token for token, _ in output.candidates[row]] == ranked[:number]
+        for token, logprob in output.candidates[row]:
+            assert logprob == pytest.approx(expected[token], abs=1e-5)
+
+
+def test_an_edited_row_does_not_touch_its_neighbours() -> None:
+    logits = torch.zeros(3, 20)
+    logits[:, 7], logits[:, 3] = 2.0, 1.0
+    spec = SamplingSpec(temperature=0.0, logit_bias=((7, -50.0),))
+    batch = make_batch([SamplingSpec(temperature=0.0), spec, SamplingSpec(temperature=0.0)])
+    batch = replace(batch, edited=[EditedRow(1, spec, np.array([1], np.int32), 1)])
+    assert sample(logits, batch).token_ids.tolist() == [7, 3, 7]
