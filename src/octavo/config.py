@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal
 
 from octavo.errors import ConfigError
 
@@ -111,3 +112,31 @@ class EngineConfig:
             _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
         if self.num_threads is not None:
             _require(self.num_threads >= 1, "num_threads", f"{self.num_threads} is less than 1")
+
+
+def make_config(model: str, **options: Any) -> EngineConfig:
+    """An EngineConfig from flat options: the fields of all three classes, which do not overlap.
+
+    Raises ConfigError for an unknown option, with its likely spelling, or a bad value.
+    """
+    homes: dict[str, dict[str, Any]] = {}
+    by_name = {f.name: kind for kind in (CacheConfig, SchedulerConfig) for f in fields(kind)}
+    own = {f.name for f in fields(EngineConfig)} - {"model", "cache", "scheduler"}
+    for name, value in options.items():
+        if name in by_name:
+            homes.setdefault(by_name[name].__name__, {})[name] = value
+        elif name in own:
+            homes.setdefault("EngineConfig", {})[name] = value
+        else:
+            close = get_close_matches(name, [*by_name, *own], n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(name, f"there is no such option{hint}")
+    try:
+        return EngineConfig(
+            model,
+            **homes.get("EngineConfig", {}),
+            cache=CacheConfig(**homes.get("CacheConfig", {})),
+            scheduler=SchedulerConfig(**homes.get("SchedulerConfig", {})),
+        )
+    except TypeError as error:  # a comparison of a string with a number, say
+        raise ConfigError("options", f"a value has the wrong type ({error})") from error

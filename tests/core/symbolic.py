@@ -324,7 +324,6 @@ class Workload:
                 watermark=rng.choice([0.0, 0.05]),
             ),
             self.kv,
-            max_model_len=200,
             clock=lambda: self.now,
         )
         self.now = 0.0

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from core.symbolic import Workload
 
-from octavo.core.block_pool import BlockPool
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.prefix_cache import PrefixCache
+from core.symbolic import Workload
 
 
 @pytest.mark.parametrize("batch", range(8))

@@ -6,6 +6,7 @@ Every operation is all or nothing: one that cannot be met returns None and chang
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -83,6 +84,11 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that one sequence of `num_tokens` holds at any moment."""
         return sum(spec.max_blocks(num_tokens, self.block_size, chunk) for spec in self.specs)
+
+    def longest_sequence(self, limit: int, chunk: int) -> int:
+        """The longest sequence, at most `limit` tokens, that the whole pool can hold."""
+        fits = range(1, limit + 1)
+        return bisect_right(fits, self.pool.num_blocks, key=lambda n: self.num_blocks_for(n, chunk))
 
     def num_shared_blocks(self, num_common: int, num_tokens: int, chunk: int) -> int:
         """How many of a sequence's `num_blocks_for` it surely shares with another one that has

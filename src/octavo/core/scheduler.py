@@ -40,12 +40,10 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         kv: KVCacheManager,
-        max_model_len: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.kv = kv
-        self.max_model_len = max_model_len
         self.costs = PreemptionCosts()
         self.requests: dict[str, Request] = {}
         # Each in the order of the policy's rank.
@@ -75,7 +73,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLong if it could never run to its end."""
-        self._check_fits(request)
+        self.check_fits(request)
         assert request.request_id not in self.requests, f"{request} is known already"
         request.number = self._next_number
         self._next_number += 1
@@ -108,7 +106,8 @@ class Scheduler:
         shared = self.kv.num_shared_blocks(request.num_prompt_tokens, method.max_length, chunk)
         return method.max_sequences * each - (method.max_sequences - 1) * shared
 
-    def _check_fits(self, request: Request) -> None:
+    def check_fits(self, request: Request) -> None:
+        """Raises RequestTooLong if a request could never run to its end."""
         seats = request.method.max_sequences
         if seats > self.config.max_num_seqs:
             raise RequestTooLong(

@@ -1,0 +1,402 @@
+"""The engine: requests in, tokens and text out, one step at a time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo.config import EngineConfig
+from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.scheduler import Progress, Scheduler
+from octavo.core.sequence import Request, Sequence
+from octavo.core.step import SamplingSpec, StepPlan, StepResult
+from octavo.engine.output_text import OutputText
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
+from octavo.executor.base import Executor
+from octavo.model_config import ModelConfig
+from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput, StepOutput
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+
+Params = SamplingParams | BeamSearchParams
+Prompt = str | list[int]
+
+
+@dataclass(slots=True)
+class _Client:
+    """What the engine remembers of a request beside what the scheduler knows."""
+
+    request: Request
+    prompt: str | None
+    params: Params | None  # None: a prefix to pin
+    texts: dict[int, OutputText]  # by sequence id, if text is wanted
+    num_sent: dict[int, int]  # tokens already handed out, by sequence id
+
+
+class Engine:
+    """Owns the scheduler and the tokenizer; drives an executor.
+
+    A step is `schedule`, `execute`, `update`: the core decides, the executor computes, and the
+    core takes in what was computed.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        executor: Executor,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError if the options contradict each other or what the memory allows."""
+        capacity = executor.capacity
+        self.config = config
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.executor = executor
+        self.kv = KVCacheManager(
+            capacity.layout.specs,
+            config.cache.block_size,
+            capacity.num_blocks,
+            capacity.num_swap_blocks,
+            config.cache.enable_prefix_caching,
+        )
+        self.max_model_len = self._decide_max_model_len()
+        self.scheduler = Scheduler(config.scheduler, self.kv, clock)
+        self._eos_ids = frozenset(model_config.eos_token_ids)
+        self._seeds = random.Random(config.seed)
+        self._clients: dict[str, _Client] = {}
+        self._next_id = 0
+        self.observers: list[Callable[[StepPlan, StepResult, Progress], None]] = []
+
+    # ---------------------------------------------------------------- requests
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: Params,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """Check a request and prepare it, without queueing it yet.
+
+        Raises InvalidRequest (RequestTooLong if it can never fit), which names the field.
+        """
+        token_ids = self._tokenize(prompt)
+        params.check_against(self.model_config.vocab_size, self.config.max_logprobs)
+        num_left = self.max_model_len - len(token_ids)
+        if num_left < 1:
+            raise RequestTooLong(
+                "prompt",
+                f"{len(token_ids)} tokens leave no room for output in a context of "
+                f"{self.max_model_len} tokens",
+            )
+        max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
+        eos_ids = frozenset() if params.ignore_eos else self._eos_ids
+        stop_ids = frozenset(params.stop_token_ids)
+        method: DecodingMethod
+        if isinstance(params, BeamSearchParams):
+            method = BeamSearch(
+                params.beam_width,
+                len(token_ids) + max_tokens,
+                eos_ids | stop_ids,
+                params.length_penalty,
+                params.early_stopping,
+                params.num_return_sequences,
+            )
+            seed = 0
+        else:
+            method = Sampling(params.n, len(token_ids) + max_tokens, eos_ids, stop_ids)
+            seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+            if params.stop_strings and self.tokenizer is None:
+                raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
+        request = self._new_request(
+            token_ids,
+            method,
+            params.to_spec(sorted(self._eos_ids), self._bad_word_ids(params)),
+            seed,
+            request_id,
+            priority,
+            cache_salt,
+        )
+        text = prompt if isinstance(prompt, str) else None
+        self._clients[request.request_id] = _Client(request, text, params, {}, {})
+        return request
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request that `make_request` has prepared."""
+        request.arrival_time = self.clock()
+        self.scheduler.add(request)
+
+    def discard_request(self, request: Request) -> None:
+        """Forget a request that was prepared and will not be queued."""
+        self._clients.pop(request.request_id, None)
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request at once; its blocks are free when this returns. None if it is unknown."""
+        request = self.scheduler.abort(request_id)
+        return None if request is None else self._conclude(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    # ---------------------------------------------------------------- the step
+
+    def step(self) -> StepOutput:
+        """Compute one step for all that run."""
+        plan = self.scheduler.schedule()
+        result = self.executor.execute(plan)
+        progress = self.scheduler.update(plan, result)
+        for observe in self.observers:
+            observe(plan, result, progress)
+        return self._report(progress)
+
+    # ---------------------------------------------------------------- pinned prefixes
+
+    def pin_prefix(self, name: str, prompt: Prompt, cache_salt: str = "") -> int:
+        """Compute a prefix and keep its blocks for good (paper section 4.4, shared prefix).
+
+        Runs steps until it is computed. Returns the tokens that later prompts will find.
+        """
+        if not self.config.cache.enable_prefix_caching:
+            raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
+        if name in self.kv.pins:
+            raise InvalidRequest("name", f"a prefix {name!r} is pinned already")
+        token_ids = self._tokenize(prompt)
+        # Only whole blocks can be found by prefix.
+        del token_ids[len(token_ids) // self.kv.block_size * self.kv.block_size :]
+        if not token_ids:
+            raise InvalidRequest(
+                "prefix", f"it is shorter than one block of {self.kv.block_size} tokens"
+            )
+        self._check_pin_leaves_room(len(token_ids))
+        request = self._new_request(
+            token_ids, PinPrefix(name, len(token_ids)), SamplingSpec(), 0, None, 0, cache_salt
+        )
+        self._clients[request.request_id] = _Client(request, None, None, {}, {})
+        self.add_request(request)
+        while not request.is_finished:
+            self.step()
+        return len(token_ids)
+
+    def unpin_prefix(self, name: str) -> None:
+        """Let a pinned prefix be evicted again, like any other cached block."""
+        if name not in self.kv.pins:
+            known = ", ".join(sorted(self.kv.pins)) or "none"
+            raise InvalidRequest("name", f"no prefix {name!r} is pinned; pinned: {known}")
+        self.kv.unpin(name)
+
+    def _check_pin_leaves_room(self, num_tokens: int) -> None:
+        chunk = self.config.scheduler.max_num_batched_tokens
+        left = self.kv.pool.num_blocks - self.kv.num_pinned_blocks
+        left -= self.kv.num_blocks_for(num_tokens, chunk)
+        needed = max(
+            [self.kv.num_blocks_for(self.max_model_len, chunk)]
+            + [self.scheduler.worst_case_blocks(r) for r in self.scheduler.requests.values()]
+        )
+        if left < needed:
+            raise RequestTooLong(
+                "prefix",
+                f"pinning {num_tokens} tokens would leave {left} KV blocks, but a request may "
+                f"need {needed}; enlarge the KV cache or lower max_model_len",
+            )
+
+    # ---------------------------------------------------------------- inside
+
+    def _decide_max_model_len(self) -> int:
+        """What was asked for or the model's own limit, but no more than the pool can hold."""
+        chunk = self.config.scheduler.max_num_batched_tokens
+        limit = self.config.max_model_len or self.model_config.max_model_len
+        longest = self.kv.longest_sequence(limit, chunk)
+        if self.config.max_model_len is not None and longest < limit:
+            raise ConfigError(
+                "max_model_len",
+                f"{limit} tokens do not fit into {self.kv.pool.num_blocks} KV blocks; "
+                f"{longest} would",
+            )
+        if longest < 2:
+            raise ConfigError(
+                "num_blocks", f"{self.kv.pool.num_blocks} blocks hold no sequence of 2 tokens"
+            )
+        budget = self.config.scheduler.max_num_batched_tokens
+        if not self.config.scheduler.enable_chunked_prefill and budget < longest:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"{budget} is less than max_model_len ({longest}), and chunked prefill is off",
+            )
+        return longest
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("prompt", "the model has no tokenizer; give token ids")
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+        if not token_ids:
+            raise InvalidRequest("prompt", "it is empty")
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                raise InvalidRequest("prompt", f"{token_id!r} is not a token id")
+        vocab_size = self.model_config.vocab_size
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+            raise InvalidRequest(
+                "prompt", f"token id {worst} is outside the vocabulary of {vocab_size}"
+            )
+        return token_ids
+
+    def _bad_word_ids(self, params: Params) -> list[list[int]]:
+        """Bad words as tokens: as a text may begin with them, and as they follow a space."""
+        if isinstance(params, BeamSearchParams) or not params.bad_words:
+            return []
+        if self.tokenizer is None:
+            raise InvalidRequest("bad_words", "the model has no tokenizer to encode them with")
+        spellings = []
+        for word in params.bad_words:
+            for spelling in (word, " " + word.lstrip()):
+                token_ids = self.tokenizer.encode(spelling, add_special_tokens=False)
+                if token_ids and token_ids not in spellings:
+                    spellings.append(token_ids)
+        return spellings
+
+    def _new_request(
+        self,
+        token_ids: list[int],
+        method: DecodingMethod,
+        sampling: SamplingSpec,
+        seed: int,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str,
+    ) -> Request:
+        if request_id is None:
+            request_id = f"request-{self._next_id}"
+            self._next_id += 1
+        if request_id in self._clients:
+            raise InvalidRequest("request_id", f"{request_id!r} is in use")
+        request = Request(
+            request_id,
+            token_ids,
+            method,
+            sampling,
+            seed,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self.scheduler.check_fits(request)
+        return request
+
+    # ---------------------------------------------------------------- what clients see
+
+    def _report(self, progress: Progress) -> StepOutput:
+        output = StepOutput()
+        now = self.clock()
+        for seq in progress.advanced:
+            client = self._clients[seq.request.request_id]
+            if seq.request.first_token_time is None:
+                seq.request.first_token_time = now
+            if seq.request.method.wants == "token":
+                output.deltas.append(self._delta(client, seq))
+        # Stop strings found just now have added to the finished.
+        for request in progress.finished:
+            output.finished.append(self._conclude(request))
+        return output
+
+    def _delta(self, client: _Client, seq: Sequence) -> SequenceDelta:
+        """Hand out a sequence's new tokens, and end it if its text has come to a stop string."""
+        num_sent = client.num_sent.get(seq.seq_id, 0)
+        token_ids = seq.token_ids[seq.num_prompt_tokens + num_sent :]
+        text = ""
+        output_text = self._text_of(client, seq)
+        if output_text is not None:
+            text = self._advance_text(client, seq, output_text, token_ids)
+        client.num_sent[seq.seq_id] = num_sent + len(token_ids)
+        return SequenceDelta(
+            seq.request.request_id,
+            seq.sample_index,
+            text,
+            token_ids,
+            seq.logprobs[num_sent:],
+            seq.finish_reason,
+            seq.stop_reason,
+        )
+
+    def _advance_text(
+        self, client: _Client, seq: Sequence, output_text: OutputText, token_ids: list[int]
+    ) -> str:
+        params = client.params
+        assert isinstance(params, SamplingParams), "only samples stream text"
+        for token_id in token_ids:
+            if (
+                seq.finish_reason == "stop"
+                and token_id == seq.token_ids[-1]
+                and not params.include_stop_str_in_output
+            ):
+                break  # the token that ends a sequence is no part of its text
+            stop = output_text.add(token_id, seq.num_output_tokens >= params.min_tokens)
+            if stop is not None and seq.finish_reason != "stop":
+                self.scheduler.finish_by_stop_string(seq, stop)
+                return output_text.release(finished=True)
+        if seq.finish_reason is not None:
+            output_text.finish()
+        return output_text.release(finished=seq.finish_reason is not None)
+
+    def _text_of(self, client: _Client, seq: Sequence) -> OutputText | None:
+        params = client.params
+        if self.tokenizer is None or params is None or not params.detokenize:
+            return None
+        known = client.texts.get(seq.seq_id)
+        if known is None:
+            detokenizer = self.tokenizer.detokenizer(
+                seq.request.prompt_token_ids, params.skip_special_tokens
+            )
+            stops = params.stop_strings if isinstance(params, SamplingParams) else ()
+            include = isinstance(params, SamplingParams) and params.include_stop_str_in_output
+            known = client.texts[seq.seq_id] = OutputText(detokenizer, stops, include)
+        return known
+
+    def _conclude(self, request: Request) -> RequestOutput:
+        client = self._clients.pop(request.request_id)
+        prompt_logprobs = None
+        if request.sampling.num_prompt_logprobs is not None:
+            prompt_logprobs = [None, *request.prompt_logprobs]
+        return RequestOutput(
+            request.request_id,
+            client.prompt,
+            request.prompt_token_ids,
+            [self._sequence_output(client, seq) for seq in request.finished],
+            prompt_logprobs,
+            request.num_cached_tokens,
+            request.num_preemptions,
+            request.arrival_time,
+            request.first_token_time,
+            self.clock(),
+        )
+
+    def _sequence_output(self, client: _Client, seq: Sequence) -> SequenceOutput:
+        assert seq.finish_reason is not None, f"{seq} has not finished"
+        is_beam = seq.score is not None
+        scored = seq.request.sampling.num_logprobs is not None
+        output_text = self._text_of(client, seq)
+        if is_beam and output_text is not None:
+            ended = seq.output_token_ids
+            for token_id in ended[:-1] if seq.finish_reason == "stop" else ended:
+                output_text.add(token_id, search=False)
+            output_text.finish()
+        return SequenceOutput(
+            seq.sample_index,
+            seq.output_token_ids,
+            output_text.text if output_text is not None else "",
+            seq.finish_reason,
+            seq.stop_reason,
+            seq.logprobs if scored else None,
+            seq.cumulative_logprob if scored or is_beam else None,
+            seq.score,
+        )
