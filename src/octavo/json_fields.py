@@ -51,9 +51,16 @@ class Fields:
 
     def choice(self, name: str, choices: dict[str, str], default: str) -> str:
         value = self.get(name, default)
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise self.error(name, f"octavo knows {', '.join(sorted(choices))}")
         return choices[value]
+
+    def names(self, name: str, default: list[str]) -> list[str]:
+        """A list of strings."""
+        value = self.get(name, default)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, "it must be a list of strings")
+        return value
 
     def refuse(self, name: str, harmless: Any) -> None:
         """An option that octavo does not implement must have the value that turns it off."""

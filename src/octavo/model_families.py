@@ -42,10 +42,10 @@ def read_model_config(directory: Path) -> ModelConfig:
     """Read config.json and generation_config.json; see ModelConfig.from_directory."""
     config = read_json(directory / "config.json")
     model_type = config.get("model_type", None)
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise config.error("model_type", f"octavo serves {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
-    architectures = config.get("architectures", [family.architecture])
+    architectures = config.names("architectures", [family.architecture])
     if family.architecture not in architectures:
         raise config.error("architectures", f"of {model_type}, octavo serves {family.architecture}")
     quantization = config.get("quantization_config", None)
@@ -209,7 +209,7 @@ def _read_mistral(config: Fields) -> dict[str, Any]:
         window = config.count("sliding_window", 4096)
         fields["layer_windows"] = (window,) * fields["num_layers"]
     expected = "full_attention" if window is None else "sliding_attention"
-    if set(config.get("layer_types", [expected])) != {expected}:
+    if set(config.names("layer_types", [expected])) != {expected}:
         raise config.error("layer_types", f"every layer of this family is {expected}")
     return fields
 
@@ -234,10 +234,12 @@ def _qwen_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
     window = None
     if config.flag("use_sliding_window", False) and config.get("sliding_window", None) is not None:
         window = config.count("sliding_window")
-    layer_types = config.get("layer_types", None)
-    if layer_types is None:
+    if config.get("layer_types", None) is None:
         first = config.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise config.error("max_window_layers", "it must be an integer")
         return tuple(window if i >= first else None for i in range(num_layers))
+    layer_types = config.names("layer_types", [])
     known = {"full_attention", "sliding_attention"}
     if len(layer_types) != num_layers or not set(layer_types) <= known:
         raise config.error("layer_types", f"it must name {num_layers} layers, each {sorted(known)}")
@@ -253,11 +255,13 @@ def _read_rotary(config: Fields, max_positions: int) -> RotaryConfig:
     values = config.get(name, {})
     if not isinstance(values, dict):
         raise config.error(name, "it must be a JSON object")
+    if any(isinstance(value, dict) for value in values.values()):
+        raise config.error(name, "octavo serves one rotary embedding for all layers")
     rope = Fields(f"{config.where}: {name}", values)
     rope.refuse("partial_rotary_factor", 1.0)
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    original = rope.get("original_max_position_embeddings", max_positions)
+    original = rope.count("original_max_position_embeddings", max_positions)
     if kind == "default":
         return RotaryConfig(theta)
     if kind in ("linear", "dynamic"):
@@ -285,12 +289,9 @@ def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) ->
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    attention_factor = rope.get("attention_factor", None)
-    if attention_factor is None:
-        attention_factor = magnitude(1.0)
-        if rope.get("mscale", 0) and rope.get("mscale_all_dim", 0):
-            attention_factor = magnitude(rope.number("mscale"))
-            attention_factor /= magnitude(rope.number("mscale_all_dim"))
+    inferred = magnitude(1.0)
+    if rope.get("mscale", 0) and rope.get("mscale_all_dim", 0):
+        inferred = magnitude(rope.number("mscale")) / magnitude(rope.number("mscale_all_dim"))
     return RotaryConfig(
         theta,
         "yarn",
@@ -299,7 +300,7 @@ def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) ->
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
-        attention_factor=float(attention_factor),
+        attention_factor=rope.number("attention_factor", inferred),
     )
 
 

@@ -160,8 +160,8 @@ def _weight_files(directory: Path) -> dict[Path, set[str]]:
     if not (directory / INDEX_FILE).is_file():
         raise ModelError(_no_weights(directory))
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ModelError(f"{directory / INDEX_FILE}: weight_map is not an object")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelError(f"{directory / INDEX_FILE}: weight_map does not map tensors to files")
     files: dict[Path, set[str]] = {}
     for name, file_name in weight_map.items():
         # Only a file's name counts: an index cannot point outside the directory.

@@ -1,0 +1,98 @@
+"""Norms, activations, embeddings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from octavo.layers.activation import ACTIVATIONS, GATED_ACTIVATIONS
+from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
+from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.model_families import GATED_ACTIVATIONS as GATED_NAMES
+from octavo.model_families import PLAIN_ACTIVATIONS as PLAIN_NAMES
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype
+    tolerance = 1e-6 if got.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_rms_norm(dtype: torch.dtype, num_tokens: int) -> None:
+    norm, reference = RMSNorm(48, 1e-5).to(dtype), LlamaRMSNorm(48, 1e-5).to(dtype)
+    norm.weight.copy_(torch.randn(48))
+    reference.weight.data.copy_(norm.weight)
+    hidden, residual = torch.randn(2, num_tokens, 48).to(dtype)
+    want_sum = hidden + residual
+    got, got_sum = norm.forward(hidden, residual.clone())
+    close(got, reference(want_sum).detach())
+    assert torch.equal(got_sum, want_sum)
+    alone, same = norm.forward(hidden)
+    close(alone, reference(hidden).detach())
+    assert same is hidden
+
+
+def test_rms_norm_of_strided_heads() -> None:
+    """Qwen3's norms on queries and keys see views of the fused projection."""
+    norm = RMSNorm(8, 1e-6)
+    norm.weight.copy_(torch.randn(8))
+    heads = torch.randn(3, 4 * 8).view(3, 4, 8)[:, 1:3]
+    close(norm.forward(heads)[0], norm.forward(heads.contiguous())[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm(dtype: torch.dtype, affine: bool) -> None:
+    norm = LayerNorm(48, 1e-5, affine).to(dtype)
+    for parameter in norm.parameters():
+        parameter.copy_(torch.randn(48))
+    hidden, residual = torch.randn(2, 5, 48).to(dtype)
+    want_sum = hidden + residual
+    got, got_sum = norm.forward(hidden, residual.clone())
+    close(got, F.layer_norm(want_sum, (48,), norm.weight, norm.bias, 1e-5))
+    assert torch.equal(got_sum, want_sum)
+
+
+@pytest.mark.parametrize("name", PLAIN_NAMES)
+def test_activations_equal_transformers(name: str) -> None:
+    x = torch.linspace(-6, 6, 101)
+    close(ACTIVATIONS[PLAIN_NAMES[name]](x), ACT2FN[name](x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GATED_NAMES)
+def test_gated_activations(name: str, dtype: torch.dtype) -> None:
+    gate, up = torch.randn(2, 3, 7).to(dtype)
+    gate_up = torch.cat((gate, up), dim=-1)
+    before = gate_up.clone()
+    close(GATED_ACTIVATIONS[GATED_NAMES[name]](gate_up), ACT2FN[name](gate) * up)
+    assert torch.equal(gate_up, before)
+
+
+def test_position_embedding_offset() -> None:
+    embedding = PositionEmbedding(6, 4, offset=2)
+    embedding.weight.copy_(torch.randn(6, 4))
+    assert torch.equal(embedding.forward(torch.tensor([0, 3])), embedding.weight[[2, 5]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_float32_and_tied_heads_share_memory(dtype: torch.dtype) -> None:
+    embedding, head = Embedding(40, 16).to(dtype), LMHead(16, 40).to(dtype)
+    head.tie(embedding)
+    embedding.weight.copy_(torch.randn(40, 16))
+    assert head.linear.weight is embedding.weight
+    hidden = torch.randn(3, 16).to(dtype)
+    logits = head.forward(hidden)
+    assert logits.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(
+        logits, hidden.float() @ embedding.weight.float().T, atol=tolerance, rtol=tolerance
+    )

@@ -1,0 +1,281 @@
+"""Weights: everything is loaded, nothing is left over, and every fault is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from dense_harness import DenseHarness
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import model_zoo
+from octavo.errors import ModelError
+from octavo.model_config import ModelConfig
+from octavo.models.loader import build_model, fill_with_noise, load_model, load_weights
+from octavo.models.registry import MODELS
+
+CPU = torch.device("cpu")
+PROMPT = model_zoo.random_token_ids(20)
+Tensors = dict[str, Tensor]
+
+
+def logits(directory: Path) -> Tensor:
+    model = load_model(ModelConfig.from_directory(directory), torch.float32, CPU)
+    return DenseHarness(model, len(PROMPT)).run({0: PROMPT})[0]
+
+
+def changed(directory: Path, name: str, change: Callable[[Tensors], object]) -> Path:
+    """A copy of the zoo's model whose tensors `change` has changed in place."""
+    shutil.copytree(model_zoo.model_directory(name), directory, dirs_exist_ok=True)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()},
+        directory / "model.safetensors",
+    )
+    return directory
+
+
+def shard(directory: Path, name: str) -> Path:
+    """A copy of the zoo's model in two files with an index."""
+    shutil.copytree(model_zoo.model_directory(name), directory, dirs_exist_ok=True)
+    single = directory / "model.safetensors"
+    tensors = load_file(single)
+    single.unlink()
+    weight_map = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({k: t for k, t in tensors.items() if weight_map[k] == file}, directory / file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_every_parameter_has_a_target(name: str) -> None:
+    config = ModelConfig.from_directory(model_zoo.model_directory(name))
+    assert config.architecture in MODELS
+    model = build_model(config, torch.float32, CPU)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    targets = {id(target): target for target in model.weight_targets().values()}
+    assert sum(target.numel() for target in targets.values()) == num_parameters
+    assert num_parameters == config.num_parameters()
+    assert num_parameters == model_zoo.reference_model(name).num_parameters()
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "gpt2"])
+def test_shards_equal_one_file(name: str, tmp_path: Path) -> None:
+    assert torch.equal(logits(shard(tmp_path, name)), logits(model_zoo.model_directory(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("gpt2", "transformer."), ("opt", "model."), ("llama3", "model.")]
+)
+def test_names_without_prefix(name: str, prefix: str, tmp_path: Path) -> None:
+    """Checkpoints saved from the body of the model alone."""
+
+    def strip(tensors: Tensors) -> None:
+        for key in list(tensors):
+            tensors[key.removeprefix(prefix)] = tensors.pop(key)
+
+    directory = changed(tmp_path, name, strip)
+    assert torch.equal(logits(directory), logits(model_zoo.model_directory(name)))
+
+
+def test_harmless_extras(tmp_path: Path) -> None:
+    def add_masks(tensors: Tensors) -> None:
+        tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+        tensors["h.2.attn.masked_bias"] = torch.tensor(-1e4)
+
+    assert torch.equal(
+        logits(changed(tmp_path / "gpt2", "gpt2", add_masks)),
+        logits(model_zoo.model_directory("gpt2")),
+    )
+
+    def add_frequencies(tensors: Tensors) -> None:
+        tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
+
+    logits(changed(tmp_path / "llama", "llama", add_frequencies))
+
+
+def test_tied_embeddings_under_either_name(tmp_path: Path) -> None:
+    want = logits(model_zoo.model_directory("llama3"))
+    embedding = "model.embed_tokens.weight"
+
+    def both(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors[embedding].clone()
+
+    def only_head(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors.pop(embedding)
+
+    def different(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors[embedding] + 1
+
+    assert torch.equal(logits(changed(tmp_path / "both", "llama3", both)), want)
+    assert torch.equal(logits(changed(tmp_path / "head", "llama3", only_head)), want)
+    with pytest.raises(ModelError, match=r"embed_tokens.weight differs .*tie_word_embeddings"):
+        logits(changed(tmp_path / "different", "llama3", different))
+
+
+def test_a_tied_head_is_one_tensor() -> None:
+    config = ModelConfig.from_directory(model_zoo.model_directory("llama3"))
+    model = build_model(config, torch.float32, CPU)
+    assert model.head.linear.weight is model.embedding.weight
+
+
+def test_missing_tensors(tmp_path: Path) -> None:
+    directory = changed(tmp_path, "llama", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"lack layers\.1\.mlp\.up_proj\.weight$"):
+        logits(directory)
+    directory = changed(tmp_path, "llama", lambda t: [t.pop(key) for key in list(t)[2:]])
+    with pytest.raises(ModelError, match=r"the weights lack .*, .*, .* and \d+ more"):
+        logits(directory)
+
+
+def test_an_untied_head_is_not_made_up(tmp_path: Path) -> None:
+    directory = changed(tmp_path, "llama", lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(ModelError, match=r"the weights lack lm_head\.weight"):
+        logits(directory)
+
+
+def test_unknown_tensors(tmp_path: Path) -> None:
+    directory = changed(
+        tmp_path, "qwen2", lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2)})
+    )
+    message = r"tensors that qwen2 has not: model\.layers\.9\.mlp\.up_proj\.weight \(model\.safe"
+    with pytest.raises(ModelError, match=message):
+        logits(directory)
+
+
+def test_wrong_shapes(tmp_path: Path) -> None:
+    directory = changed(
+        tmp_path, "mistral", lambda t: t.update({"model.norm.weight": torch.ones(47)})
+    )
+    message = (
+        r"model\.safetensors: model\.norm\.weight has shape \[47\]; config\.json asks for \[48"
+    )
+    with pytest.raises(ModelError, match=message):
+        logits(directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e4m3fn])
+def test_quantised_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    directory = changed(
+        tmp_path, "llama", lambda t: t.update({"model.norm.weight": torch.ones(48).to(dtype)})
+    )
+    with pytest.raises(ModelError, match=rf"norm\.weight is {dtype}: quantised weights are not"):
+        logits(directory)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 200, -100])
+def test_truncated_files(num_bytes: int, tmp_path: Path) -> None:
+    directory = changed(tmp_path, "llama", lambda t: None)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or not a safetensors"):
+        logits(directory)
+
+
+def test_a_file_that_is_something_else(tmp_path: Path) -> None:
+    directory = changed(tmp_path, "llama", lambda t: None)
+    content = b"not JSON"
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(content)) + content)
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or not a safetensors"):
+        logits(directory)
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    directory = shard(tmp_path, "llama")
+    (directory / "model-2.safetensors").unlink()
+    message = r"model\.safetensors\.index\.json lists model-2\.safetensors, which is not there"
+    with pytest.raises(ModelError, match=message):
+        logits(directory)
+
+
+def test_a_shard_that_lacks_a_tensor(tmp_path: Path) -> None:
+    directory = shard(tmp_path, "llama")
+    file = directory / "model-1.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    tensors.pop(name)
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"model-1\.safetensors lacks {name}, which .* lists"):
+        logits(directory)
+
+
+def test_a_broken_index(tmp_path: Path) -> None:
+    directory = shard(tmp_path, "llama")
+    index = directory / "model.safetensors.index.json"
+    for content, message in (
+        ("{}", r"index\.json has no weight_map"),
+        ('{"weight_map": []}', r"weight_map does not map tensors to files"),
+        ('{"weight_map": {"a": 3}}', r"weight_map does not map tensors to files"),
+        ("{", r"index\.json cannot be read"),
+    ):
+        index.write_text(content)
+        with pytest.raises(ModelError, match=message):
+            logits(directory)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    directory = changed(tmp_path, "llama", lambda t: None)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no weights: neither model\.safetensors nor"):
+        logits(directory)
+    (directory / "pytorch_model.bin").write_bytes(b"")
+    message = r"as pickle \(pytorch_model\.bin\), which can run any code when it is read; convert"
+    with pytest.raises(ModelError, match=message):
+        logits(directory)
+
+
+def test_loading_casts(tmp_path: Path) -> None:
+    def halve(tensors: Tensors) -> None:
+        for key in tensors:
+            tensors[key] = tensors[key].bfloat16()
+
+    config = ModelConfig.from_directory(changed(tmp_path, "qwen3", halve))
+    model = build_model(config, torch.float32, CPU)
+    load_weights(model, config)
+    want = load_file(tmp_path / "model.safetensors")["model.norm.weight"].float()
+    assert torch.equal(model.weight_targets()["norm.weight"], want)
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_dummy_weights(name: str, tmp_path: Path) -> None:
+    """A config alone is enough; the same seed gives the same weights."""
+    shutil.copy(model_zoo.model_directory(name) / "config.json", tmp_path)
+    config = ModelConfig.from_directory(tmp_path)
+    runs = [
+        DenseHarness(load_model(config, torch.float32, CPU, "dummy", seed), len(PROMPT)).run(
+            {0: PROMPT}
+        )[0]
+        for seed in (0, 0, 1)
+    ]
+    assert runs[0].isfinite().all()
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_dummy_weights_look_random() -> None:
+    """More numbers than the noise has: the noise repeats, rows do not."""
+    config = ModelConfig.from_directory(
+        Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-15m"
+    )
+    model = build_model(config, torch.bfloat16, CPU)
+    start = time.perf_counter()
+    fill_with_noise(model, 0)
+    seconds = time.perf_counter() - start
+    assert seconds < 2, "13 billion parameters would take minutes"
+    weight = model.embedding.weight.float()
+    assert weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert weight.mean().abs() < 1e-4
+    assert torch.unique(weight[:, :8], dim=0).shape[0] == config.vocab_size
+    norms = [t for key, t in model.weight_targets().items() if key.endswith("norm.weight")]
+    assert all((norm == 1).all() for norm in norms)

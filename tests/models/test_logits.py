@@ -1,0 +1,125 @@
+"""Logits equal transformers' within 1e-4 for every family and every option of its config."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_harness import DenseHarness
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import model_zoo
+from octavo.model_config import ModelConfig
+from octavo.models.base import CausalLM
+from octavo.models.loader import load_model
+
+TOLERANCE = 1e-4
+CPU = torch.device("cpu")
+PROMPT = model_zoo.random_token_ids(70)  # longer than the zoo's sliding windows
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return load_model(ModelConfig.from_directory(directory), dtype, CPU)
+
+
+def expected(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = reference(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def assert_equal(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_a_prompt_at_once_and_in_chunks(name: str) -> None:
+    model = load(model_zoo.model_directory(name))
+    want = expected(model_zoo.reference_model(name), PROMPT)
+    assert_equal(DenseHarness(model, len(PROMPT)).run({0: PROMPT})[0], want)
+    for cuts in ([0, 41, 70], [0, 8, 9, 10, 37, 69, 70]):
+        harness = DenseHarness(model, len(PROMPT))
+        parts = [harness.run({0: PROMPT[start:end]})[0] for start, end in pairwise(cuts)]
+        assert_equal(torch.cat(parts), want)
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_sequences_in_one_batch(name: str) -> None:
+    """Prompts and decodes of three sequences, flat in one dimension."""
+    reference = model_zoo.reference_model(name)
+    prompts = {seq: model_zoo.random_token_ids(n, seed=n) for seq, n in enumerate((23, 1, 48))}
+    wants = {seq: expected(reference, prompt) for seq, prompt in prompts.items()}
+    harness = DenseHarness(load(model_zoo.model_directory(name)), 64, max_seqs=3)
+    harness.run({0: prompts[0][:22], 2: prompts[2][:30]})
+    got = harness.run({2: prompts[2][30:], 0: prompts[0][22:], 1: prompts[1]})
+    assert_equal(got[0], wants[2][30:])
+    assert_equal(got[1], wants[0][22:])
+    assert_equal(got[2], wants[1])
+
+
+LLAMA_BIAS = {"attention_bias": True, "mlp_bias": True}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"scale_attn_weights": False, "n_inner": 100}),
+        ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
+        ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+        ("opt", {"_remove_final_layer_norm": True}),
+        ("opt", {"tie_word_embeddings": False, "activation_function": "gelu"}),
+        ("opt", {"word_embed_proj_dim": 32}),
+        ("opt", {"do_layer_norm_before": False}),
+        ("llama", LLAMA_BIAS | {"head_dim": 16}),
+        ("llama", {"num_key_value_heads": 1, "rope_parameters": YARN}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 1}),
+        ("qwen2", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+        ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
+        ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        ),
+    ],
+)
+def test_options(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    directory = model_zoo.write_model(name, tmp_path, **overrides)
+    want = expected(model_zoo.load_reference(directory), PROMPT)
+    assert_equal(DenseHarness(load(directory), len(PROMPT)).run({0: PROMPT})[0], want)
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    """Coarse, since rounding differs; what it would catch is a wrong cast."""
+    model = load(model_zoo.model_directory(name), dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    got = DenseHarness(model, len(PROMPT)).run({0: PROMPT})[0]
+    want = expected(model_zoo.reference_model(name), PROMPT)
+    assert got.dtype == torch.float32
+    error = (got - want).norm() / want.norm()
+    assert error < (0.1 if dtype == torch.bfloat16 else 0.02)
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_declared_layers(name: str) -> None:
+    config = ModelConfig.from_directory(model_zoo.model_directory(name))
+    layers = load(config.directory).attention_layers
+    assert [layer.layer_id for layer in layers] == list(range(config.num_layers))
+    assert tuple(layer.window for layer in layers) == config.layer_windows
+    windows = {"mistral": {20}, "qwen2": {None, 20}}.get(name, {None})
+    assert set(config.layer_windows) == windows

@@ -1,0 +1,453 @@
+"""Configurations of real models (fields as published), and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.core.kv_spec import FullAttention, SlidingWindow
+from octavo.errors import ConfigError, ModelError
+from octavo.model_config import ModelConfig, RotaryConfig, resolve_model
+
+GPT2 = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+OPT_13B = {
+    "_remove_final_layer_norm": False,
+    "activation_function": "relu",
+    "architectures": ["OPTForCausalLM"],
+    "bos_token_id": 2,
+    "do_layer_norm_before": True,
+    "eos_token_id": 2,
+    "ffn_dim": 20480,
+    "hidden_size": 5120,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "pad_token_id": 1,
+    "torch_dtype": "float16",
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 5120,
+}
+OPT_350M = {
+    **OPT_13B,
+    "do_layer_norm_before": False,
+    "ffn_dim": 4096,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "word_embed_proj_dim": 512,
+}
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 32000,
+}
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def write(
+    directory: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None
+) -> Path:
+    (directory / "config.json").write_text(json.dumps(fields))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def read(directory: Path, fields: dict[str, Any]) -> ModelConfig:
+    return ModelConfig.from_directory(write(directory, fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_parameters"),
+    [
+        pytest.param(GPT2, 124_439_808, id="gpt2"),
+        pytest.param(OPT_13B, 12_853_473_280, id="opt-13b"),
+        pytest.param(OPT_350M, 331_196_416, id="opt-350m"),
+        pytest.param(LLAMA_2_7B, 6_738_415_616, id="llama-2-7b"),
+        pytest.param(LLAMA_31_8B, 8_030_261_248, id="llama-3.1-8b"),
+        pytest.param(MISTRAL_7B, 7_241_732_096, id="mistral-7b"),
+        pytest.param(QWEN25_05B, 494_032_768, id="qwen2.5-0.5b"),
+        pytest.param(QWEN3_06B, 596_049_920, id="qwen3-0.6b"),
+    ],
+)
+def test_num_parameters_of_published_models(
+    tmp_path: Path, fields: dict[str, Any], num_parameters: int
+) -> None:
+    assert read(tmp_path, fields).num_parameters() == num_parameters
+
+
+def test_llama_31(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA_31_8B)
+    assert (config.architecture, config.family) == ("LlamaForCausalLM", "llama")
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (32, 32, 8)
+    assert (config.head_dim, config.max_model_len) == (128, 131072)
+    assert config.rotary == RotaryConfig(500000.0, "llama3", 8.0, 8192, 1.0, 4.0)
+    assert config.attention_scales[0] == 128**-0.5
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert config.bos_token_id == 128000
+    assert config.dtype == "bfloat16"
+    assert not config.tied_embeddings
+    assert config.kv_specs() == [FullAttention()] * 32
+
+
+def test_both_spellings_of_rope_and_dtype(tmp_path: Path) -> None:
+    old = read(tmp_path, LLAMA_31_8B)
+    new_fields = dict(LLAMA_31_8B)
+    rope = new_fields.pop("rope_scaling") | {"rope_theta": new_fields.pop("rope_theta")}
+    new_fields |= {"rope_parameters": rope, "dtype": new_fields.pop("torch_dtype")}
+    assert read(tmp_path, new_fields) == old
+    legacy = {"type": "linear", "factor": 2.0}
+    assert read(tmp_path, LLAMA_2_7B | {"rope_scaling": legacy}).rotary == RotaryConfig(
+        10000.0, "linear", 2.0
+    )
+
+
+def test_opt_350m(tmp_path: Path) -> None:
+    config = read(tmp_path, OPT_350M)
+    assert (config.embedding_size, config.hidden_size) == (512, 1024)
+    assert config.norm_after
+    assert not config.final_norm
+    assert config.tied_embeddings
+    assert (config.num_learned_positions, config.learned_position_offset) == (2050, 2)
+    assert config.max_model_len == 2048
+    assert config.rotary is None
+
+
+def test_mistral_windows(tmp_path: Path) -> None:
+    assert read(tmp_path, MISTRAL_7B).kv_specs() == [SlidingWindow(4096)] * 32
+    no_window = read(tmp_path, MISTRAL_7B | {"sliding_window": None})
+    assert no_window.kv_specs() == [FullAttention()] * 32
+    fields = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
+    assert read(tmp_path, fields).layer_windows[0] == 4096  # the family's default
+
+
+def test_a_window_of_the_whole_context_is_full_attention(tmp_path: Path) -> None:
+    config = read(tmp_path, MISTRAL_7B | {"max_position_embeddings": 4096})
+    assert config.kv_specs() == [FullAttention()] * 32
+    config = read(tmp_path, MISTRAL_7B).with_max_model_len(4096)
+    assert config.kv_specs() == [FullAttention()] * 32
+    config = read(tmp_path, MISTRAL_7B).with_max_model_len(4097)
+    assert config.kv_specs() == [SlidingWindow(4096)] * 32
+
+
+def test_qwen_windows(tmp_path: Path) -> None:
+    assert set(read(tmp_path, QWEN25_05B).layer_windows) == {None}
+    sliding = {**QWEN25_05B, "use_sliding_window": True, "sliding_window": 1024}
+    config = read(tmp_path, sliding | {"max_window_layers": 20})
+    assert config.layer_windows == (None,) * 20 + (1024,) * 4
+    types = ["sliding_attention", "full_attention"] * 12
+    config = read(tmp_path, sliding | {"layer_types": types})
+    assert config.layer_windows == (1024, None) * 12
+
+
+def test_qwen_norms_and_biases(tmp_path: Path) -> None:
+    qwen2, qwen3 = read(tmp_path, QWEN25_05B), read(tmp_path, QWEN3_06B)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (False, False, True)
+    fields = {key: value for key, value in QWEN3_06B.items() if key != "head_dim"}
+    assert read(tmp_path, fields).head_dim == 128  # the family's default, not 1024 / 16
+
+
+def test_gpt2_scales(tmp_path: Path) -> None:
+    config = read(tmp_path, GPT2 | {"scale_attn_by_inverse_layer_idx": True})
+    assert config.attention_scales[:3] == (1 / 8, 1 / 16, 1 / 24)
+    assert read(tmp_path, GPT2 | {"scale_attn_weights": False}).attention_scales == (1.0,) * 12
+    assert read(tmp_path, GPT2 | {"n_inner": None}).intermediate_size == 3072
+    assert read(tmp_path, GPT2).dtype == "float32"
+
+
+def test_yarn(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = read(tmp_path, QWEN25_05B | {"rope_scaling": yarn})
+    assert config.max_model_len == 131072
+    assert config.rotary is not None
+    assert config.rotary.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    scaled = yarn | {"mscale": 0.5, "mscale_all_dim": 2.0}
+    config = read(tmp_path, QWEN25_05B | {"rope_scaling": scaled})
+    assert config.rotary is not None
+    expected = (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1)
+    assert config.rotary.attention_factor == pytest.approx(expected)
+
+
+def test_generation_config_wins(tmp_path: Path) -> None:
+    generation = {
+        "eos_token_id": [7, 8],
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "transformers_version": "4.51.0",
+    }
+    config = ModelConfig.from_directory(write(tmp_path, QWEN3_06B, generation))
+    assert config.eos_token_ids == (7, 8)
+    assert config.generation_defaults == {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    config = ModelConfig.from_directory(write(tmp_path, QWEN3_06B, {"_from_model_config": True}))
+    assert config.eos_token_ids == (151645,)
+    assert config.generation_defaults == {}
+    hash(config)
+
+
+def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
+    config = read(tmp_path, GPT2)
+    assert config.with_max_model_len(100).max_model_len == 100
+    assert config.with_max_model_len(100).num_parameters() == config.num_parameters()
+    with pytest.raises(ConfigError, match="max_model_len: 1025 is more than the 1024 positions"):
+        config.with_max_model_len(1025)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (GPT2, {"model_type": "mamba"}, "model_type is 'mamba'; octavo serves gpt2, opt, llama"),
+        (GPT2, {"model_type": None}, "model_type is None; octavo serves"),
+        (GPT2, {"model_type": ["gpt2"]}, r"model_type is \['gpt2'\]; octavo serves"),
+        (
+            GPT2,
+            {"architectures": ["GPT2ForTokenClassification"]},
+            "architectures is .*octavo serves GPT2LM",
+        ),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention is True; octavo does not"),
+        (GPT2, {"activation_function": "mish"}, "activation_function is 'mish'; octavo knows gelu"),
+        (
+            GPT2,
+            {"activation_function": ["relu"]},
+            r"activation_function is \['relu'\]; octavo knows",
+        ),
+        (GPT2, {"n_head": 7}, "a hidden size of 768 does not divide into 7 heads"),
+        (GPT2, {"n_layer": 0}, "n_layer is 0; it must be a positive integer"),
+        (GPT2, {"n_layer": True}, "n_layer is True; it must be a positive integer"),
+        (GPT2, {"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small'; it must be a pos"),
+        (GPT2, {"eos_token_id": "end"}, "eos_token_id is 'end'; it must be a token id or a list"),
+        (GPT2, {"torch_dtype": "float64"}, "torch_dtype is 'float64'; octavo serves float32"),
+        (GPT2, {"dtype": ["float32"]}, "dtype is .*; octavo serves float32"),
+        (OPT_350M, {"enable_bias": "no"}, "enable_bias is 'no'; it must be true or false"),
+        (LLAMA_2_7B, {"hidden_size": None}, "config.json has no hidden_size"),
+        (LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; octavo knows silu"),
+        (LLAMA_2_7B, {"num_key_value_heads": 5}, "num_key_value_heads is 5; it must divide"),
+        (LLAMA_2_7B, {"head_dim": 63}, "rotary embedding needs an even head_dim, not 63"),
+        (LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; octavo does"),
+        (LLAMA_2_7B, {"rope_scaling": 2}, "rope_scaling is 2; it must be a JSON object"),
+        (LLAMA_2_7B, {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'; octavo"),
+        (
+            LLAMA_2_7B,
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope_parameters is .*; octavo serves one rotary embedding for all layers",
+        ),
+        (LLAMA_2_7B, {"rope_scaling": {"type": "linear"}}, "rope_scaling has no factor"),
+        (LLAMA_2_7B, {"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1; it must"),
+        (
+            LLAMA_2_7B,
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quantised \(gptq\); octavo serves float32, bfloat16, float16",
+        ),
+        (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "every layer .* sliding_attention"),
+        (MISTRAL_7B, {"sliding_window": -1}, "sliding_window is -1; it must be a positive"),
+        (QWEN25_05B, {"mlp_bias": True}, "mlp_bias is True; octavo does not implement"),
+        (QWEN25_05B, {"layer_types": ["full_attention"]}, "it must name 24 layers"),
+        (QWEN25_05B, {"layer_types": ["sliding_attention"] * 24}, "sliding_window set no window"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, base: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, base | change)
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json: not a model directory"):
+        ModelConfig.from_directory(tmp_path)
+    with pytest.raises(ModelError, match=r"directory .*absent has no config\.json"):
+        ModelConfig.from_directory(tmp_path / "absent")
+    path = tmp_path / "config.json"
+    for content in (b'{"model_type": ', b"\xff\xfe"):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=r"config\.json cannot be read: "):
+            ModelConfig.from_directory(tmp_path)
+    path.write_text("[]")
+    with pytest.raises(ModelError, match=r"config\.json holds a list, not a JSON object"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_resolve_a_directory(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    with pytest.raises(ModelError, match="is a file; give the directory"):
+        resolve_model(str(write(tmp_path, GPT2) / "config.json"))
+    absent = str(tmp_path / "absent")
+    with pytest.raises(ModelError, match=r"not a directory .*, not 'demo', and not a hub id"):
+        resolve_model(absent)
+    with pytest.raises(ModelError, match="no model 'gpt-5'"):
+        resolve_model("gpt-5")
+
+
+def test_resolve_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    calls: list[tuple[str, list[str]]] = []
+
+    def fetch(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        calls.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("org/name-1.5b") == tmp_path
+    assert calls == [("org/name-1.5b", ["*.safetensors", "*.json", "*.jinja"])]
+    (tmp_path / "org" / "name-1.5b").mkdir(parents=True)
+    assert resolve_model("org/name-1.5b") == Path("org/name-1.5b")
+    assert len(calls) == 1  # what is here is not fetched
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def fetch(*args: Any, **kwargs: Any) -> str:
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    with pytest.raises(ModelError, match=r"could not be fetched from the hub \(no route\)"):
+        resolve_model("org/name")
+
+
+def test_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from octavo.model_config import ModelConfig; import octavo.models.registry;"
+        f"ModelConfig.from_directory({str(write(tmp_path, GPT2))!r}).num_parameters();"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("opt-13b", 12853.5), ("llama-3-8b", 8030.3), ("qwen3-0.6b", 596.0), ("llama-15m", 15.7)],
+)
+def test_configs_for_benchmarks(name: str, millions: float) -> None:
+    directory = Path(__file__).parents[2] / "benchmarks" / "configs" / name
+    config = ModelConfig.from_directory(directory)
+    assert config.num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)
