@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.config import LoadFormat
 from octavo.errors import ModelError
@@ -59,7 +59,11 @@ def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     """The model with uninitialised weights, before any `finalize`."""
     with torch.device("meta"):  # shapes only, until dtype and device are set
         model: CausalLM = _module(config).Model(config, device)
-    model = model.to(dtype).to_empty(device=device)
+    # Not Module.to_empty: copying from "meta" imports a second of symbolic algebra.
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(weight, requires_grad=False))
     if config.tied_embeddings:
         model.head.tie(model.embedding)
     return model
