@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,7 +78,7 @@ class Tokenizer:
         config = read_json(config_file) if config_file.exists() else Fields("", {})
         return cls(backend, _special_tokens(config), find_template(directory, config))
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id. The model's vocabulary may be larger (padding)."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
