@@ -163,7 +163,8 @@ class InputBatch:
             token_ids: int64 [len(plan.sampled)].
         """
         # A sequence stands only once in a plan, so the indices do not repeat.
-        self._rows["num_computed"][self._rows_of(plan.seq_ids)] += plan.num_scheduled_tokens
+        num_scheduled = np.array(plan.num_scheduled_tokens, np.int64)
+        self._rows["num_computed"][self._rows_of(plan.seq_ids)] += num_scheduled
         rows = self._rows_of(plan.sampled)
         ends = self._rows["num_tokens"][rows]
         self._reserve_tokens(int(ends.max(initial=0)) + 1)
