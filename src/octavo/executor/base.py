@@ -16,7 +16,7 @@ class KVCapacity:
 
     The core hands out blocks 1 .. num_blocks. Block 0 is the null block: the executor keeps it in
     addition, zeroed, for padding and for entries that a sliding window has left behind; no sequence
-    is ever written to it. The swap tier's blocks are 0 .. num_swap_blocks - 1.
+    is ever written to it. The swap tier's blocks are 1 .. num_swap_blocks.
     """
 
     num_blocks: int

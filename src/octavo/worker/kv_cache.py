@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import StepPlan
+from octavo.errors import OutOfMemory
+from octavo.worker.memory import format_bytes
 
 Move = tuple[int, int]  # (source, destination) block ids
 
@@ -35,8 +37,11 @@ class KVCache:
         """Allocate both tiers.
 
         Args:
-            num_blocks: besides the null block, which has id 0.
+            num_blocks, num_swap_blocks: ids count from 1; block 0 of either tier is in addition.
             block_shape: of one block, [layers_per_group, *kv_block_shape].
+
+        Raises:
+            OutOfMemory: the machine does not give so much.
         """
         # Lazy on a CPU: memory is taken when a block is first written.
         self.blocks = _zeros((num_blocks + 1, *block_shape), dtype, device)
@@ -60,7 +65,13 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     if num_bytes == 0:
         return torch.zeros(shape, dtype=dtype)
     # Fresh anonymous pages are zero without being touched; torch.zeros would write them all.
-    memory = mmap.mmap(-1, num_bytes)
+    try:
+        memory = mmap.mmap(-1, num_bytes)
+    except (OSError, MemoryError) as error:
+        raise OutOfMemory(
+            f"{format_bytes(num_bytes)} of host memory for KV blocks cannot be had ({error}); "
+            "lower kv_cache_memory, num_blocks or swap_space"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
