@@ -20,6 +20,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16
+import os
+
+PF = int(os.environ.get("PF", "2"))
 SPAN = 4  # vectors side by side in a tile: 64 tokens of scores, or 64 elements of the output
 TILE_ROWS = (
     6  # 6 rows x 4 vectors of accumulators + 4 operands + 1 broadcast: 29 of AVX-512's 32 registers
@@ -299,6 +302,18 @@ def softmax_row(typingctx, cache, scores, first, end, scale, maximum):  # type: 
         return context.make_tuple(b, result, (new_maximum, decay, _reduce(b, total, b.fadd)))
 
     return signature, codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
+    """Bring the cache line at an address nearer, without waiting for it."""
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        hints = [ir.Constant(_I32, hint) for hint in (0, PF, 1)]  # read, near, data
+        _call(b, "llvm.prefetch.p0", ir.VoidType(), b.inttoptr(args[0], _PTR), *hints)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 @intrinsic
