@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from worker.fake_model import VOCAB_SIZE, Driver, FakeModel, make_runner
+from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrite
+from octavo.worker import logprobs
+from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel, make_runner
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -42,3 +46,186 @@ def test_greedy_tokens_equal_a_dense_computation(windows: tuple, chunk: int) -> 
             outputs[seq_id].append(token_id)
     for seq_id, tokens in prompts.items():
         assert outputs[seq_id][:8] == greedy_reference(model, tokens, 8)
+
+
+def plan(step_id: int, **parts: Any) -> StepPlan:
+    empty: dict[str, Any] = {
+        "seq_ids": [], "num_scheduled_tokens": [], "sampled": [], "expanded": [],
+    }  # fmt: skip
+    return StepPlan(step_id, **{**empty, **parts})
+
+
+def test_samples_fork_after_the_prompt_and_copy_the_shared_block_on_write() -> None:
+    model = FakeModel()
+    runner, _ = make_runner(model)
+    tokens = prompt(6, 4)  # one full block, and two tokens in the second
+    spec = SamplingSpec(temperature=1.0)
+    row = OpenedRow(0, tuple(tokens), 6, 0, spec, seed=3, sample_index=0, num_draws=3)
+    first = runner.execute(
+        plan(0, seq_ids=[0], num_scheduled_tokens=[6], sampled=[0], opened=[row],
+             table_writes=[TableWrite(0, 0, 0, (1, 2))])
+    )  # fmt: skip
+    drawn = first.draws[0]
+    assert len(drawn) == 3
+    assert first.token_ids == drawn[:1]
+
+    second = runner.execute(
+        plan(1, seq_ids=[0, 11, 12], num_scheduled_tokens=[1, 1, 1], sampled=[0, 11, 12],
+             forks=[Fork(0, 11, 1), Fork(0, 12, 2)],
+             token_writes=[TokenWrite(11, 6, drawn[1]), TokenWrite(12, 6, drawn[2])],
+             table_writes=[TableWrite(11, 0, 1, (3,)), TableWrite(12, 0, 1, (4,))],
+             copies=[(2, 3), (2, 4)])
+    )  # fmt: skip
+    # Each sample alone, from the prompt and its first token, gives the same second token.
+    for index, token_id in enumerate(second.token_ids):
+        alone, _ = make_runner(model)
+        opened = OpenedRow(9, (*tokens, drawn[index]), 6, 0, spec, seed=3, sample_index=index)
+        result = alone.execute(
+            plan(0, seq_ids=[9], num_scheduled_tokens=[7], sampled=[9], opened=[opened],
+                 table_writes=[TableWrite(9, 0, 0, (1, 2))])
+        )  # fmt: skip
+        assert result.token_ids == [token_id]
+
+
+def test_moves_come_before_the_computation() -> None:
+    """A sequence is swapped out and back; both times its neighbour computes into its blocks."""
+    model = FakeModel()
+    runner, _ = make_runner(model)
+    tokens, other = prompt(8, 5), prompt(8, 6)
+    runner.execute(
+        plan(0, seq_ids=[1], num_scheduled_tokens=[8], sampled=[1],
+             opened=[OpenedRow(1, tuple(tokens), 8, 0, GREEDY, 0, 0)],
+             table_writes=[TableWrite(1, 0, 0, (1, 2))])
+    )  # fmt: skip
+    swapping = runner.execute(
+        plan(1, seq_ids=[2], num_scheduled_tokens=[8], sampled=[2], closed=[1],
+             opened=[OpenedRow(2, tuple(other), 8, 0, GREEDY, 0, 0)],
+             table_writes=[TableWrite(2, 0, 0, (1, 2))], swap_out=[(1, 4), (2, 7)])
+    )  # fmt: skip
+    assert swapping.swap_seconds > 0
+    assert swapping.compute_seconds > 0
+    sequence = [*tokens, greedy_reference(model, tokens, 1)[0]]
+    back = runner.execute(
+        plan(2, seq_ids=[1, 2], num_scheduled_tokens=[1, 1], sampled=[1, 2],
+             opened=[OpenedRow(1, tuple(sequence), 8, 8, GREEDY, 0, 0)],
+             table_writes=[TableWrite(1, 0, 0, (5, 6, 7)), TableWrite(2, 0, 2, (3,)),
+                           TableWrite(2, 0, 0, (8,))],
+             swap_in=[(4, 5), (7, 6)], copies=[(1, 8)])
+    )  # fmt: skip
+    assert back.token_ids == [
+        greedy_reference(model, tokens, 2)[1],
+        greedy_reference(model, other, 2)[1],
+    ]
+
+
+def test_a_plan_may_only_move_blocks_or_only_change_rows() -> None:
+    runner, kv_cache = make_runner(FakeModel())
+    kv_cache.blocks[3] = 3
+    result = runner.execute(plan(5, copies=[(3, 4)]))
+    assert (result.step_id, result.token_ids, result.compute_seconds) == (5, [], 0.0)
+    assert (kv_cache.blocks[4] == 3).all()
+    opened = [OpenedRow(1, (1, 2), 2, 0, GREEDY, 0, 0)]
+    assert runner.execute(plan(6, opened=opened)).token_ids == []
+    assert runner.execute(plan(7, closed=[1])).token_ids == []
+
+
+def test_a_chunk_that_does_not_end_its_prompt_draws_nothing() -> None:
+    model = FakeModel()
+    driver = Driver(make_runner(model)[0])
+    result = driver.step({1: 3}, [driver.opened(1, prompt(9))])
+    assert result.token_ids == []
+    assert driver.step({1: 6}).token_ids == greedy_reference(model, prompt(9), 1)
+
+
+def test_expanded_rows_offer_candidates_and_append_nothing() -> None:
+    model = FakeModel()
+    runner, _ = make_runner(model)
+    tokens = prompt(5, 8)
+    spec = SamplingSpec(num_candidates=4)
+    row = OpenedRow(1, tuple(tokens), 5, 0, spec, 0, 0)
+    result = runner.execute(
+        plan(0, seq_ids=[1], num_scheduled_tokens=[5], expanded=[1], opened=[row],
+             table_writes=[TableWrite(1, 0, 0, (1, 2))])
+    )  # fmt: skip
+    expected = model.expected_logits(tokens)[-1].log_softmax(-1).topk(4)
+    assert result.token_ids == []
+    assert [token for token, _ in result.candidates[1]] == expected.indices.tolist()
+    assert [logprob for _, logprob in result.candidates[1]] == pytest.approx(
+        expected.values.tolist(), abs=1e-4
+    )
+    # Two children of the beam, the one in its place and a fork.
+    best = [token for token, _ in result.candidates[1]]
+    result = runner.execute(
+        plan(1, seq_ids=[1, 2], num_scheduled_tokens=[1, 1], expanded=[1, 2], forks=[Fork(1, 2, 0)],
+             token_writes=[TokenWrite(1, 5, best[0]), TokenWrite(2, 5, best[1])],
+             table_writes=[TableWrite(2, 0, 1, (3,))], copies=[(2, 3)])
+    )  # fmt: skip
+    for seq_id, token in ((1, best[0]), (2, best[1])):
+        expected = model.expected_logits([*tokens, token])[-1].log_softmax(-1).topk(4)
+        assert [t for t, _ in result.candidates[seq_id]] == expected.indices.tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9, 100])
+def test_prompt_logprobs_score_every_prompt_token_but_the_first(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Logits of two positions at a time, as if the vocabulary were large.
+    monkeypatch.setattr(logprobs, "_MAX_ELEMENTS", 2 * VOCAB_SIZE)
+    model = FakeModel()
+    driver = Driver(make_runner(model)[0])
+    tokens, output = prompt(19, 9), prompt(3, 10)
+    spec = SamplingSpec(temperature=0.0, num_prompt_logprobs=2, num_logprobs=1)
+    # As after a preemption: part of the tokens are output, which is not scored.
+    opened = [driver.opened(1, [*tokens, *output], spec, num_prompt_tokens=19)]
+    entries = []
+    while driver.computed.get(1, 0) < 22:
+        n = min(chunk, 22 - driver.computed[1])
+        result = driver.step({1: n}, opened)
+        opened = []
+        entries += result.prompt_logprobs.get(1, [])
+    expected = model.expected_logits([*tokens, *output]).log_softmax(-1)
+    assert [entry.token_id for entry in entries] == tokens[1:]
+    for position, entry in enumerate(entries):
+        row = expected[position]
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+        assert entry.rank == int((row > row[entry.token_id]).sum()) + 1
+        assert [token for token, _ in entry.top] == row.topk(2).indices.tolist()
+    (drawn,) = result.logprobs[1]
+    assert drawn.token_id == result.token_ids[0] == int(expected[-1].argmax())
+    assert drawn.top[0] == (drawn.token_id, drawn.logprob)
+
+
+def test_sampled_tokens_do_not_depend_on_the_crowd_or_on_a_recompute() -> None:
+    model = FakeModel()
+    spec = SamplingSpec(temperature=1.2, top_p=0.9, presence_penalty=0.5, min_tokens=2,
+                        masked_until_min_tokens=(3,))  # fmt: skip
+    prompts = {seq_id: prompt(5 + seq_id, seed=seq_id) for seq_id in range(6)}
+
+    def run(seq_ids: list[int], num_tokens: int) -> dict[int, list[int]]:
+        driver = Driver(make_runner(model)[0])
+        opened = [driver.opened(s, prompts[s], spec, seed=40 + s) for s in seq_ids]
+        outputs: dict[int, list[int]] = {s: [] for s in seq_ids}
+        for _ in range(num_tokens):
+            scheduled = {s: driver.lengths[s] - driver.computed[s] for s in seq_ids}
+            for s, token in zip(seq_ids, driver.step(scheduled, opened).token_ids, strict=True):
+                outputs[s].append(token)
+            opened = []
+        return outputs
+
+    together = run(list(prompts), 10)
+    assert run([3], 10)[3] == together[3]
+    # Preempted after 6 tokens and recomputed.
+    driver = Driver(make_runner(model)[0])
+    sequence = [*prompts[2], *together[2][:6]]
+    opened = [driver.opened(2, sequence, spec, num_prompt_tokens=len(prompts[2]), seed=42)]
+    assert driver.step({2: len(sequence)}, opened).token_ids == [together[2][6]]
+
+
+def test_nothing_is_kept_for_gradients() -> None:
+    model = FakeModel()
+    for weights in (model.embedding, *model.qkv):
+        weights.requires_grad_()
+    runner, kv_cache = make_runner(model)
+    driver = Driver(runner)
+    driver.step({1: 4}, [driver.opened(1, prompt(4))])
+    assert not kv_cache.blocks.requires_grad
