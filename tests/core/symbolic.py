@@ -386,7 +386,6 @@ class Workload:
     def finish(self) -> None:
         for name in list(self.kv.pins):
             self.kv.unpin(name)
-        self.kv.release_copy_sources()
         assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I7: blocks are lost"
         assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, "I7: swap blocks lost"
         plan = self.scheduler.schedule()

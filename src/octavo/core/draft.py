@@ -26,6 +26,7 @@ class PlanDraft:
         self.preempted: list[Request] = []
         self.started: list[Request] = []
         # For `update`, when the results are in.
+        self.held: list[int] = []  # sources of copies
         self.drawn: list[Sequence] = []  # as `sampled`
         self.searching: list[Request] = []
         self.computing: list[Sequence] = []
@@ -57,6 +58,7 @@ class PlanDraft:
 
     def apply(self, changes: Changes) -> None:
         self.copies += changes.copies
+        self.held += changes.held
         self.table_writes += changes.table_writes
 
     def withdraw(self, seq_id: int) -> bool:

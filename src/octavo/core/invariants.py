@@ -43,7 +43,7 @@ def check_manager(
     on_device = list(on_device)
     tables = [_table(seq) for seq in [*on_device, *kv.pins.values()]]
     _check_pool(kv.pool, tables, kv.held_sources)
-    _check_pool(kv.swap_pool, [_table(seq) for seq in swapped], ())
+    _check_pool(kv.swap_pool, [_table(seq) for seq in swapped], Counter())
     assert kv.swap_pool.num_blocks <= kv.pool.num_blocks, "I8: the swap tier exceeds the pool"
     for seq in on_device:
         _check_table(kv, seq)
@@ -54,7 +54,7 @@ def _table(seq: Sequence) -> BlockTable:
     return seq.table
 
 
-def _check_pool(pool: BlockPool, tables: list[BlockTable], held: tuple[int, ...]) -> None:
+def _check_pool(pool: BlockPool, tables: list[BlockTable], held: Counter[int]) -> None:
     holders = Counter(b for table in tables for b in table.held())
     holders.update(held)
     free = pool.free_ids()

@@ -25,6 +25,8 @@ class Changes:
 
     copies: list[tuple[int, int]] = field(default_factory=list)  # source, destination
     table_writes: list[TableWrite] = field(default_factory=list)
+    # Sources of copies that nobody may overwrite before the step is over.
+    held: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class KVCacheManager:
         self.num_cow_copies = 0
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
-        self._held_sources: list[int] = []  # sources of this step's copies
+        self.held_sources: Counter[int] = Counter()  # sources of copies not yet done
         self._in_progress: dict[bytes, tuple[PrefixNode, int]] = {}  # key -> node, sequence id
         self._roots: dict[str, PrefixNode] = {}
 
@@ -234,7 +236,8 @@ class KVCacheManager:
             # Held until the step is over, or something else could overwrite them first.
             for source in hit.partial:
                 self.pool.share(source)
-            self._held_sources += hit.partial
+            self.held_sources.update(hit.partial)
+            changes.held = list(hit.partial)
             for ids, source in zip(table.block_ids, hit.partial, strict=True):
                 destination = self.pool.allocate()
                 changes.copies.append((source, destination))
@@ -357,17 +360,13 @@ class KVCacheManager:
             for group, ids in enumerate(_table(seq).block_ids)
         ]
 
-    def release_copy_sources(self) -> None:
-        """The copies of the step before this one are done: their sources may be overwritten."""
-        for block_id in self._held_sources:
+    def release_sources(self, block_ids: Seq[int]) -> None:
+        """Copies are done: what `Changes.held` named may be overwritten."""
+        for block_id in block_ids:
             self.pool.release(block_id)
-        self._held_sources.clear()
+        self.held_sources -= Counter(block_ids)
 
     # ---------------------------------------------------------------- inside
-
-    @property
-    def held_sources(self) -> tuple[int, ...]:
-        return tuple(self._held_sources)
 
     def _root(self, seq: Sequence) -> PrefixNode:
         salt = seq.request.cache_salt

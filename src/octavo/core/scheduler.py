@@ -127,7 +127,6 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Decide on the next step. Blocks are taken now; `update` brings the results."""
-        self.kv.release_copy_sources()
         draft = PlanDraft(self.config.max_num_batched_tokens)
         if self._policy.displaces and self.waiting:
             self._displace(draft)
@@ -141,6 +140,7 @@ class Scheduler:
         """Take in what a step computed: append, fork, free."""
         draft = self._in_flight.pop(plan.step_id)
         self.costs.observe(plan, result)
+        self.kv.release_sources(draft.held)
         for seq, num_computed in draft.filled:
             self.kv.register(seq, num_computed)
         progress = self._progress = Progress()
@@ -351,9 +351,9 @@ class Scheduler:
             free, seats = self.kv.num_free_blocks - self._reserve(), self._num_seats
             wanted_seats = head.method.max_sequences
             if needed <= free and wanted_seats <= seats:
-                if draft.preempted:
-                    live = sum(len(request.sequences) for request in self.running)
-                    self._start(head, draft, draft.budget - live)
+                # At once, or the running ones would grow into the room that it needs.
+                live = sum(len(request.sequences) for request in self.running)
+                self._start(head, draft, draft.budget - live)
                 return
             held = [seq for r in victims for seq in r.sequences if seq.table is not None]
             free += self.kv.num_releasable_blocks(held)

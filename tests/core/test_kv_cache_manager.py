@@ -1,0 +1,335 @@
+"""The KV cache manager: sharing, copy-on-write, prefix hits, and all-or-nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from core.worlds import BLOCK_SIZE, compute, make_manager, make_sequence
+from octavo.core.invariants import check_manager
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv_spec import FullAttention, SlidingWindow, group_layers
+from octavo.core.prefix_cache import sha256_128
+from octavo.core.sequence import Sequence
+
+
+def grow(kv: KVCacheManager, seq: Sequence, num_tokens: int = 1) -> list[tuple[int, int]]:
+    """Append tokens; returns the copies that this took."""
+    seq.token_ids += [5] * num_tokens
+    changes = kv.append([(seq, seq.num_tokens)])
+    assert changes is not None
+    seq.num_computed_tokens = seq.num_tokens
+    return changes.copies
+
+
+def test_the_textbook_case_of_four_beams() -> None:
+    """A 64-token prompt in blocks of 16, four beams, 10 tokens each: 4 + 4 blocks, not 20; with
+    the tail block written by all, the prompt's own blocks stay shared."""
+    kv = KVCacheManager([FullAttention()], 16, 64, enable_prefix_caching=False)
+    parent = make_sequence(0, [1] * 64)
+    compute(kv, parent)
+    beams = [parent]
+    for seq_id in (1, 2, 3):
+        child = make_sequence(seq_id, parent.token_ids)
+        kv.fork(parent, child)
+        beams.append(child)
+    for beam in beams:
+        assert grow(kv, beam, 10) == []  # the prompt ends on a block's boundary
+    assert kv.pool.num_held == 8
+    check_manager(kv, beams)
+
+
+def test_only_the_last_holder_of_a_tail_block_writes_in_place() -> None:
+    kv = make_manager()
+    parent = make_sequence(0, [1] * 6)
+    compute(kv, parent)
+    children = [make_sequence(i, parent.token_ids) for i in (1, 2)]
+    for child in children:
+        kv.fork(parent, child)
+    tail = parent.table.block_ids[0][1]  # type: ignore[union-attr]
+    assert grow(kv, parent) == [(tail, parent.table.block_ids[0][1])]  # type: ignore[union-attr]
+    assert len(grow(kv, children[0])) == 1
+    assert grow(kv, children[1]) == []
+    assert children[1].table.block_ids[0][1] == tail  # type: ignore[union-attr]
+    check_manager(kv, [parent, *children])
+
+
+def test_a_gang_gets_room_for_all_or_for_none() -> None:
+    kv = make_manager(num_blocks=4)
+    parent = make_sequence(0, [1] * 6)
+    compute(kv, parent)
+    children = [make_sequence(i, parent.token_ids) for i in (1, 2, 3)]
+    for child in children:
+        kv.fork(parent, child)
+    gang = [parent, *children]
+    before = copy.deepcopy([seq.table.block_ids for seq in gang])  # type: ignore[union-attr]
+    # 2 blocks are held, 2 are free; four writers of one block need three copies.
+    assert kv.append([(seq, 7) for seq in gang]) is None
+    assert [seq.table.block_ids for seq in gang] == before  # type: ignore[union-attr]
+    check_manager(kv, gang)
+    assert kv.append([(seq, 7) for seq in gang[:2]]) is not None
+
+
+def test_a_cached_prompt_recomputes_one_token() -> None:
+    kv = make_manager()
+    first = make_sequence(0, list(range(8)))
+    compute(kv, first)
+    hit = kv.lookup(make_sequence(1, list(range(8))))
+    assert hit.num_tokens == 7
+    assert hit.block_ids == [first.table.block_ids[0][:1]]  # type: ignore[union-attr]
+    assert hit.partial == first.table.block_ids[0][1:]  # type: ignore[union-attr]
+
+
+def test_a_hit_ends_inside_a_block_where_the_prompts_part() -> None:
+    kv = make_manager()
+    compute(kv, make_sequence(0, list(range(12))))
+    other = make_sequence(1, [0, 1, 2, 3, 4, 5, 99, 98, 97, 96])
+    hit = kv.lookup(other)
+    assert hit.num_tokens == 6
+    changes = kv.allocate(other, hit, 10)
+    assert changes is not None
+    assert len(changes.copies) == 1
+
+
+def test_copy_sources_survive_the_step() -> None:
+    """The block that a hit copies from is free; nothing may take it before the copy is done."""
+    kv = make_manager(num_blocks=4)
+    first = make_sequence(0, list(range(8)))
+    compute(kv, first)
+    kv.free(first)
+    second = make_sequence(1, list(range(7)))
+    hit = kv.lookup(second)
+    assert hit.num_tokens == 6
+    changes = kv.allocate(second, hit, 7)
+    assert changes is not None
+    greedy = make_sequence(2, [9] * 8)
+    assert kv.allocate(greedy, kv.lookup(greedy), 8) is None  # one block is left, one is held
+    kv.release_sources(changes.held)
+    assert kv.allocate(greedy, kv.lookup(greedy), 8) is not None
+
+
+def test_tenants_do_not_meet() -> None:
+    kv = make_manager()
+    compute(kv, make_sequence(0, list(range(8)), cache_salt="one"))
+    assert kv.lookup(make_sequence(1, list(range(8)), cache_salt="two")).num_tokens == 0
+    assert kv.lookup(make_sequence(2, list(range(8)), cache_salt="one")).num_tokens == 7
+
+
+def test_blocks_that_are_being_computed_are_waited_for() -> None:
+    kv = make_manager()
+    first = make_sequence(0, list(range(9)))
+    assert kv.allocate(first, kv.lookup(first), 9) is not None
+    first.num_computed_tokens = 9
+    assert kv.lookup(make_sequence(1, list(range(9)))).in_progress
+    kv.register(first, 9)
+    hit = kv.lookup(make_sequence(1, list(range(9))))
+    assert (hit.in_progress, hit.num_tokens) == (False, 8)
+
+
+def test_an_abandoned_prefix_is_not_waited_for() -> None:
+    kv = make_manager()
+    first = make_sequence(0, list(range(9)))
+    assert kv.allocate(first, kv.lookup(first), 9) is not None
+    kv.free(first)
+    assert not kv.lookup(make_sequence(1, list(range(9)))).in_progress
+
+
+def test_colliding_digests_cost_hits_and_nothing_else() -> None:
+    kv = make_manager(digest=lambda content: b"same")
+    compute(kv, make_sequence(0, [1] * 8))
+    assert kv.lookup(make_sequence(1, [2] * 8)).num_tokens == 0
+
+
+def test_cached_blocks_are_evicted_last_and_the_oldest_first() -> None:
+    kv = make_manager(num_blocks=6)
+    old, new = make_sequence(0, [1] * 8), make_sequence(1, [2] * 8)
+    compute(kv, old)
+    compute(kv, new)
+    kv.free(old)
+    kv.free(new)
+    big = make_sequence(2, [3] * 12)  # takes the two unused blocks, and one that cached `old`
+    compute(kv, big)
+    assert kv.lookup(make_sequence(3, [2] * 8)).num_tokens == 7
+    # Tails go first: the head of the old prefix is still there.
+    assert kv.lookup(make_sequence(4, [1] * 8)).num_tokens == BLOCK_SIZE
+
+
+def test_a_pinned_prefix_survives_eviction_and_reset() -> None:
+    kv = make_manager(num_blocks=4)
+    prefix = make_sequence(0, [1] * 8)
+    compute(kv, prefix)
+    kv.pin("system", prefix)
+    other = make_sequence(1, [2] * 8)
+    compute(kv, other)
+    kv.free(other)
+    compute(kv, other := make_sequence(2, [3] * 8))
+    kv.free(other)
+    kv.reset_prefix_cache()
+    assert kv.lookup(make_sequence(3, [1] * 9)).num_tokens == 8
+    assert kv.num_pinned_blocks == 2
+    kv.unpin("system")
+    assert kv.pool.num_free == 4
+
+
+def test_a_window_returns_the_blocks_behind_it() -> None:
+    kv = make_manager(specs=[FullAttention(), SlidingWindow(5)])
+    seq = make_sequence(0, [1])
+    compute(kv, seq)
+    for _ in range(20):
+        grow(kv, seq)
+        check_manager(kv, [seq])
+        assert sum(b != 0 for b in seq.table.block_ids[1]) <= 3  # type: ignore[union-attr]
+    assert 0 not in seq.table.block_ids[0]  # type: ignore[union-attr]
+
+
+def test_a_window_needs_only_its_own_blocks_for_a_hit() -> None:
+    kv = make_manager(specs=[SlidingWindow(4)])
+    seq = make_sequence(0, list(range(12)))
+    compute(kv, seq)
+    grow(kv, seq, 8)  # drops what the window has passed; it stays cached for now
+    kv.register(seq, 20)
+    taken = [kv.pool.allocate() for _ in range(kv.pool.num_free)]  # evicts all that is free
+    for block_id in taken:
+        kv.pool.release(block_id)
+    hit = kv.lookup(make_sequence(1, [*range(12), *([5] * 8), 1]))
+    assert hit.num_tokens == 20
+    assert hit.block_ids[0][:4] == [0, 0, 0, 0]
+
+
+def test_layers_form_groups_of_equal_size() -> None:
+    full, window = FullAttention(), SlidingWindow(8)
+    layout = group_layers([window, window, window, full] * 2)
+    assert layout.layers_per_group == 2
+    assert [len(group.layer_ids) for group in layout.groups] == [2, 2, 2, 2]
+    assert sorted(layer for group in layout.groups for layer in group.layer_ids) == list(range(8))
+    assert group_layers([full] * 5).layers_per_group == 5
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Any order of the manager's verbs keeps the invariants; failed calls leave no trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVCacheManager(
+            [FullAttention(), SlidingWindow(6)],
+            BLOCK_SIZE,
+            24,
+            num_swap_blocks=12,
+            digest=lambda content: sha256_128(content)[:1],
+        )
+        self.on_device: list[Sequence] = []
+        self.swapped: list[Sequence] = []
+        self.next_id = 0
+        self.held: list[int] = []  # sources of copies that are not done
+
+    def new_sequence(self, token_ids: list[int]) -> Sequence:
+        self.next_id += 1
+        return make_sequence(self.next_id, token_ids)
+
+    def snapshot(self) -> tuple[object, ...]:
+        tables = [copy.deepcopy(s.table.block_ids) for s in self.on_device]  # type: ignore[union-attr]
+        counts = [self.kv.pool.ref_count(b) for b in range(1, 25)]
+        return tables, counts, self.kv.pool.num_free, self.kv.swap_pool.num_free
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    def allocate(self, tokens: list[int]) -> None:
+        seq = self.new_sequence(tokens)
+        hit = self.kv.lookup(seq)
+        before = self.snapshot()
+        needed = self.kv.num_new_blocks(hit, seq.num_tokens)
+        free = self.kv.pool.num_free
+        changes = self.kv.allocate(seq, hit, seq.num_tokens)
+        if changes is None:
+            assert needed > free
+            assert before == self.snapshot()
+            return
+        assert needed <= free
+        self.held += changes.held
+        seq.num_computed_tokens = seq.num_tokens
+        self.kv.register(seq, seq.num_tokens)
+        self.on_device.append(seq)
+
+    @precondition(lambda self: self.on_device)
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def append(self, data: st.DataObject, count: int) -> None:
+        gang = data.draw(st.lists(st.sampled_from(self.on_device), unique_by=id, max_size=3))
+        before = self.snapshot()
+        goals = [(seq, seq.num_tokens + count) for seq in gang]
+        if self.kv.append(goals) is None:
+            assert before == self.snapshot()
+            return
+        for seq in gang:
+            seq.token_ids += [seq.seq_id % 2] * count
+            seq.num_computed_tokens += count
+            self.kv.register(seq, seq.num_computed_tokens)
+
+    @precondition(lambda self: self.on_device)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.on_device))
+        child = self.new_sequence(parent.token_ids)
+        free = self.kv.pool.num_free
+        self.kv.fork(parent, child)
+        assert self.kv.pool.num_free == free
+        self.on_device.append(child)
+
+    @precondition(lambda self: self.on_device or self.swapped)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(self.on_device + self.swapped))
+        self.kv.free(seq)
+        for queue in (self.on_device, self.swapped):
+            if seq in queue:
+                queue.remove(seq)
+
+    @precondition(lambda self: self.on_device)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        gang = data.draw(
+            st.lists(st.sampled_from(self.on_device), unique_by=id, min_size=1, max_size=3)
+        )
+        before = self.snapshot()
+        if self.kv.swap_out(gang) is None:
+            assert before == self.snapshot()
+            return
+        self.on_device = [s for s in self.on_device if s not in gang]
+        self.swapped += gang
+
+    @precondition(lambda self: self.swapped)
+    @rule()
+    def swap_in(self) -> None:
+        before = self.snapshot()
+        if self.kv.swap_in(self.swapped) is None:
+            assert before == self.snapshot()
+            return
+        self.on_device += self.swapped
+        self.swapped = []
+
+    @rule()
+    def copies_are_done(self) -> None:
+        self.kv.release_sources(self.held)
+        self.held = []
+
+    @rule()
+    def reset(self) -> None:
+        self.kv.reset_prefix_cache()
+
+    @invariant()
+    def hold(self) -> None:
+        check_manager(self.kv, self.on_device, self.swapped)
+
+    def teardown(self) -> None:
+        self.copies_are_done()
+        for seq in self.on_device + self.swapped:
+            self.kv.free(seq)
+        assert self.kv.pool.num_free == self.kv.pool.num_blocks
+
+
+ManagerMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestManager = pytest.mark.filterwarnings("ignore")(ManagerMachine.TestCase)

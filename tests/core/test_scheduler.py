@@ -1,0 +1,301 @@
+"""The scheduler's promises, each in the smallest world that shows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.symbolic import Ask
+from core.worlds import World
+from octavo.core.decoding import BeamSearch, PinPrefix
+from octavo.core.sequence import Status
+from octavo.core.step import SamplingSpec
+from octavo.errors import RequestTooLong
+
+
+def test_prompts_are_computed_in_chunks_beside_decodes() -> None:
+    world = World(num_blocks=40, max_num_batched_tokens=10)
+    short, long = world.add("short", 4), world.add("long", 25)
+    plan, _ = world.step()
+    assert plan.num_scheduled_tokens == [4, 6]
+    plan, _ = world.step()
+    assert plan.num_scheduled_tokens == [1, 9]  # a decode and a chunk share the step
+    assert plan.sampled == [short.sequences[0].seq_id]
+    assert long.sequences[0].num_computed_tokens == 15
+
+
+def test_decodes_never_starve() -> None:
+    """An older request whose prompt fills every step leaves room for younger decodes."""
+    world = World(num_blocks=100, max_num_batched_tokens=8, max_num_seqs=4)
+    young = world.add("young", 2, 20)
+    world.step()
+    world.add("old", 100, 2)
+    world.scheduler.requests["old"].rank = (-1.0, 0.0)
+    world.scheduler.waiting.sort(key=lambda r: r.rank)
+    for expected in range(2, 10):
+        world.step()
+        assert young.sequences[0].num_output_tokens == expected
+
+
+def test_the_youngest_is_preempted_and_keeps_its_place() -> None:
+    world = World(
+        num_blocks=6, preemption_mode="recompute", enable_prefix_caching=False, max_passes=0
+    )
+    world.add("first", 8, 8)
+    world.add("second", 8, 8)
+    world.step()
+    world.add("third", 4, 4)
+    while not world.scheduler.num_preemptions["recompute"]:
+        world.step()
+    assert world.names("running") == ["first"]
+    assert world.names("waiting") == ["second", "third"]
+    third = world.scheduler.requests["third"]
+    while world.scheduler.requests["second"].status is not Status.RUNNING:
+        assert third.status is Status.WAITING
+        world.step()
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_gang_is_preempted_whole_and_comes_back_whole(mode: str) -> None:
+    world = World(
+        num_blocks=9, num_swap_blocks=9, preemption_mode=mode, enable_prefix_caching=False
+    )
+    world.add("first", 12, 12)
+    gang = world.add("gang", 6, 6, n=3)
+    while gang.status is not (Status.SWAPPED if mode == "swap" else Status.WAITING) or (
+        not gang.num_preemptions
+    ):
+        world.step()
+    on_device = [s for s in gang.sequences if s.table is not None and s.table.on_device]
+    assert len(gang.sequences) == 3
+    assert on_device == []
+    before = world.executor.num_computed
+    world.run()
+    assert [len(s.output_token_ids) for s in gang.finished] == [6, 6, 6]
+    if mode == "swap":
+        # Nothing is computed twice: what is left are the decodes of both requests.
+        assert world.executor.num_computed - before < 6 * 4
+
+
+def test_recomputed_samples_share_their_prompt_again() -> None:
+    """Recomputed one by one, three samples of this prompt would not fit at all."""
+    world = World(
+        num_blocks=17, preemption_mode="recompute", enable_prefix_caching=False, max_num_seqs=4
+    )
+    gang = world.add("gang", 40, 8, n=3)
+    world.step()
+    world.step()
+    held = world.kv.pool.num_held
+    world.scheduler._preempt(gang, world.scheduler._in_flight.get(0) or _draft())
+    while gang.catching_up or gang.status is not Status.RUNNING:
+        world.step()
+    assert world.kv.pool.num_held <= held + 3
+    world.run()
+    assert gang.num_preemptions == 1
+
+
+def _draft() -> object:
+    from octavo.core.draft import PlanDraft
+
+    return PlanDraft(0)
+
+
+def test_auto_preemption_takes_what_costs_less() -> None:
+    for per_token, per_block, expected in [(1.0, 0.001, "swap"), (0.0001, 1.0, "recompute")]:
+        world = World(num_blocks=6, num_swap_blocks=6, preemption_mode="auto")
+        world.scheduler.costs.seconds_per_token = per_token
+        world.scheduler.costs.seconds_per_block = per_block
+        world.add("a", 8, 12)
+        world.add("b", 8, 12)
+        world.run()
+        other = {"swap": "recompute", "recompute": "swap"}[expected]
+        assert world.scheduler.num_preemptions[expected] > 0
+        assert world.scheduler.num_preemptions[other] == 0
+
+
+def test_a_full_swap_tier_falls_back_to_recompute() -> None:
+    world = World(num_blocks=6, num_swap_blocks=1, preemption_mode="swap")
+    world.add("a", 8, 12)
+    world.add("b", 8, 12)
+    world.run()
+    assert world.scheduler.num_preemptions == {"swap": 0, "recompute": 1}
+
+
+def test_swapped_requests_come_back_before_waiting_ones() -> None:
+    world = World(num_blocks=7, num_swap_blocks=7, preemption_mode="swap")
+    world.add("first", 8, 12)
+    second = world.add("second", 8, 12)
+    while second.status is not Status.SWAPPED:
+        world.step()
+    late = world.add("late", 2, 2)
+    while second.status is Status.SWAPPED:
+        world.step()
+        assert late.status is Status.WAITING or second.status is Status.RUNNING
+    world.run()
+
+
+def test_a_head_that_does_not_fit_is_passed_a_bounded_number_of_times() -> None:
+    world = World(num_blocks=12, max_passes=2, max_num_seqs=2, enable_prefix_caching=False)
+    world.add("running", 16, 12)
+    world.step()
+    head = world.add("head", 36, 4)
+    for i in range(6):
+        world.add(f"small{i}", 4, 2)
+    while head.status is Status.WAITING:
+        world.step()
+    assert head.num_passes == 2
+    assert world.names("waiting")[0] == "small2"
+    world.run()
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    world = World(num_blocks=100, max_num_seqs=4)
+    for name in "abcdef":
+        world.add(name, 4, 4, n=3 if name == "b" else 1)
+    while world.scheduler.has_unfinished:
+        world.step()
+        assert sum(len(r.sequences) for r in world.scheduler.running) <= 4
+
+
+def test_samples_share_one_prefill() -> None:
+    world = World(num_blocks=40)
+    world.add("samples", 20, 3, n=4)
+    world.run()
+    # The prompt once, then two more tokens for each sample: the last is drawn, not computed.
+    assert world.executor.num_computed == 20 + 4 * 2
+
+
+def test_a_hundred_requests_compute_their_shared_prefix_once() -> None:
+    world = World(num_blocks=600, max_num_seqs=100, max_num_batched_tokens=300)
+    prefix = [i % 7 for i in range(1000)]
+    for i in range(100):
+        world.add(f"r{i}", prompt=[*prefix, i // 7 % 7, i % 7, 6], num_output_tokens=1)
+    world.run()
+    # 1,000 tokens once; each request computes its own three, and shares those where it can.
+    assert 1000 < world.executor.num_computed <= 1000 + 3 * 100
+
+
+def test_equal_prompts_of_one_step_are_computed_once() -> None:
+    world = World(num_blocks=40)
+    for name in ("a", "b", "c"):
+        world.add(name, prompt=[1] * 16, num_output_tokens=1)
+    world.run()
+    assert world.executor.num_computed == 16 + 1 + 1
+    assert world.kv.pool.num_free == 40
+
+
+class TestPriority:
+    def world(self, **options: object) -> World:
+        return World(num_blocks=6, policy="priority", preemption_mode="recompute", **options)
+
+    def test_an_urgent_request_displaces_a_running_one(self) -> None:
+        world = self.world(enable_prefix_caching=False)
+        low = world.add("low", 16, 8, priority=5)
+        world.step()
+        urgent = world.add("urgent", 8, 4, priority=0)
+        world.step()
+        assert (low.status, urgent.status) == (Status.WAITING, Status.RUNNING)
+        assert urgent.sequences[0].num_output_tokens == 1  # it ran in the very same step
+        assert [r.request_id for r in world.run()] == ["urgent", "low"]
+
+    def test_an_equal_one_waits(self) -> None:
+        world = self.world()
+        running = world.add("running", 16, 8, priority=1)
+        world.step()
+        world.add("equal", 8, 4, priority=1)
+        world.step()
+        assert running.status is Status.RUNNING
+        assert world.scheduler.num_preemptions["recompute"] == 0
+
+    def test_nobody_is_displaced_in_vain(self) -> None:
+        """Preempting the only less urgent request would not make room enough."""
+        world = self.world(enable_prefix_caching=False)
+        world.add("important", 12, 4, priority=0)
+        low = world.add("low", 4, 4, priority=5)
+        world.step()
+        world.add("urgent", 16, 4, priority=1)
+        world.step()
+        assert low.status is Status.RUNNING
+
+    def test_waiting_makes_urgent(self) -> None:
+        world = self.world(aging_seconds=3.0)
+        world.add("patient", 16, 4, priority=2)
+        world.scheduler.waiting.clear()  # it is left behind for a while
+        patient = world.scheduler.requests["patient"]
+        world.now = 20.0
+        world.scheduler.waiting.append(patient)
+        fresh = world.add("fresh", 16, 4, priority=1)
+        world.step()
+        assert (patient.status, fresh.status) == (Status.RUNNING, Status.WAITING)
+        assert patient.level < 1
+
+
+@pytest.mark.parametrize("kind", ["waiting", "chunk", "running", "beam", "swapped", "catching up"])
+def test_an_abort_returns_every_block(kind: str) -> None:
+    swap = "swap" if kind == "swapped" else "recompute"
+    world = World(
+        num_blocks=12,
+        num_swap_blocks=12,
+        max_num_batched_tokens=8,
+        preemption_mode=swap,
+        enable_prefix_caching=False,
+    )
+    if kind == "beam":
+        method = BeamSearch(3, 16, frozenset())
+        spec = SamplingSpec(num_candidates=method.num_candidates)
+        victim = world.add("victim", 6, method=method, sampling=spec)
+    else:
+        victim = world.add("victim", 12 if kind == "chunk" else 6, 9, n=2)
+    if kind != "waiting":
+        for _ in range(1 if kind == "chunk" else 4):
+            world.step()
+    if kind in ("swapped", "catching up"):
+        draft = _draft()
+        world.scheduler._preempt(victim, draft)  # type: ignore[arg-type]
+        if kind == "catching up":
+            world.step()
+            assert victim.catching_up
+    world.scheduler.abort("victim")
+    world.step()
+    assert world.kv.pool.num_free == 12
+    assert world.kv.swap_pool.num_free == 12
+    assert world.executor.rows == {}
+    assert victim.status is Status.FINISHED
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    world = World(num_blocks=6, max_num_seqs=3)
+    with pytest.raises(RequestTooLong, match=r"max_tokens: 1 sequence.* of up to 28 tokens need 7"):
+        world.add("long", 4, 24)
+    with pytest.raises(RequestTooLong, match=r"3 sequence.* need 13 KV blocks .* the pool has 6"):
+        world.add("wide", 4, 16, n=3)
+    with pytest.raises(RequestTooLong, match="n: 4 sequences exceed max_num_seqs"):
+        world.add("wider", 4, 1, n=4)
+    assert not world.scheduler.has_unfinished
+    world.add("fits", 4, 20)
+    world.run()
+
+
+def test_a_pinned_prefix_is_a_request_that_draws_nothing() -> None:
+    world = World(num_blocks=10)
+    world.add("pin", prompt=[1] * 8, method=PinPrefix("system", 8))
+    world.run()
+    assert world.kv.num_pinned_blocks == 2
+    user = world.add("user", prompt=[1] * 8 + [2, 3], num_output_tokens=2)
+    world.run()
+    assert user.num_cached_tokens == 8
+
+
+def test_beams_that_are_recomputed_find_the_same_hypotheses() -> None:
+    ask = Ask("beam", tuple([1, 2, 3] * 3), "beam", 3, 8, seed=0)
+    results = []
+    for blocks in (100, 14):
+        world = World(num_blocks=blocks, preemption_mode="recompute", enable_prefix_caching=False)
+        world.scheduler.add(ask.request(0.0))
+        beam = world.scheduler.requests["beam"]
+        world.now += 1
+        world.step()
+        if blocks == 14:
+            world.add("other", 8, 30).rank = (-1.0,)
+        world.run()
+        results.append([(s.token_ids, s.score) for s in beam.finished])
+    assert results[0] == results[1]
