@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 from octavo.config import EngineConfig
 from octavo.core.step import StepPlan, StepResult
 from octavo.executor.base import KVCapacity
 from octavo.model_config import ModelConfig
-from octavo.worker.worker import Worker
+
+# Turns that an idle thread spins before it sleeps. By default OpenMP spins for milliseconds, and
+# where another program holds one of two cores, everybody waits for a thread that does not run:
+# small linear layers took 40 times as long. Quiet machines lose nothing by this number.
+SPIN_COUNT = "1000"
 
 
 class LocalExecutor:
@@ -18,6 +24,10 @@ class LocalExecutor:
         Raises:
             ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do.
         """
+        limit_spinning()
+        # torch comes only now, because OpenMP reads the variable when it is loaded.
+        from octavo.worker.worker import Worker
+
         self._worker = Worker(config, model_config)
         budget = self._worker.budget
         self.capacity = KVCapacity(
@@ -33,3 +43,12 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         self._worker.shutdown()
+
+
+def limit_spinning() -> None:
+    """Let idle threads sleep soon, unless the user has decided otherwise.
+
+    Has no effect on a process that has already loaded torch.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

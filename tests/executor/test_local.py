@@ -1,0 +1,176 @@
+"""The executor in this process, on a real (tiny) model; and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from model_zoo import model_directory, random_token_ids, reference_model
+from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, TableWrite
+from octavo.errors import ConfigError, OutOfMemory
+from octavo.executor.base import Executor
+from octavo.executor.local import LocalExecutor
+from octavo.model_config import ModelConfig
+
+SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+
+
+def make_executor(name: str = "llama", **options: Any) -> LocalExecutor:
+    directory = model_directory(name)
+    cache = CacheConfig(
+        block_size=options.pop("block_size", 8),
+        num_blocks=options.pop("num_blocks", 64),
+        kv_cache_memory=options.pop("kv_cache_memory", None),
+        swap_space=options.pop("swap_space", 1 << 20),
+    )
+    config = EngineConfig(str(directory), cache=cache, scheduler=SCHEDULER, **options)
+    return LocalExecutor(config, ModelConfig.from_directory(directory))
+
+
+def prompt_plan(token_ids: list[int], num_groups: int = 1) -> StepPlan:
+    return StepPlan(
+        0, [1], [len(token_ids)], [1], [],
+        opened=[OpenedRow(1, tuple(token_ids), len(token_ids), 0, SamplingSpec(0.0), 0, 0)],
+        table_writes=[
+            TableWrite(1, group, 0, tuple(range(10 * group + 1, 10 * group + 9)))
+            for group in range(num_groups)
+        ],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "cpu"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])  # qwen2: full and sliding layers
+def test_a_step_computes_what_transformers_does(name: str, backend: str) -> None:
+    executor = make_executor(name, attention_backend=backend)
+    token_ids = random_token_ids(40)
+    plan = prompt_plan(token_ids, len(executor.capacity.layout.groups))
+    result = executor.execute(plan)
+    with torch.no_grad():
+        logits = reference_model(name)(torch.tensor([token_ids])).logits
+    assert result.token_ids == [int(logits[0, -1].argmax())]
+    assert result.compute_seconds > 0
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(AssertionError, match="shut down"):
+        executor.execute(plan)
+
+
+def test_capacity_is_what_the_budget_says() -> None:
+    executor: Executor = make_executor("qwen2", attention_backend="reference")
+    capacity = executor.capacity
+    config = ModelConfig.from_directory(model_directory("qwen2"))
+    layers = config.num_layers // 2  # in each of two groups
+    block_bytes = layers * 2 * 8 * config.num_kv_heads * config.head_dim * 4
+    assert len(capacity.layout.groups) == 2
+    assert capacity.block_bytes == block_bytes
+    assert capacity.num_blocks == 64
+    assert capacity.num_swap_blocks == min((1 << 20) // block_bytes, 64)
+    assert capacity.budget.kv_cache == 65 * block_bytes
+    assert capacity.budget.weights == 4 * config.num_parameters()
+
+
+def test_blocks_follow_from_memory() -> None:
+    wanted = 1 << 20
+    capacity = make_executor(num_blocks=None, kv_cache_memory=wanted).capacity
+    assert capacity.num_blocks == wanted // capacity.block_bytes - 1
+    # The default is a share of what is free, and no more than 4 GiB.
+    capacity = make_executor(num_blocks=None).capacity
+    assert capacity.block_bytes * (capacity.num_blocks + 1) <= 4 << 30
+    assert capacity.num_blocks > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "message"),
+    [
+        ({"device": "tpu"}, "device", "'tpu' is not supported"),
+        ({"attention_backend": "flash"}, "attention_backend", "'flash' is not one of auto, cpu"),
+        ({"dtype": "float16"}, "dtype", "float16 is not served on a CPU"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    options: dict[str, str], field: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_executor(**options)
+    assert raised.value.field == field
+    assert message in str(raised.value)
+
+
+def test_a_model_length_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    with pytest.raises(OutOfMemory, match="Set max_model_len to 80 or less"):
+        make_executor(num_blocks=10, max_model_len=300)
+    make_executor(num_blocks=10, max_model_len=80)
+    # The model's own limit of 512 may be more than fits.
+    assert make_executor(num_blocks=10).capacity.num_blocks == 10
+
+
+def test_too_many_blocks_are_refused() -> None:
+    with pytest.raises(OutOfMemory, match=r"num_blocks=1000000000 does not fit.*What fits"):
+        make_executor(num_blocks=1_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "dtype"),
+    [
+        ("auto", "float32", torch.float32),
+        ("auto", "bfloat16", torch.bfloat16),
+        ("auto", "float16", torch.float32),
+        ("bfloat16", "float32", torch.bfloat16),
+        ("float32", "bfloat16", torch.float32),
+    ],
+)
+def test_dtypes(asked: str, stored: str, dtype: torch.dtype) -> None:
+    from octavo.worker.worker import resolve_dtype
+
+    assert resolve_dtype(asked, stored) == dtype
+
+
+def test_bfloat16_runs() -> None:
+    executor = make_executor(dtype="bfloat16")
+    half = executor.capacity.block_bytes
+    assert half * 2 == make_executor().capacity.block_bytes
+    assert len(executor.execute(prompt_plan(random_token_ids(20))).token_ids) == 1
+
+
+def test_the_number_of_threads_is_set() -> None:
+    before = torch.get_num_threads()
+    try:
+        make_executor(num_threads=1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_dummy_weights_depend_on_the_seed_alone() -> None:
+    plan = prompt_plan(random_token_ids(30))
+    spec = SamplingSpec(num_logprobs=5)
+    plan = replace(plan, opened=[replace(plan.opened[0], sampling=spec)])
+    results = [
+        make_executor(load_format="dummy", seed=seed).execute(plan).logprobs for seed in (1, 1, 2)
+    ]
+    assert results[0] == results[1] != results[2]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_spinning_is_limited_before_torch_is_loaded(
+    environment: dict[str, str], expected: str
+) -> None:
+    code = (
+        "import os, sys; from octavo.executor.local import limit_spinning;"
+        "assert 'torch' not in sys.modules;"
+        "limit_spinning(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    path = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**environment, **path}, capture_output=True, check=True
+    )
+    assert done.stdout.decode().strip() == expected
