@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.config import GIB, CacheConfig
+from octavo.config import GIB, CacheConfig, SchedulerConfig
 from octavo.core.kv_spec import KVLayout
 from octavo.errors import OutOfMemory
+from octavo.model_config import ModelConfig
 
 CPU_CACHE_SHARE = 0.4  # of the memory left when weights and activations are paid
 CPU_CACHE_LIMIT = 4 * GIB  # of the default on a CPU, where other programs live too
@@ -230,6 +231,24 @@ def activation_bytes(
     the widest projections). Logits are held in the model's dtype and once more in float32.
     """
     return num_tokens * layer_width * dtype_bytes + num_rows * vocab_size * (dtype_bytes + 4)
+
+
+def estimate_activations(
+    model_config: ModelConfig, scheduler: SchedulerConfig, dtype_bytes: int
+) -> int:
+    """`activation_bytes` of the largest step that these settings allow."""
+    query_size = model_config.num_heads * model_config.head_dim
+    kv_size = 2 * model_config.num_kv_heads * model_config.head_dim
+    layer_width = (
+        4 * model_config.hidden_size + 2 * query_size + kv_size + 3 * model_config.intermediate_size
+    )
+    return activation_bytes(
+        scheduler.max_num_batched_tokens,
+        scheduler.max_num_seqs,
+        layer_width,
+        model_config.vocab_size,
+        dtype_bytes,
+    )
 
 
 def host_memory() -> int:

@@ -23,8 +23,8 @@ from octavo.worker.memory import (
     FixedMemory,
     KVShape,
     MemoryBudget,
-    activation_bytes,
     check_model_len,
+    estimate_activations,
     host_memory,
     plan_memory,
 )
@@ -131,18 +131,7 @@ def plan_cpu_memory(
     """
     scheduler = config.scheduler
     weights = model_config.num_parameters() * dtype_bytes
-    query_size = model_config.num_heads * model_config.head_dim
-    kv_size = 2 * model_config.num_kv_heads * model_config.head_dim
-    layer_width = (
-        4 * model_config.hidden_size + 2 * query_size + kv_size + 3 * model_config.intermediate_size
-    )
-    activations = activation_bytes(
-        scheduler.max_num_batched_tokens,
-        scheduler.max_num_seqs,
-        layer_width,
-        model_config.vocab_size,
-        dtype_bytes,
-    )
+    activations = estimate_activations(model_config, scheduler, dtype_bytes)
     free = host_memory()
     default = min(CPU_CACHE_LIMIT, int(CPU_CACHE_SHARE * (free - activations)))
     fixed = FixedMemory(weights, activations)

@@ -1,0 +1,180 @@
+"""All requests at once, as fast as the engine can: `octavo bench throughput`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from octavo.bench.memory_use import MemoryUse, SlotUse, mean_slots, sharing_saves
+from octavo.bench.percentiles import Percentiles
+from octavo.bench.traces import TraceRequest, make_prompts
+from octavo.errors import RequestTooLong
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.engine import Engine
+    from octavo.outputs import RequestOutput
+
+WARM_UP = [TraceRequest(48, 8)] * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How outputs are drawn; every output has exactly the length that the trace gives."""
+
+    n: int = 1
+    temperature: float | None = None  # None: greedy, or 1 if there are several samples
+    beam_width: int | None = None
+
+    def params(self, output_tokens: int, seed: int) -> SamplingParams | BeamSearchParams:
+        if self.beam_width is not None:
+            return BeamSearchParams(
+                self.beam_width, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+            )
+        temperature = self.temperature
+        if temperature is None:
+            temperature = 0.0 if self.n == 1 else 1.0
+        return SamplingParams(
+            n=self.n,
+            temperature=temperature,
+            max_tokens=output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            seed=seed,
+        )
+
+
+@dataclass(slots=True)
+class ThroughputReport:
+    """What a run came to. Times in seconds."""
+
+    seconds: float
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int  # of all samples and beams that were returned
+    num_steps: int
+    mean_seqs: float  # computed in a step
+    time_to_first_token: Percentiles
+    time_per_output_token: Percentiles
+    preemptions: dict[str, int]
+    prefix_hit_rate: float
+    sharing_saves: float
+    # Means over the steps in which requests waited, and over all steps.
+    saturated: SlotUse | None
+    whole_run: SlotUse
+    num_saturated_steps: int
+    skipped: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.num_requests / self.seconds
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return self.num_output_tokens / self.seconds
+
+    @property
+    def total_tokens_per_second(self) -> float:
+        return (self.num_prompt_tokens + self.num_output_tokens) / self.seconds
+
+
+def split_by_fit(
+    engine: Engine, requests: Sequence[TraceRequest], skip_long: bool
+) -> tuple[list[TraceRequest], int]:
+    """The requests that the engine can run, and how many it cannot.
+
+    Raises:
+        RequestTooLong: some cannot be run, and they are not to be skipped.
+    """
+    limit = engine.max_model_len
+    fitting = [request for request in requests if request.num_tokens <= limit]
+    num_long = len(requests) - len(fitting)
+    if num_long and not skip_long:
+        longest = max(request.num_tokens for request in requests)
+        raise RequestTooLong(
+            "trace",
+            f"{num_long} of {len(requests)} requests have more tokens (up to {longest}) than a "
+            f"sequence may have here ({limit}); skip them, or raise max_model_len or the KV cache",
+        )
+    if not fitting:
+        raise RequestTooLong("trace", f"no request has {limit} tokens or less")
+    return fitting, num_long
+
+
+def run_throughput(
+    engine: Engine,
+    requests: Sequence[TraceRequest],
+    decoding: Decoding,
+    seed: int = 0,
+    finished: Callable[[RequestOutput], None] = lambda output: None,
+) -> ThroughputReport:
+    """Queue all requests, run until the last is done, and tell how it went."""
+    _run(engine, WARM_UP, decoding, seed - 1, lambda output: None)
+    kv, scheduler = engine.kv, engine.scheduler
+    memory = MemoryUse.watch(engine)
+    before = dict(scheduler.num_preemptions)
+    num_hits, num_lookups = kv.num_hit_tokens, kv.num_lookup_tokens
+    start = engine.clock()
+    try:
+        outputs = _run(engine, requests, decoding, seed, finished)
+        seconds = engine.clock() - start
+    finally:
+        memory.unwatch()
+    whole_run = mean_slots(memory.steps)
+    assert whole_run is not None, "there was at least one request, and so one step"
+    saturated = [step for step in memory.steps if step.is_saturated]
+    computing = [step for step in memory.steps if step.num_seqs]
+    return ThroughputReport(
+        seconds,
+        len(outputs),
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(each.token_ids) for output in outputs for each in output.outputs),
+        len(memory.steps),
+        sum(step.num_seqs for step in computing) / len(computing),
+        Percentiles.of([first_token_seconds(output) for output in outputs]),
+        Percentiles.of([s for output in outputs for s in per_token_seconds(output)]),
+        {kind: scheduler.num_preemptions[kind] - before[kind] for kind in before},
+        (kv.num_hit_tokens - num_hits) / max(1, kv.num_lookup_tokens - num_lookups),
+        sharing_saves(memory.steps),
+        mean_slots(saturated),
+        whole_run,
+        len(saturated),
+    )
+
+
+def first_token_seconds(output: RequestOutput) -> float:
+    """From the arrival, time in the queue included."""
+    assert output.first_token_time is not None, f"{output.request_id} has no token"
+    return output.first_token_time - output.arrival_time
+
+
+def per_token_seconds(output: RequestOutput) -> list[float]:
+    """Mean time of the tokens after the first; no value for outputs of one token."""
+    num_tokens = max(len(each.token_ids) for each in output.outputs)
+    if num_tokens < 2 or output.first_token_time is None:
+        return []
+    return [(output.finish_time - output.first_token_time) / (num_tokens - 1)]
+
+
+def _run(
+    engine: Engine,
+    requests: Sequence[TraceRequest],
+    decoding: Decoding,
+    seed: int,
+    finished: Callable[[RequestOutput], None],
+) -> list[RequestOutput]:
+    prompts = make_prompts(requests, engine.model_config.vocab_size, seed)
+    prepared = [
+        engine.make_request(prompt, decoding.params(request.output_tokens, index))
+        for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
+    ]
+    for request in prepared:
+        engine.add_request(request)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished:
+        for output in engine.step().finished:
+            outputs.append(output)
+            finished(output)
+    return outputs

@@ -1,0 +1,186 @@
+"""Request traces: lengths and arrivals, and for some sources the ids of shared prefix blocks.
+
+CSV with a header that names `prompt_tokens`, `output_tokens` and perhaps `arrival_s`, or JSONL with
+the same names and perhaps `hash_ids`; either may be gzipped. No trace holds any text.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace."""
+
+    prompt_tokens: int
+    output_tokens: int
+    arrival_s: float | None = None  # None: the source has no arrivals
+    # Blocks of the prompt, chained: an id stands for the same tokens after the same prefix.
+    hash_ids: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
+    """The requests of a trace in its order, at most `limit` of them.
+
+    Raises:
+        TraceError: the file is missing, of an unknown kind, empty, or has a broken line; the
+            message names the file and the line.
+    """
+    path = Path(path)
+    requests: list[TraceRequest] = []
+    try:
+        with _open_text(path) as lines:
+            records = _records(path, lines)
+            for number, values in records:
+                if limit is not None and len(requests) >= limit:
+                    break
+                requests.append(_request(path, number, values))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"{path}: cannot be read: {reason}") from error
+    if not requests:
+        raise TraceError(f"{path}: there is no request in it")
+    return requests
+
+
+def uniform_requests(
+    num_requests: int,
+    prompt_tokens: int | tuple[int, int],
+    output_tokens: int | tuple[int, int],
+    seed: int = 0,
+) -> list[TraceRequest]:
+    """Requests with lengths drawn uniformly from (lowest, highest), or all of one length."""
+    draw = random.Random(seed)
+
+    def length(value: int | tuple[int, int]) -> int:
+        return value if isinstance(value, int) else draw.randint(*value)
+
+    return [TraceRequest(length(prompt_tokens), length(output_tokens)) for _ in range(num_requests)]
+
+
+def make_prompts(
+    requests: Sequence[TraceRequest],
+    vocab_size: int,
+    seed: int | str = 0,
+    hash_block_size: int = 512,
+) -> list[list[int]]:
+    """Random token ids of the right lengths.
+
+    Blocks with equal `hash_ids` get equal tokens, so the prefix cache finds what it would have
+    found in the original.
+    """
+    draw = random.Random(seed)
+    prompts: list[list[int]] = []
+    blocks: dict[int, list[int]] = {}
+    for request in requests:
+        prompt: list[int] = []
+        for hash_id in request.hash_ids:
+            if hash_id not in blocks:
+                own = random.Random(f"{seed}-{hash_id}")
+                blocks[hash_id] = own.choices(range(vocab_size), k=hash_block_size)
+            prompt += blocks[hash_id]
+        del prompt[request.prompt_tokens :]
+        prompt += draw.choices(range(vocab_size), k=request.prompt_tokens - len(prompt))
+        prompts.append(prompt)
+    return prompts
+
+
+def _open_text(path: Path) -> io.TextIOWrapper:
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.open(path), encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def _records(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Each line of the file with its number, as names and values."""
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    if kind == ".csv":
+        return _csv_records(path, lines)
+    if kind == ".jsonl":
+        return _json_records(path, lines)
+    raise TraceError(f"{path}: a trace is a .csv or .jsonl file, or one of them with .gz")
+
+
+def _csv_records(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.reader(lines)
+    try:
+        header = next(reader, [])
+        for name in ("prompt_tokens", "output_tokens"):
+            if name not in header:
+                raise TraceError(f"{path}:1: the header has no column {name}")
+        for row in reader:
+            if not row:
+                continue
+            if len(row) != len(header):
+                raise TraceError(
+                    f"{path}:{reader.line_num}: {len(row)} columns, but the header has "
+                    f"{len(header)}"
+                )
+            yield reader.line_num, dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise TraceError(f"{path}:{reader.line_num}: {error}") from error
+
+
+def _json_records(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise TraceError(f"{path}:{number}: it is not JSON ({error})") from error
+        if not isinstance(values, dict):
+            raise TraceError(f"{path}:{number}: it is not a JSON object")
+        yield number, values
+
+
+def _request(path: Path, number: int, values: Mapping[str, Any]) -> TraceRequest:
+    where = f"{path}:{number}"
+    hash_ids = values.get("hash_ids") or []
+    if not isinstance(hash_ids, list) or not all(type(i) is int for i in hash_ids):
+        raise TraceError(f"{where}: hash_ids is not a list of integers")
+    return TraceRequest(
+        _length(where, values, "prompt_tokens"),
+        _length(where, values, "output_tokens"),
+        _arrival(where, values.get("arrival_s")),
+        tuple(hash_ids),
+    )
+
+
+def _length(where: str, values: Mapping[str, Any], name: str) -> int:
+    value = values.get(name)
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if type(number) is not int or number < 1:
+        raise TraceError(f"{where}: {name} is {value!r}, not a positive integer")
+    return number
+
+
+def _arrival(where: str, value: Any) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise TraceError(f"{where}: arrival_s is {value!r}, not a number of seconds")
+    return seconds

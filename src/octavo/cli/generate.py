@@ -1,0 +1,132 @@
+"""`octavo generate`: continue prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from octavo.cli.options import engine_options, sampling_options
+from octavo.cli.session import dim, make_sampling_params, open_llm, show_log, summary
+from octavo.sampling_params import BeamSearchParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from octavo.outputs import RequestOutput, SequenceOutput
+
+# Options of sampling that beam search knows, too.
+BEAM_OPTIONS = ("max_tokens", "ignore_eos")
+
+
+@click.command()
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.option("--model", default="demo", show_default=True, help="A MODEL.")
+@click.option("--file", type=click.File(encoding="utf-8"), help="A prompt a line; - is stdin.")
+@sampling_options(max_tokens=64)
+@click.option("--beam-width", type=int, help="Beam search with this many beams.")
+@click.option("--length-penalty", type=float, help="Beam search: above 0 favours long outputs.")
+@click.option(
+    "--early-stopping",
+    type=click.Choice(["true", "false", "never"]),
+    help="Beam search: when to stop looking for better beams.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a request, on stdout.")
+@click.option("--quiet", is_flag=True, help="Print the outputs and nothing else.")
+@click.option("--verbose", is_flag=True, help="Also say why requests are preempted.")
+@engine_options(without=("seed",))
+def generate(
+    prompts: tuple[str, ...],
+    model: str,
+    file: IO[str] | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
+    **beam: Any,
+) -> None:
+    """Continue each PROMPT; without any, the lines of --file or of stdin.
+
+    Options of sampling that are not given come from the model's generation_config.json.
+    """
+    from octavo.bench.memory_use import MemoryUse
+
+    texts = read_prompts(prompts, file)
+    beam = {name: value for name, value in beam.items() if value is not None}
+    check_beam_options(beam, sampling)
+    show_log(quiet, verbose)
+    with open_llm(model, engine) as llm:
+        memory = MemoryUse.watch(llm.engine)
+        start = time.perf_counter()
+        outputs = run(llm, texts, sampling, beam, progress=not quiet and sys.stderr.isatty())
+        seconds = time.perf_counter() - start
+        for output in outputs:
+            click.echo(json.dumps(asdict(output), ensure_ascii=False) if as_json else show(output))
+        if not quiet:
+            num_tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
+            click.echo(dim(summary(llm.engine, memory, num_tokens, seconds)), err=True)
+
+
+def read_prompts(prompts: tuple[str, ...], file: IO[str] | None) -> list[str]:
+    """The arguments, or the lines that are not blank of a file or of a pipe."""
+    if prompts and file is not None:
+        raise click.UsageError("give either PROMPTs or --file, not both")
+    if prompts:
+        return list(prompts)
+    if file is None:
+        if sys.stdin.isatty():
+            raise click.UsageError("give a PROMPT, or --file, or pipe lines in")
+        file = sys.stdin
+    lines = [line.rstrip("\r\n") for line in file]
+    texts = [line for line in lines if line.strip()]
+    if not texts:
+        raise click.UsageError("there is no prompt: all lines are blank")
+    return texts
+
+
+def check_beam_options(beam: dict[str, Any], sampling: dict[str, Any]) -> None:
+    if beam and "beam_width" not in beam:
+        raise click.UsageError(f"--{next(iter(beam)).replace('_', '-')} needs --beam-width")
+    for name in sampling:
+        if beam and name not in BEAM_OPTIONS:
+            flag = name.replace("_", "-")
+            raise click.UsageError(f"--{flag} is of no use with --beam-width")
+
+
+def run(
+    llm: LLM, texts: list[str], sampling: dict[str, Any], beam: dict[str, Any], progress: bool
+) -> list[RequestOutput]:
+    if not beam:
+        params = make_sampling_params(llm, sampling)
+        return llm.generate(texts, params, use_tqdm=progress)
+    if "early_stopping" in beam:
+        values = {"true": True, "false": False, "never": "never"}
+        beam["early_stopping"] = values[beam["early_stopping"]]
+    return llm.beam_search(texts, BeamSearchParams(**sampling, **beam), use_tqdm=progress)
+
+
+def show(output: RequestOutput) -> str:
+    """The prompt with its continuation, or a list of several."""
+    prompt = click.style(output.prompt or "", bold=True)
+    if len(output.outputs) == 1:
+        [only] = output.outputs
+        return f"{prompt}{only.text}\n{show_logprobs(only)}"
+    lines = [prompt]
+    for each in output.outputs:
+        score = "" if each.score is None else f" (score {each.score:.4f})"
+        lines.append(f"  [{each.index}]{score} {each.text}\n{show_logprobs(each)}".rstrip())
+    return "\n".join([*lines, ""])
+
+
+def show_logprobs(output: SequenceOutput) -> str:
+    if output.logprobs is None:
+        return ""
+    rows = [f"    {'token':>8} {'logprob':>9} {'rank':>6}  likeliest"]
+    for each in output.logprobs:
+        likeliest = " ".join(f"{token}:{logprob:.2f}" for token, logprob in each.top)
+        rows.append(f"    {each.token_id:>8} {each.logprob:>9.4f} {each.rank:>6}  {likeliest}")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,160 @@
+"""`octavo memory`: the memory budget of a model, without its weights and without the device."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from octavo.cli.options import engine_options, integers, size
+from octavo.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_LENGTHS = "512,2048,8192"
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--device-memory",
+    type=size,
+    help="What octavo may take on the device, such as 80GiB.  [default: what is free here]",
+)
+@click.option(
+    "--lengths",
+    type=integers,
+    default=DEFAULT_LENGTHS,
+    show_default=True,
+    help="How many sequences of these lengths fit.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@engine_options(
+    "dtype",
+    "max_model_len",
+    "block_size",
+    "num_blocks",
+    "kv_cache_memory",
+    "swap_space",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
+def memory(
+    model: str,
+    device_memory: int | None,
+    lengths: tuple[int, ...],
+    as_json: bool,
+    engine: dict[str, Any],
+) -> None:
+    """Print how MODEL's memory would be divided: weights, activations, KV blocks.
+
+    Needs only its config.json. Activations are the same estimate of the largest step that the
+    worker makes; KV is counted without a backend's padding of heads.
+    """
+    budget = Budget.of(model, device_memory, engine)
+    click.echo(json.dumps(budget.values(lengths)) if as_json else budget.text(lengths))
+
+
+class Budget:
+    """A memory budget, and what it is good for."""
+
+    def __init__(self, config: Any, model_config: Any, dtype: str, total: int) -> None:
+        from octavo.core.kv_spec import group_layers
+        from octavo.worker.memory import (
+            FixedMemory,
+            KVShape,
+            check_model_len,
+            estimate_activations,
+            plan_memory,
+        )
+
+        self._config = config
+        self._model_config = model_config
+        self._dtype = dtype
+        dtype_bytes = DTYPE_BYTES[dtype]
+        self._shape = KVShape.dense(
+            group_layers(model_config.kv_specs()),
+            config.cache.block_size,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            dtype_bytes,
+        )
+        fixed = FixedMemory(
+            model_config.num_parameters() * dtype_bytes,
+            estimate_activations(model_config, config.scheduler, dtype_bytes),
+        )
+        self._budget = plan_memory(
+            config.cache, self._shape, fixed, total, total - fixed.total, config.cache.swap_space
+        )
+        if config.max_model_len is not None:
+            check_model_len(self._budget, self._shape, config.max_model_len, self._chunk)
+
+    @classmethod
+    def of(cls, model: str, device_memory: int | None, engine: dict[str, Any]) -> Budget:
+        """Raises ConfigError, ModelError or OutOfMemory like the engine itself."""
+        from octavo.config import make_config
+        from octavo.model_config import ModelConfig, resolve_model
+        from octavo.worker.memory import host_memory
+
+        config = make_config(model, **engine)
+        model_config = ModelConfig.from_directory(resolve_model(model))
+        if config.max_model_len is not None:
+            model_config = model_config.with_max_model_len(config.max_model_len)
+        dtype = model_config.dtype if config.dtype == "auto" else config.dtype
+        if device_memory is not None and device_memory <= 0:
+            raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
+        return cls(config, model_config, dtype, device_memory or host_memory())
+
+    @property
+    def _chunk(self) -> int:
+        return int(self._config.scheduler.max_num_batched_tokens)
+
+    def fits(self, num_tokens: int) -> int | None:
+        """How many sequences of that length fit at once; None if it is beyond the model."""
+        if num_tokens > self._model_config.max_model_len:
+            return None
+        return int(self._budget.num_blocks // self._shape.blocks_for(num_tokens, self._chunk))
+
+    def text(self, lengths: tuple[int, ...]) -> str:
+        from octavo.worker.memory import format_bytes
+
+        model, shape = self._model_config, self._shape
+        lines = [
+            f"{model.directory}: {model.architecture}, "
+            f"{model.num_parameters() / 1e6:,.1f} M parameters, {self._dtype}",
+            "",
+            str(self._budget),
+            "",
+            f"KV of a token   {shape.bytes_per_token:,} bytes "
+            f"({format_bytes(shape.bytes_per_token)}), {self._layers_text()}",
+            f"KV slots        {self._budget.num_blocks * shape.block_size:,} tokens in "
+            f"{self._budget.num_blocks:,} blocks",
+        ]
+        for length in lengths:
+            count = self.fits(length)
+            note = f"more than the model's {model.max_model_len:,} positions"
+            shown = note if count is None else f"{count:,} sequences at once"
+            lines.append(f"{length:>8,} tokens  {shown}")
+        return "\n".join(lines)
+
+    def values(self, lengths: tuple[int, ...]) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        return {
+            "model": str(self._model_config.directory),
+            "architecture": self._model_config.architecture,
+            "parameters": self._model_config.num_parameters(),
+            "dtype": self._dtype,
+            "max_model_len": self._model_config.max_model_len,
+            "budget": asdict(self._budget) | {"unused": self._budget.unused},
+            "kv_bytes_per_token": self._shape.bytes_per_token,
+            "kv_slots": self._budget.num_blocks * self._shape.block_size,
+            "sequences": {str(length): self.fits(length) for length in lengths},
+        }
+
+    def _layers_text(self) -> str:
+        windows = self._model_config.layer_windows
+        num_sliding = sum(window is not None for window in windows)
+        if not num_sliding:
+            return f"{len(windows)} layers"
+        return f"{len(windows)} layers, {num_sliding} of them with a sliding window"

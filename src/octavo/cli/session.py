@@ -1,0 +1,64 @@
+"""What the commands that run a model have in common: loading it, and telling how it went."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.bench.memory_use import MemoryUse
+    from octavo.engine.engine import Engine
+    from octavo.llm import LLM
+
+# What a model's generation_config.json may set for requests that do not.
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def show_log(quiet: bool, verbose: bool) -> None:
+    """Send octavo's log to stderr: the memory budget, and with `verbose` each preemption."""
+    logger = logging.getLogger("octavo")
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    budget_level = logging.WARNING if quiet else logging.INFO
+    logging.getLogger("octavo.worker.worker").setLevel(budget_level)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers = [handler]
+    logger.propagate = False
+
+
+def open_llm(model: str, engine: Mapping[str, Any]) -> LLM:
+    from octavo.llm import LLM
+
+    return LLM(model, **engine)
+
+
+def make_sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
+    """What was asked for; what was not comes from the model, then from SamplingParams."""
+    generation = llm.engine.model_config.generation_defaults
+    own: dict[str, Any] = {}
+    if generation.get("do_sample"):
+        own = {name: generation[name] for name in MODEL_DEFAULTS if name in generation}
+    return SamplingParams(**{**own, **given})
+
+
+def summary(engine: Engine, memory: MemoryUse, num_tokens: int, seconds: float) -> str:
+    """One line: speed, blocks, preemptions, prefix cache."""
+    preemptions = engine.scheduler.num_preemptions
+    kv = engine.kv
+    return (
+        f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / max(seconds, 1e-9):.0f} tok/s) | "
+        f"KV blocks: {memory.peak_blocks} of {kv.pool.num_blocks} at most, "
+        f"{kv.num_cow_copies} copied on write | preemptions: {preemptions['swap']} by swap, "
+        f"{preemptions['recompute']} by recompute | prefix cache: {kv.num_hit_tokens} of "
+        f"{kv.num_lookup_tokens} prompt tokens"
+    )
+
+
+def dim(text: str) -> str:
+    return click.style(text, dim=True)
