@@ -143,7 +143,7 @@ def test_a_head_that_does_not_fit_is_passed_a_bounded_number_of_times() -> None:
     while head.status is Status.WAITING:
         world.step()
     assert head.num_passes == 2
-    assert world.names("waiting")[0] == "small2"
+    assert world.names("waiting")[0] == "small3"  # small2 came in beside the head
     world.run()
 
 
