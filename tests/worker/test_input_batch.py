@@ -263,12 +263,12 @@ def test_a_row_that_is_opened_again_has_an_empty_table() -> None:
     batch.apply(StepPlan(0, [], [], [], [], opened=[opened(1, 12)], table_writes=[write]))
     batch.apply(StepPlan(1, [], [], [], [], closed=[1]))
     plan = StepPlan(
-        2, [2, 3], [12, 4], [], [], opened=[opened(2, 12), opened(3, 4)],
-        table_writes=[TableWrite(2, 0, 0, (1, 2, 3)), TableWrite(3, 0, 0, (4,))],
+        2, [2, 3], [4, 12], [], [], opened=[opened(2, 4), opened(3, 12)],
+        table_writes=[TableWrite(2, 0, 0, (4,)), TableWrite(3, 0, 0, (1, 2, 3))],
     )  # fmt: skip
     batch.apply(plan)
     # Padding is the null block.
-    assert batch.model_input(plan).attention.block_tables[0].tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert batch.model_input(plan).attention.block_tables[0].tolist() == [[4, 0, 0], [1, 2, 3]]
 
 
 def test_any_integer_is_a_seed() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.core.step import SamplingSpec
 from octavo.worker.logit_edits import EditedRow
-from octavo.worker.sampler import Sampler, SamplingBatch, token_weights
+from octavo.worker.sampler import WEIGHT_BITS, Sampler, SamplingBatch, invert, token_weights
 
 sample = Sampler()
 
@@ -191,6 +191,22 @@ def test_weights_of_a_row_are_bit_equal_in_any_batch(name: str) -> None:
             logits.clone(), make_batch([*others[:row], SPECS[name], *others[row + 1 :]])
         )
         assert torch.equal(mixed[row], together[row])
+
+
+def test_the_inverse_is_exact_at_its_ends() -> None:
+    vocab_size, top = 150_000, 1 << WEIGHT_BITS
+    weights = torch.zeros(3, vocab_size, dtype=torch.int64)
+    weights[0] = top  # the total has more bits than a float64 holds
+    weights[0, -1] = top - 1
+    weights[1, 777] = 1
+    weights[2, [5, 127, 128, 90_000]] = torch.tensor([1, 2, 3, 4])
+    lowest, highest = 0.0, 1 - 2.0**-53
+    owners = torch.tensor([0, 0, 1, 1])
+    noise = torch.tensor([lowest, highest, lowest, highest], dtype=torch.float64)
+    assert invert(weights, owners, noise).tolist() == [0, vocab_size - 1, 777, 777]
+    tenths = torch.arange(10, dtype=torch.float64) / 10 + 0.01
+    drawn = invert(weights, torch.full((10,), 2), tenths).tolist()
+    assert drawn == [5, 127, 127, 128, 128, 128, *[90_000] * 4]
 
 
 def test_draw_i_is_the_first_draw_of_the_i_th_next_sample() -> None:

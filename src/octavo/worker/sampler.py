@@ -190,7 +190,6 @@ def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
             kth = best.gather(1, places).masked_fill_(is_off, -torch.inf)
             limits = torch.maximum(limits, kth)
         scaled.masked_fill_(scaled < limits, _NEVER)
-        best = best.masked_fill(best < limits, _NEVER)
     shares = _to_shares(scaled)
     weights = shares.to(torch.int64)
     if needs_top_p:
