@@ -63,9 +63,7 @@ def throughput(
     from octavo.bench.throughput import Decoding, run_throughput, split_by_fit
 
     if trace is not None and (input_len or output_len):
-        raise click.UsageError(
-            "--trace brings lengths: leave out --input-len and --output-len"
-        )
+        raise click.UsageError("--trace brings lengths: leave out --input-len and --output-len")
     requests = _requests(trace, num_prompts, input_len, output_len)
     decoding = Decoding(n, temperature, beam_width)
     decoding.params(1, 0)  # refuses what cannot be, before a model is loaded

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from octavo.errors import ModelError
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,6 +36,16 @@ def show_log(quiet: bool, verbose: bool) -> None:
 def open_llm(model: str, engine: Mapping[str, Any]) -> LLM:
     from octavo.llm import LLM
 
+    if model == "demo":
+        # Only until the demo model ships.
+        from octavo.cli.stand_in import stand_in_directory
+        from octavo.model_config import resolve_model
+
+        try:
+            resolve_model(model)
+        except (ImportError, ModelError) as error:
+            click.echo(f"{error}\nA tiny model with random weights stands in: noise.", err=True)
+            return LLM(str(stand_in_directory()), **{**engine, "load_format": "dummy"})
     return LLM(model, **engine)
 
 

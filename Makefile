@@ -1,0 +1,48 @@
+# Everything runs in .venv, which the first target that needs it makes.
+#
+# `pip install torch` takes the build for NVIDIA GPUs, several gigabytes, where the package index
+# offers that one. For a CPU, let pip find a CPU build of the pinned version first: set
+# PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, which pip reads by itself.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+# Test workers share the cores among themselves; without this each would start a thread a core.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+PROMPTS ?= "Once upon a time" "One morning, a little girl" "The old sailor looked at the sea"
+
+.PHONY: run test check size nightly bench clean
+
+run: $(STAMP)  ## generate text with the embedded model
+	$(BIN)/octavo generate --max-tokens 80 --temperature 0.7 --seed 1 $(PROMPTS)
+
+test: $(STAMP)  ## all tests but the slow ones
+	$(TEST_ENV) $(BIN)/pytest -n auto -m "not slow"
+
+nightly: $(STAMP)  ## the slow tests
+	$(TEST_ENV) $(BIN)/pytest -n auto -m slow
+
+check: $(STAMP)  ## format, lint, types, who may import whom
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_imports.py
+
+size: $(STAMP)  ## lines of each package
+	$(BIN)/python tools/size.py
+
+bench: $(STAMP)  ## core overhead, memory waste, CPU throughput
+	$(BIN)/python benchmarks/core_overhead.py
+	$(BIN)/octavo bench throughput --model benchmarks/configs/tiny --load-format dummy \
+	    --trace benchmarks/traces/bench_sharegpt_1000.csv --num-blocks 983 \
+	    --max-num-batched-tokens 2560
+	$(BIN)/python benchmarks/cpu_throughput.py
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +

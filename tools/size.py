@@ -1,0 +1,93 @@
+"""Lines of each package of octavo, and its longest file and function.
+
+Marks with `!` what is over the limits of the house: 330 lines a file, 50 a function.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FILE = 330
+MAX_FUNCTION = 50
+
+
+@dataclass(frozen=True)
+class File:
+    """One source file."""
+
+    path: Path
+    lines: int
+    code_lines: int  # neither blank, nor comments, nor docstrings
+    longest: tuple[int, str]  # lines and name of its longest function
+
+
+def measure(path: Path) -> File:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    lines = text.splitlines()
+    documentation = set(_docstring_lines(tree))
+    code = [
+        line
+        for number, line in enumerate(lines, start=1)
+        if number not in documentation and line.strip() and not line.lstrip().startswith("#")
+    ]
+    functions = [
+        ((node.end_lineno or node.lineno) - node.lineno + 1, node.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return File(path, len(lines), len(code), max(functions, default=(0, "")))
+
+
+def _docstring_lines(tree: ast.Module) -> Iterator[int]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            yield from range(first.lineno, (first.end_lineno or first.lineno) + 1)
+
+
+def packages() -> dict[str, list[File]]:
+    """Files by package: the folders of src/octavo, the tests, and the rest."""
+    found: dict[str, list[File]] = defaultdict(list)
+    source = ROOT / "src" / "octavo"
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).parts
+        found[f"octavo.{parts[0]}" if len(parts) > 1 else "octavo"].append(measure(path))
+    for folder in ("tests", "benchmarks", "examples", "tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found[folder].append(measure(path))
+    return dict(found)
+
+
+def _row(name: str, files: list[File]) -> str:
+    longest_file = max(files, key=lambda file: file.lines)
+    num_lines, function = max(file.longest for file in files)
+    file_mark = "!" if longest_file.lines > MAX_FILE else " "
+    function_mark = "!" if num_lines > MAX_FUNCTION else " "
+    return (
+        f"{name:<20}{len(files):>6}{sum(f.lines for f in files):>8}"
+        f"{sum(f.code_lines for f in files):>8}"
+        f"{longest_file.lines:>6}{file_mark}{longest_file.path.name:<26}"
+        f"{num_lines:>4}{function_mark}{function}"
+    )
+
+
+def main() -> None:
+    found = packages()
+    header = f"{'package':<20}{'files':>6}{'lines':>8}{'code':>8}"
+    print(f"{header}{'':>3}{'longest file':<30}{'longest function'}")
+    for name, files in found.items():
+        print(_row(name, files))
+    engine = [f for name, files in found.items() if name.startswith("octavo") for f in files]
+    engine = [f for f in engine if "demo" not in f.path.parts]
+    print(_row("octavo, no demo", engine))
+
+
+if __name__ == "__main__":
+    main()
