@@ -186,7 +186,9 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
             elif "wte" in name or "embed_tokens" in name:
                 parameter.copy_(values * 0.35)
             else:  # [out, in], or GPT-2's [in, out]; near enough for scale
-                parameter.copy_(values * 2.0 / min(parameter.shape) ** 0.5)
+                if "fc2" in name:  # else what ReLU leaves, being positive, drowns the tokens
+                    values -= values.mean(dim=-1, keepdim=True)
+                parameter.copy_(values * 1.5 / min(parameter.shape) ** 0.5)
 
 
 @functools.cache
