@@ -224,14 +224,14 @@ def invert(weights: Tensor, owners: Tensor, noise: Tensor) -> Tensor:
     for first in range(0, len(owners), _MAX_DRAWS_AT_ONCE):
         rows = owners[first : first + _MAX_DRAWS_AT_ONCE]
         row_ends = ends[rows]
-        total = row_ends[:, -1]
-        target = (noise[first : first + _MAX_DRAWS_AT_ONCE] * total).to(torch.int64)
-        target = torch.minimum(target, total - 1).unsqueeze(1)  # the product may round up
+        # Less than the total even when rounded: noise is at most 1 - 2 ** -53.
+        target = noise[first : first + _MAX_DRAWS_AT_ONCE] * row_ends[:, -1]
+        target = target.to(torch.int64).unsqueeze(1)
         chunk = (row_ends <= target).sum(dim=-1).clamp_(max=row_ends.shape[1] - 1)
         inside = chunks[rows, chunk].cumsum(dim=-1)  # [num_draws, _CHUNK]
         before = row_ends.gather(1, chunk.unsqueeze(1)) - inside[:, -1:]
         drawn.append(chunk * _CHUNK + (inside <= target - before).sum(dim=-1))
-    # A row of NaN has no distribution; the clamp keeps its token inside the vocabulary.
+    # A row of NaN has no distribution; the clamps keep its token inside the vocabulary.
     return torch.cat(drawn).clamp_(max=vocab_size - 1)
 
 
