@@ -78,12 +78,18 @@ class CpuBackend:
             g = layer.num_heads // layer.num_kv_heads
             chunk = max(1, ITEM_ROWS // g)
             if g not in plans:
-                items = [
-                    (s, b, min(b + chunk, n))
-                    for s, n in enumerate(query_lens.tolist())
-                    for b in reversed(range(0, n, chunk))
-                ]
-                plans[g] = (np.array(items, np.int32).reshape(-1, 3), chunk * g)
+                kvh = layer.num_kv_heads
+                items = []
+                for s, n in enumerate(query_lens.tolist()):
+                    if n == 1:
+                        items.append((s, 0, 1, 0, kvh))
+                        continue
+                    items += [
+                        (s, b, min(b + chunk, n), h, h + 1)
+                        for b in reversed(range(0, n, chunk))
+                        for h in range(kvh)
+                    ]
+                plans[g] = (np.array(items, np.int32).reshape(-1, 5), max(chunk * g, g * kvh))
             items_arr, max_rows = plans[g]
             table = batch.block_tables[place.group]
             step["tables"] = table.data_ptr()
@@ -96,7 +102,7 @@ class CpuBackend:
             step["num_writes"] = len(self._writes)
             step["items"] = items_arr.ctypes.data
             step["num_items"] = len(items_arr)
-            step["max_rows"] = min(max_rows, int(query_lens.max()) * g)
+            step["max_rows"] = max_rows
         self._plans = plans
 
     def forward(

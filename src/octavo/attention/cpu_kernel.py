@@ -23,8 +23,10 @@ from octavo.attention.cpu_simd import (
     TILE_ROWS,
     fetch_add,
     from_float,
-    multiply_tile,
+    multiply_keys,
+    multiply_values,
     pointer_to,
+    size_of,
     softmax_row,
     to_float,
 )
@@ -78,7 +80,7 @@ def _rotate(step: Any, elements: Any, source: Any, position: int, target: Any) -
 @_jit
 def _write_token(step: Any, elements: Any, token: int, head: int, rotated: Any) -> None:
     """Write one token's K (rotated) and V of one KV head to its slot."""
-    itemsize = elements.itemsize
+    itemsize = size_of(elements)
     pair = 4 // itemsize
     dim, padded, size = step.head_dim, step.padded_dim, step.block_size
     slot = carray(pointer_to(step.slots, int64), token + 1)[token]
@@ -111,35 +113,19 @@ def _write_token(step: Any, elements: Any, token: int, head: int, rotated: Any) 
 
 
 @_jit
-def _load_queries(
-    step: Any, elements: Any, first_token: int, num_queries: int, kv_head: int, rows: Any
-) -> None:
-    """The query heads of one KV head, rotated: rows [num_queries * group, padded_dim]."""
-    dim, padded = step.head_dim, step.padded_dim
-    group = step.num_heads // step.num_kv_heads
-    positions = carray(pointer_to(step.positions + 8 * first_token, int64), num_queries)
-    for q in range(num_queries):
-        for g in range(group):
-            begin = (first_token + q) * step.query_stride + (kv_head * group + g) * dim
-            source = step.query + begin * elements.itemsize
-            row = rows[(q * group + g) * padded :]
-            _rotate(step, elements, carray(pointer_to(source, elements), dim), positions[q], row)
-            for i in range(dim, dim + dim % (4 // elements.itemsize)):
-                row[i] = 0
-
-
-@_jit
 def _stage(
     step: Any, elements: Any, table: Any, kv_head: int, begin: int, end: int, tiles: Any
 ) -> None:
     """Copy the tokens [begin, end) of one span to `tiles`: 4 tiles of K, then 4 of V."""
-    pair = 4 // elements.itemsize
+    pair = 4 // size_of(elements)
     dim, padded, size = step.head_dim, step.padded_dim, step.block_size
     for token in range(begin, end):
         place = kv_head * 2 * size + token % size
-        home = step.kv + (table[token // size] * step.block_stride + place * padded) * elements.itemsize
+        home = step.kv + (table[token // size] * step.block_stride + place * padded) * size_of(
+            elements
+        )
         key = carray(pointer_to(home, elements), dim)
-        value = carray(pointer_to(home + size * padded * elements.itemsize, elements), dim)
+        value = carray(pointer_to(home + size * padded * size_of(elements), elements), dim)
         tile, t = token % SPAN_TOKENS // LANES * LANES * padded, token % LANES
         k_tile, v_tile = tiles[tile:], tiles[SPAN_TOKENS * padded + tile :]
         for i in range(dim):
@@ -150,111 +136,179 @@ def _stage(
 
 @_jit
 def _locate(
-    step: Any, table: Any, kv_head: int, begin: int, end: int, itemsize: int, places: Any
+    step: Any, elements: Any, table: Any, kv_head: int, begin: int, end: int, places: Any
 ) -> None:
     """Addresses of the 4 K tiles of a span of which the tokens [begin, end) are read."""
-    size, padded = step.block_size, step.padded_dim
+    size, head_size = step.block_size, step.padded_dim * size_of(elements)
     span = begin // SPAN_TOKENS * SPAN_TOKENS
     first, last = (begin - span) // LANES, (end - 1 - span) // LANES
     for j in range(first, last + 1):
         token = span + j * LANES
-        place = kv_head * 2 * size + token % size
-        places[j] = step.kv + (table[token // size] * step.block_stride + place * padded) * itemsize
+        block = step.kv + table[token // size] * step.block_stride * size_of(elements)
+        places[j] = block + (kv_head * 2 * size + token % size) * head_size
     for j in range(SPAN):
         if j < first or j > last:
             places[j] = places[first]
 
 
 @_jit
-def _attend(
-    step: Any,
-    words: Any,
-    elements: Any,
-    seq: int,
-    q_begin: int,
-    q_end: int,
-    kv_head: int,
-    scratch: Any,
-) -> None:
-    """Queries [q_begin, q_end) of one sequence and the query heads of one KV head."""
-    queries, scores, sums, maxima, totals, tiles, places = scratch
-    itemsize = elements.itemsize
-    pair = 4 // itemsize
-    padded, size, window = step.padded_dim, step.block_size, step.window
-    group = step.num_heads // step.num_kv_heads
+def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> None:
+    """Queries [q_begin, q_end) of a sequence, for the query heads of some KV heads."""
+    seq, q_begin, q_end, head_begin, head_end = item
+    places, staged = scratch[:2]
+    size, padded = step.block_size, step.padded_dim
     starts = carray(pointer_to(step.query_starts + 4 * seq, int32), 2)
     context_len = carray(pointer_to(step.context_lens + 4 * seq, int32), 1)[0]
     num_blocks = (context_len + size - 1) // size
     table = carray(pointer_to(step.tables + 4 * seq * step.table_stride, int32), num_blocks)
     first = context_len - (starts[1] - starts[0]) + q_begin  # position of the first query
-    num_rows = (q_end - q_begin) * group
-    _load_queries(step, elements, starts[0] + q_begin, q_end - q_begin, kv_head, queries)
+    token = starts[0] + q_begin
+    _begin_rows(step, elements, token, q_end - q_begin, head_begin, head_end, scratch)
+    key_end = first + (q_end - q_begin)
+    key_begin = max(0, first - step.window + 1)
+    in_place = size % LANES == 0
+    head_bytes = 2 * size * padded * size_of(elements)
+    v_distance = (size if in_place else SPAN_TOKENS) * padded * size_of(elements)
+    if in_place:
+        _locate(
+            step,
+            elements,
+            table,
+            head_begin,
+            key_begin,
+            min(key_end, (key_begin // SPAN_TOKENS + 1) * SPAN_TOKENS),
+            places[SPAN:],
+        )
+    for span in range(key_begin // SPAN_TOKENS * SPAN_TOKENS, key_end, SPAN_TOKENS):
+        span_begin, span_end = max(span, key_begin), min(span + SPAN_TOKENS, key_end)
+        for head in range(head_begin, head_end):
+            if in_place:
+                for j in range(SPAN):
+                    places[j] = places[SPAN + j]
+                if head + 1 < head_end:
+                    for j in range(SPAN):
+                        places[SPAN + j] += head_bytes
+                elif span_end < key_end:
+                    next_end = min(span_end + SPAN_TOKENS, key_end)
+                    _locate(step, elements, table, head_begin, span_end, next_end, places[SPAN:])
+            else:
+                _stage(step, elements, table, head, span_begin, span_end, staged)
+                for j in range(SPAN):
+                    places[j] = staged.ctypes.data + j * LANES * padded * size_of(elements)
+                    places[SPAN + j] = places[j]
+            _attend_span(
+                step,
+                words,
+                elements,
+                first - span,
+                q_end - q_begin,
+                head - head_begin,
+                v_distance,
+                scratch,
+            )
+    _store_output(step, elements, token, q_end - q_begin, head_begin, head_end, scratch)
+
+
+@_jit
+def _attend_span(
+    step: Any,
+    words: Any,
+    elements: Any,
+    first: int,
+    num_queries: int,
+    head: int,
+    v_distance: int,
+    scratch: Any,
+) -> None:
+    """Fold one span of keys of one KV head into its rows; the first query is at `first` in it."""
+    places, _, scores, queries, sums, maxima, totals = scratch
+    pair = 4 // size_of(elements)
+    padded, window = step.padded_dim, step.window
+    group = step.num_heads // step.num_kv_heads
+    num_rows = num_queries * group
+    row_bytes = padded * size_of(elements)
+    depth = (step.head_dim + pair - 1) // pair
+    row_base = head * num_rows
+    s_address = scores.ctypes.data
+    for r0 in range(0, num_rows, TILE_ROWS):
+        rows = min(TILE_ROWS, num_rows - r0)
+        end = min(SPAN_TOKENS, first + (r0 + rows - 1) // group + 1)
+        begin = max(0, first + r0 // group - window + 1)
+        if end <= 0 or begin >= SPAN_TOKENS:
+            continue
+        num_tiles = (end + LANES - 1) // LANES
+        multiply_keys(
+            words, rows, num_tiles, queries.ctypes.data + (row_base + r0) * row_bytes, row_bytes,
+            places.ctypes.data, depth, s_address,
+        )  # fmt: skip
+        for r in range(rows):
+            position = first + (r0 + r) // group
+            at = row_base + r0 + r
+            maxima[at], decay, total = softmax_row(
+                words, s_address + r * 4 * SPAN_TOKENS, max(0, position - window + 1),
+                position + 1, step.scale, maxima[at],
+            )  # fmt: skip
+            totals[at] = totals[at] * decay + total
+            row = sums[at * padded : (at + 1) * padded]
+            for i in range(padded):  # no test of decay: it would be hard to predict
+                row[i] *= decay
+        for d in range(0, padded, SPAN_TOKENS):
+            multiply_values(
+                words, rows, min(SPAN, (padded - d) // LANES), s_address,
+                places.ctypes.data, v_distance + 4 * d, 4 * padded, begin // pair, (end + pair - 1) // pair,
+                sums.ctypes.data + 4 * ((row_base + r0) * padded + d), 4 * padded,
+            )  # fmt: skip
+
+
+@_jit
+def _begin_rows(
+    step: Any,
+    elements: Any,
+    token: int,
+    num_queries: int,
+    head_begin: int,
+    head_end: int,
+    scratch: Any,
+) -> None:
+    """Rotated queries as rows [kv_heads, num_queries, group, padded_dim]; nothing seen yet."""
+    queries, sums, maxima, totals = scratch[3:]
+    dim, padded = step.head_dim, step.padded_dim
+    group = step.num_heads // step.num_kv_heads
+    positions = carray(pointer_to(step.positions + 8 * token, int64), num_queries)
+    num_rows = (head_end - head_begin) * num_queries * group
     sums[: num_rows * padded] = 0.0
     maxima[:num_rows] = NEVER_SEEN
     totals[:num_rows] = 0.0
-
-    key_end = first + (q_end - q_begin)
-    key_begin = max(0, first - window + 1)
-    depth = (step.head_dim + pair - 1) // pair
-    q_address, s_address, c_address = queries.ctypes.data, scores.ctypes.data, sums.ctypes.data
-    v_distance = (SPAN_TOKENS if size % LANES else size) * padded * itemsize
-    for span in range(key_begin // SPAN_TOKENS * SPAN_TOKENS, key_end, SPAN_TOKENS):
-        span_begin, span_end = max(span, key_begin), min(span + SPAN_TOKENS, key_end)
-        if size % LANES:
-            _stage(step, elements, table, kv_head, span_begin, span_end, tiles)
-            for j in range(SPAN):
-                places[j] = tiles.ctypes.data + j * LANES * padded * itemsize
-        else:
-            _locate(step, table, kv_head, span_begin, span_end, itemsize, places)
-        for r0 in range(0, num_rows, TILE_ROWS):
-            rows = min(TILE_ROWS, num_rows - r0)
-            end = min(SPAN_TOKENS, first + (r0 + rows - 1) // group + 1 - span)
-            begin = max(0, first + r0 // group - window + 1 - span)
-            if end <= 0 or begin >= SPAN_TOKENS:
-                continue
-            num_tiles = (end + LANES - 1) // LANES
-            multiply_tile(
-                words, rows, num_tiles, q_address + r0 * padded * itemsize, padded * itemsize,
-                places[0], places[1], places[2], places[3],
-                4 * LANES, depth, s_address, 4 * SPAN_TOKENS, False,
-            )  # fmt: skip
-            for r in range(r0, r0 + rows):
-                position = first + r // group - span
-                maxima[r], decay, total = softmax_row(
-                    words, s_address + (r - r0) * 4 * SPAN_TOKENS, max(0, position - window + 1),
-                    position + 1, step.scale, maxima[r],
-                )  # fmt: skip
-                totals[r] = totals[r] * decay + total
-                if decay != 1.0:
-                    row = sums[r * padded : (r + 1) * padded]
-                    for i in range(padded):
-                        row[i] *= decay
-            for j in range(begin // LANES, num_tiles):
-                w_begin = max(0, begin - j * LANES) // pair
-                w_end = (min(LANES, end - j * LANES) + pair - 1) // pair
-                weights = s_address + 4 * (j * LANES // pair + w_begin)
-                v_tile = places[j] + v_distance + 4 * w_begin * padded
-                for d in range(0, padded, SPAN_TOKENS):
-                    v = v_tile + 4 * d
-                    multiply_tile(
-                        words, rows, min(SPAN, (padded - d) // LANES), weights, 4 * SPAN_TOKENS,
-                        v, v + 4 * LANES, v + 8 * LANES, v + 12 * LANES,
-                        4 * padded, w_end - w_begin, c_address + 4 * (r0 * padded + d), 4 * padded,
-                        True,
-                    )  # fmt: skip
-    _store_output(step, elements, starts[0] + q_begin, kv_head, num_rows, sums, totals)
+    for r in range(num_rows):
+        q = r // group % num_queries
+        head = (head_begin + r // (group * num_queries)) * group + r % group
+        begin = (token + q) * step.query_stride + head * dim
+        source = carray(pointer_to(step.query + begin * size_of(elements), elements), dim)
+        row = queries[r * padded : (r + 1) * padded]
+        _rotate(step, elements, source, positions[q], row)
+        for i in range(dim, dim + dim % (4 // size_of(elements))):
+            row[i] = 0
 
 
 @_jit
 def _store_output(
-    step: Any, elements: Any, first_token: int, kv_head: int, num_rows: int, sums: Any, totals: Any
+    step: Any,
+    elements: Any,
+    token: int,
+    num_queries: int,
+    head_begin: int,
+    head_end: int,
+    scratch: Any,
 ) -> None:
-    """Normalise rows of sums [num_rows, padded_dim] into output [num_tokens, num_heads, head_dim]."""
-    dim, padded, heads = step.head_dim, step.padded_dim, step.num_heads
-    group = heads // step.num_kv_heads
-    for r in range(num_rows):
-        place = ((first_token + r // group) * heads + kv_head * group + r % group) * dim
-        target = carray(pointer_to(step.output + place * elements.itemsize, elements), dim)
+    """Normalise the rows into output [num_tokens, num_heads, head_dim]."""
+    _, sums, _, totals = scratch[3:]
+    dim, padded = step.head_dim, step.padded_dim
+    group = step.num_heads // step.num_kv_heads
+    for r in range((head_end - head_begin) * num_queries * group):
+        q = r // group % num_queries
+        head = (head_begin + r // (group * num_queries)) * group + r % group
+        place = step.output + ((token + q) * step.num_heads + head) * dim * size_of(elements)
+        target = carray(pointer_to(place, elements), dim)
         row = sums[r * padded : (r + 1) * padded]
         inverse = np.float32(1.0) / totals[r]
         for i in range(dim):
@@ -268,35 +322,33 @@ def run_layer(steps: Any, words: Any, elements: Any) -> None:
     `words` and `elements` are empty arrays: their dtypes choose the arithmetic (cpu_simd.py).
     """
     step = steps[0]
-    num_kv_heads, max_rows, padded = step.num_kv_heads, step.max_rows, step.padded_dim
-    rotated = np.empty(step.head_dim, elements.dtype)
-    scratch = (
-        np.empty(max_rows * padded, elements.dtype),
-        np.empty(TILE_ROWS * SPAN_TOKENS, np.float32),
-        np.empty(max_rows * padded, np.float32),
-        np.empty(max_rows, np.float32),
-        np.empty(max_rows, np.float32),
-        np.zeros(2 * SPAN_TOKENS * padded if step.block_size % LANES else 1, elements.dtype),
-        np.zeros(SPAN, np.int64),
-    )
     next_write, written, next_item = step.counters, step.counters + 64, step.counters + 128
+    num_kv_heads, max_rows, padded = step.num_kv_heads, step.max_rows, step.padded_dim
 
+    rotated = np.empty(step.head_dim, elements.dtype)
     writes = carray(pointer_to(step.writes, int32), (step.num_writes, 2))
-    num_writes = step.num_writes * num_kv_heads
     work = fetch_add(next_write, 1)
-    while work < num_writes:
-        begin, end = writes[work // num_kv_heads]
-        for token in range(begin, end):
-            _write_token(step, elements, token, work % num_kv_heads, rotated)
+    while work < step.num_writes:
+        begin, end = writes[work]
+        for head in range(num_kv_heads):
+            for token in range(begin, end):
+                _write_token(step, elements, token, head, rotated)
         fetch_add(written, 1)
         work = fetch_add(next_write, 1)
-    while fetch_add(written, 0) < num_writes:
+    while fetch_add(written, 0) < step.num_writes:
         pass  # a query may see keys that another thread is still writing
 
-    items = carray(pointer_to(step.items, int32), (step.num_items, 3))
-    num_items = step.num_items * num_kv_heads
+    scratch = (
+        np.empty(2 * SPAN, np.int64),  # places: this span's K tiles, and those read next
+        np.zeros(0 if step.block_size % LANES == 0 else 2 * SPAN_TOKENS * padded, elements.dtype),
+        np.empty(TILE_ROWS * SPAN_TOKENS, np.float32),  # scores, then weights
+        np.empty(max_rows * padded, elements.dtype),  # queries
+        np.empty(max_rows * padded, np.float32),  # weighted sums of V
+        np.empty(max_rows, np.float32),  # maxima of the scores so far
+        np.empty(max_rows, np.float32),  # totals of the weights so far
+    )
+    items = carray(pointer_to(step.items, int32), (step.num_items, 5))
     work = fetch_add(next_item, 1)
-    while work < num_items:
-        seq, q_begin, q_end = items[work // num_kv_heads]
-        _attend(step, words, elements, seq, q_begin, q_end, work % num_kv_heads, scratch)
+    while work < step.num_items:
+        _attend(step, words, elements, items[work], scratch)
         work = fetch_add(next_item, 1)

@@ -12,6 +12,7 @@ The element type of `cache` chooses the arithmetic; memory is always addressed i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -53,6 +54,15 @@ def _const(value: float) -> ir.Constant:
     return ir.Constant(_VF32, [value] * LANES)
 
 
+def _int(value: int) -> ir.Constant:
+    return ir.Constant(_I64, value)
+
+
+def _step(b: ir.IRBuilder, address: Any, count: int, stride: Any) -> Any:
+    """address + count * stride"""
+    return b.add(address, b.mul(stride if hasattr(stride, "type") else _int(stride), _int(count)))
+
+
 def _consti(value: int) -> ir.Constant:
     return ir.Constant(_VI32, [value] * LANES)
 
@@ -76,6 +86,11 @@ def _store(b: ir.IRBuilder, value: Any, address: Any, align: int = 4) -> None:
 def _call(b: ir.IRBuilder, name: str, result: ir.Type, *args: Any) -> Any:
     signature = ir.FunctionType(result, [a.type for a in args])
     return b.call(cgutils.get_or_insert_function(b.module, signature, name), args)
+
+
+def _prefetch(b: ir.IRBuilder, address: Any) -> None:
+    hints = [ir.Constant(_I32, hint) for hint in (0, PF, 1)]  # to read, near, data
+    _call(b, "llvm.prefetch.p0", ir.VoidType(), b.inttoptr(address, _PTR), *hints)
 
 
 def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
@@ -104,118 +119,132 @@ def _multiply_add(
 
 
 @intrinsic
-def multiply_tile(  # type: ignore[no-untyped-def]
-    typingctx,
-    cache,
-    rows,
-    vecs,
-    a,
-    a_stride,
-    b0,
-    b1,
-    b2,
-    b3,
-    b_stride,
-    depth,
-    c,
-    c_stride,
-    accumulate,
-):
-    """C[r, v] (+)= sum over k < depth of A[r, k] * B_v[k], each v one vector of 16; rows <= 6, vecs <= 4, depth >= 1.
+def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, depth, c):  # type: ignore[no-untyped-def]
+    """Scores C[r, v] = sum over k < depth of A[r, k] * K_v[k], each v the 16 tokens of a tile.
 
-    Addresses and strides are bytes: A has a word at a + r * a_stride + 4k, B_v a vector of words at b_v + k * b_stride,
-    C (fp32) a vector at c + r * c_stride + 64v. `accumulate` (bool) adds to what C holds.
+    Limits: 1 <= rows <= 6, 1 <= vecs <= 4, depth >= 1. Addresses and strides are bytes:
+      A    a word at a + r * a_stride + 4k
+      K_v  a vector of words at tiles[v] + 64k, `tiles` being the address of 8 addresses
+      C    a vector of fp32 at c + 256r + 64v
+    tiles[4 + v] is read next in the same way: its cache lines are fetched in passing.
     """
-    dtype = cache.dtype
-    ints = (rows, vecs, a, a_stride, b0, b1, b2, b3, b_stride, depth, c, c_stride)
-    signature = types.void(cache, *([types.int64] * len(ints)), types.boolean)
+    signature = types.void(like, *([types.int64] * 7))
 
     def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
-        _, rows, vecs, a, a_stride, *tiles, b_stride, depth, c, c_stride, accumulate = args
-        done = b.append_basic_block("tile.done")
-        choice = b.mul(b.sub(rows, ir.Constant(_I64, 1)), ir.Constant(_I64, SPAN))
-        switch = b.switch(b.add(choice, vecs), done)
-        for num_rows in range(1, TILE_ROWS + 1):
-            for num_vecs in range(1, SPAN + 1):
-                block = b.append_basic_block(f"tile.{num_rows}x{num_vecs}")
-                switch.add_case(ir.Constant(_I64, (num_rows - 1) * SPAN + num_vecs), block)
-                b.position_at_end(block)
-                _tile_loop(
-                    b,
-                    dtype,
-                    num_rows,
-                    a,
-                    a_stride,
-                    tiles[:num_vecs],
-                    b_stride,
-                    depth,
-                    c,
-                    c_stride,
-                    accumulate,
-                )
-                b.branch(done)
-        b.position_at_end(done)
+        _, rows, vecs, a, a_stride, tiles, depth, c = args
+
+        def emit(num_rows: int, num_vecs: int) -> None:
+            held = [_load(b, _step(b, tiles, v, 8), _I64) for v in range(num_vecs)]
+            ahead = [_load(b, _step(b, tiles, SPAN + v, 8), _I64) for v in range(num_vecs)]
+
+            def places(k: Any) -> tuple[list[Any], list[Any]]:
+                line = b.mul(k, _int(4 * LANES))
+                return [b.add(x, line) for x in held], [b.add(x, line) for x in ahead]
+
+            a_rows = [_step(b, a, r, a_stride) for r in range(num_rows)]
+            start = [_const(0.0)] * (num_rows * num_vecs)
+            sums = _sum_loop(b, like.dtype, a_rows, places, (_int(0), depth), start)
+            for i, value in enumerate(sums):
+                r, v = divmod(i, num_vecs)
+                _store(b, value, b.add(c, _int(4 * LANES * (SPAN * r + v))))
+
+        _for_each_shape(b, rows, vecs, emit)
         return context.get_dummy_value()
 
     return signature, codegen
 
 
-def _tile_loop(
+@intrinsic
+def multiply_values(  # type: ignore[no-untyped-def]
+    typingctx, like, rows, vecs, weights, tiles, offset, stride, begin, end, c, c_stride
+):
+    """Sums C[r, v] += sum over begin <= w < end of A[r, w] * V[w, v], w counting words of tokens.
+
+    Limits: 1 <= rows <= 6, 1 <= vecs <= 4, begin < end. Addresses and strides are bytes:
+      A  a word at weights + 256r + 4w
+      V  a vector of words at tiles[t] + offset + i * stride + 64v; t, i = divmod(w, words of a tile)
+      C  a vector of fp32 at c + r * c_stride + 64v
+    tiles[4 + t] is read next in the same way: its cache lines are fetched in passing.
+    """
+    signature = types.void(like, *([types.int64] * 10))
+    shift = 4 if like.dtype == types.float32 else 3  # 16 or 8 words of tokens in a tile
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        _, rows, vecs, weights, tiles, offset, stride, begin, end, c, c_stride = args
+
+        def emit(num_rows: int, num_vecs: int) -> None:
+            def places(w: Any) -> tuple[list[Any], list[Any]]:
+                tile = b.add(tiles, b.mul(b.ashr(w, _int(shift)), _int(8)))
+                inside = b.add(offset, b.mul(b.and_(w, _int(2**shift - 1)), stride))
+                here = b.add(_load(b, tile, _I64), inside)
+                next_ = b.add(_load(b, b.add(tile, _int(8 * SPAN)), _I64), inside)
+                lines = [_int(4 * LANES * v) for v in range(num_vecs)]
+                return [b.add(here, x) for x in lines], [b.add(next_, x) for x in lines]
+
+            a_rows = [_step(b, weights, r, 4 * LANES * SPAN) for r in range(num_rows)]
+            c_rows = [_step(b, c, r, c_stride) for r in range(num_rows)]
+            targets = [_step(b, c_row, v, 4 * LANES) for c_row in c_rows for v in range(num_vecs)]
+            start = [_load(b, target, _VF32) for target in targets]
+            sums = _sum_loop(b, like.dtype, a_rows, places, (begin, end), start)
+            for value, target in zip(sums, targets, strict=True):
+                _store(b, value, target)
+
+        _for_each_shape(b, rows, vecs, emit)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _for_each_shape(
+    b: ir.IRBuilder, rows: Any, vecs: Any, emit: Callable[[int, int], None]
+) -> None:
+    """Branch on the shape of a tile; `emit` writes the code for one."""
+    done = b.append_basic_block("tile.done")
+    switch = b.switch(b.add(b.mul(rows, _int(SPAN)), vecs), done)
+    for num_rows in range(1, TILE_ROWS + 1):
+        for num_vecs in range(1, SPAN + 1):
+            block = b.append_basic_block(f"tile.{num_rows}x{num_vecs}")
+            switch.add_case(_int(num_rows * SPAN + num_vecs), block)
+            b.position_at_end(block)
+            emit(num_rows, num_vecs)
+            b.branch(done)
+    b.position_at_end(done)
+
+
+def _sum_loop(
     b: ir.IRBuilder,
     dtype: types.Type,
-    num_rows: int,
-    a: Any,
-    a_stride: Any,
-    tiles: list[Any],
-    b_stride: Any,
-    depth: Any,
-    c: Any,
-    c_stride: Any,
-    accumulate: Any,
-) -> None:
-    """The loop over depth with num_rows x len(tiles) accumulators in registers."""
-    a_rows = [b.add(a, b.mul(a_stride, ir.Constant(_I64, r))) for r in range(num_rows)]
-    places = [
-        b.add(b.add(c, b.mul(c_stride, ir.Constant(_I64, r))), ir.Constant(_I64, 4 * LANES * v))
-        for r in range(num_rows)
-        for v in range(len(tiles))
-    ]
-    with b.if_else(accumulate) as (then, otherwise):
-        with then:
-            held = [_load(b, place, _VF32) for place in places]
-            then_block = b.block
-        with otherwise:
-            otherwise_block = b.block
-    start = []
-    for value in held:
-        phi = b.phi(_VF32)
-        phi.add_incoming(value, then_block)
-        phi.add_incoming(_const(0.0), otherwise_block)
-        start.append(phi)
-
-    before, loop, after = b.block, b.append_basic_block("depth"), b.append_basic_block("depth.done")
+    a_rows: list[Any],
+    places: Callable[[Any], tuple[list[Any], list[Any]]],
+    bounds: tuple[Any, Any],
+    start: list[Any],
+) -> list[Any]:
+    """start[r, v] + sum over k in bounds of A[r, k] * B_v[k], all in registers; never empty."""
+    before, loop, after = b.block, b.append_basic_block("sum"), b.append_basic_block("sum.done")
     b.branch(loop)
     b.position_at_end(loop)
     k = b.phi(_I64)
-    k.add_incoming(ir.Constant(_I64, 0), before)
-    accs = [b.phi(_VF32) for _ in start]
-    for phi, value in zip(accs, start, strict=True):
-        phi.add_incoming(value, before)
-    offset = b.mul(k, b_stride)
-    tile_words = [_load(b, b.add(tile, offset), _VI32) for tile in tiles]
+    k.add_incoming(bounds[0], before)
     sums = []
-    for r in range(num_rows):
-        word = _splat(b, _load(b, b.add(a_rows[r], b.mul(k, ir.Constant(_I64, 4))), _I32))
+    for value in start:
+        sums.append(b.phi(_VF32))
+        sums[-1].add_incoming(value, before)
+    here, ahead = places(k)
+    for address in ahead:
+        _prefetch(b, address)
+    tile_words = [_load(b, address, _VI32) for address in here]
+    results = []
+    for r, a_row in enumerate(a_rows):
+        row_word = _splat(b, _load(b, b.add(a_row, b.mul(k, _int(4))), _I32))
         for v, words in enumerate(tile_words):
-            sums.append(_multiply_add(b, dtype, accs[r * len(tiles) + v], word, words))
-    for phi, value in zip(accs, sums, strict=True):
-        phi.add_incoming(value, b.block)
-    next_k = b.add(k, ir.Constant(_I64, 1))
-    k.add_incoming(next_k, b.block)
-    b.cbranch(b.icmp_signed("<", next_k, depth), loop, after)
+            phi = sums[r * len(tile_words) + v]
+            results.append(_multiply_add(b, dtype, phi, row_word, words))
+            phi.add_incoming(results[-1], loop)
+    next_k = b.add(k, _int(1))
+    k.add_incoming(next_k, loop)
+    b.cbranch(b.icmp_signed("<", next_k, bounds[1]), loop, after)
     b.position_at_end(after)
-    for value, place in zip(sums, places, strict=True):
-        _store(b, value, place)
+    return results
 
 
 # 2**x on [-0.5, 0.5], fitted at Chebyshev points: relative error 3e-9 before rounding.
@@ -305,18 +334,6 @@ def softmax_row(typingctx, cache, scores, first, end, scale, maximum):  # type: 
 
 
 @intrinsic
-def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
-    """Bring the cache line at an address nearer, without waiting for it."""
-
-    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
-        hints = [ir.Constant(_I32, hint) for hint in (0, PF, 1)]  # read, near, data
-        _call(b, "llvm.prefetch.p0", ir.VoidType(), b.inttoptr(args[0], _PTR), *hints)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
 def fetch_add(typingctx, address, value):  # type: ignore[no-untyped-def]
     """Atomically add to the int64 at an address; returns what it held."""
     signature = types.int64(types.int64, types.int64)
@@ -355,6 +372,17 @@ def from_float(typingctx, number, like):  # type: ignore[no-untyped-def]
         return b.trunc(rounded, _I16)
 
     return signature, codegen
+
+
+@intrinsic
+def size_of(typingctx, like):  # type: ignore[no-untyped-def]
+    """Bytes of an element of `like`, as a constant (an array's itemsize is read at run time)."""
+    size = like.dtype.bitwidth // 8
+
+    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+        return ir.Constant(_I64, size)
+
+    return types.int64(like), codegen
 
 
 @intrinsic
