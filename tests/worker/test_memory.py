@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from octavo.config import GIB, CacheConfig
 from octavo.core.kv_spec import FullAttention, SlidingWindow, group_layers
 from octavo.errors import OutOfMemory
-from octavo.worker import memory
 from octavo.worker.memory import (
     FixedMemory,
     KVShape,
@@ -20,7 +16,6 @@ from octavo.worker.memory import (
     activation_bytes,
     check_model_len,
     format_bytes,
-    host_memory,
     plan_memory,
 )
 
@@ -155,25 +150,3 @@ def test_the_budget_prints_each_part() -> None:
 )
 def test_format_bytes(size: int, text: str) -> None:
     assert format_bytes(size) == text
-
-
-def test_host_memory_keeps_to_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = host_memory()
-    assert 0 < free < 1 << 50
-    inner = tmp_path / "inner"
-    inner.mkdir()
-    monkeypatch.setattr(memory, "_cgroup_folders", lambda: iter([inner, tmp_path]))
-    for folder, limit in ((inner, "max"), (tmp_path, str(1 << 20))):
-        (folder / "memory.max").write_text(limit)
-        (folder / "memory.current").write_text(str(700_000))
-        (folder / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
-    assert host_memory() == (1 << 20) - 700_000 + 100_000
-
-
-def test_host_memory_keeps_to_the_limit_of_the_process() -> None:
-    code = (
-        "import resource; from octavo.worker.memory import host_memory;"
-        "resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31));"
-        "assert (1 << 30) < host_memory() < (1 << 31)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -94,7 +94,7 @@ class Budget:
         """Raises ConfigError, ModelError or OutOfMemory like the engine itself."""
         from octavo.config import make_config
         from octavo.model_config import ModelConfig, resolve_model
-        from octavo.worker.memory import host_memory
+        from octavo.worker.host_memory import host_memory
 
         config = make_config(model, **engine)
         model_config = ModelConfig.from_directory(resolve_model(model))

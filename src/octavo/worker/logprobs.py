@@ -53,9 +53,9 @@ def _score(
     owner_ids = torch.tensor(owners, device=device)
     picked = scores[owner_ids, torch.tensor(token_ids, device=device)]
     logprobs = (picked - normaliser[owner_ids, 0]).tolist()
-    ranks = [
-        int((scores[owner] > value).sum()) + 1 for owner, value in zip(owners, picked, strict=True)
-    ]
+    # Few rows have several draws; the usual case needs no copy.
+    drawn_from = scores if len(owners) == len(rows) else scores[owner_ids]
+    ranks = ((drawn_from > picked.unsqueeze(1)).sum(dim=-1) + 1).tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
     if max(num_top) > 0:
         top = scores.topk(min(max(num_top), scores.shape[1]), dim=-1)

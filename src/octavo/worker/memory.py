@@ -5,11 +5,7 @@ The worker spends by this page, and `octavo memory` prints it on a machine witho
 
 from __future__ import annotations
 
-import os
-import resource
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from octavo.config import GIB, CacheConfig, SchedulerConfig
 from octavo.core.kv_spec import KVLayout
@@ -18,7 +14,6 @@ from octavo.model_config import ModelConfig
 
 CPU_CACHE_SHARE = 0.4  # of the memory left when weights and activations are paid
 CPU_CACHE_LIMIT = 4 * GIB  # of the default on a CPU, where other programs live too
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -249,72 +244,3 @@ def estimate_activations(
         model_config.vocab_size,
         dtype_bytes,
     )
-
-
-def host_memory() -> int:
-    """Bytes this process can still take: what is free, within its cgroups and its own limits."""
-    limits = [_meminfo_available(), *_cgroup_headrooms(), *_own_headroom()]
-    return max(0, min(limits))
-
-
-def _meminfo_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    # Not Linux: half of what is installed.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def _own_headroom() -> Iterator[int]:
-    """What RLIMIT_AS leaves, if it is set."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return
-    try:
-        used_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:
-        used_pages = 0
-    yield limit - used_pages * resource.getpagesize()
-
-
-def _cgroup_headrooms() -> Iterator[int]:
-    """What each cgroup (v1 or v2) around this process leaves."""
-    for folder in _cgroup_folders():
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            try:
-                limit = int((folder / limit_name).read_text())  # "max": no limit
-                yield limit - int((folder / used_name).read_text()) + _page_cache(folder)
-            except (OSError, ValueError):
-                continue
-
-
-def _page_cache(folder: Path) -> int:
-    """File pages that the kernel drops when memory is short count as used, yet can be had."""
-    for line in (folder / "memory.stat").read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
-
-
-def _cgroup_folders() -> Iterator[Path]:
-    """This process's cgroup and all that hold it, innermost first."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = _CGROUP_ROOT / "memory" if controllers else _CGROUP_ROOT
-        folder = root / path.lstrip("/")
-        while folder != root.parent:
-            yield folder
-            folder = folder.parent

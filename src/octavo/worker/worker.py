@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
+from octavo.worker.host_memory import host_memory, keep_freed_memory
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.memory import (
@@ -25,7 +26,6 @@ from octavo.worker.memory import (
     MemoryBudget,
     check_model_len,
     estimate_activations,
-    host_memory,
     plan_memory,
 )
 from octavo.worker.model_runner import ModelRunner
@@ -43,6 +43,7 @@ class Worker:
             raise ConfigError("device", f"{config.device!r} is not supported; there is: cpu")
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        keep_freed_memory()
         device = torch.device(config.device)
         dtype = resolve_dtype(config.dtype, model_config.dtype)
         backend_class = resolve_backend(config.attention_backend)

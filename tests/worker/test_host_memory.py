@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.worker import host_memory as host_memory_module
+from octavo.worker.host_memory import host_memory
+
+
+def test_host_memory_keeps_to_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = host_memory()
+    assert 0 < free < 1 << 50
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    monkeypatch.setattr(host_memory_module, "_cgroup_folders", lambda: iter([inner, tmp_path]))
+    for folder, limit in ((inner, "max"), (tmp_path, str(1 << 20))):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(str(700_000))
+        (folder / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
+    assert host_memory() == (1 << 20) - 700_000 + 100_000
+
+
+def test_host_memory_keeps_to_the_limit_of_the_process() -> None:
+    code = (
+        "import resource; from octavo.worker.host_memory import host_memory;"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31));"
+        "assert (1 << 30) < host_memory() < (1 << 31)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    code = """
+import resource, torch
+from octavo.worker.host_memory import keep_freed_memory
+torch.set_num_threads(1)
+keep_freed_memory()
+torch.zeros(1 << 20)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.zeros(1 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(done.stdout) < 2_000  # page faults; 20 times 4 MiB are 20,480 pages
