@@ -48,7 +48,7 @@ def rotary_table(rotary_dim: int, max_positions: int = 4096) -> RotaryTable:
 
 
 class Bench:
-    """A backend with a KV cache full of NaN, driven by steps given as (sequence, number of new tokens)."""
+    """A backend over a KV cache full of NaN, driven by steps of (sequence, new tokens)."""
 
     def __init__(self, backend: str, case: Case, num_layers: int = 2, capacity: int = 1024) -> None:
         self.case = case
@@ -106,7 +106,7 @@ class Bench:
         return list(output.split(lens.tolist()))
 
     def run(self) -> list[Tensor]:
-        """The case as given: the cached tokens first, in another step; then all new tokens in one batch."""
+        """The case as given: a step for the cached tokens; then all new tokens in one batch."""
         cached = [(i, c) for i, (c, _) in enumerate(self.case.sequences) if c]
         if cached:
             self.step(cached)

@@ -1,4 +1,4 @@
-"""One attention layer of one step on a CPU: write K and V to their slots, attend to blocks in place.
+"""One attention layer of one step on a CPU: write K and V to blocks, attend to blocks in place.
 
 Tokens are taken 16 at a time (a tile). When the block size is a multiple of 16, a tile lies in one
 block and is read where it is; otherwise 64 tokens at a time are first copied to a scratch in the
@@ -10,12 +10,15 @@ token's result depends on its own sequence alone, to the bit: not on the batch, 
 prompt, the block size or the number of threads.
 """
 
+# mypy: disable-error-code="attr-defined, call-arg, var-annotated, no-untyped-def"
+
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int32, int64, njit
+from llvmlite.binding import get_host_cpu_features
+from numba import carray, cfunc, float32, int32, int64, njit, types
 
 from octavo.attention.cpu_simd import (
     LANES,
@@ -255,7 +258,8 @@ def _attend_span(
         for d in range(0, padded, SPAN_TOKENS):
             multiply_values(
                 words, rows, min(SPAN, (padded - d) // LANES), s_address,
-                places.ctypes.data, v_distance + 4 * d, 4 * padded, begin // pair, (end + pair - 1) // pair,
+                places.ctypes.data, v_distance + 4 * d, 4 * padded,
+                begin // pair, (end + pair - 1) // pair,
                 sums.ctypes.data + 4 * ((row_base + r0) * padded + d), 4 * padded,
             )  # fmt: skip
 
@@ -352,3 +356,19 @@ def run_layer(steps: Any, words: Any, elements: Any) -> None:
     while work < step.num_items:
         _attend(step, words, elements, items[work], scratch)
         work = fetch_add(next_item, 1)
+
+
+def compile_layer(bf16: bool) -> Any:
+    """`run_layer` for one dtype as a C function of the address of a STEP; `.address` is its own."""
+    elements: Any = np.dtype(np.uint16 if bf16 else np.float32)
+    words: Any = np.dtype(np.float32)
+    if bf16:
+        words = np.dtype(np.uint32 if get_host_cpu_features().get("avx512bf16") else np.int32)
+    signature = types.void(types.intp)
+
+    @cfunc(signature, cache=True, error_model="numpy")
+    def layer(address):
+        steps = carray(pointer_to(address, STEP), 1)
+        run_layer(steps, np.empty(0, words), np.empty(0, elements))
+
+    return layer

@@ -1,14 +1,20 @@
-"""The inner loops of the CPU backend, as LLVM vector code that Numba inlines: no compiler is needed at the user's.
+"""The inner loops of the CPU backend, as LLVM vector code that Numba inlines.
 
-Numba's own vectoriser cannot keep a tile of accumulators in registers, so the two loops where the time goes are written
-with explicit <16 x float> vectors; LLVM splits these where the CPU has shorter ones. Nothing here may reorder a sum:
-each output element is one chain of multiply-adds in the order of its tokens, whatever tile it is computed in.
+So no compiler is needed at the user's. Numba's own vectoriser cannot keep a tile of accumulators in
+registers; here the loops where the time goes are written with explicit <16 x float> vectors, which
+LLVM splits where the CPU has shorter ones. Nothing may reorder a sum: each output element is one
+chain of multiply-adds in the order of its tokens, whatever tile it is computed in.
 
-The element type of `cache` chooses the arithmetic; memory is always addressed in 32-bit words:
+Memory is read in 32-bit words. The dtype of the parameter `like` chooses the arithmetic:
   float32  a word is one fp32 number
-  uint32   a word is two bf16 numbers, neighbours along the sum; multiplied by the CPU's bf16 dot product
+  uint32   a word is two bf16 numbers, neighbours along the sum; the CPU's bf16 dot product
   int32    the same words, widened to fp32 first, for CPUs without that instruction
+
+Numba's cache on disk notices changes of cpu_kernel.py only: after a change here, change that too
+(a comment will do), or delete __pycache__.
 """
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
 from __future__ import annotations
 
@@ -21,9 +27,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16
-import os
-
-PF = int(os.environ.get("PF", "2"))
 SPAN = 4  # vectors side by side in a tile: 64 tokens of scores, or 64 elements of the output
 TILE_ROWS = (
     6  # 6 rows x 4 vectors of accumulators + 4 operands + 1 broadcast: 29 of AVX-512's 32 registers
@@ -89,7 +92,7 @@ def _call(b: ir.IRBuilder, name: str, result: ir.Type, *args: Any) -> Any:
 
 
 def _prefetch(b: ir.IRBuilder, address: Any) -> None:
-    hints = [ir.Constant(_I32, hint) for hint in (0, PF, 1)]  # to read, near, data
+    hints = [ir.Constant(_I32, hint) for hint in (0, 2, 1)]  # to read, into the L2 cache, data
     _call(b, "llvm.prefetch.p0", ir.VoidType(), b.inttoptr(address, _PTR), *hints)
 
 
@@ -119,7 +122,7 @@ def _multiply_add(
 
 
 @intrinsic
-def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, depth, c):  # type: ignore[no-untyped-def]
+def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, depth, c):
     """Scores C[r, v] = sum over k < depth of A[r, k] * K_v[k], each v the 16 tokens of a tile.
 
     Limits: 1 <= rows <= 6, 1 <= vecs <= 4, depth >= 1. Addresses and strides are bytes:
@@ -130,7 +133,7 @@ def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, depth, c):  #
     """
     signature = types.void(like, *([types.int64] * 7))
 
-    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, b, sig, args):
         _, rows, vecs, a, a_stride, tiles, depth, c = args
 
         def emit(num_rows: int, num_vecs: int) -> None:
@@ -155,21 +158,21 @@ def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, depth, c):  #
 
 
 @intrinsic
-def multiply_values(  # type: ignore[no-untyped-def]
+def multiply_values(
     typingctx, like, rows, vecs, weights, tiles, offset, stride, begin, end, c, c_stride
 ):
     """Sums C[r, v] += sum over begin <= w < end of A[r, w] * V[w, v], w counting words of tokens.
 
     Limits: 1 <= rows <= 6, 1 <= vecs <= 4, begin < end. Addresses and strides are bytes:
       A  a word at weights + 256r + 4w
-      V  a vector of words at tiles[t] + offset + i * stride + 64v; t, i = divmod(w, words of a tile)
+      V  a vector of words at tiles[t] + offset + i * stride + 64v, for word i of tile t
       C  a vector of fp32 at c + r * c_stride + 64v
     tiles[4 + t] is read next in the same way: its cache lines are fetched in passing.
     """
     signature = types.void(like, *([types.int64] * 10))
     shift = 4 if like.dtype == types.float32 else 3  # 16 or 8 words of tokens in a tile
 
-    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, b, sig, args):
         _, rows, vecs, weights, tiles, offset, stride, begin, end, c, c_stride = args
 
         def emit(num_rows: int, num_vecs: int) -> None:
@@ -292,22 +295,22 @@ def _round_bf16(b: ir.IRBuilder, x: Any) -> Any:
 
 
 @intrinsic
-def softmax_row(typingctx, cache, scores, first, end, scale, maximum):  # type: ignore[no-untyped-def]
-    """Turn 64 fp32 scores into unnormalised weights in place: w[i] = 2 ** (score[i] * scale - new_maximum).
+def softmax_row(typingctx, cache, scores, first, end, scale, maximum):
+    """Turn 64 scores into weights in place: w[i] = 2 ** (score[i] * scale - new_maximum).
 
-    Weights outside [first, end) are exactly 0. For bf16 caches the weights are packed to 64 bf16 numbers at `scores`.
+    Weights outside [first, end) are exactly 0. For bf16 they are packed to 64 bf16 numbers.
     Returns (new_maximum, 2 ** (maximum - new_maximum), sum of the weights).
     """
     dtype = cache.dtype
     result = types.UniTuple(types.float32, 3)
     signature = result(cache, types.int64, types.int64, types.int64, types.float32, types.float32)
 
-    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, b, sig, args):
         _, scores, first, end, scale, maximum = args
         first, end = (_splat(b, b.trunc(bound, _I32)) for bound in (first, end))
         scale = _splat(b, scale)
 
-        def larger(x, y):  # type: ignore[no-untyped-def]
+        def larger(x, y):
             return b.select(b.fcmp_ordered(">", x, y), x, y)
 
         values = []
@@ -334,22 +337,22 @@ def softmax_row(typingctx, cache, scores, first, end, scale, maximum):  # type: 
 
 
 @intrinsic
-def fetch_add(typingctx, address, value):  # type: ignore[no-untyped-def]
+def fetch_add(typingctx, address, value):
     """Atomically add to the int64 at an address; returns what it held."""
     signature = types.int64(types.int64, types.int64)
 
-    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, b, sig, args):
         return b.atomic_rmw("add", b.inttoptr(args[0], _PTR), args[1], "acq_rel")
 
     return signature, codegen
 
 
 @intrinsic
-def to_float(typingctx, element):  # type: ignore[no-untyped-def]
+def to_float(typingctx, element):
     """An element as float32: bf16 bits (uint16) are widened, a float32 is itself."""
     signature = types.float32(element)
 
-    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, b, sig, args):
         if sig.args[0] == types.float32:
             return args[0]
         return b.bitcast(b.shl(b.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
@@ -358,12 +361,12 @@ def to_float(typingctx, element):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def from_float(typingctx, number, like):  # type: ignore[no-untyped-def]
+def from_float(typingctx, number, like):
     """A float32 as an element of `like`: itself, or bf16 bits (uint16) rounded to nearest even."""
     element = like.dtype
     signature = element(types.float32, like)
 
-    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, b, sig, args):
         if element == types.float32:
             return args[0]
         bits = b.bitcast(args[0], _I32)
@@ -375,22 +378,22 @@ def from_float(typingctx, number, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def size_of(typingctx, like):  # type: ignore[no-untyped-def]
+def size_of(typingctx, like):
     """Bytes of an element of `like`, as a constant (an array's itemsize is read at run time)."""
     size = like.dtype.bitwidth // 8
 
-    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, b, sig, args):
         return ir.Constant(_I64, size)
 
     return types.int64(like), codegen
 
 
 @intrinsic
-def pointer_to(typingctx, address, like):  # type: ignore[no-untyped-def]
+def pointer_to(typingctx, address, like):
     """An address as a pointer to elements of `like`'s dtype, for numba.carray."""
     signature = types.CPointer(like.dtype)(types.int64, like)
 
-    def codegen(context, b, sig, args):  # type: ignore[no-untyped-def]
+    def codegen(context, b, sig, args):
         return b.inttoptr(args[0], _PTR)
 
     return signature, codegen

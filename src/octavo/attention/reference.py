@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, one sequence at a time, in fp32: slow, and the judge of all others."""
+"""Attention in plain PyTorch, one sequence at a time, in fp32: slow; the judge of the others."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _attend(
     query_positions: Tensor,
     key_positions: Tensor,
 ) -> Tensor:
-    """One sequence: query [q, num_heads, dim], key and value [k, num_kv_heads, dim] -> like query."""
+    """One sequence: query [q, num_heads, dim], key, value [k, num_kv_heads, dim] -> like query."""
     group = layer.num_heads // layer.num_kv_heads
     k = key.float().repeat_interleave(group, dim=1)
     v = value.float().repeat_interleave(group, dim=1)
