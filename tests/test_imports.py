@@ -57,12 +57,12 @@ LAW: dict[str, set[str]] = {
     | {"worker.memory"},
     "demo": PLAIN | {"llm", "engine"},
 }
-TORCH_FREE = ("", *sorted(PLAIN), "core", "engine", "executor.base", "worker.memory") + (
+TORCH_FREE = {"", *PLAIN, "core", "engine", "executor.base", "worker.memory"} | {
     "bench",
     "cli",
     "server",
     "simulator",
-)
+}
 HEAVY = {"torch", "numba", "triton", "transformers"}
 
 

@@ -174,7 +174,7 @@ class LLM:
             for request in requests:
                 self.engine.discard_request(request)
             if len(prompts) > 1:
-                error.args = (f"prompt {len(requests)} of {len(prompts)}: {error}",)
+                error.args = (f"prompt {len(requests) + 1} of {len(prompts)}: {error}",)
             raise
         return requests
 

@@ -86,11 +86,8 @@ class Conversation:
             case "/system":
                 self._system = rest
                 self._messages.clear()
-                say(
-                    "A new conversation, with this system message."
-                    if rest
-                    else "No system message."
-                )
+                note = "so instructed" if rest else "without instructions"
+                say(f"A new conversation, {note}.")
             case "/retry":
                 self._retry()
             case "/params":

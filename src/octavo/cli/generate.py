@@ -12,10 +12,9 @@ import click
 
 from octavo.cli.options import engine_options, sampling_options
 from octavo.cli.session import dim, make_sampling_params, open_llm, show_log, summary
-from octavo.sampling_params import BeamSearchParams
+from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.llm import LLM
     from octavo.outputs import RequestOutput, SequenceOutput
 
 # Options of sampling that beam search knows, too.
@@ -55,14 +54,19 @@ def generate(
     """
     from octavo.bench.memory_use import MemoryUse
 
+    beam_params = make_beam_params(beam, sampling)
+    SamplingParams(**sampling)  # refuses what cannot be, before a model is loaded
     texts = read_prompts(prompts, file)
-    beam = {name: value for name, value in beam.items() if value is not None}
-    check_beam_options(beam, sampling)
     show_log(quiet, verbose)
     with open_llm(model, engine) as llm:
         memory = MemoryUse.watch(llm.engine)
         start = time.perf_counter()
-        outputs = run(llm, texts, sampling, beam, progress=not quiet and sys.stderr.isatty())
+        progress = not quiet and sys.stderr.isatty()
+        if beam_params is not None:
+            outputs = llm.beam_search(texts, beam_params, use_tqdm=progress)
+        else:
+            params = make_sampling_params(llm, sampling)
+            outputs = llm.generate(texts, params, use_tqdm=progress)
         seconds = time.perf_counter() - start
         for output in outputs:
             click.echo(json.dumps(asdict(output), ensure_ascii=False) if as_json else show(output))
@@ -88,25 +92,20 @@ def read_prompts(prompts: tuple[str, ...], file: IO[str] | None) -> list[str]:
     return texts
 
 
-def check_beam_options(beam: dict[str, Any], sampling: dict[str, Any]) -> None:
-    if beam and "beam_width" not in beam:
-        raise click.UsageError(f"--{next(iter(beam)).replace('_', '-')} needs --beam-width")
+def make_beam_params(beam: dict[str, Any], sampling: dict[str, Any]) -> BeamSearchParams | None:
+    """None if no option of beam search was given; an option for the other method is refused."""
+    given = {name: value for name, value in beam.items() if value is not None}
+    if not given:
+        return None
+    if "beam_width" not in given:
+        raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} needs --beam-width")
     for name in sampling:
-        if beam and name not in BEAM_OPTIONS:
-            flag = name.replace("_", "-")
-            raise click.UsageError(f"--{flag} is of no use with --beam-width")
-
-
-def run(
-    llm: LLM, texts: list[str], sampling: dict[str, Any], beam: dict[str, Any], progress: bool
-) -> list[RequestOutput]:
-    if not beam:
-        params = make_sampling_params(llm, sampling)
-        return llm.generate(texts, params, use_tqdm=progress)
-    if "early_stopping" in beam:
+        if name not in BEAM_OPTIONS:
+            raise click.UsageError(f"--{name.replace('_', '-')} is of no use with --beam-width")
+    if "early_stopping" in given:
         values = {"true": True, "false": False, "never": "never"}
-        beam["early_stopping"] = values[beam["early_stopping"]]
-    return llm.beam_search(texts, BeamSearchParams(**sampling, **beam), use_tqdm=progress)
+        given["early_stopping"] = values[given["early_stopping"]]
+    return BeamSearchParams(**sampling, **given)
 
 
 def show(output: RequestOutput) -> str:

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo.bench.traces import TraceRequest, make_prompts, read_trace, uniform_requests
+from octavo.errors import TraceError
+
+SHIPPED = Path(__file__).parents[2] / "benchmarks/traces"
+
+
+def test_shipped_traces_are_the_measured_ones() -> None:
+    sharegpt = read_trace(SHIPPED / "bench_sharegpt_1000.csv")
+    alpaca = read_trace(SHIPPED / "bench_alpaca_1000.csv")
+    for requests, prompt, output in ((sharegpt, 148_021, 335_125), (alpaca, 18_703, 53_760)):
+        assert len(requests) == 1000
+        assert sum(request.prompt_tokens for request in requests) == prompt
+        assert sum(request.output_tokens for request in requests) == output
+
+
+def test_csv_with_arrivals_and_gzip(tmp_path: Path) -> None:
+    text = "arrival_s,prompt_tokens,output_tokens\n0.5,10,20\n\n,3,4\n"
+    plain, packed = tmp_path / "t.csv", tmp_path / "t.csv.gz"
+    plain.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    expected = [TraceRequest(10, 20, 0.5), TraceRequest(3, 4, None)]
+    assert read_trace(plain) == read_trace(packed) == expected
+    assert read_trace(plain, limit=1) == expected[:1]
+
+
+def test_jsonl_with_shared_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl.gz"
+    rows = [
+        {"arrival_s": 0, "prompt_tokens": 10, "output_tokens": 2, "hash_ids": [7, 8, 9]},
+        {"arrival_s": 1, "prompt_tokens": 12, "output_tokens": 2, "hash_ids": [7, 8, 11]},
+        {"prompt_tokens": 9, "output_tokens": 1, "hash_ids": [1]},
+    ]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    requests = read_trace(path)
+    assert requests[1].hash_ids == (7, 8, 11)
+    first, second, third = make_prompts(requests, 1000, seed=3, hash_block_size=4)
+    assert (len(first), len(second), len(third)) == (10, 12, 9)
+    assert first[:8] == second[:8]
+    assert first[8:] != second[8:10]
+    assert make_prompts(requests, 1000, seed=3, hash_block_size=4)[0] == first
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("t.csv", "prompt_tokens,output_tokens\n1,2\n3,x\n", ":3: output_tokens is 'x'"),
+        ("t.csv", "prompt_tokens,output_tokens\n1,2\n\n0,2\n", ":4: prompt_tokens is '0'"),
+        ("t.csv", "prompt_tokens,output_tokens\n1\n", ":2: 1 columns, but the header has 2"),
+        ("t.csv", "prompts,outputs\n1,2\n", ":1: the header has no column prompt_tokens"),
+        ("t.csv", "arrival_s,prompt_tokens,output_tokens\nnan,1,2\n", ":2: arrival_s is 'nan'"),
+        ("t.csv", "", ":1: the header has no column"),
+        ("t.csv", "prompt_tokens,output_tokens\n", ": there is no request in it"),
+        ("t.jsonl", '{"prompt_tokens": 1, "output_tokens": 2}\n{"prompt', ":2: it is not JSON"),
+        ("t.jsonl", "[1, 2]\n", ":1: it is not a JSON object"),
+        ("t.jsonl", '{"prompt_tokens": 1}\n', ":1: output_tokens is None"),
+        ("t.jsonl", '{"prompt_tokens": true, "output_tokens": 1}', ":1: prompt_tokens is True"),
+        (
+            "t.jsonl",
+            '{"prompt_tokens": 1, "output_tokens": 1, "hash_ids": 3}',
+            ":1: hash_ids is not a list",
+        ),
+        ("t.txt", "1 2\n", "a trace is a .csv or .jsonl file"),
+        ("t.csv.gz", "not gzip", "cannot be read"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(str(path))
+    assert message in str(caught.value)
+
+
+def test_a_missing_or_truncated_file(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="No such file"):
+        read_trace(tmp_path / "none.csv")
+    packed = gzip.compress(b"prompt_tokens,output_tokens\n" + b"1,2\n" * 5000)
+    (tmp_path / "cut.csv.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(TraceError, match=r"cut\.csv\.gz: cannot be read"):
+        read_trace(tmp_path / "cut.csv.gz")
+
+
+def test_uniform_requests() -> None:
+    requests = uniform_requests(50, (16, 512), 9, seed=1)
+    assert {request.output_tokens for request in requests} == {9}
+    assert min(r.prompt_tokens for r in requests) >= 16
+    assert requests == uniform_requests(50, (16, 512), 9, seed=1)

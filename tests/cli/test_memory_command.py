@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click_harness import Octavo
+
+from model_zoo import model_directory
+from octavo import LLM
+
+ROOT = Path(__file__).parents[2]
+OPT_13B = ROOT / "benchmarks/configs/opt-13b"
+
+
+def test_the_paper_s_opt_13b(octavo: Octavo) -> None:
+    """Table 1: 26 GB of parameters, 800 KiB a token, 12 GB hold 15.7K slots."""
+    args = ("memory", OPT_13B, "--device-memory", "40GiB", "--num-blocks", 983)
+    values = json.loads(octavo(*args, "--json", "--lengths", "512,2048,4096").stdout)
+    assert 25.5e9 < values["budget"]["weights"] < 26.5e9
+    assert values["kv_bytes_per_token"] == 819_200
+    assert values["kv_slots"] == 15_728
+    assert values["sequences"] == {"512": 30, "2048": 7, "4096": None}
+    text = octavo(*args).stdout
+    assert "12,853.5 M parameters, float16" in text
+    assert "819,200 bytes (800.00 KiB), 40 layers" in text
+    assert "7 sequences at once" in text
+
+
+def test_it_needs_neither_weights_nor_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from octavo.cli.main import main; main(prog_name='octavo')"
+    )
+    args = ["memory", str(ROOT / "benchmarks/configs/qwen3-0.6b"), "--device-memory", "80GiB"]
+    run = subprocess.run(
+        [sys.executable, "-c", program, *args],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "114,688 bytes" in run.stdout  # 2 x 28 layers x 8 heads x 128 x 2 bytes
+
+
+def test_it_is_the_budget_of_the_worker(octavo: Octavo) -> None:
+    # qwen2 of the zoo mixes full and sliding layers: two KV groups.
+    directory = model_directory("qwen2")
+    options = ("--num-blocks", 60, "--block-size", 8, "--max-num-batched-tokens", 300)
+    result = octavo("memory", directory, *options, "--json")
+    values = json.loads(result.stdout)["budget"]
+    with LLM(
+        str(directory),
+        num_blocks=60,
+        block_size=8,
+        max_num_batched_tokens=300,
+        attention_backend="reference",  # it pads no heads
+    ) as llm:
+        budget = llm.engine.executor.capacity.budget
+    for name in ("weights", "activations", "kv_cache", "num_blocks", "num_swap_blocks"):
+        assert values[name] == getattr(budget, name), name
+    assert "2 of them with a sliding window" in octavo("memory", directory, *options).stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "message"),
+    [
+        (["--device-memory", "20GiB"], 1, "error: a KV cache of one block does not fit"),
+        (["--device-memory", "40GiB", "--num-blocks", "99999"], 1, "num_blocks from 1 to 12"),
+        (["--device-memory", "0"], 1, "error: device_memory: 0 bytes is not positive"),
+        (["--device-memory", "much"], 2, "'much' is not a size"),
+        (["--lengths", "12,x"], 2, "'12,x' is not a list of positive integers"),
+        (["--max-model-len", "4096"], 1, "error: max_model_len: 4096 is more than the 2048"),
+    ],
+)
+def test_mistakes(octavo: Octavo, args: list[str], exit_code: int, message: str) -> None:
+    result = octavo("memory", OPT_13B, *args)
+    assert message in result.stderr
+    assert result.exit_code == exit_code
