@@ -11,6 +11,7 @@ import torch
 
 from octavo.core.step import StepPlan
 from octavo.errors import OutOfMemory
+from octavo.worker import kv_cache
 from octavo.worker.kv_cache import KVCache, _independent_runs
 
 SHAPE = (2, 3, 2, 4)
@@ -47,6 +48,14 @@ def plan(
     )
 
 
+@pytest.fixture(params=["bytes", "indexed"])
+def _way_of_copying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves as on a CPU, and as on other devices."""
+    if request.param == "indexed":
+        monkeypatch.setattr(kv_cache, "_takes_numpy", lambda blocks: False)
+
+
+@pytest.mark.usefixtures("_way_of_copying")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_order_is_swap_out_then_swap_in_then_copies(dtype: torch.dtype) -> None:
     cache = filled_cache(dtype)
@@ -58,6 +67,7 @@ def test_order_is_swap_out_then_swap_in_then_copies(dtype: torch.dtype) -> None:
     assert seconds > 0
 
 
+@pytest.mark.usefixtures("_way_of_copying")
 def test_what_was_swapped_out_may_come_back_in_the_same_step() -> None:
     cache = filled_cache()
     cache.move(plan(swap_out=[(1, 2), (2, 3)], swap_in=[(2, 8), (3, 1)]))
@@ -66,6 +76,7 @@ def test_what_was_swapped_out_may_come_back_in_the_same_step() -> None:
     assert device == [0, 2, 2, 3, 4, 5, 6, 7, 1, 9]
 
 
+@pytest.mark.usefixtures("_way_of_copying")
 def test_copies_take_effect_one_after_the_other() -> None:
     cache = filled_cache()
     cache.move(plan(copies=[(1, 2), (2, 3), (5, 1), (4, 2)]))

@@ -8,13 +8,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+def _takes_numpy(values: Tensor) -> bool:
+    return values.device.type == "cpu"
+
+
 def argmax(values: Tensor) -> Tensor:
     """int64 [num_rows]: the place of each row's largest value, the lowest of equal ones.
 
     Args:
         values: floating [num_rows, num_columns].
     """
-    if values.device.type == "cpu":
+    if _takes_numpy(values):
         # numpy has no bfloat16; the conversion is exact.
         return torch.from_numpy(values.float().numpy().argmax(axis=-1))
     return values.argmax(dim=-1)
@@ -28,7 +32,7 @@ def largest(values: Tensor, number: int) -> Tensor:
     """
     size = values.shape[1]
     number = min(number, size)
-    if values.device.type != "cpu":
+    if not _takes_numpy(values):
         return values.topk(number, dim=-1).values
     array = values.numpy()
     if number < size:

@@ -1,0 +1,80 @@
+"""The device-independent parts of the worker on a GPU: the same bits, or the same tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.core.step import SamplingSpec
+from octavo.worker.kv_cache import KVCache
+from octavo.worker.randomness import uniforms
+from octavo.worker.sampler import token_weights
+from worker.test_kv_cache import contents, plan
+from worker.test_sampler import SPECS, make_batch, random_specs, sample
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GPU = torch.device("cuda")
+
+
+def test_uniforms_have_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    counters = torch.randint(-(1 << 62), 1 << 62, (3, 100_000), generator=generator)
+    assert torch.equal(uniforms(*counters), uniforms(*counters.to(GPU)).cpu())
+
+
+@pytest.mark.parametrize("vocab_size", [50, 8_192, 151_936])
+def test_weights_are_those_of_the_cpu(vocab_size: int) -> None:
+    specs = list(SPECS.values())
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(len(specs), vocab_size, generator=generator) * 2
+    ours = token_weights(logits.to(GPU), make_batch(specs)).cpu().double()
+    theirs = token_weights(logits.clone(), make_batch(specs)).double()
+    torch.testing.assert_close(ours / ours.sum(-1, True), theirs / theirs.sum(-1, True))
+
+
+@pytest.mark.parametrize("vocab_size", [50, 8_192, 151_936])
+def test_a_row_draws_the_same_token_alone_and_in_a_crowd(vocab_size: int) -> None:
+    n = 64
+    logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(2)).to(GPU) * 2
+    specs = random_specs(n)
+    seeds = list(range(100, 100 + n))
+    together = sample(logits, make_batch(specs, seeds)).token_ids.tolist()
+    for rows in (range(1), range(7, 8), range(20, 33), range(n - 1, n)):
+        part = slice(rows.start, rows.stop)
+        some = sample(logits[part], make_batch(specs[part], seeds[part])).token_ids.tolist()
+        assert some == together[part]
+    on_cpu = sample(logits.cpu(), make_batch(specs, seeds)).token_ids.tolist()
+    # exp differs in its last bit, so a draw may fall to a neighbour once in millions.
+    assert np.mean(np.array(on_cpu) == np.array(together)) > 0.98
+
+
+def test_logprobs_and_candidates() -> None:
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(3))
+    specs = [SamplingSpec(num_logprobs=4), SamplingSpec(num_logprobs=0)]
+    specs.append(SamplingSpec(num_candidates=6))
+    batch = make_batch(specs, num_draws=[3, 1, 1], num_expanded=1)
+    ours, theirs = sample(logits.to(GPU), batch), sample(logits, batch)
+    assert ours.draws == theirs.draws
+    assert [t for t, _ in ours.candidates[2]] == [t for t, _ in theirs.candidates[2]]
+    for row, entries in ours.logprobs.items():
+        for entry, expected in zip(entries, theirs.logprobs[row], strict=True):
+            assert (entry.token_id, entry.rank) == (expected.token_id, expected.rank)
+            assert entry.logprob == pytest.approx(expected.logprob, abs=1e-5)
+
+
+def test_blocks_move_in_the_fixed_order() -> None:
+    cache = KVCache(9, 4, (2, 3, 2, 4), torch.bfloat16, GPU)
+    for block_id in range(1, 10):
+        cache.blocks[block_id] = block_id
+    for block_id in range(5):
+        cache.swapped[block_id] = 100 + block_id
+    cache.move(
+        plan(swap_out=[(3, 0), (1, 2)], swap_in=[(1, 3), (2, 8)], copies=[(3, 4), (4, 5), (1, 4)])
+    )
+    device, swap = contents(cache)
+    assert swap == [3, 101, 1, 103, 104]
+    assert device == [0, 1, 2, 101, 1, 101, 6, 7, 1, 9]
