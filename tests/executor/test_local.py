@@ -72,6 +72,7 @@ def test_capacity_is_what_the_budget_says() -> None:
     assert capacity.num_blocks == 64
     assert capacity.num_swap_blocks == min((1 << 20) // block_bytes, 64)
     assert capacity.budget.kv_cache == 65 * block_bytes
+    assert not config.tied_embeddings
     assert capacity.budget.weights == 4 * config.num_parameters()
 
 
@@ -108,6 +109,19 @@ def test_a_model_length_that_does_not_fit_is_refused_with_one_that_does() -> Non
     make_executor(num_blocks=10, max_model_len=80)
     # The model's own limit of 512 may be more than fits.
     assert make_executor(num_blocks=10).capacity.num_blocks == 10
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from octavo.worker import worker
+
+    monkeypatch.setattr(worker, "host_memory", lambda: 100_000)
+    monkeypatch.setattr(worker, "load_model", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(
+        OutOfMemory, match=r"of 97\.66 KiB, weights take .* which leaves 0 B.* free"
+    ):
+        make_executor(num_blocks=None)
 
 
 def test_too_many_blocks_are_refused() -> None:

@@ -54,14 +54,15 @@ class Worker:
                 config.cache.block_size, model_config.num_kv_heads, model_config.head_dim
             ),
         )
-        self._model: CausalLM | None = load_model(
-            model_config, dtype, device, config.load_format, config.seed
-        )
         layer_bytes = math.prod(block_shape[1:]) * dtype.itemsize
         shape = KVShape(self.layout, config.cache.block_size, layer_bytes)
+        # Before anything large is taken: what cannot fit is refused at once.
         self.budget = plan_cpu_memory(config, model_config, shape, dtype.itemsize)
         logger.info("memory budget:\n%s", self.budget)
 
+        self._model: CausalLM | None = load_model(
+            model_config, dtype, device, config.load_format, config.seed
+        )
         self._kv_cache: KVCache | None = KVCache(
             self.budget.num_blocks, self.budget.num_swap_blocks, block_shape, dtype, device
         )
@@ -125,18 +126,21 @@ def resolve_dtype(asked: str, stored: str) -> torch.dtype:
 def plan_cpu_memory(
     config: EngineConfig, model_config: ModelConfig, shape: KVShape, dtype_bytes: int
 ) -> MemoryBudget:
-    """The budget on a CPU, when the weights are loaded already.
+    """The budget on a CPU, before anything is loaded.
 
     Raises:
-        OutOfMemory: no KV cache fits, or no sequence of the max_model_len that was asked for.
+        OutOfMemory: weights or KV cache do not fit, or no sequence of the max_model_len that was
+            asked for; names settings that do.
     """
     scheduler = config.scheduler
     weights = model_config.num_parameters() * dtype_bytes
-    activations = estimate_activations(model_config, scheduler, dtype_bytes)
-    free = host_memory()
-    default = min(CPU_CACHE_LIMIT, int(CPU_CACHE_SHARE * (free - activations)))
-    fixed = FixedMemory(weights, activations)
-    budget = plan_memory(config.cache, shape, fixed, free + weights, default)
+    if model_config.tied_embeddings:
+        # A table to look up, and the same once more packed for the projection to logits.
+        weights += model_config.vocab_size * model_config.embedding_size * dtype_bytes
+    fixed = FixedMemory(weights, estimate_activations(model_config, scheduler, dtype_bytes))
+    total = host_memory()
+    default = min(CPU_CACHE_LIMIT, int(CPU_CACHE_SHARE * (total - fixed.total)))
+    budget = plan_memory(config.cache, shape, fixed, total, default)
     if config.max_model_len is not None:
         # The model's own limit may be more than fits: then longer requests are refused one by one.
         chunk = (
