@@ -84,19 +84,17 @@ class Sampler:
         return SamplerOutput(token_ids, draws, logprobs, self._expand(logits, batch))
 
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, dict[int, list[int]]]:
-        n = batch.num_sampled
-        is_random = batch.temperature[:n] > 0
-        is_edited = np.zeros(n, bool)
-        is_edited[[row.index for row in batch.edited if row.index < n]] = True
+        n, device = batch.num_sampled, logits.device
         several = batch.num_draws[:n] > 1
-        worked = np.flatnonzero(is_random | is_edited | several)
+        is_worked = (batch.temperature[:n] > 0) | several
+        is_worked[[row.index for row in batch.edited if row.index < n]] = True
+        worked = np.flatnonzero(is_worked)
         if len(worked) == 0:
             return argmax(logits[:n]), {}
 
-        token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
+        token_ids = torch.empty(n, dtype=torch.int64, device=device)
         if len(worked) < n:
-            plain = torch.from_numpy(np.flatnonzero(~(is_random | is_edited | several)))
-            plain = plain.to(logits.device)
+            plain = torch.from_numpy(np.flatnonzero(~is_worked)).to(device)
             token_ids[plain] = argmax(logits[plain])
         draws: dict[int, list[int]] = {}
         for rows in _slices(worked, logits):
@@ -104,9 +102,8 @@ class Sampler:
             edit_logits(sub, _edits_of(batch, rows))
             drawn, owners = draw(sub, _subset(batch, rows))
             firsts = np.searchsorted(owners, np.arange(len(rows)))
-            token_ids[torch.from_numpy(rows).to(logits.device)] = drawn[
-                torch.from_numpy(firsts).to(logits.device)
-            ]
+            places = torch.from_numpy(rows).to(device)
+            token_ids[places] = drawn[torch.from_numpy(firsts).to(device)]
             for index in np.flatnonzero(several[rows]).tolist():
                 end = firsts[index] + int(batch.num_draws[rows[index]])
                 draws[int(rows[index])] = drawn[firsts[index] : end].tolist()
