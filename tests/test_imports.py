@@ -35,6 +35,7 @@ LAW: dict[str, set[str]] = {
     "engine": PLAIN | {"core", "executor.base"},
     "executor.base": {"core.step", "core.kv_spec", "worker.memory"},
     "executor": PLAIN | {"worker"},
+    "worker.host_memory": set(),
     "worker.memory": {"config", "core.kv_spec", "errors", "model_config"},
     "worker": PLAIN | {"attention", "layers", "models"},
     "models": {
@@ -54,10 +55,18 @@ LAW: dict[str, set[str]] = {
     "server": PLAIN | {"engine", "executor", "llm"},
     "cli": PLAIN
     | {"bench", "demo", "engine", "llm", "models.registry", "server", "simulator"}
-    | {"worker.memory"},
+    | {"worker.memory", "worker.host_memory"},
     "demo": PLAIN | {"llm", "engine"},
 }
-TORCH_FREE = {"", *PLAIN, "core", "engine", "executor.base", "worker.memory"} | {
+TORCH_FREE = {
+    "",
+    *PLAIN,
+    "core",
+    "engine",
+    "executor.base",
+    "worker.memory",
+    "worker.host_memory",
+} | {
     "bench",
     "cli",
     "server",
