@@ -1,0 +1,289 @@
+"""The offline API as a user meets it: outputs, streams, prefixes, and the errors of bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model_zoo
+from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.errors import ConfigError, InvalidRequest, ModelError, OutOfMemory, RequestTooLong
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(
+        str(model_zoo.model_directory("llama3")), num_blocks=64, max_num_seqs=8, max_model_len=128
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(llm: LLM) -> Any:
+    """Whatever a test did, no request and no block may remain."""
+    yield
+    assert not llm.engine.has_unfinished
+    assert llm.engine.kv.pool.num_held == llm.engine.kv.num_pinned_blocks
+    assert llm.engine._clients == {}
+
+
+def test_outputs_say_what_was_asked_and_what_came(llm: LLM) -> None:
+    text = "The quick brown fox"
+    by_text, by_ids = llm.generate(
+        [text, llm.engine.tokenizer.encode(text)],  # type: ignore[union-attr]
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+        use_tqdm=False,
+    )
+    assert by_text.prompt == text
+    assert by_ids.prompt is None
+    assert by_text.prompt_token_ids == by_ids.prompt_token_ids
+    [output] = by_text.outputs
+    assert output.token_ids == by_ids.outputs[0].token_ids
+    assert len(output.token_ids) == 6
+    assert output.finish_reason == "length"
+    assert output.text == llm.engine.tokenizer.decode(output.token_ids)  # type: ignore[union-attr]
+    assert output.logprobs is None
+    assert by_text.first_token_time is not None
+    assert by_text.arrival_time <= by_text.first_token_time <= by_text.finish_time
+
+
+def test_a_second_time_the_prompt_is_found_in_the_cache(llm: LLM) -> None:
+    prompt = model_zoo.random_token_ids(48, seed=5)
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 47)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    other = llm.generate(prompt, GREEDY, use_tqdm=False, cache_salt="somebody else")
+    assert other[0].num_cached_tokens == 0
+
+
+def test_logprobs_equal_transformers(llm: LLM) -> None:
+    prompt = model_zoo.random_token_ids(20, seed=6)
+    params = SamplingParams(
+        temperature=0, max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1
+    )
+    [output] = llm.generate(prompt, params, use_tqdm=False)
+    [sequence] = output.outputs
+    ids = torch.tensor([prompt + sequence.token_ids])
+    with torch.inference_mode():
+        expected = model_zoo.reference_model("llama3")(ids).logits[0].log_softmax(-1)
+    assert sequence.logprobs is not None
+    for i, entry in enumerate(sequence.logprobs):
+        row = expected[len(prompt) - 1 + i]
+        assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-4)
+        assert [t for t, _ in entry.top] == row.topk(2).indices.tolist()
+    total = sum(entry.logprob for entry in sequence.logprobs)
+    assert sequence.cumulative_logprob == pytest.approx(total)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    for i, score in enumerate(output.prompt_logprobs[1:], start=1):
+        assert score is not None
+        assert score.token_id == prompt[i]
+        assert score.logprob == pytest.approx(expected[i - 1, prompt[i]].item(), abs=1e-4)
+
+
+def test_stop_strings_cut_the_text_where_they_begin(llm: LLM) -> None:
+    free = llm.generate("The dog", SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    text = free[0].outputs[0].text
+    stop = text[6:9]
+    for include in (False, True):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=24,
+            stop=["never there", stop],
+            include_stop_str_in_output=include,
+        )
+        [output] = llm.generate("The dog", params, use_tqdm=False)
+        end = text.index(stop) + (len(stop) if include else 0)
+        assert output.outputs[0].text == text[:end]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+        deltas = list(llm.stream("The dog", params))
+        assert "".join(delta.text for delta in deltas) == text[:end]
+        assert deltas[-1].finish_reason == "stop"
+
+
+def test_a_stop_token_ends_the_output_and_is_not_shown(llm: LLM) -> None:
+    free = llm.generate("The dog", SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    tokens = free[0].outputs[0].token_ids
+    stop_id = next(t for i, t in enumerate(tokens) if i >= 3 and t not in tokens[:i])
+    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop_id])
+    [output] = llm.generate("The dog", params, use_tqdm=False)
+    [sequence] = output.outputs
+    assert sequence.token_ids == tokens[: tokens.index(stop_id) + 1]
+    assert (sequence.finish_reason, sequence.stop_reason) == ("stop", stop_id)
+    shown = llm.engine.tokenizer.decode(sequence.token_ids[:-1])  # type: ignore[union-attr]
+    assert sequence.text == shown
+
+
+def test_a_stream_left_early_gives_its_blocks_back(llm: LLM) -> None:
+    stream = llm.stream("The dog", SamplingParams(max_tokens=50, seed=1, ignore_eos=True))
+    pieces = [next(stream) for _ in range(3)]
+    assert [len(piece.token_ids) for piece in pieces] == [1, 1, 1]
+    stream.close()  # the fixture looks at what is left
+
+
+def test_streamed_text_is_the_text(llm: LLM) -> None:
+    params = SamplingParams(n=2, seed=3, max_tokens=40, ignore_eos=True)
+    [whole] = llm.generate("東京 😀", params, use_tqdm=False)
+    pieces: dict[int, str] = {0: "", 1: ""}
+    for delta in llm.stream("東京 😀", params):
+        pieces[delta.index] += delta.text
+    assert [pieces[0], pieces[1]] == [output.text for output in whole.outputs]
+
+
+def test_beams_come_best_first(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=4, max_tokens=6, num_return_sequences=2)
+    [output] = llm.beam_search("The dog", params, use_tqdm=False)
+    assert [beam.index for beam in output.outputs] == [0, 1]
+    scores = [beam.score for beam in output.outputs]
+    assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+    assert all(beam.text for beam in output.outputs)
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    [output] = llm.chat(messages, GREEDY, use_tqdm=False)
+    text = llm.engine.tokenizer.decode(  # type: ignore[union-attr]
+        output.prompt_token_ids, skip_special_tokens=True
+    )
+    assert text == "<user>Hello\n<assistant>"
+    assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+
+
+def test_a_pinned_prefix_is_computed_once_and_stays(llm: LLM) -> None:
+    prefix = model_zoo.random_token_ids(40, seed=7)
+    name = llm.pin_prefix(prefix)
+    assert llm.engine.kv.num_pinned_blocks == 2
+    for i in range(12):  # enough other prompts to evict whatever can be evicted
+        llm.generate(model_zoo.random_token_ids(100, seed=100 + i), GREEDY, use_tqdm=False)
+    [output] = llm.generate([*prefix[:32], 5, 6], GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 32
+    with pytest.raises(InvalidRequest, match=f"name: a prefix '{name}' is pinned already"):
+        llm.pin_prefix(prefix, name)
+    llm.unpin_prefix(name)
+    with pytest.raises(InvalidRequest, match="no prefix 'x' is pinned; pinned: none"):
+        llm.unpin_prefix("x")
+
+
+def test_bad_words_do_not_appear(llm: LLM) -> None:
+    free = llm.generate("The dog", SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    tokens = free[0].outputs[0].token_ids
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None
+    word = next(w for t in tokens if tokenizer.encode(w := tokenizer.decode([t]), False) == [t])
+    params = SamplingParams(temperature=0, max_tokens=10, bad_words=[word])
+    [output] = llm.generate("The dog", params, use_tqdm=False)
+    assert tokenizer.encode(word, False)[0] not in output.outputs[0].token_ids
+
+
+BAD_REQUESTS: list[tuple[Any, Callable[[], Any], str]] = [
+    ("", lambda: GREEDY, "prompt: it is empty"),
+    ([], lambda: GREEDY, "prompt: it is empty"),
+    ([1, 320], lambda: GREEDY, "prompt: token id 320 is outside the vocabulary of 320"),
+    ([1, -5], lambda: GREEDY, "prompt: token id -5 is outside the vocabulary of 320"),
+    ([1, "x"], lambda: GREEDY, "prompt: 'x' is not a token id"),
+    ([1] * 128, lambda: GREEDY, "prompt: 128 tokens leave no room for output .* of 128 tokens"),
+    ([1], lambda: SamplingParams(n=0), "n: 0 is less than 1"),
+    ([1], lambda: BeamSearchParams(beam_width=0), "beam_width: 0 is less than 1"),
+    ([1], lambda: BeamSearchParams(beam_width=-2), "beam_width: -2 is less than 1"),
+    ([1], lambda: SamplingParams(temperature=float("nan")), "temperature: nan is not finite"),
+    ([1], lambda: SamplingParams(top_p=0), "top_p: 0.0 leaves no token"),
+    ([1], lambda: SamplingParams(n=2, temperature=0), r"n: 2 greedy samples .* n must be 1"),
+    ([1], lambda: SamplingParams(n=9), r"n: 9 sequences exceed max_num_seqs \(8\)"),
+    ([1], lambda: SamplingParams(stop_token_ids=[999]), "stop_token_ids: token id 999 is outside"),
+    ([1], lambda: SamplingParams(logprobs=21), r"logprobs: 21 is more than max_logprobs \(20\)"),
+    ([1], lambda: SamplingParams(min_tokens=9, max_tokens=3), "min_tokens: 9 is more than max_tok"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "message"), BAD_REQUESTS)
+def test_bad_requests_are_named(
+    llm: LLM, prompt: Any, params: Callable[[], Any], message: str
+) -> None:
+    prompts = [prompt] if isinstance(prompt, list) else prompt
+    with pytest.raises(InvalidRequest, match=f"^{message}"):
+        llm._run(prompts if isinstance(prompts, list) else [prompts], [params()], [0], "", False)
+
+
+def test_one_bad_prompt_of_many_is_named_and_none_is_run(llm: LLM) -> None:
+    with pytest.raises(RequestTooLong, match=r"prompt 2 of 3: prompt: 200 tokens leave no room"):
+        llm.generate([[1, 2], [1] * 200, [3]], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="params: 2 for 3 prompts"):
+        llm.generate([[1], [2], [3]], [GREEDY, GREEDY], use_tqdm=False)
+
+
+def test_an_interrupted_call_leaves_nothing_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = iter(range(5))
+    original = llm.engine.executor.execute
+
+    def execute(plan: Any) -> Any:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return original(plan)
+
+    monkeypatch.setattr(llm.engine.executor, "execute", execute)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=50), use_tqdm=False)
+    monkeypatch.undo()
+    [output] = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
+    assert 1 <= len(output.outputs[0].token_ids) <= 8
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"blok_size": 8}, ConfigError, "blok_size: there is no such option; did you mean block"),
+        ({"block_size": 0}, ConfigError, "block_size: 0 is not between 1 and 256"),
+        ({"block_size": "16"}, ConfigError, "options: a value has the wrong type"),
+        ({"dtype": "int8"}, ConfigError, "dtype: 'int8' is not one of auto, float32"),
+        ({"max_model_len": 4096}, ConfigError, "max_model_len: 4096 is more than the 512 posi"),
+        (
+            {"num_blocks": 2, "max_model_len": 128},
+            OutOfMemory,
+            "one sequence of max_model_len=128 needs 8 KV blocks, but there are 2. Set max_mode",
+        ),
+        ({"kv_cache_memory": 10}, OutOfMemory, "kv_cache_memory=10 does not fit"),
+        (
+            {"num_blocks": 4, "kv_cache_memory": 1 << 20},
+            ConfigError,
+            "kv_cache_memory: give either kv_cache_memory or num_blocks, not both",
+        ),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 300},
+            ConfigError,
+            r"max_num_batched_tokens: 300 is less than max_model_len \(512\), and chunked",
+        ),
+        ({"max_num_seqs": 10, "max_num_batched_tokens": 9}, ConfigError, "max_num_batched_tokens"),
+        ({"device": "abacus"}, ConfigError, "device: 'abacus'"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        LLM(str(model_zoo.model_directory("llama3")), **options)
+
+
+def test_a_model_that_cannot_be_served_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model 'nowhere'"):
+        LLM("nowhere")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ModelError, match=r"mamba.*llama"):
+        LLM(str(tmp_path))
+
+
+def test_the_pool_decides_how_long_a_sequence_may_be() -> None:
+    small = LLM(str(model_zoo.model_directory("llama3")), num_blocks=4, max_num_seqs=4)
+    assert small.engine.max_model_len == 64
+    with pytest.raises(RequestTooLong, match="in a context of 64 tokens"):
+        small.generate([1] * 64, GREEDY, use_tqdm=False)
+    with pytest.raises(RequestTooLong, match="max_tokens: 4 sequence.* need 16 KV blocks"):
+        small.generate([1] * 10, SamplingParams(n=4, max_tokens=None), use_tqdm=False)
+    [output] = small.generate([1] * 60, SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 4
