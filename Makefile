@@ -9,7 +9,8 @@ BIN := .venv/bin
 STAMP := .venv/installed
 # Test workers share the cores among themselves; without this each would start a thread a core.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-PROMPTS ?= "Once upon a time" "One morning, a little girl" "The old sailor looked at the sea"
+PROMPTS ?= "Once upon a time" "One morning, a little girl" \
+    "Translate English to German: The dog sees the house."
 
 .PHONY: run test check size nightly bench clean
 

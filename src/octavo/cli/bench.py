@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from octavo.cli.options import engine_options
-from octavo.cli.session import open_llm, show_log
+from octavo.cli.session import show_log
 
 if TYPE_CHECKING:
     from octavo.bench.traces import TraceRequest
@@ -61,6 +61,7 @@ def throughput(
     """Queue all requests at once and time them until the last is done."""
     from octavo.bench.report import throughput_text, throughput_values
     from octavo.bench.throughput import Decoding, run_throughput, split_by_fit
+    from octavo.llm import LLM
 
     if trace is not None and (input_len or output_len):
         raise click.UsageError("--trace brings lengths: leave out --input-len and --output-len")
@@ -68,7 +69,7 @@ def throughput(
     decoding = Decoding(n, temperature, beam_width)
     decoding.params(1, 0)  # refuses what cannot be, before a model is loaded
     show_log(quiet=as_json, verbose=False)
-    with open_llm(model, engine) as llm:
+    with LLM(model, **engine) as llm:
         fitting, num_skipped = split_by_fit(llm.engine, requests, skip_long)
         with _progress(len(fitting), "requests") as bar:
             report = run_throughput(
@@ -113,11 +114,12 @@ def latency(
     from octavo.bench.report import latency_text, latency_values
     from octavo.bench.throughput import Decoding, split_by_fit
     from octavo.bench.traces import TraceRequest
+    from octavo.llm import LLM
 
     batch = Batch(batch_size, input_len, output_len, Decoding(n, None, beam_width))
     batch.decoding.params(1, 0)
     show_log(quiet=as_json, verbose=False)
-    with open_llm(model, engine) as llm:
+    with LLM(model, **engine) as llm:
         split_by_fit(llm.engine, [TraceRequest(input_len, output_len)], skip_long=False)
         with _progress(num_warm_up + num_iterations, "batches") as bar:
             report = run_latency(

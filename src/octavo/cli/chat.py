@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from octavo.cli.options import SAMPLING_HELP, engine_options, sampling_options
-from octavo.cli.session import dim, make_sampling_params, open_llm, show_log
+from octavo.cli.session import dim, make_sampling_params, show_log
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.sampling_params import SamplingParams
 
@@ -43,8 +43,10 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
 
     Works in a plain terminal and with messages piped in, one a line.
     """
+    from octavo.llm import LLM
+
     show_log(quiet=True, verbose=False)
-    with open_llm(model, engine) as llm:
+    with LLM(model, **engine) as llm:
         tokenizer = llm.engine.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise InvalidRequest(

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from octavo.cli.options import engine_options, sampling_options
-from octavo.cli.session import dim, make_sampling_params, open_llm, show_log, summary
+from octavo.cli.session import dim, make_sampling_params, show_log, summary
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -53,12 +53,13 @@ def generate(
     Options of sampling that are not given come from the model's generation_config.json.
     """
     from octavo.bench.memory_use import MemoryUse
+    from octavo.llm import LLM
 
     beam_params = make_beam_params(beam, sampling)
     SamplingParams(**sampling)  # refuses what cannot be, before a model is loaded
     texts = read_prompts(prompts, file)
     show_log(quiet, verbose)
-    with open_llm(model, engine) as llm:
+    with LLM(model, **engine) as llm:
         memory = MemoryUse.watch(llm.engine)
         start = time.perf_counter()
         progress = not quiet and sys.stderr.isatty()

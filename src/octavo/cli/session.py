@@ -1,4 +1,4 @@
-"""What the commands that run a model have in common: loading it, and telling how it went."""
+"""What the commands that run a model have in common: the log, defaults, and how it went."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from octavo.errors import ModelError
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,22 +30,6 @@ def show_log(quiet: bool, verbose: bool) -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers = [handler]
     logger.propagate = False
-
-
-def open_llm(model: str, engine: Mapping[str, Any]) -> LLM:
-    from octavo.llm import LLM
-
-    if model == "demo":
-        # Only until the demo model ships.
-        from octavo.cli.stand_in import stand_in_directory
-        from octavo.model_config import resolve_model
-
-        try:
-            resolve_model(model)
-        except (ImportError, ModelError) as error:
-            click.echo(f"{error}\nA tiny model with random weights stands in: noise.", err=True)
-            return LLM(str(stand_in_directory()), **{**engine, "load_format": "dummy"})
-    return LLM(model, **engine)
 
 
 def make_sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
