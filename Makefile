@@ -7,8 +7,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
-# Test workers share the cores among themselves; without this each would start a thread a core.
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 PROMPTS ?= "Once upon a time" "One morning, a little girl" \
     "Translate English to German: The dog sees the house."
 
@@ -18,10 +16,10 @@ run: $(STAMP)  ## generate text with the embedded model
 	$(BIN)/octavo generate --max-tokens 80 --temperature 0.7 --seed 1 $(PROMPTS)
 
 test: $(STAMP)  ## all tests but the slow ones
-	$(TEST_ENV) $(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -n auto -m "not slow"
 
 nightly: $(STAMP)  ## the slow tests
-	$(TEST_ENV) $(BIN)/pytest -n auto -m slow
+	$(BIN)/pytest -n auto -m slow
 
 check: $(STAMP)  ## format, lint, types, who may import whom
 	$(BIN)/ruff format --check .
