@@ -2,15 +2,13 @@
 
 Measurements: benchmarks/cpu_kernels.py.
 
-Threads are those of torch (its OpenMP pool, see `_find_openmp`): a pool of our own would wait for
-the cores on which torch's threads still spin. They take small pieces of work from a counter.
+Work is cut into small pieces that threads take from a counter, so that one which loses its core to
+another program holds up the others by one piece at most.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention.base import AttentionBatch, LayerPlace, LayerSpec, RotaryTable
+from octavo.attention.cpu_threads import Runner, make_runner
 
 try:
     from octavo.attention.cpu_kernel import STEP, compile_layer
@@ -212,35 +211,6 @@ def _most_rows(items: NDArray[np.int32], group: int) -> int:
 
 
 @cache
-def _layer_runner(dtype: torch.dtype) -> Callable[[int, int], None]:
-    """run(address of a STEP, number of threads): compiled on first use, then kept on disk."""
-    compiled = compile_layer(bf16=dtype == torch.bfloat16)
-    alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)  # without Python's lock
-    parallel = _find_openmp()
-    if parallel is None:
-        pool = ThreadPoolExecutor(thread_name_prefix="octavo-attention")
-
-    def run(step: int, num_threads: int) -> None:
-        if num_threads == 1:
-            alone(step)
-        elif parallel is not None:
-            parallel(compiled.address, step, num_threads, 0)
-        else:
-            helpers = [pool.submit(alone, step) for _ in range(num_threads - 1)]
-            alone(step)
-            for helper in helpers:
-                helper.result()
-
-    return run
-
-
-def _find_openmp() -> Callable[[int, int, int, int], None] | None:
-    """`#pragma omp parallel` of the OpenMP that torch loaded: (function, argument, threads, 0)."""
-    try:
-        parallel = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError, TypeError):  # another OpenMP, or another platform
-        return None
-    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    parallel.restype = None
-    found: Callable[[int, int, int, int], None] = parallel
-    return found
+def _layer_runner(dtype: torch.dtype) -> Runner:
+    """The kernel for one dtype: compiled on first use, then kept on disk."""
+    return make_runner(compile_layer(bf16=dtype == torch.bfloat16).address)

@@ -97,7 +97,8 @@ def _prefetch(b: ir.IRBuilder, address: Any) -> None:
 
 
 def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
-    return _call(b, "llvm.fma.v16f32", _VF32, x, y, z)
+    kind = "v16f32" if isinstance(x.type, ir.VectorType) else "f32"
+    return _call(b, f"llvm.fma.{kind}", x.type, x, y, z)
 
 
 def _low(b: ir.IRBuilder, words: Any) -> Any:
@@ -263,16 +264,32 @@ _EXP2 = (
 
 
 def _exp2(b: ir.IRBuilder, x: Any) -> Any:
-    """2**x for x <= 0, exactly 0 below -126; NaN stays NaN."""
-    magic = _const(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, held in the low bits
+    """2**x for x <= 0 (a float or a vector), exactly 0 below -126; NaN stays NaN."""
+    vector = isinstance(x.type, ir.VectorType)
+    ints = _VI32 if vector else _I32
+
+    def const(value: float) -> ir.Constant:
+        return _const(value) if vector else ir.Constant(_F32, value)
+
+    magic = const(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, held in the low bits
     shifted = b.fadd(x, magic)
     fraction = b.fsub(x, b.fsub(shifted, magic))
-    poly = _const(_EXP2[-1])
+    poly = const(_EXP2[-1])
     for coefficient in reversed(_EXP2[:-1]):
-        poly = _fma(b, poly, fraction, _const(coefficient))
-    exponent = b.shl(b.bitcast(shifted, _VI32), _consti(23))
-    result = b.bitcast(b.add(b.bitcast(poly, _VI32), exponent), _VF32)
-    return b.select(b.fcmp_ordered("<", x, _const(-126.0)), _const(0.0), result)
+        poly = _fma(b, poly, fraction, const(coefficient))
+    exponent = b.shl(b.bitcast(shifted, ints), _consti(23) if vector else ir.Constant(_I32, 23))
+    result = b.bitcast(b.add(b.bitcast(poly, ints), exponent), x.type)
+    return b.select(b.fcmp_ordered("<", x, const(-126.0)), const(0.0), result)
+
+
+@intrinsic
+def exp2_nonpositive(typingctx, x):
+    """2**x for a float32 x <= 0, exactly 0 below -126: vectorised where a loop is."""
+
+    def codegen(context, b, sig, args):
+        return _exp2(b, args[0])
+
+    return types.float32(types.float32), codegen
 
 
 def _reduce(b: ir.IRBuilder, vector: Any, combine: Any) -> Any:

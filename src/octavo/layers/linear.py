@@ -72,7 +72,7 @@ class MergedLinear(Linear):
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this torch and this CPU have fast packed products for such a weight."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     ops = torch.ops.mkldnn
     if not hasattr(ops, "_reorder_linear_weight") or not hasattr(ops, "_linear_pointwise"):

@@ -1,0 +1,53 @@
+"""Running a compiled kernel on the threads that torch already has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+Runner = Callable[[int, int], None]
+
+
+def make_runner(address: int) -> Runner:
+    """run(argument, num_threads): the C function void(intptr) at `address`, on several threads.
+
+    All of them get the same argument, and the kernel shares the work among them. Python's lock is
+    free meanwhile.
+    """
+    alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def run(argument: int, num_threads: int) -> None:
+        if num_threads == 1:
+            alone(argument)
+        elif (parallel := _openmp_parallel()) is not None:
+            parallel(address, argument, num_threads, 0)
+        else:
+            helpers = [_pool().submit(alone, argument) for _ in range(num_threads - 1)]
+            alone(argument)
+            for helper in helpers:
+                helper.result()
+
+    return run
+
+
+@cache
+def _openmp_parallel() -> Callable[[int, int, int, int], None] | None:
+    """`#pragma omp parallel` of the OpenMP that torch loaded: (function, argument, threads, 0).
+
+    A pool of our own would wait for the cores on which torch's idle threads still spin.
+    """
+    try:
+        parallel = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):  # another OpenMP, or another platform
+        return None
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    found: Callable[[int, int, int, int], None] = parallel
+    return found
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="octavo-kernel")
