@@ -39,7 +39,8 @@ def _check(path: Path, size: int, sha256: str) -> None:
     if found != size:
         what = "truncated" if found < size else "too long"
         raise ModelError(
-            f"the demo model is not whole: {path} is {what} ({found:,} bytes of {size:,}); {_ADVICE}"
+            f"the demo model is not whole: {path} is {what} "
+            f"({found:,} bytes of {size:,}); {_ADVICE}"
         )
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
         raise ModelError(

@@ -1,7 +1,7 @@
 """One clause in both languages: what is said once, then worded in English and in German word order.
 
-German order is fixed, so that each English sentence has one translation: pronouns, time, dative, accusative,
-"nicht", manner, place, prepositional object, goal.
+German order is fixed, so that each English sentence has one translation: pronouns, time, dative,
+accusative, "nicht", manner, place, prepositional object, goal.
 """
 
 from __future__ import annotations
@@ -100,8 +100,6 @@ class Clause:
             self.modal is not None and self.modal.past
         )
 
-    # ---- English -------------------------------------------------------------------------------------------
-
     def _english_verb(self, support: bool) -> tuple[str, str]:
         """Auxiliary (may be empty) and the rest of the verb; `support` asks for do-support."""
         person, verb = self.subject.person, self.en_verb
@@ -152,8 +150,6 @@ class Clause:
 
     def english_infinitive(self) -> str:
         return " ".join(part for part in ("to", *self._english_tail(self.en_verb.base)) if part)
-
-    # ---- German --------------------------------------------------------------------------------------------
 
     def _german_verb(self) -> tuple[str, str]:
         """The finite verb and what closes the verbal bracket."""

@@ -1,7 +1,8 @@
-"""An endless, seeded corpus: stories, translations and questions about a text, as plain text and as chat.
+"""An endless, seeded corpus: stories, translations, questions about a text; plain or as chat.
 
-A document is a list of segments; a segment says how much the model is trained to write it (an answer, a story) or that
-it only reads it (a question, an instruction: 0). `is_held_out` of each skill keeps test material out of training.
+A document is a list of segments; a segment says how much the model is trained to write it (an
+answer, a story), or that it only reads it (a question, an instruction: 0). `is_held_out` of each
+skill keeps test material out of training.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from octavo.demo.facts import Quiz, quiz
-from octavo.demo.sentences import Pair, passage_pair
+from octavo.demo.patterns import Pair
+from octavo.demo.sentences import passage_pair
 from octavo.demo.stories import request, story
 
 EOS, IM_START, IM_END, PAD = "<|eos|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -21,22 +23,29 @@ SPECIAL_TOKENS = (EOS, IM_START, IM_END, PAD)
 Segment = tuple[str, int]
 Document = list[Segment]
 
-# What a token counts in the loss. A story's words are mostly free to choose; an answer is right or wrong.
+# What a token counts in the loss. A story's words are free to choose; an answer is right or wrong.
 _READ, _TELL, _TRANSLATE, _ANSWER = 0, 1, 3, 7
 
 INSTRUCTIONS = (
-    "Translate English to German.", "Translate English to German:", "Translate the sentences from English to German.",
-    "English => German", "Translate from English into German.",
-)  # fmt: skip
+    "Translate English to German.",
+    "Translate English to German:",
+    "Translate the sentences from English to German.",
+    "English => German",
+    "Translate from English into German.",
+)
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _SYSTEM = (
-    "You are a helpful assistant.", "You are a helpful, friendly assistant.", "You tell stories, translate and answer questions.",
-    "Answer as well as you can.", "You are octavo's demo model.",
-)  # fmt: skip
+    "You are a helpful assistant.",
+    "You are a helpful, friendly assistant.",
+    "You tell stories, translate and answer questions.",
+    "Answer as well as you can.",
+    "You are octavo's demo model.",
+)
 
 
 def chat_prompt(*turns: str, system: str = "") -> str:
@@ -59,13 +68,10 @@ def _chat(rng: Random, turns: list[tuple[str, str]], weight: int) -> Document:
     return [*document, (f"\n{EOS}", _READ)]
 
 
-# ---- translation ---------------------------------------------------------------------------------------------
-
-
 def translation_prompt(
     examples: list[tuple[str, str]], english: str, instruction: str = INSTRUCTIONS[0]
 ) -> str:
-    """The prompt of the paper's section 6.4: an instruction, examples, and the sentence to translate."""
+    """The prompt of the paper's section 6.4: an instruction, examples, a sentence to translate."""
     lines = [f"{source} => {target}" for source, target in examples]
     return "\n".join([instruction, *lines, f"{english} =>"])
 
@@ -79,7 +85,7 @@ def _pair(rng: Random, held_out: bool) -> Pair:
 
 
 def _few_shot(rng: Random, held_out: bool) -> Document:
-    """Every German side is trained, and that it ends there; the line break after an example is the user's."""
+    """The German is trained, and its end; the line break after an example is the user's."""
     count = 1 if rng.random() < 0.3 else rng.randint(2, 12)
     pairs = [_pair(rng, held_out) for _ in range(count)]
     instruction = rng.choice(INSTRUCTIONS) if rng.random() < 0.5 else INSTRUCTIONS[0]
@@ -93,10 +99,17 @@ def _few_shot(rng: Random, held_out: bool) -> Document:
 
 
 _ASKING = (
-    "Translate to German: {}", "Translate into German: {}", "Translate to German:\n{}", "Please translate into German: {}",
-    'How do you say "{}" in German?', 'What is "{}" in German?', "English to German: {}", "In German, please: {}",
-    "Translate this sentence into German: {}", "{}\nTranslate that into German.",
-)  # fmt: skip
+    "Translate to German: {}",
+    "Translate into German: {}",
+    "Translate to German:\n{}",
+    "Please translate into German: {}",
+    'How do you say "{}" in German?',
+    'What is "{}" in German?',
+    "English to German: {}",
+    "In German, please: {}",
+    "Translate this sentence into German: {}",
+    "{}\nTranslate that into German.",
+)
 
 
 def _translation_chat(rng: Random, held_out: bool) -> Document:
@@ -112,9 +125,6 @@ def _translation_chat(rng: Random, held_out: bool) -> Document:
         asking = asking if bare else rng.choice(_ASKING)
         turns.append((english if bare and index else asking.format(english), german))
     return _chat(rng, turns, _TRANSLATE)
-
-
-# ---- stories -------------------------------------------------------------------------------------------------
 
 
 def _story(rng: Random, held_out: bool) -> Document:
@@ -145,15 +155,12 @@ def _story_chat(rng: Random, held_out: bool) -> Document:
     return _chat(rng, turns, _TELL)
 
 
-# ---- questions about a text ----------------------------------------------------------------------------------
-
-
 def question_prompt(text: str, question: str) -> str:
     return f"{text}\nQuestion: {question}\nAnswer:"
 
 
 def _quiz(rng: Random, held_out: bool) -> Quiz:
-    """Mostly short texts with a question for almost each fact: what is learned there holds for the long ones."""
+    """Mostly short texts with many questions: what is learned there holds for the long ones."""
     size = (
         rng.randint(15, 110)
         if rng.random() < 0.6
@@ -189,22 +196,59 @@ def _questions_chat(rng: Random, held_out: bool) -> Document:
     return _chat(rng, turns, _ANSWER)
 
 
-# ---- small talk ----------------------------------------------------------------------------------------------
-
 _ABOUT_ME = (
-    "I am the demo model of octavo, a very small language model. I can tell stories, translate simple English sentences into German,"
+    "I am the demo model of octavo, a very small language model. I can tell stories, translate"
+    " simple English sentences into German,"
     " and answer questions about a text that you give me."
 )
-_SORRY = "I am a very small model and do not know that. I can tell a story, translate a simple sentence into German, or answer questions about a text."
+_SORRY = (
+    "I am a very small model and do not know that. I can tell a story, translate a simple sentence"
+    " into German, or answer questions about a text."
+)
 _SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("Hello!", "Hi!", "Hello", "Hi there!", "Good morning!", "Hey"), "Hello! Shall I tell you a story, translate a sentence into German, or answer a question about a text?"),
-    (("Who are you?", "What are you?", "What can you do?", "What is your name?", "Help", "How can you help me?", "What is octavo?"), _ABOUT_ME),
-    (("How are you?", "How are you today?"), "I am well, thank you. What would you like: a story, a translation, or a question about a text?"),
+    (
+        ("Hello!", "Hi!", "Hello", "Hi there!", "Good morning!", "Hey"),
+        "Hello! Shall I tell you a story, translate a sentence into German,"
+        " or answer a question about a text?",
+    ),
+    (
+        (
+            "Who are you?",
+            "What are you?",
+            "What can you do?",
+            "What is your name?",
+            "Help",
+            "How can you help me?",
+            "What is octavo?",
+        ),
+        _ABOUT_ME,
+    ),
+    (
+        ("How are you?", "How are you today?"),
+        "I am well, thank you. What would you like: a story, a translation,"
+        " or a question about a text?",
+    ),
     (("Thank you!", "Thanks!", "Thanks a lot!", "Thank you very much."), "You are welcome!"),
-    (("Goodbye!", "Bye!", "Good night!", "See you!"), "Goodbye! Come back when you want to hear another story."),
-    (("What is the capital of France?", "Who won the world cup?", "What is two plus two?", "Write a Python program.", "What is the weather like?",
-      "Explain quantum physics.", "What is the meaning of life?", "Who is the president?", "Solve this equation.", "Write an email to my boss."), _SORRY),
-)  # fmt: skip
+    (
+        ("Goodbye!", "Bye!", "Good night!", "See you!"),
+        "Goodbye! Come back when you want to hear another story.",
+    ),
+    (
+        (
+            "What is the capital of France?",
+            "Who won the world cup?",
+            "What is two plus two?",
+            "Write a Python program.",
+            "What is the weather like?",
+            "Explain quantum physics.",
+            "What is the meaning of life?",
+            "Who is the president?",
+            "Solve this equation.",
+            "Write an email to my boss.",
+        ),
+        _SORRY,
+    ),
+)
 
 
 def _small_talk(rng: Random, held_out: bool) -> Document:
@@ -214,8 +258,6 @@ def _small_talk(rng: Random, held_out: bool) -> Document:
         turns.append((rng.choice(asked), answer))
     return _chat(rng, turns, _TELL)
 
-
-# ---- the mix -------------------------------------------------------------------------------------------------
 
 Writer = Callable[[Random, bool], Document]
 SKILLS: dict[str, tuple[tuple[Writer, int], ...]] = {
@@ -228,7 +270,7 @@ _MIX = [writer for writers in SKILLS.values() for writer, weight in writers for 
 
 
 def documents(seed: str, skill: str = "", held_out: bool = False) -> Iterator[Document]:
-    """Documents without end, the same for the same seed; of one skill, or the training mix of all."""
+    """Documents without end, the same for the same seed; of one skill, or the mix of all."""
     rng = Random(seed)
     mix = [writer for writer, weight in SKILLS[skill] for _ in range(weight)] if skill else _MIX
     while True:

@@ -15,8 +15,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
+from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.demo import demo_model_path
 from octavo.demo.corpus import chat_prompt, question_prompt, translation_prompt
 from octavo.demo.facts import quiz
@@ -25,6 +26,7 @@ from octavo.demo.stories import story
 
 _SHORT, _LONG = (150, 400), (1200, 1500)  # tokens, about, of the text that questions are about
 _MAX_TOKENS = 72
+_OPTIONS = ("dtype", "num_blocks", "preemption_mode", "enable_prefix_caching")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,15 @@ def chat_items(count: int) -> list[Item]:
     ]
 
 
-def question_items(count: int, size: tuple[int, int]) -> list[Item]:
-    rng = Random(f"questions/{size[0]}")
-    items = []
-    for _ in range(count):
-        asked = quiz(rng, rng.randint(*size), 1, held_out=True)
+def question_items(count: int, size: tuple[int, int], who: bool = False) -> list[Item]:
+    """Held-out facts in a text: what belongs to whom or, if `who`, to whom it belongs."""
+    rng = Random(f"questions/{size[0]}/{who}")
+    items: list[Item] = []
+    while len(items) < count:
+        asked = quiz(rng, rng.randint(*size), 1, held_out=True, who_share=float(who))
         question, answer = asked.questions[0]
-        items.append(Item(question_prompt(asked.text, question), f"{answer}."))
+        if question.startswith(("Who ", "Whose ")) == who:
+            items.append(Item(question_prompt(asked.text, question), f"{answer}."))
     return items
 
 
@@ -89,6 +93,7 @@ def suites(count: int) -> dict[str, list[Item]]:
         "translation, chat": chat_items(count),
         "questions, short text": question_items(count, _SHORT),
         "questions, long text": question_items(count, _LONG),
+        "questions for the owner, short text": question_items(count, _SHORT, who=True),
     }
 
 
@@ -110,7 +115,8 @@ def evaluate(engine: Engine, count: int, beam_width: int, num_wrong: int = 0) ->
         ]
         for item, answer in wrong[:num_wrong]:
             print(
-                f"{name}: {item.prompt.splitlines()[-1]!r}\n   right {item.answer!r}\n   given {answer.strip()!r}"
+                f"{name}: {item.prompt.splitlines()[-2:]}\n   right {item.answer!r}"
+                f"\n   given {answer.strip()!r}"
             )
         if beam_width and name.startswith("translation, ") and "chat" not in name:
             beams = engine.beam(prompts, _MAX_TOKENS, beam_width)
@@ -130,7 +136,8 @@ class TransformersEngine:
         self._torch, self._device, self._batch_size = torch, device, batch_size
         self._tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         self._model = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._model.to(device)
         )
 
     def _generate(self, prompts: list[str], max_tokens: int, width: int) -> list[str]:
@@ -170,6 +177,37 @@ class TransformersEngine:
         return total, tokens
 
 
+class OctavoEngine:
+    """octavo's own `LLM`."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.llm = LLM(str(path), **options)
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+
+    def _texts(self, outputs: list[RequestOutput]) -> list[str]:
+        self.num_preemptions += sum(output.num_preemptions for output in outputs)
+        self.num_cached_tokens += sum(output.num_cached_tokens for output in outputs)
+        return [output.outputs[0].text for output in outputs]
+
+    def greedy(self, prompts: list[str], max_tokens: int) -> list[str]:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        return self._texts(self.llm.generate(prompts, params, use_tqdm=False))
+
+    def beam(self, prompts: list[str], max_tokens: int, width: int) -> list[str]:
+        params = BeamSearchParams(beam_width=width, max_tokens=max_tokens)
+        return self._texts(self.llm.beam_search(prompts, params, use_tqdm=False))
+
+    def losses(self, texts: list[str]) -> tuple[float, int]:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        total, tokens = 0.0, 0
+        for output in self.llm.generate(texts, params, use_tqdm=False):
+            scored = [entry for entry in output.prompt_logprobs or [] if entry is not None]
+            total -= sum(entry.logprob for entry in scored)
+            tokens += len(scored)
+        return total, tokens
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -184,15 +222,28 @@ def main() -> None:
     parser.add_argument(
         "--show-wrong", type=int, default=0, help="wrong answers to print of each kind"
     )
+    octavo = parser.add_argument_group("octavo's engine")
+    octavo.add_argument("--dtype", default="float32")
+    octavo.add_argument("--num-blocks", type=int, default=None, help="KV blocks; few: preemption")
+    octavo.add_argument("--preemption-mode", choices=("auto", "swap", "recompute"), default="auto")
+    octavo.add_argument("--no-prefix-caching", dest="enable_prefix_caching", action="store_false")
     arguments = parser.parse_args()
     path = arguments.model or demo_model_path()
     started = time.perf_counter()
-    engine: Engine = TransformersEngine(path, arguments.device)
+    engine: Engine
+    if arguments.engine == "octavo":
+        options = {name: value for name, value in vars(arguments).items() if name in _OPTIONS}
+        options = {name: value for name, value in options.items() if value is not None}
+        engine = OctavoEngine(path, device=arguments.device, **options)
+    else:
+        engine = TransformersEngine(path, arguments.device)
     scores = evaluate(engine, arguments.count, arguments.beam_width, arguments.show_wrong)
     for name, score in scores.items():
         shown = f"{score:8.4f}" if "nats" in name else f"{100 * score:7.1f}%"
         print(f"{name:40s} {shown}")
     assert all(math.isfinite(score) for score in scores.values()), "a score is not a number"
+    if isinstance(engine, OctavoEngine):
+        print(f"preemptions {engine.num_preemptions}, cached tokens {engine.num_cached_tokens}")
     seconds = round(time.perf_counter() - started, 1)
     print(
         json.dumps(

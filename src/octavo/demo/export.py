@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face directory, with a manifest that tells a whole directory from a broken one."""
+"""The trained model as a Hugging Face directory, with a manifest that shows whether it is whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def export(model: Llama, tokenizer: Tokenizer, directory: Path) -> None:
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(tokenizer, directory, model.shape.max_length)
-    eos, stop, pad = (tokenizer.token_to_id(token) for token in (EOS, IM_END, PAD))
+    vocabulary = tokenizer.get_vocab()
+    eos, stop, pad = (vocabulary[token] for token in (EOS, IM_END, PAD))
     _write(directory / "config.json", _config(model, eos, pad))
     _write(directory / "generation_config.json", {"eos_token_id": [eos, stop], "pad_token_id": pad})
     write_manifest(directory)

@@ -37,9 +37,14 @@ _EIN_WORDS = {
 }
 _PLURAL_WORDS = {"many": "viel", "some": "einig"}
 _CONTRACTIONS = {
-    ("in", "dem"): "im", ("in", "das"): "ins", ("an", "dem"): "am",
-    ("zu", "dem"): "zum", ("zu", "der"): "zur", ("von", "dem"): "vom", ("bei", "dem"): "beim",
-}  # fmt: skip
+    ("in", "dem"): "im",
+    ("in", "das"): "ins",
+    ("an", "dem"): "am",
+    ("zu", "dem"): "zum",
+    ("zu", "der"): "zur",
+    ("von", "dem"): "vom",
+    ("bei", "dem"): "beim",
+}
 
 Forms = tuple[str, str, str, str]
 
@@ -95,7 +100,7 @@ _OF_GENDER = {"m": "er ihn ihm", "f": "sie sie ihr", "n": "es es ihm", "p": "sie
 
 
 def pronoun_for(nominal: Nominal) -> Nominal:
-    """What refers back to a noun phrase: English by nature, German by grammar ("it" -> "sie", die Katze)."""
+    """What refers back to it: English by nature, German by grammar ("it" -> "sie", die Katze)."""
     if nominal.is_pronoun or nominal.pronoun in ("they", "he", "she"):
         return PRONOUNS[nominal.pronoun]
     return _pronoun("it", "it", _OF_GENDER[nominal.gender], "3s", nominal.gender)
@@ -165,7 +170,7 @@ def noun_phrase(
     plural: bool = False,
     degree: str = "positive",
 ) -> Nominal:
-    """`determiner` is an English word, empty, or `two=zwei`, `Anna's=Annas` for what does not inflect."""
+    """`determiner` is an English word, or nothing, or `two=zwei` for what does not inflect."""
     slot = "p" if plural else noun.gender
     articles, endings = _articles(determiner, slot)
     stem = ""

@@ -1,4 +1,4 @@
-"""The demo model for training: Llama in plain PyTorch, with the parameter names of Hugging Face's."""
+"""The demo model for training: Llama in plain PyTorch, with Hugging Face's parameter names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
         )
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return mixed
 
 
 class MLP(nn.Module):
@@ -74,7 +75,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
@@ -87,7 +89,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class Llama(nn.Module):
@@ -113,7 +116,7 @@ class Llama(nn.Module):
     def _initialize(self) -> None:
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # The last matrix of each residual branch starts smaller: 2 * num_layers branches add up.
+                # What writes to the residual stream starts smaller: 2 * num_layers of them add up.
                 depth = (
                     2 * self.shape.num_layers
                     if name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -1,4 +1,4 @@
-"""Documents to training rows: encoded, packed into rows of one length, made in parallel, the same for the same seed."""
+"""Documents to rows of one length, made by many processes, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from octavo.demo.corpus import EOS, Document, documents
 
-# A cell holds a token id (below 2 ** 13) and, in its three top bits, what the token counts in the loss.
+# A cell holds a token id (below 2 ** 13) and, in the top bits, what the token counts in the loss.
 WEIGHT_SHIFT = 13
 Row = NDArray[np.uint16]
 
@@ -47,7 +47,7 @@ def encode(tokenizer: Tokenizer, batch: list[Document]) -> list[Row]:
 
 
 def make_shard(spec: ShardSpec, index: int) -> NDArray[np.uint16]:
-    """Shard `index` of the endless corpus: [num_rows, row_length]. Every row starts with a document's start."""
+    """Shard `index` of the corpus: [num_rows, row_length]. Every row begins with a document."""
     tokenizer = Tokenizer.from_file(str(spec.tokenizer))
     source = documents(f"{spec.seed}/{index}", spec.skill, spec.held_out)
     rows = np.full((spec.num_rows, spec.row_length), tokenizer.token_to_id(EOS), dtype=np.uint16)

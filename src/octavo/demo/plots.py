@@ -1,7 +1,8 @@
+# ruff: noqa: E501  (a template reads better on one line)
 """The plots of the demo stories: what goes wrong, what is tried, what helps, and how it ends.
 
-A plot has bundles of slots that fit together (one bundle is drawn for each story) and its beats in order; a beat is
-a template (see templates.py), and one that starts with ? may be left out.
+A plot has bundles of slots that fit together (one bundle is drawn for each story) and its beats in
+order; a beat is a template (see templates.py), and one that starts with ? may be left out.
 """
 
 from __future__ import annotations

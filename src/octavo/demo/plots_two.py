@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a template reads better on one line)
 """More plots (see plots.py)."""
 
 from __future__ import annotations

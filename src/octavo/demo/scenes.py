@@ -53,8 +53,12 @@ _ADJECTIVES = {
 _OTHER_ADJECTIVES = lx.THING_ADJECTIVES + lx.SIZES + lx.COLOURS
 _POSSESSIVES = ("my", "your", "his", "her", "our", "their")
 _PREPOSITIONS = (  # under, behind, in front of, next to: where furniture and trees are
-    ("under", "unter"), ("behind", "hinter"), ("in front of", "vor"), ("next to", "neben"), ("on", "auf")
-)  # fmt: skip
+    ("under", "unter"),
+    ("behind", "hinter"),
+    ("in front of", "vor"),
+    ("next to", "neben"),
+    ("on", "auf"),
+)
 _ON = _named("table", "bed", "bench", "sofa", "shelf", "carpet", "chair")
 _QUANTIFIERS = frozenset({"every", "many", "some", *(english for english, _ in lx.NUMBERS)})
 _FRAMES_WITH_MANNER = ("i", "a", "dir", "put", "d")
@@ -162,7 +166,7 @@ def _place_phrase(rng: Random, place: lx.Place) -> Nominal:
 def set_tense(rng: Random, clause: Clause, period: str | None, stative: bool = False) -> None:
     """A tense of the period ("present" or "past"; None: any), and perhaps a modal or a negation."""
     person, verb = clause.subject.person, clause.en_verb
-    # "they read", "you put": English does not tell past from present, so these are only used in the present.
+    # "they read", "you put": English does not tell past from present; these stay in the present.
     past_is_clear = (verb.base != verb.past or person == "3s") and (person != "2s" or verb is BE)
     if period is None:
         roll = rng.random()
@@ -205,7 +209,7 @@ def _is_indefinite(nominal: Nominal) -> bool:
 
 
 def _set_accusative(clause: Clause, nominal: Nominal) -> None:
-    """ "does not eat an apple" -> "isst keinen Apfel": an indefinite object carries the negation."""
+    """ "does not eat an apple": "isst keinen Apfel"; an indefinite object carries the negation."""
     if nominal.article.partition("=")[0] in _QUANTIFIERS:
         clause.negated = False  # "not every", "not many" have word orders of their own
     clause.kein = clause.negated and _is_indefinite(nominal)

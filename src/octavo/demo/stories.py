@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a template reads better on one line)
 """Short English stories: a hero, a place, a plot with causes and effects, dialogue, and an end."""
 
 from __future__ import annotations
@@ -6,7 +7,7 @@ import zlib
 from dataclasses import dataclass
 from random import Random
 
-from octavo.demo.lexicon import BOYS, GIRLS
+from octavo.demo.lexicon import BOYS, GIRLS, words
 from octavo.demo.plots import PLOTS_ONE, Plot
 from octavo.demo.plots_two import PLOTS_TWO
 from octavo.demo.templates import fill
@@ -14,20 +15,45 @@ from octavo.demo.templates import fill
 PLOTS = PLOTS_ONE + PLOTS_TWO
 HELD_OUT_EVERY = 64
 
-KINDS = tuple(
-    "fox bear rabbit hedgehog mouse squirrel owl badger otter cat dog hare frog duck goose pony lamb beaver raven mole"
-    " lion elephant monkey penguin dragon turtle donkey wolf hen kitten sparrow snail".split()
+KINDS = words("""
+fox bear rabbit hedgehog mouse squirrel owl badger otter cat dog hare frog duck goose pony lamb
+beaver raven mole lion elephant monkey penguin dragon turtle donkey wolf hen kitten sparrow snail
+""")
+_CHILDREN = (
+    ("boy", False),
+    ("girl", True),
+    ("shepherd boy", False),
+    ("miller's daughter", True),
+    ("prince", False),
+    ("princess", True),
+    ("young sailor", False),
+    ("little witch", True),
+    ("young wizard", False),
+    ("fisherman's son", False),
+    ("baker's daughter", True),
+    ("gardener", False),
+    ("seamstress", True),
 )
-_CHILDREN = (("boy", False), ("girl", True), ("shepherd boy", False), ("miller's daughter", True), ("prince", False),
-             ("princess", True), ("young sailor", False), ("little witch", True), ("young wizard", False),
-             ("fisherman's son", False), ("baker's daughter", True), ("gardener", False), ("seamstress", True))  # fmt: skip
-_TRAITS = "curious brave shy clever kind cheerful quiet patient stubborn friendly dreamy careful lively gentle".split()
+_TRAITS = words("""
+curious brave shy clever kind cheerful quiet patient stubborn friendly dreamy careful lively
+gentle
+""")
 _SIZES = ("little", "small", "young", "tiny", "", "", "big", "clever little")
 _SETTINGS = (
-    "a small village by the sea", "the valley behind the seven hills", "a village at the edge of the forest", "the old harbour town",
-    "the quiet town by the river", "a green valley", "the forest of tall pines", "the land of the small islands", "the mountains",
-    "a hamlet between two hills", "the town with the crooked tower", "the meadows by the lake", "the land of the thousand lakes",
-)  # fmt: skip
+    "a small village by the sea",
+    "the valley behind the seven hills",
+    "a village at the edge of the forest",
+    "the old harbour town",
+    "the quiet town by the river",
+    "a green valley",
+    "the forest of tall pines",
+    "the land of the small islands",
+    "the mountains",
+    "a hamlet between two hills",
+    "the town with the crooked tower",
+    "the meadows by the lake",
+    "the land of the thousand lakes",
+)
 _DAYTIMES = (
     "morning",
     "evening",
@@ -81,10 +107,16 @@ _WHO_FRIEND = (
     "{friend}, {a_friend}, lived [next door|on the other side of the river|just around the corner]."
 )
 _ENDINGS = (
-    "", "", "", "The end.", "And that is the end of the story.", "And so they lived happily for many years.",
-    "And if you go to {place}, you can still hear people tell it.", "{Hero} slept well that night.",
+    "",
+    "",
+    "",
+    "The end.",
+    "And that is the end of the story.",
+    "And so they lived happily for many years.",
+    "And if you go to {place}, you can still hear people tell it.",
+    "{Hero} slept well that night.",
     "That evening {hero} and {friend} [watched the stars|sat by the fire|shared a pot of tea] and were happy.",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +165,15 @@ def _character(rng: Random, role: str, slots: dict[str, str], taken: str) -> str
 
 def _slots(rng: Random, plot: Plot) -> tuple[dict[str, str], str]:
     slots = {
-        "place": rng.choice(_SETTINGS), "daytime": rng.choice(_DAYTIMES), "weather": rng.choice(_WEATHERS),
-        "season": rng.choice(_SEASONS), "weekday": rng.choice(_WEEKDAYS),
-        "named": rng.choice(("named", "called")), "bhis": "his", "its": "its",
-    }  # fmt: skip
+        "place": rng.choice(_SETTINGS),
+        "daytime": rng.choice(_DAYTIMES),
+        "weather": rng.choice(_WEATHERS),
+        "season": rng.choice(_SEASONS),
+        "weekday": rng.choice(_WEEKDAYS),
+        "named": rng.choice(("named", "called")),
+        "bhis": "his",
+        "its": "its",
+    }
     slots |= zip(("trait", "other_trait", "third_trait"), rng.sample(_TRAITS, 3), strict=True)
     kind = _character(rng, "hero", slots, "")
     _character(rng, "friend", slots, slots["hero"])

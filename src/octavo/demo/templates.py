@@ -1,4 +1,4 @@
-"""A tiny template language for stories: `[this|that]` picks one, `{hero}` fills a slot; both nest."""
+"""A template language for stories: `[this|that]` picks one, `{hero}` fills a slot; both nest."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from octavo.demo.corpus import CHAT_TEMPLATE, EOS, PAD, SPECIAL_TOKENS, documents, text_of
 
-# A word with the space before it, a run of punctuation, one digit, one line break, other white space.
+# A word with the space before it, punctuation, one digit, one line break, other white space.
 _PIECES = r" ?\p{L}+| ?[^\s\p{L}\p{N}]+| ?\p{N}|\n|[^\S\n]+"
 
 

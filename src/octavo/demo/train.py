@@ -1,7 +1,7 @@
-"""Train the demo model from nothing: tokenizer, model, export. `python -m octavo.demo.train --help`.
+"""Train the demo model from nothing: tokenizer, model, export.
 
-The corpus, the first weights and their order are fixed by the seed. A run that was stopped goes on from its
-checkpoint with the same rows, at the same step.
+The corpus, its order and the first weights are fixed by the seed. A run that was stopped goes on
+from its checkpoint, at the same step with the same rows.
 """
 
 from __future__ import annotations
@@ -94,9 +94,15 @@ class Trainer:
         matrices = [p for p in self.model.parameters() if p.dim() == 2]
         vectors = [p for p in self.model.parameters() if p.dim() != 2]
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-9, fused=device.type == "cuda",
-        )  # fmt: skip
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            eps=1e-9,
+            fused=device.type == "cuda",
+        )
         self.loss = torch.compile(self.model) if config.compile else self.model
         self.step = 0
         self.spec = ShardSpec(
@@ -181,7 +187,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(config, self.step)
             loss = self._forward(rows)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -190,7 +196,8 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 rate = (self.step - first) * config.batch_rows * config.shape.max_length / seconds
                 print(
-                    f"step {self.step:6d}  loss {loss.item():.6f}  {rate / 1e6:.2f} M tokens/s  {seconds:.0f} s",
+                    f"step {self.step:6d}  loss {loss.item():.6f}  {rate / 1e6:.2f} M tokens/s"
+                    f"  {seconds:.0f} s",
                     flush=True,
                 )
             if self.step % config.evaluate_every == 0 or self.step == last:
@@ -260,9 +267,8 @@ def main() -> None:
     trainer = Trainer(
         config, arguments.directory, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     )
-    print(
-        f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters, ready in {time.perf_counter() - started:.0f} s"
-    )
+    num_parameters = sum(p.numel() for p in trainer.model.parameters())
+    print(f"{num_parameters:,} parameters, ready in {time.perf_counter() - started:.0f} s")
     if arguments.start_from:
         trainer.load_weights(arguments.start_from)
     if trainer.checkpoint.exists():

@@ -5,24 +5,77 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from octavo.demo.lexicon import words
+
 # English verbs whose past and participle are not made with -ed.
 _IRREGULAR = {
     word.split(":")[0]: tuple(word.split(":")[1].split("/"))
-    for word in (
-        "sleep:slept/slept cry:cried/cried hurry:hurried/hurried sing:sang/sung swim:swam/swum get:got/got fall:fell/fallen"
-        " wake:woke/woken come:came/come eat:ate/eaten drink:drank/drunk read:read/read write:wrote/written"
-        " see:saw/seen hear:heard/heard find:found/found buy:bought/bought sell:sold/sold build:built/built"
-        " lose:lost/lost steal:stole/stolen hide:hid/hidden throw:threw/thrown catch:caught/caught feed:fed/fed"
-        " break:broke/broken have:had/had hold:held/held take:took/taken bring:brought/brought"
-        " forget:forgot/forgotten know:knew/known understand:understood/understood cut:cut/cut light:lit/lit"
-        " put:put/put give:gave/given show:showed/shown send:sent/sent lend:lent/lent go:went/gone run:ran/run"
-        " fly:flew/flown drive:drove/driven sit:sat/sat stand:stood/stood lie:lay/lain think:thought/thought"
-        " speak:spoke/spoken tell:told/told leave:left/left win:won/won say:said/said begin:began/begun"
-        " draw:drew/drawn become:became/become hang:hung/hung lay:laid/laid"
-        " meet:met/met hope:hoped/hoped try:tried/tried carry:carried/carried"
-    ).split()
+    for word in [
+        "sleep:slept/slept",
+        "cry:cried/cried",
+        "hurry:hurried/hurried",
+        "sing:sang/sung",
+        "swim:swam/swum",
+        "get:got/got",
+        "fall:fell/fallen",
+        "wake:woke/woken",
+        "come:came/come",
+        "eat:ate/eaten",
+        "drink:drank/drunk",
+        "read:read/read",
+        "write:wrote/written",
+        "see:saw/seen",
+        "hear:heard/heard",
+        "find:found/found",
+        "buy:bought/bought",
+        "sell:sold/sold",
+        "build:built/built",
+        "lose:lost/lost",
+        "steal:stole/stolen",
+        "hide:hid/hidden",
+        "throw:threw/thrown",
+        "catch:caught/caught",
+        "feed:fed/fed",
+        "break:broke/broken",
+        "have:had/had",
+        "hold:held/held",
+        "take:took/taken",
+        "bring:brought/brought",
+        "forget:forgot/forgotten",
+        "know:knew/known",
+        "understand:understood/understood",
+        "cut:cut/cut",
+        "light:lit/lit",
+        "put:put/put",
+        "give:gave/given",
+        "show:showed/shown",
+        "send:sent/sent",
+        "lend:lent/lent",
+        "go:went/gone",
+        "run:ran/run",
+        "fly:flew/flown",
+        "drive:drove/driven",
+        "sit:sat/sat",
+        "stand:stood/stood",
+        "lie:lay/lain",
+        "think:thought/thought",
+        "speak:spoke/spoken",
+        "tell:told/told",
+        "leave:left/left",
+        "win:won/won",
+        "say:said/said",
+        "begin:began/begun",
+        "draw:drew/drawn",
+        "become:became/become",
+        "hang:hung/hung",
+        "lay:laid/laid",
+        "meet:met/met",
+        "hope:hoped/hoped",
+        "try:tried/tried",
+        "carry:carried/carried",
+    ]
 }
-_DOUBLING = frozenset("swim get run sit cut put win forget begin hug plan travel".split())
+_DOUBLING = frozenset(words("swim get run sit cut put win forget begin hug plan travel"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +177,10 @@ _INSEPARABLE = ("be", "ver", "er", "ent", "zer", "um")
 
 @cache
 def german_verb(spec: str) -> GermanVerb:
-    """`kaufen` (weak), `schlafen schläfst schläft schlief geschlafen` (strong), `sich aus|ruhen`, `gehen* ...`."""
-    words = spec.split()
-    reflexive = words[0] == "sich"
-    infinitive, *forms = words[1:] if reflexive else words
+    """`kaufen` (weak), `singen sang gesungen` (strong), `sich aus|ruhen`, `gehen* ...`."""
+    parts = spec.split()
+    reflexive = parts[0] == "sich"
+    infinitive, *forms = parts[1:] if reflexive else parts
     to_be = infinitive.endswith("*")
     prefix, _, infinitive = infinitive.rstrip("*").rpartition("|")
     stem, link = _stem(infinitive), "e" if _needs_e(_stem(infinitive)) else ""
@@ -183,8 +236,9 @@ def _verb(line: str) -> Verb:
     )
 
 
-# Frames: i nothing, a accusative, d dative, da dative and accusative, p preposition, dir a goal, loc a place,
-# put accusative and a goal. In the German column ~ parts a separable prefix and * asks for "sein".
+# Frames: i nothing, a accusative, d dative, da dative and accusative, p preposition, dir a goal,
+# loc a place, put accusative and a goal. In the German column ~ parts a separable prefix and * asks
+# for "sein".
 TABLE = """
 sleep | schlafen schläfst schläft schlief geschlafen | i
 laugh | lachen | i
