@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 PROMPTS ?= "Once upon a time" "One morning, a little girl" \
-    "Translate English to German: The dog sees the house."
+    "The dog sees the house. =>"
 
 .PHONY: run test check size nightly bench clean
 
