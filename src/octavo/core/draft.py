@@ -4,7 +4,31 @@ from __future__ import annotations
 
 from octavo.core.kv_cache_manager import Changes
 from octavo.core.sequence import Request, Sequence
-from octavo.core.step import OpenedRow, TableWrite
+from octavo.core.step import Fork, OpenedRow, StepPlan, TableWrite, TokenWrite
+
+
+class RowChanges:
+    """What has become of the worker's rows since the last plan."""
+
+    def __init__(self) -> None:
+        self.forks: list[Fork] = []
+        self.closed: list[int] = []
+        self._token_writes: list[TokenWrite] = []
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        self.forks.append(Fork(parent.seq_id, child.seq_id, child.sample_index))
+
+    def close(self, seq: Sequence) -> None:
+        self.closed.append(seq.seq_id)
+
+    def write_token(self, seq: Sequence, token_id: int) -> None:
+        """The token after a sequence's last one, which the worker has not drawn by itself."""
+        self._token_writes.append(TokenWrite(seq.seq_id, seq.num_tokens, token_id))
+
+    def token_writes(self) -> list[TokenWrite]:
+        """Those into rows that are still there."""
+        closed = set(self.closed)
+        return [write for write in self._token_writes if write.seq_id not in closed]
 
 
 class PlanDraft:
@@ -56,6 +80,23 @@ class PlanDraft:
         else:
             self.computing.append(seq)
 
+    def open(self, seq: Sequence) -> None:
+        """Give a sequence that starts to run its row on the worker."""
+        request, method = seq.request, seq.request.method
+        num_draws = 1
+        if method.wants == "token" and seq.num_output_tokens == 0:
+            num_draws = method.num_draws
+        self.opened[seq.seq_id] = OpenedRow(
+            seq_id=seq.seq_id,
+            token_ids=tuple(seq.token_ids),
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_computed_tokens=seq.num_computed_tokens,
+            sampling=request.sampling,
+            seed=request.seed,
+            sample_index=seq.sample_index,
+            num_draws=num_draws,
+        )
+
     def apply(self, changes: Changes) -> None:
         self.copies += changes.copies
         self.held += changes.held
@@ -67,3 +108,21 @@ class PlanDraft:
             return False
         self.table_writes = [w for w in self.table_writes if w.seq_id != seq_id]
         return True
+
+    def to_plan(self, step_id: int, rows: RowChanges) -> StepPlan:
+        """The finished plan."""
+        return StepPlan(
+            step_id=step_id,
+            seq_ids=self.seq_ids,
+            num_scheduled_tokens=self.num_scheduled_tokens,
+            sampled=self.sampled,
+            expanded=self.expanded,
+            forks=rows.forks,
+            closed=rows.closed,
+            opened=list(self.opened.values()),
+            token_writes=rows.token_writes(),
+            table_writes=self.table_writes,
+            swap_out=self.swap_out,
+            swap_in=self.swap_in,
+            copies=self.copies,
+        )

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from octavo.core.block_pool import NULL_BLOCK, BlockPool
 from octavo.core.block_table import BlockTable
-from octavo.core.kv_spec import FullAttention, KVSpec
-from octavo.core.prefix_cache import CachedPrefix, Digest, PrefixCache, PrefixNode, sha256_128
+from octavo.core.kv_spec import FullAttention, KVSpec, first_needed_block
+from octavo.core.prefix_cache import Digest, PrefixCache, sha256_128
+from octavo.core.prefix_matcher import PrefixHit, PrefixMatcher
 from octavo.core.sequence import Sequence
 from octavo.core.step import TableWrite
 
@@ -27,18 +28,6 @@ class Changes:
     table_writes: list[TableWrite] = field(default_factory=list)
     # Sources of copies that nobody may overwrite before the step is over.
     held: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class PrefixHit:
-    """Blocks of the prefix cache that a prompt can start from."""
-
-    num_tokens: int = 0  # tokens that need not be computed
-    block_ids: list[list[int]] = field(default_factory=list)  # per group, for whole blocks
-    # The hit ends inside a block: these blocks, one per group, are to be copied.
-    partial: list[int] | None = None
-    # Another running request is computing the block that comes next.
-    in_progress: bool = False
 
 
 class KVCacheManager:
@@ -70,8 +59,7 @@ class KVCacheManager:
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
         self.held_sources: Counter[int] = Counter()  # sources of copies not yet done
-        self._in_progress: dict[bytes, tuple[PrefixNode, int]] = {}  # key -> node, sequence id
-        self._roots: dict[str, PrefixNode] = {}
+        self._prefixes = PrefixMatcher(self.specs, block_size, self.prefix_cache)
 
     # ---------------------------------------------------------------- sizes
 
@@ -102,81 +90,17 @@ class KVCacheManager:
 
     def no_hit(self) -> PrefixHit:
         """Start from nothing."""
-        return PrefixHit(block_ids=[[] for _ in self.specs])
+        return self._prefixes.no_hit()
 
     def lookup(self, seq: Sequence, max_tokens: int | None = None) -> PrefixHit:
         """What the prefix cache holds of a sequence's tokens; at least one is left to compute.
 
         At most `max_tokens` are taken from the cache.
         """
-        hit = self.no_hit()
-        limit = seq.num_tokens - 1
-        if max_tokens is not None:
-            limit = min(limit, max_tokens)
         if not self.enable_prefix_caching:
-            return hit
-        self._name_blocks(seq, seq.num_tokens)
-        usable = seq.prefix_nodes[: limit // self.block_size]
-        found = self._longest_cached(usable)
-        num_full = len(found)
-        hit.num_tokens = num_full * self.block_size
-        for group, ids in enumerate(hit.block_ids):
-            first = self._first_needed_block(group, hit.num_tokens)
-            ids.extend([NULL_BLOCK] * first)
-            ids.extend(_block_of(entry, group) for entry in found[first:])
-        if num_full < len(seq.prefix_nodes):
-            hit.in_progress = seq.prefix_nodes[num_full].key in self._in_progress
-        if not hit.in_progress:
-            self._extend_into_block(seq, hit, limit)
-        return hit
-
-    def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:
-        """The longest run of leading blocks that every group can start from.
-
-        None stands for a block that all groups' windows have left behind.
-        """
-        full = [g for g, spec in enumerate(self.specs) if isinstance(spec, FullAttention)]
-        windows = [g for g in range(len(self.specs)) if g not in full]
-        found: list[CachedPrefix | None] = []
-        for node in nodes:
-            entry = self.prefix_cache.find(node)
-            if full and (entry is None or any(entry.block_ids[g] is None for g in full)):
-                break
-            found.append(entry)
-        # A window needs only its own blocks before the end of the hit: shorten until all agree.
-        while (missing := self._last_missing(found, windows)) is not None:
-            del found[missing:]
-        return found
-
-    def _last_missing(self, found: list[CachedPrefix | None], groups: list[int]) -> int | None:
-        """The last block that a hit of `found` needs in one of `groups` and lacks."""
-        for group in groups:
-            first = self._first_needed_block(group, len(found) * self.block_size)
-            for i in range(len(found) - 1, first - 1, -1):
-                entry = found[i]
-                if entry is None or entry.block_ids[group] is None:
-                    return i
-        return None
-
-    def _extend_into_block(self, seq: Sequence, hit: PrefixHit, limit: int) -> None:
-        """Let the hit end inside a cached block that begins with the sequence's next tokens."""
-        start = hit.num_tokens
-        wanted = seq.token_ids[start : min(start + self.block_size, limit)]
-        if not wanted:
-            return
-        num_full = start // self.block_size
-        parent = seq.prefix_nodes[num_full - 1] if num_full else self._root(seq)
-        best = 0
-        for entry in self.prefix_cache.continuations(parent):
-            if any(block_id is None for block_id in entry.block_ids):
-                continue
-            shared = _num_equal(memoryview(entry.node.tokens).cast("i"), wanted)
-            if shared > best:
-                best = shared
-                hit.partial = [_block_of(entry, g) for g in range(len(self.specs))]
-            if best == len(wanted):
-                break
-        hit.num_tokens += best
+            return self.no_hit()
+        limit = seq.num_tokens - 1
+        return self._prefixes.match(seq, limit if max_tokens is None else min(limit, max_tokens))
 
     def register(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Offer full blocks to the prefix cache: those of the first `num_computed_tokens`, whose
@@ -185,13 +109,13 @@ class KVCacheManager:
         if not self.enable_prefix_caching or table is None:
             return
         num_full = num_computed_tokens // self.block_size
-        self._name_blocks(seq, num_full * self.block_size)
+        self._prefixes.name_blocks(seq, num_full)
         for i in range(table.num_registered, num_full):
             node = seq.prefix_nodes[i]
             for group, ids in enumerate(table.block_ids):
                 if ids[i] != NULL_BLOCK and self.prefix_cache.add(node, group, ids[i]):
                     self.pool.mark_cached(ids[i])
-            self._progressed(seq, node)
+            self._prefixes.progressed(seq, node)
         table.num_registered = max(table.num_registered, num_full)
 
     def reset_prefix_cache(self) -> None:
@@ -207,7 +131,7 @@ class KVCacheManager:
         assert seq.table is not None, "only a computed sequence can be pinned"
         assert name not in self.pins, f"prefix {name!r} is pinned already"
         self.register(seq, seq.num_computed_tokens)
-        self._abandon(seq)
+        self._prefixes.abandon(seq)
         self.pins[name] = seq
 
     def unpin(self, name: str) -> None:
@@ -251,7 +175,8 @@ class KVCacheManager:
         table.writable_until = len(table.block_ids[0]) * self.block_size
         self.num_lookup_tokens += seq.num_tokens
         self.num_hit_tokens += hit.num_tokens
-        self._announce(seq)
+        if self.enable_prefix_caching:
+            self._prefixes.announce(seq)
         return changes
 
     def without_partial(self, hit: PrefixHit) -> PrefixHit:
@@ -325,7 +250,7 @@ class KVCacheManager:
 
     def free(self, seq: Sequence) -> None:
         """Give back all blocks that a sequence holds. Without blocks it does nothing."""
-        self._abandon(seq)
+        self._prefixes.abandon(seq)
         if seq.table is not None:
             self._release_table(seq.table)
             seq.table = None
@@ -339,7 +264,7 @@ class KVCacheManager:
         if len(held) > self.swap_pool.num_free:
             return None
         for seq in seqs:
-            self._abandon(seq)
+            self._prefixes.abandon(seq)
         return self._move(seqs, held, self.pool, self.swap_pool)
 
     def num_swap_in_blocks(self, seqs: Seq[Sequence]) -> int:
@@ -368,24 +293,6 @@ class KVCacheManager:
 
     # ---------------------------------------------------------------- inside
 
-    def _root(self, seq: Sequence) -> PrefixNode:
-        salt = seq.request.cache_salt
-        if salt not in self._roots:
-            self._roots[salt] = self.prefix_cache.root(salt)
-        return self._roots[salt]
-
-    def _name_blocks(self, seq: Sequence, num_tokens: int) -> None:
-        """Extend the sequence's chain of prefix nodes over its full blocks."""
-        nodes, size = seq.prefix_nodes, self.block_size
-        for i in range(len(nodes), num_tokens // size):
-            parent = nodes[-1] if nodes else self._root(seq)
-            nodes.append(self.prefix_cache.node(parent, seq.token_ids[i * size : (i + 1) * size]))
-
-    def _first_needed_block(self, group: int, num_computed_tokens: int) -> int:
-        """The first block that queries at `num_computed_tokens` and later still read."""
-        first = self.specs[group].first_needed_token(num_computed_tokens)
-        return first // self.block_size
-
     def _grow(self, ids: list[int], num_tokens: int) -> None:
         for _ in range(len(ids), -(-num_tokens // self.block_size)):
             ids.append(self.pool.allocate())
@@ -406,7 +313,7 @@ class KVCacheManager:
         table = _table(seq)
         index, offset = divmod(seq.num_computed_tokens, self.block_size)
         for group, ids in enumerate(table.block_ids):
-            first = self._first_needed_block(group, seq.num_computed_tokens)
+            first = first_needed_block(self.specs[group], self.block_size, seq.num_computed_tokens)
             table.num_dropped[group] = max(first, table.num_dropped[group])
             start = len(ids)
             if offset and self.pool.ref_count(ids[index]) > 1:
@@ -427,7 +334,9 @@ class KVCacheManager:
         for seq, _ in targets:
             table = _table(seq)
             for group, ids in enumerate(table.block_ids):
-                first = self._first_needed_block(group, seq.num_computed_tokens)
+                first = first_needed_block(
+                    self.specs[group], self.block_size, seq.num_computed_tokens
+                )
                 outside.extend((ids, i) for i in range(table.num_dropped[group], first))
         return outside
 
@@ -460,45 +369,12 @@ class KVCacheManager:
             table.on_device = target is self.pool
         return list(moved.items())
 
-    # Which prefixes are being computed right now: an equal prompt waits and then shares them.
-
-    def _announce(self, seq: Sequence) -> None:
-        if not self.enable_prefix_caching:
-            return
-        first = seq.num_computed_tokens // self.block_size
-        for node in seq.prefix_nodes[first : seq.num_tokens // self.block_size]:
-            self._in_progress.setdefault(node.key, (node, seq.seq_id))
-
-    def _progressed(self, seq: Sequence, node: PrefixNode) -> None:
-        if self._in_progress.get(node.key, (node, -1))[1] == seq.seq_id:
-            del self._in_progress[node.key]
-
-    def _abandon(self, seq: Sequence) -> None:
-        """A sequence leaves: what it has not computed, nobody should wait for."""
-        if self._in_progress:
-            for node in seq.prefix_nodes:
-                self._progressed(seq, node)
-
 
 def _table(seq: Sequence) -> BlockTable:
     assert seq.table is not None, f"{seq} holds no blocks"
     return seq.table
 
 
-def _block_of(entry: CachedPrefix | None, group: int) -> int:
-    block_id = entry.block_ids[group] if entry is not None else None
-    assert block_id is not None, "a prefix hit includes a block that is not cached"
-    return block_id
-
-
 def _distinct(seqs: Seq[Sequence]) -> list[int]:
     """The blocks that the sequences hold, each once, in a fixed order."""
     return list(dict.fromkeys(b for seq in seqs for b in _table(seq).held()))
-
-
-def _num_equal(a: Seq[int], b: Seq[int]) -> int:
-    """How many leading elements are equal."""
-    for count, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return count
-    return min(len(a), len(b))

@@ -48,6 +48,11 @@ class SlidingWindow:
 KVSpec = FullAttention | SlidingWindow
 
 
+def first_needed_block(spec: KVSpec, block_size: int, num_computed_tokens: int) -> int:
+    """The first block that queries at `num_computed_tokens` and later still read."""
+    return spec.first_needed_token(num_computed_tokens) // block_size
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that share a block table; at most `KVLayout.layers_per_group` of them."""

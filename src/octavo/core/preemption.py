@@ -6,9 +6,15 @@ swapping in proportion to the blocks, and which is cheaper depends on the machin
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.sequence import Sequence
 from octavo.core.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 SMOOTHING = 0.2  # weight of the newest measurement
 
@@ -26,6 +32,24 @@ class PreemptionCosts:
     def swap_seconds(self, num_blocks: int) -> float:
         """Out and back in."""
         return 2 * num_blocks * self.seconds_per_block
+
+    def choose(self, held: Seq[Sequence], kv: KVCacheManager) -> str:
+        """ "swap" or "recompute" for a gang, whichever costs less; every choice is logged."""
+        num_blocks = kv.num_swap_in_blocks(held)
+        # What several sequences share is recomputed once, so count slots rather than tokens.
+        num_tokens = min(num_blocks * kv.block_size, sum(seq.num_computed_tokens for seq in held))
+        swap, recompute = self.swap_seconds(num_blocks), self.recompute_seconds(num_tokens)
+        mode = "swap" if swap < recompute else "recompute"
+        logger.info(
+            "preempting %s by %s: swapping %d blocks takes %.2f ms, recomputing %d tokens %.2f ms",
+            held[0].request.request_id,
+            mode,
+            num_blocks,
+            1e3 * swap,
+            num_tokens,
+            1e3 * recompute,
+        )
+        return mode
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step that computed prompts or moved blocks."""

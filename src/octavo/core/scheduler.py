@@ -6,7 +6,6 @@ least urgent is preempted whole; then swapped requests come back; then waiting o
 
 from __future__ import annotations
 
-import logging
 import time
 from bisect import insort
 from collections.abc import Callable
@@ -14,15 +13,14 @@ from dataclasses import dataclass, field
 
 from octavo.config import SchedulerConfig
 from octavo.core import regrow
-from octavo.core.draft import PlanDraft
-from octavo.core.kv_cache_manager import KVCacheManager, PrefixHit
+from octavo.core.draft import PlanDraft, RowChanges
+from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.policy import POLICIES
 from octavo.core.preemption import PreemptionCosts
+from octavo.core.prefix_matcher import PrefixHit
 from octavo.core.sequence import Request, Sequence, Status
-from octavo.core.step import Fork, OpenedRow, StepPlan, StepResult, TokenWrite
+from octavo.core.step import StepPlan, StepResult
 from octavo.errors import RequestTooLong
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -59,10 +57,7 @@ class Scheduler:
         self._next_number = 0
         self._next_step = 0
         self._in_flight: dict[int, PlanDraft] = {}
-        # Changes of the worker's rows since the last plan.
-        self._closed: list[int] = []
-        self._forks: list[Fork] = []
-        self._token_writes: list[TokenWrite] = []
+        self._rows = RowChanges()
         self._progress = Progress()
 
     # ---------------------------------------------------------------- requests come and go
@@ -134,7 +129,11 @@ class Scheduler:
         if not draft.ran_out_of_blocks:
             self._resume_swapped(draft)
             self._admit_waiting(draft)
-        return self._conclude(draft)
+        plan = draft.to_plan(self._next_step, self._rows)
+        self._next_step += 1
+        self._in_flight[plan.step_id] = draft
+        self._rows = RowChanges()
+        return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> Progress:
         """Take in what a step computed: append, fork, free."""
@@ -178,17 +177,17 @@ class Scheduler:
         child.logprobs = list(parent.logprobs)
         self.kv.fork(parent, child)
         parent.request.sequences.append(child)
-        self._forks.append(Fork(parent.seq_id, child.seq_id, sample_index))
+        self._rows.fork(parent, child)
         return child
 
     def append(self, seq: Sequence, token_id: int) -> None:
-        self._token_writes.append(TokenWrite(seq.seq_id, seq.num_tokens, token_id))
+        self._rows.write_token(seq, token_id)
         seq.token_ids.append(token_id)
         self._progress.advanced.append(seq)
 
     def free(self, seq: Sequence) -> None:
         if seq.table is not None and seq.request.status is Status.RUNNING:
-            self._closed.append(seq.seq_id)
+            self._rows.close(seq)
         self.kv.free(seq)
         if seq in seq.request.sequences:
             seq.request.sequences.remove(seq)
@@ -202,7 +201,7 @@ class Scheduler:
             self._progress.finished.append(request)
 
     def pin(self, seq: Sequence, name: str) -> None:
-        self._closed.append(seq.seq_id)
+        self._rows.close(seq)
         self.kv.pin(name, seq)
         request = seq.request
         request.sequences.remove(seq)
@@ -272,7 +271,7 @@ class Scheduler:
             ]
         for leader, follower in regrow.take_ready(request.sequences):
             self.kv.fork(leader, follower)
-            self._open(follower, draft)
+            draft.open(follower)
             draft.table_writes += self.kv.table_writes(follower)
         started = [seq for seq in request.sequences if seq.table is not None]
         if all(seq.num_tokens - seq.num_computed_tokens == 1 for seq in started) and len(
@@ -295,10 +294,12 @@ class Scheduler:
         self.running.remove(request)
         self._num_seats += request.method.max_sequences
         held = [seq for seq in request.sequences if seq.table is not None]
-        mode = self._preemption_mode(held)
+        mode: str = self.config.preemption_mode
+        if mode == "auto":
+            mode = self.costs.choose(held, self.kv)
         for seq in held:
             if not draft.withdraw(seq.seq_id):
-                self._closed.append(seq.seq_id)
+                self._rows.close(seq)
         pairs = self.kv.swap_out(held) if mode == "swap" else None
         if pairs is not None:
             draft.swap_out += pairs
@@ -315,28 +316,6 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions[mode] += 1
         draft.preempted.append(request)
-
-    def _preemption_mode(self, held: list[Sequence]) -> str:
-        if self.config.preemption_mode != "auto":
-            return self.config.preemption_mode
-        num_blocks = self.kv.num_swap_in_blocks(held)
-        # What several sequences share is recomputed once, so count slots and not tokens.
-        num_tokens = min(
-            num_blocks * self.kv.block_size, sum(seq.num_computed_tokens for seq in held)
-        )
-        swap = self.costs.swap_seconds(num_blocks)
-        recompute = self.costs.recompute_seconds(num_tokens)
-        mode = "swap" if swap < recompute else "recompute"
-        logger.info(
-            "preempting %s by %s: swap of %d blocks %.2f ms, recompute of %d tokens %.2f ms",
-            held[0].request.request_id if held else "a request",
-            mode,
-            num_blocks,
-            1e3 * swap,
-            num_tokens,
-            1e3 * recompute,
-        )
-        return mode
 
     def _displace(self, draft: PlanDraft) -> None:
         """Preempt less urgent running requests for a waiting one that would not fit otherwise."""
@@ -387,7 +366,7 @@ class Scheduler:
             draft.swap_in += moved[0]
             draft.apply(moved[1])
             for seq in held:
-                self._open(seq, draft)
+                draft.open(seq)
             targets = self._next_targets(request, draft, draft.budget)
             changes = self.kv.append([(s, s.num_computed_tokens + n) for s, n in targets])
             if changes is not None:  # else it runs from the next step on
@@ -451,7 +430,7 @@ class Scheduler:
         request.refused_with_free = None
         self.waiting.remove(request)
         self._enter(request, draft)
-        self._open(leader, draft)
+        draft.open(leader)
         draft.apply(changes)
         if n > 0:
             draft.add(leader, n)
@@ -484,44 +463,7 @@ class Scheduler:
         insort(self.running, request, key=_rank)
         draft.started.append(request)
 
-    # ---------------------------------------------------------------- small change
-
-    def _open(self, seq: Sequence, draft: PlanDraft) -> None:
-        """Give a sequence that starts to run its row on the worker."""
-        request, method = seq.request, seq.request.method
-        first = method.wants == "token" and seq.num_output_tokens == 0
-        draft.opened[seq.seq_id] = OpenedRow(
-            seq_id=seq.seq_id,
-            token_ids=tuple(seq.token_ids),
-            num_prompt_tokens=seq.num_prompt_tokens,
-            num_computed_tokens=seq.num_computed_tokens,
-            sampling=request.sampling,
-            seed=request.seed,
-            sample_index=seq.sample_index,
-            num_draws=method.num_draws if first and method.wants == "token" else 1,
-        )
-
-    def _conclude(self, draft: PlanDraft) -> StepPlan:
-        closed = set(self._closed)
-        plan = StepPlan(
-            step_id=self._next_step,
-            seq_ids=draft.seq_ids,
-            num_scheduled_tokens=draft.num_scheduled_tokens,
-            sampled=draft.sampled,
-            expanded=draft.expanded,
-            forks=self._forks,
-            closed=self._closed,
-            opened=list(draft.opened.values()),
-            token_writes=[w for w in self._token_writes if w.seq_id not in closed],
-            table_writes=draft.table_writes,
-            swap_out=draft.swap_out,
-            swap_in=draft.swap_in,
-            copies=draft.copies,
-        )
-        self._next_step += 1
-        self._in_flight[plan.step_id] = draft
-        self._forks, self._closed, self._token_writes = [], [], []
-        return plan
+    # ---------------------------------------------------------------- ends
 
     def _take_draws(self, seq: Sequence, token_id: int, result: StepResult) -> None:
         """Tokens that come with log-probabilities, or several at once."""
