@@ -13,7 +13,7 @@ PROMPTS ?= "Once upon a time" "One morning, a little girl" \
 .PHONY: run test check size nightly bench clean
 
 run: $(STAMP)  ## generate text with the embedded model
-	$(BIN)/octavo generate --max-tokens 80 --temperature 0.7 --seed 1 $(PROMPTS)
+	$(BIN)/octavo generate --max-tokens 80 --temperature 0.7 $(PROMPTS)
 
 test: $(STAMP)  ## all tests but the slow ones
 	$(BIN)/pytest -n auto -m "not slow"
