@@ -18,7 +18,8 @@ RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 NormKind = Literal["rms", "layer"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+HUB_FILES = ["*.json", "*.jinja"]
+HUB_WEIGHTS = ["*.safetensors"]
 # Files in subdirectories (other formats), and a second copy of the weights some repositories keep.
 HUB_EXCLUDED = ["*/*", "consolidated*"]
 
@@ -147,10 +148,10 @@ class ModelConfig:
         return total + 2 * self._num_norm_parameters(hidden)
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, weights: bool = True) -> Path:
     """The directory of a model: "demo", a local directory, or a hub id that is fetched.
 
-    Raises ModelError that says what was looked for.
+    Without `weights`, they are not fetched. Raises ModelError that says what was looked for.
     """
     if name == "demo":
         # The demo model's weights are unpacked only when somebody asks for them.
@@ -163,19 +164,19 @@ def resolve_model(name: str) -> Path:
     if path.exists():
         raise ModelError(f"{name} is a file; give the directory that holds config.json")
     if HUB_ID.fullmatch(name):
-        return _fetch_from_hub(name)
+        return _fetch_from_hub(name, HUB_WEIGHTS + HUB_FILES if weights else HUB_FILES)
     raise ModelError(
         f"no model {name!r}: it is not a directory ({path.absolute()}), not 'demo', and not a hub "
         "id of the form organisation/name"
     )
 
 
-def _fetch_from_hub(hub_id: str) -> Path:
+def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
         return Path(
-            snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXCLUDED)
+            snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=HUB_EXCLUDED)
         )
     except Exception as error:  # its errors have no common base; all mean that there is no model
         reason = str(error).strip().splitlines()

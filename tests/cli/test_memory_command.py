@@ -65,6 +65,21 @@ def test_it_is_the_budget_of_the_worker(octavo: Octavo) -> None:
     assert "2 of them with a sliding window" in octavo("memory", directory, *options).stdout
 
 
+def test_no_weights_are_fetched_for_a_hub_id(
+    octavo: Octavo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def fetch(hub_id: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(OPT_13B)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert octavo("memory", "facebook/opt-13b", "--device-memory", "40GiB").exit_code == 0
+    assert asked
+    assert not any("safetensors" in pattern for pattern in asked)
+
+
 @pytest.mark.parametrize(
     ("args", "exit_code", "message"),
     [

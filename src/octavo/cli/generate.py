@@ -15,6 +15,7 @@ from octavo.cli.session import dim, make_sampling_params, show_log, summary
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.engine.tokenizer import Tokenizer
     from octavo.outputs import RequestOutput, SequenceOutput
 
 # Options of sampling that beam search knows, too.
@@ -70,7 +71,10 @@ def generate(
             outputs = llm.generate(texts, params, use_tqdm=progress)
         seconds = time.perf_counter() - start
         for output in outputs:
-            click.echo(json.dumps(asdict(output), ensure_ascii=False) if as_json else show(output))
+            if as_json:
+                click.echo(json.dumps(asdict(output), ensure_ascii=False))
+            else:
+                click.echo(show(output, llm.engine.tokenizer))
         if not quiet:
             num_tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
             click.echo(dim(summary(llm.engine, memory, num_tokens, seconds)), err=True)
@@ -109,24 +113,34 @@ def make_beam_params(beam: dict[str, Any], sampling: dict[str, Any]) -> BeamSear
     return BeamSearchParams(**sampling, **given)
 
 
-def show(output: RequestOutput) -> str:
+def show(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
     """The prompt with its continuation, or a list of several."""
     prompt = click.style(output.prompt or "", bold=True)
     if len(output.outputs) == 1:
         [only] = output.outputs
-        return f"{prompt}{only.text}\n{show_logprobs(only)}"
+        return f"{prompt}{only.text}\n{show_logprobs(only, tokenizer)}"
     lines = [prompt]
     for each in output.outputs:
         score = "" if each.score is None else f" (score {each.score:.4f})"
-        lines.append(f"  [{each.index}]{score} {each.text}\n{show_logprobs(each)}".rstrip())
+        lines.append(
+            f"  [{each.index}]{score} {each.text}\n{show_logprobs(each, tokenizer)}".rstrip()
+        )
     return "\n".join([*lines, ""])
 
 
-def show_logprobs(output: SequenceOutput) -> str:
+def show_logprobs(output: SequenceOutput, tokenizer: Tokenizer | None) -> str:
+    """A line a token: its log-probability, its rank, and the likeliest tokens."""
     if output.logprobs is None:
         return ""
-    rows = [f"    {'token':>8} {'logprob':>9} {'rank':>6}  likeliest"]
+
+    def name(token_id: int) -> str:
+        text = "" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+        return repr(text) if text else str(token_id)
+
+    rows = [f"    {'logprob':>9} {'rank':>6}  {'token':<16}  likeliest"]
     for each in output.logprobs:
-        likeliest = " ".join(f"{token}:{logprob:.2f}" for token, logprob in each.top)
-        rows.append(f"    {each.token_id:>8} {each.logprob:>9.4f} {each.rank:>6}  {likeliest}")
+        likeliest = "  ".join(f"{name(token)} {logprob:.2f}" for token, logprob in each.top)
+        rows.append(
+            f"    {each.logprob:>9.4f} {each.rank:>6}  {name(each.token_id):<16}  {likeliest}"
+        )
     return "\n".join(rows) + "\n"

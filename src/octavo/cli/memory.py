@@ -48,8 +48,8 @@ def memory(
 ) -> None:
     """Print how MODEL's memory would be divided: weights, activations, KV blocks.
 
-    Needs only its config.json. Activations are the same estimate of the largest step that the
-    worker makes; KV is counted without a backend's padding of heads.
+    Needs only its config.json; of a hub id, no weights are fetched. Activations are the worker's
+    own estimate of the largest step; KV is counted without a backend's padding of heads.
     """
     budget = Budget.of(model, device_memory, engine)
     click.echo(json.dumps(budget.values(lengths)) if as_json else budget.text(lengths))
@@ -97,7 +97,7 @@ class Budget:
         from octavo.worker.host_memory import host_memory
 
         config = make_config(model, **engine)
-        model_config = ModelConfig.from_directory(resolve_model(model))
+        model_config = ModelConfig.from_directory(resolve_model(model, weights=False))
         if config.max_model_len is not None:
             model_config = model_config.with_max_model_len(config.max_model_len)
         dtype = model_config.dtype if config.dtype == "auto" else config.dtype
