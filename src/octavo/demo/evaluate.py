@@ -135,10 +135,8 @@ class TransformersEngine:
 
         self._torch, self._device, self._batch_size = torch, device, batch_size
         self._tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-        self._model = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self._model.to(device)
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self._model = model.to(device).eval()
 
     def _generate(self, prompts: list[str], max_tokens: int, width: int) -> list[str]:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
