@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import torch
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.errors import ConfigError, InvalidRequest, ModelError, OutOfMemory, RequestTooLong
+from octavo.errors import (
+    ConfigError,
+    EngineFailed,
+    InvalidRequest,
+    ModelError,
+    OutOfMemory,
+    RequestTooLong,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -221,20 +229,35 @@ def test_one_bad_prompt_of_many_is_named_and_none_is_run(llm: LLM) -> None:
 def test_an_interrupted_call_leaves_nothing_behind(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ctrl-C comes in the middle of a step, and takes effect when the step is over."""
     steps = iter(range(5))
     original = llm.engine.executor.execute
 
     def execute(plan: Any) -> Any:
         if next(steps, None) is None:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return original(plan)
 
     monkeypatch.setattr(llm.engine.executor, "execute", execute)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=50), use_tqdm=False)
     monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     [output] = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
     assert 1 <= len(output.outputs[0].token_ids) <= 8
+
+
+def test_an_executor_that_breaks_down_ends_the_engine() -> None:
+    broken = LLM(str(model_zoo.model_directory("llama3")), num_blocks=8)
+
+    def execute(plan: Any) -> Any:
+        raise RuntimeError("the device is on fire")
+
+    broken.engine.executor.execute = execute  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="on fire"):
+        broken.generate([1, 2], GREEDY, use_tqdm=False)
+    with pytest.raises(EngineFailed, match="RuntimeError in step 0: the device is on fire"):
+        broken.generate([1, 2], GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +306,7 @@ def test_the_pool_decides_how_long_a_sequence_may_be() -> None:
     assert small.engine.max_model_len == 64
     with pytest.raises(RequestTooLong, match="in a context of 64 tokens"):
         small.generate([1] * 64, GREEDY, use_tqdm=False)
-    with pytest.raises(RequestTooLong, match="max_tokens: 4 sequence.* need 16 KV blocks"):
+    with pytest.raises(RequestTooLong, match=r"max_tokens: 4 sequence.* need 16 KV blocks"):
         small.generate([1] * 10, SamplingParams(n=4, max_tokens=None), use_tqdm=False)
     [output] = small.generate([1] * 60, SamplingParams(max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 4

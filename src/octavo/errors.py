@@ -38,5 +38,9 @@ class OutOfMemory(OctavoError):
     """Too little memory for the settings; the message names settings that would fit."""
 
 
+class EngineFailed(OctavoError):
+    """The executor broke down in the middle of a step; the engine cannot go on."""
+
+
 class TraceError(OctavoError, ValueError):
     """A request trace with a broken line; the message names the file and the line."""

@@ -13,9 +13,10 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec, StepPlan, StepResult
+from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.output_text import OutputText
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
+from octavo.errors import ConfigError, EngineFailed, InvalidRequest, RequestTooLong
 from octavo.executor.base import Executor
 from octavo.model_config import ModelConfig
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput, StepOutput
@@ -71,6 +72,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._clients: dict[str, _Client] = {}
         self._next_id = 0
+        self._failure: str | None = None
         self.observers: list[Callable[[StepPlan, StepResult, Progress], None]] = []
 
     # ---------------------------------------------------------------- requests
@@ -130,6 +132,7 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request that `make_request` has prepared."""
+        self._check_alive()
         request.arrival_time = self.clock()
         self.scheduler.add(request)
 
@@ -149,13 +152,26 @@ class Engine:
     # ---------------------------------------------------------------- the step
 
     def step(self) -> StepOutput:
-        """Compute one step for all that run."""
-        plan = self.scheduler.schedule()
-        result = self.executor.execute(plan)
-        progress = self.scheduler.update(plan, result)
-        for observe in self.observers:
-            observe(plan, result, progress)
-        return self._report(progress)
+        """Compute one step for all that run. Ctrl-C takes effect when it is over.
+
+        An error of the executor ends the engine: what the worker has done of the plan is unknown.
+        """
+        self._check_alive()
+        with InterruptsAfter():
+            plan = self.scheduler.schedule()
+            try:
+                result = self.executor.execute(plan)
+            except BaseException as error:
+                self._failure = f"{type(error).__name__} in step {plan.step_id}: {error}"
+                raise
+            progress = self.scheduler.update(plan, result)
+            for observe in self.observers:
+                observe(plan, result, progress)
+            return self._report(progress)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(f"the engine has failed ({self._failure}); start a new one")
 
     # ---------------------------------------------------------------- pinned prefixes
 

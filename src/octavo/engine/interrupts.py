@@ -1,0 +1,41 @@
+"""Ctrl-C, kept out of the middle of a step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class InterruptsAfter:
+    """A context that an interrupt may end, but not cut short.
+
+    A step that stops halfway would leave scheduler and worker with different ideas of what runs. So
+    SIGINT is noted, and KeyboardInterrupt is raised when the context is left. A program's own
+    handler stays in place: it is none of our business.
+    """
+
+    def __init__(self) -> None:
+        self._installed = False
+        self._interrupted = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread gets signals
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._installed = True
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._interrupted and error is None:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._interrupted = True
