@@ -84,9 +84,7 @@ def load_openvino(order: dict[str, Any]) -> Generate:
         "KV_CACHE_PRECISION": kind,
         "INFERENCE_NUM_THREADS": order["threads"],
     }
-    pipeline = openvino_genai.ContinuousBatchingPipeline(
-        order["model"], scheduler, "CPU", options, {}
-    )
+    pipeline = openvino_genai.ContinuousBatchingPipeline(order["model"], scheduler, "CPU", options)
 
     def generate(requests: Requests) -> list[list[int]]:
         configs = []

@@ -87,6 +87,10 @@ def model_directory(case: Case) -> Path:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, case.dtype)
         )
+        # Values that float16 has as well, so that each engine's format holds the same model.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.half())
         model.save_pretrained(directory, max_shard_size="100GB")
     return directory
 
