@@ -29,8 +29,9 @@ from octavo.attention.base import AttentionBatch, LayerPlace, LayerSpec, RotaryT
 from octavo.attention.cpu_threads import Runner, make_runner
 
 try:
-    from octavo.attention.cpu_kernel import STEP, compile_layer
-    from octavo.attention.cpu_simd import LANES
+    from octavo.attention.cpu_blocks import STEP
+    from octavo.attention.cpu_kernel import compile_layer
+    from octavo.attention.cpu_vectors import LANES
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"the cpu attention backend needs {error.name} (pip install numba); "

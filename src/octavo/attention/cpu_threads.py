@@ -1,4 +1,4 @@
-"""Running a compiled kernel on the threads that torch already has."""
+"""Keeping compiled kernels, and running them on the threads that torch already has."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
 
 Runner = Callable[[int, int], None]
+
+
+def digest_of(*modules: ModuleType) -> str:
+    """Of their sources: Numba's cache notices changes only in the file of the function it keeps.
+
+    A compiled function that mentions the digest is compiled anew when any of them has changed.
+    """
+    sources = [Path(str(module.__file__)).read_bytes() for module in modules]
+    return sha256(b"".join(sources)).hexdigest()
 
 
 def make_runner(address: int) -> Runner:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, float32, int64, njit, types
 
-from octavo.attention.cpu_simd import (
+from octavo.attention.cpu_vectors import (
     exp2_nonpositive,
     fetch_add,
     from_float,
