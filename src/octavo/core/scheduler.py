@@ -274,9 +274,8 @@ class Scheduler:
             draft.open(follower)
             draft.table_writes += self.kv.table_writes(follower)
         started = [seq for seq in request.sequences if seq.table is not None]
-        if all(seq.num_tokens - seq.num_computed_tokens == 1 for seq in started) and len(
-            started
-        ) == len(request.sequences):
+        behind = [seq for seq in started if seq.num_tokens - seq.num_computed_tokens > 1]
+        if len(started) == len(request.sequences) and not behind:
             request.catching_up = False
             return self._next_targets(request, draft, room)
         targets = []
