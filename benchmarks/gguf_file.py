@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 TENSOR_TYPES = {"float32": 0, "float16": 1}
 FILE_TYPE_F16 = 1
-NORMAL_TOKEN = 1
+NORMAL_TOKEN, CONTROL_TOKEN = 1, 3
 ALIGNMENT = 32
 
 NAMES = {
@@ -80,6 +80,8 @@ def _tensor(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[st
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     arch = config["model_type"]
     tokens = [f"t{i}" for i in range(config["vocab_size"])]
+    special = {config["bos_token_id"], config["eos_token_id"]}
+    kinds = [CONTROL_TOKEN if i in special else NORMAL_TOKEN for i in range(len(tokens))]
     theta = config.get("rope_parameters", config)["rope_theta"]
     return {
         "general.architecture": arch,
@@ -100,7 +102,7 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [NORMAL_TOKEN] * len(tokens),
+        "tokenizer.ggml.token_type": kinds,  # OpenVINO refuses a model without control tokens
         "tokenizer.ggml.merges": ["t 1"],
         "tokenizer.ggml.bos_token_id": config["bos_token_id"],
         "tokenizer.ggml.eos_token_id": config["eos_token_id"],
