@@ -38,7 +38,7 @@ def nothing_is_left(llm: LLM) -> Any:
     yield
     assert not llm.engine.has_unfinished
     assert llm.engine.kv.pool.num_held == llm.engine.kv.num_pinned_blocks
-    assert llm.engine._clients == {}
+    assert llm.engine._delivery.num_open == 0
 
 
 def test_outputs_say_what_was_asked_and_what_came(llm: LLM) -> None:

@@ -5,36 +5,23 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from octavo.config import EngineConfig
 from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Progress, Scheduler
-from octavo.core.sequence import Request, Sequence
+from octavo.core.sequence import Request
 from octavo.core.step import SamplingSpec, StepPlan, StepResult
+from octavo.engine.delivery import Delivery, Params
 from octavo.engine.interrupts import InterruptsAfter
-from octavo.engine.output_text import OutputText
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, EngineFailed, InvalidRequest, RequestTooLong
 from octavo.executor.base import Executor
 from octavo.model_config import ModelConfig
-from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput, StepOutput
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.outputs import RequestOutput, StepOutput
+from octavo.sampling_params import BeamSearchParams
 
-Params = SamplingParams | BeamSearchParams
 Prompt = str | list[int]
-
-
-@dataclass(slots=True)
-class _Client:
-    """What the engine remembers of a request beside what the scheduler knows."""
-
-    request: Request
-    prompt: str | None
-    params: Params | None  # None: a prefix to pin
-    texts: dict[int, OutputText]  # by sequence id, if text is wanted
-    num_sent: dict[int, int]  # tokens already handed out, by sequence id
 
 
 class Engine:
@@ -70,7 +57,7 @@ class Engine:
         self.scheduler = Scheduler(config.scheduler, self.kv, clock)
         self._eos_ids = frozenset(model_config.eos_token_ids)
         self._seeds = random.Random(config.seed)
-        self._clients: dict[str, _Client] = {}
+        self._delivery = Delivery(tokenizer, self.scheduler, clock)
         self._next_id = 0
         self._failure: str | None = None
         self.observers: list[Callable[[StepPlan, StepResult, Progress], None]] = []
@@ -127,7 +114,7 @@ class Engine:
             cache_salt,
         )
         text = prompt if isinstance(prompt, str) else None
-        self._clients[request.request_id] = _Client(request, text, params, {}, {})
+        self._delivery.expect(request, text, params)
         return request
 
     def add_request(self, request: Request) -> None:
@@ -138,12 +125,12 @@ class Engine:
 
     def discard_request(self, request: Request) -> None:
         """Forget a request that was prepared and will not be queued."""
-        self._clients.pop(request.request_id, None)
+        self._delivery.forget(request)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at once; its blocks are free when this returns. None if it is unknown."""
         request = self.scheduler.abort(request_id)
-        return None if request is None else self._conclude(request)
+        return None if request is None else self._delivery.conclude(request)
 
     @property
     def has_unfinished(self) -> bool:
@@ -167,7 +154,7 @@ class Engine:
             progress = self.scheduler.update(plan, result)
             for observe in self.observers:
                 observe(plan, result, progress)
-            return self._report(progress)
+            return self._delivery.report(progress)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -195,7 +182,7 @@ class Engine:
         request = self._new_request(
             token_ids, PinPrefix(name, len(token_ids)), SamplingSpec(), 0, None, 0, cache_salt
         )
-        self._clients[request.request_id] = _Client(request, None, None, {}, {})
+        self._delivery.expect(request, None, None)
         self.add_request(request)
         while not request.is_finished:
             self.step()
@@ -295,7 +282,7 @@ class Engine:
         if request_id is None:
             request_id = f"request-{self._next_id}"
             self._next_id += 1
-        if request_id in self._clients:
+        if self._delivery.knows(request_id):
             raise InvalidRequest("request_id", f"{request_id!r} is in use")
         request = Request(
             request_id,
@@ -308,111 +295,3 @@ class Engine:
         )
         self.scheduler.check_fits(request)
         return request
-
-    # ---------------------------------------------------------------- what clients see
-
-    def _report(self, progress: Progress) -> StepOutput:
-        output = StepOutput()
-        now = self.clock()
-        for seq in progress.advanced:
-            client = self._clients[seq.request.request_id]
-            if seq.request.first_token_time is None:
-                seq.request.first_token_time = now
-            if seq.request.method.wants == "token":
-                output.deltas.append(self._delta(client, seq))
-        # Stop strings found just now have added to the finished.
-        for request in progress.finished:
-            output.finished.append(self._conclude(request))
-        return output
-
-    def _delta(self, client: _Client, seq: Sequence) -> SequenceDelta:
-        """Hand out a sequence's new tokens, and end it if its text has come to a stop string."""
-        num_sent = client.num_sent.get(seq.seq_id, 0)
-        token_ids = seq.token_ids[seq.num_prompt_tokens + num_sent :]
-        text = ""
-        output_text = self._text_of(client, seq)
-        if output_text is not None:
-            text = self._advance_text(client, seq, output_text, token_ids)
-        client.num_sent[seq.seq_id] = num_sent + len(token_ids)
-        return SequenceDelta(
-            seq.request.request_id,
-            seq.sample_index,
-            text,
-            token_ids,
-            seq.logprobs[num_sent:],
-            seq.finish_reason,
-            seq.stop_reason,
-        )
-
-    def _advance_text(
-        self, client: _Client, seq: Sequence, output_text: OutputText, token_ids: list[int]
-    ) -> str:
-        params = client.params
-        assert isinstance(params, SamplingParams), "only samples stream text"
-        for token_id in token_ids:
-            if (
-                seq.finish_reason == "stop"
-                and token_id == seq.token_ids[-1]
-                and not params.include_stop_str_in_output
-            ):
-                break  # the token that ends a sequence is no part of its text
-            stop = output_text.add(token_id, seq.num_output_tokens >= params.min_tokens)
-            if stop is not None and seq.finish_reason != "stop":
-                self.scheduler.finish_by_stop_string(seq, stop)
-                return output_text.release(finished=True)
-        if seq.finish_reason is not None:
-            output_text.finish()
-        return output_text.release(finished=seq.finish_reason is not None)
-
-    def _text_of(self, client: _Client, seq: Sequence) -> OutputText | None:
-        params = client.params
-        if self.tokenizer is None or params is None or not params.detokenize:
-            return None
-        known = client.texts.get(seq.seq_id)
-        if known is None:
-            detokenizer = self.tokenizer.detokenizer(
-                seq.request.prompt_token_ids, params.skip_special_tokens
-            )
-            stops = params.stop_strings if isinstance(params, SamplingParams) else ()
-            include = isinstance(params, SamplingParams) and params.include_stop_str_in_output
-            known = client.texts[seq.seq_id] = OutputText(detokenizer, stops, include)
-        return known
-
-    def _conclude(self, request: Request) -> RequestOutput:
-        client = self._clients.pop(request.request_id)
-        prompt_logprobs = None
-        if request.sampling.num_prompt_logprobs is not None:
-            prompt_logprobs = [None, *request.prompt_logprobs]
-        return RequestOutput(
-            request.request_id,
-            client.prompt,
-            request.prompt_token_ids,
-            [self._sequence_output(client, seq) for seq in request.finished],
-            prompt_logprobs,
-            request.num_cached_tokens,
-            request.num_preemptions,
-            request.arrival_time,
-            request.first_token_time,
-            self.clock(),
-        )
-
-    def _sequence_output(self, client: _Client, seq: Sequence) -> SequenceOutput:
-        assert seq.finish_reason is not None, f"{seq} has not finished"
-        is_beam = seq.score is not None
-        scored = seq.request.sampling.num_logprobs is not None
-        output_text = self._text_of(client, seq)
-        if is_beam and output_text is not None:
-            ended = seq.output_token_ids
-            for token_id in ended[:-1] if seq.finish_reason == "stop" else ended:
-                output_text.add(token_id, search=False)
-            output_text.finish()
-        return SequenceOutput(
-            seq.sample_index,
-            seq.output_token_ids,
-            output_text.text if output_text is not None else "",
-            seq.finish_reason,
-            seq.stop_reason,
-            seq.logprobs if scored else None,
-            seq.cumulative_logprob if scored or is_beam else None,
-            seq.score,
-        )
