@@ -7,6 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+SOURCES := $(wildcard src tests benchmarks examples tools)
 PROMPTS ?= "Once upon a time" "One morning, a little girl" \
     "The dog sees the house. =>"
 
@@ -22,8 +23,8 @@ nightly: $(STAMP)  ## the slow tests
 	$(BIN)/pytest -n auto -m slow
 
 check: $(STAMP)  ## format, lint, types, who may import whom
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py
 
