@@ -145,6 +145,21 @@ def test_streamed_text_is_the_text(llm: LLM) -> None:
     assert [pieces[0], pieces[1]] == [output.text for output in whole.outputs]
 
 
+def test_interleaved_calls_do_not_take_from_each_other(llm: LLM) -> None:
+    prompts = [model_zoo.random_token_ids(10, seed=i) for i in (1, 2)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    alone = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    streams = [llm.stream(prompt, params) for prompt in prompts]
+    got: list[list[int]] = [[], []]
+    for first, second in zip(*streams, strict=True):
+        got[0] += first.token_ids
+        got[1] += second.token_ids
+        if len(got[0]) == 3:
+            assert llm.generate(prompts[0], params)[0].outputs[0].token_ids == alone[0]
+            llm.unpin_prefix(llm.pin_prefix(model_zoo.random_token_ids(16, seed=3)))
+    assert got == alone
+
+
 def test_beams_come_best_first(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=6, num_return_sequences=2)
     [output] = llm.beam_search("The dog", params, use_tqdm=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
@@ -33,6 +34,10 @@ class LLM:
         OutOfMemory with settings that would fit.
         """
         self.engine = load_engine(make_config(model, **options))
+        # Calls may be interleaved (two streams, say), so each step's output is kept for whom it
+        # concerns.
+        self._streams: dict[str, deque[SequenceDelta]] = {}
+        self._awaited: dict[str, list[RequestOutput]] = {}  # where a request's output goes
 
     def generate(
         self,
@@ -97,14 +102,17 @@ class LLM:
     ) -> Iterator[SequenceDelta]:
         """Continue one prompt, piece by piece. Leaving the iterator early aborts the request."""
         request = self.engine.make_request(prompt, params or SamplingParams())
-        self.engine.add_request(request)
+        deltas = self._streams[request.request_id] = deque()
         try:
-            while not request.is_finished:
-                for delta in self.engine.step().deltas:
-                    if delta.request_id == request.request_id:
-                        yield delta
+            self.engine.add_request(request)
+            while deltas or not request.is_finished:
+                if deltas:
+                    yield deltas.popleft()
+                else:
+                    self._step()
         finally:
-            self.engine.abort_request(request.request_id)
+            del self._streams[request.request_id]
+            self._drop(request)
 
     def pin_prefix(self, prefix: Prompt, name: str | None = None, cache_salt: str = "") -> str:
         """Compute a prefix that many prompts will share, and keep it in the cache for good.
@@ -113,7 +121,13 @@ class LLM:
         """
         if name is None:
             name = f"prefix-{len(self.engine.kv.pins)}"
-        self.engine.pin_prefix(name, prefix, cache_salt)
+        request = self.engine.make_pin(name, prefix, cache_salt)
+        try:
+            self.engine.add_request(request)
+            while not request.is_finished:
+                self._step()
+        finally:
+            self._drop(request)
         return name
 
     def unpin_prefix(self, name: str) -> None:
@@ -144,17 +158,33 @@ class LLM:
     ) -> list[RequestOutput]:
         requests = self._prepare(prompts, params, priorities, cache_salt)
         outputs: dict[str, RequestOutput] = {}
+        arrived: list[RequestOutput] = []
         try:
             for request in requests:
+                self._awaited[request.request_id] = arrived
                 self.engine.add_request(request)
-            for output in self._finish_all(len(requests), use_tqdm):
+            for output in self._finish_all(len(requests), arrived, use_tqdm):
                 outputs[output.request_id] = output
         finally:
             for request in requests:
-                if not request.is_finished:
-                    self.engine.abort_request(request.request_id)
-                    self.engine.discard_request(request)
+                self._awaited.pop(request.request_id, None)
+                self._drop(request)
         return [outputs[request.request_id] for request in requests]
+
+    def _step(self) -> None:
+        """One step of the engine; what it brought is kept for those who wait for it."""
+        output = self.engine.step()
+        for delta in output.deltas:
+            if delta.request_id in self._streams:
+                self._streams[delta.request_id].append(delta)
+        for finished in output.finished:
+            if finished.request_id in self._awaited:
+                self._awaited[finished.request_id].append(finished)
+
+    def _drop(self, request: Request) -> None:
+        """Leave nothing behind of a request that may not have come to its end."""
+        self.engine.abort_request(request.request_id)
+        self.engine.discard_request(request)
 
     def _prepare(
         self,
@@ -179,19 +209,25 @@ class LLM:
             raise
         return requests
 
-    def _finish_all(self, total: int, use_tqdm: bool) -> Iterator[RequestOutput]:
+    def _finish_all(
+        self, total: int, arrived: list[RequestOutput], use_tqdm: bool
+    ) -> Iterator[RequestOutput]:
+        """Run steps until `total` outputs have arrived."""
         from tqdm import tqdm
 
-        num_tokens = 0
+        num_tokens = num_finished = 0
         with tqdm(total=total, desc="requests", unit="req", disable=not use_tqdm) as bar:
-            while self.engine.has_unfinished:
-                for output in self.engine.step().finished:
+            while num_finished < total:
+                self._step()
+                num_finished += len(arrived)
+                for output in arrived:
                     num_tokens += sum(len(o.token_ids) for o in output.outputs)
                     elapsed = bar.format_dict["elapsed"]
                     if elapsed:
                         bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
                     bar.update()
                     yield output
+                arrived.clear()
 
 
 def load_engine(config: EngineConfig) -> Engine:

@@ -162,10 +162,11 @@ class Engine:
 
     # ---------------------------------------------------------------- pinned prefixes
 
-    def pin_prefix(self, name: str, prompt: Prompt, cache_salt: str = "") -> int:
-        """Compute a prefix and keep its blocks for good (paper section 4.4, shared prefix).
+    def make_pin(self, name: str, prompt: Prompt, cache_salt: str = "") -> Request:
+        """Prepare a request that computes a prefix and keeps its blocks for good (paper section
+        4.4, shared prefix). When it is finished, later prompts find the prefix.
 
-        Runs steps until it is computed. Returns the tokens that later prompts will find.
+        Raises InvalidRequest if it is shorter than a block, or would leave too little room.
         """
         if not self.config.cache.enable_prefix_caching:
             raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
@@ -183,10 +184,7 @@ class Engine:
             token_ids, PinPrefix(name, len(token_ids)), SamplingSpec(), 0, None, 0, cache_salt
         )
         self._delivery.expect(request, None, None)
-        self.add_request(request)
-        while not request.is_finished:
-            self.step()
-        return len(token_ids)
+        return request
 
     def unpin_prefix(self, name: str) -> None:
         """Let a pinned prefix be evicted again, like any other cached block."""
