@@ -76,7 +76,10 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Host metadata of one step: dense CPU tensors; chunks and decodes mixed in any order."""
+    """Host metadata of one step: dense CPU tensors; chunks and decodes mixed in any order.
+
+    No sequence reads in a step what another one writes in it.
+    """
 
     query_lens: Tensor  # int32 [num_seqs]: new tokens, at least 1
     context_lens: Tensor  # int32 [num_seqs]: tokens in the cache after this step, new ones included

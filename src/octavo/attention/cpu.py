@@ -85,7 +85,7 @@ class CpuBackend:
     def plan(self, batch: AttentionBatch) -> None:
         _check(batch)
         query_lens, context_lens = batch.query_lens.numpy(), batch.context_lens.numpy()
-        writes = _write_pieces(batch.slots[0].numpy())
+        writes = _write_pieces(batch)
         self._held = [batch, writes]
         steps = self._steps
         steps["positions"] = batch.positions.data_ptr()
@@ -180,13 +180,21 @@ def _check(batch: AttentionBatch) -> None:
     assert all(x.stride(-1) == 1 or x.numel() == 1 for x in (*int32s, *int64s)), "not dense"
 
 
-def _write_pieces(slots: NDArray[np.int64]) -> NDArray[np.int32]:
-    """[begin, end) of the tokens whose K and V one thread writes."""
-    cuts = np.arange(0, len(slots), WRITE_TOKENS)
-    # A token at an even slot clears its neighbour's half of a bf16 pair: never part the two.
-    cuts[1:] += slots[cuts[1:]] & 1
-    pieces = np.stack((cuts, np.append(cuts[1:], len(slots))), axis=1)
-    return pieces[pieces[:, 0] < pieces[:, 1]].astype(np.int32)
+def _write_pieces(batch: AttentionBatch) -> NDArray[np.int32]:
+    """[begin, end) of the prompt tokens whose K and V one thread writes, before any prompt's piece.
+
+    A decode's own piece writes its token.
+    """
+    lens, starts = batch.query_lens.numpy(), batch.query_starts.tolist()
+    slots = batch.slots[0].numpy()
+    pieces = []
+    for seq in np.flatnonzero(lens > 1).tolist():
+        cuts = np.arange(starts[seq], starts[seq + 1], WRITE_TOKENS)
+        # A token at an even slot clears its neighbour's half of a bf16 pair: never part the two.
+        cuts[1:] += slots[cuts[1:]] & 1
+        ends = np.append(cuts[1:], starts[seq + 1])
+        pieces += [(begin, end) for begin, end in zip(cuts, ends, strict=True) if begin < end]
+    return np.array(pieces, np.int32).reshape(-1, 2)
 
 
 def _attention_pieces(
@@ -213,7 +221,7 @@ def _attention_pieces(
         for seq in decodes
         for head in range(0, num_kv_heads, heads)
     ]
-    return np.array(prompts + singles, np.int32).reshape(-1, 5)
+    return np.array(singles + prompts, np.int32).reshape(-1, 5)
 
 
 def _most_rows(items: NDArray[np.int32], group: int) -> int:

@@ -37,6 +37,8 @@ STEP = np.dtype(
 
 # Not cached one by one: compile_layer caches the whole.
 jit = njit(nogil=True, error_model="numpy")
+# For what holds the loops of cpu_tiles.py: otherwise each caller's caller compiles them once more.
+inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
 @jit

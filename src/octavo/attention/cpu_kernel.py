@@ -16,7 +16,16 @@ from llvmlite.binding import get_host_cpu_features
 from numba import carray, cfunc, int32, int64, types
 
 from octavo.attention import cpu_blocks, cpu_tiles, cpu_vectors
-from octavo.attention.cpu_blocks import SPAN_TOKENS, STEP, jit, locate, rotate, stage, write_token
+from octavo.attention.cpu_blocks import (
+    SPAN_TOKENS,
+    STEP,
+    inlined,
+    jit,
+    locate,
+    rotate,
+    stage,
+    write_token,
+)
 from octavo.attention.cpu_threads import digest_of
 from octavo.attention.cpu_tiles import SPAN, TILE_ROWS, multiply_keys, multiply_values, softmax_row
 from octavo.attention.cpu_vectors import (
@@ -30,9 +39,11 @@ from octavo.attention.cpu_vectors import (
 
 # The running maximum before the first visible key; finite, so that no NaN arises.
 NEVER_SEEN = np.float32(-1e30)
+# The counters, each in a cache line of its own (bytes).
+NEXT_WRITE, WRITTEN, NEXT_ITEM = 0, 64, 128
 
 
-@jit
+@inlined
 def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> None:
     """Queries [q_begin, q_end) of a sequence, for the query heads of some KV heads."""
     seq, q_begin, q_end, head_begin, head_end = item
@@ -44,6 +55,12 @@ def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> No
     table = carray(pointer_to(step.tables + 4 * seq * step.table_stride, int32), num_blocks)
     first = context_len - (starts[1] - starts[0]) + q_begin  # position of the first query
     token = starts[0] + q_begin
+    if starts[1] - starts[0] == 1:
+        for head in range(head_begin, head_end):
+            write_token(step, elements, token, head, scratch[7])
+    else:
+        while fetch_add(step.counters + WRITTEN, 0) < step.num_writes:
+            yield_core()  # another thread is still writing keys that these queries may see
     _begin_rows(step, elements, token, q_end - q_begin, head_begin, head_end, scratch)
     key_end = first + (q_end - q_begin)
     key_begin = max(0, first - step.window + 1)
@@ -90,7 +107,7 @@ def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> No
     _store_output(step, elements, token, q_end - q_begin, head_begin, head_end, scratch)
 
 
-@jit
+@inlined
 def _attend_span(
     step: Any,
     words: Any,
@@ -102,7 +119,7 @@ def _attend_span(
     scratch: Any,
 ) -> None:
     """Fold one span of keys of one KV head into its rows; the first query is at `first` in it."""
-    places, _, scores, queries, sums, maxima, totals = scratch
+    places, _, scores, queries, sums, maxima, totals, _ = scratch
     pair = 4 // size_of(elements)
     padded, window = step.padded_dim, step.window
     group = step.num_heads // step.num_kv_heads
@@ -153,7 +170,7 @@ def _begin_rows(
     scratch: Any,
 ) -> None:
     """Rotated queries as rows [kv_heads, num_queries, group, padded_dim]; nothing seen yet."""
-    queries, sums, maxima, totals = scratch[3:]
+    queries, sums, maxima, totals = scratch[3:7]
     dim, padded = step.head_dim, step.padded_dim
     group = step.num_heads // step.num_kv_heads
     positions = carray(pointer_to(step.positions + 8 * token, int64), num_queries)
@@ -183,7 +200,7 @@ def _store_output(
     scratch: Any,
 ) -> None:
     """Normalise the rows into output [num_tokens, num_heads, head_dim]."""
-    _, sums, _, totals = scratch[3:]
+    _, sums, _, totals = scratch[3:7]
     dim, padded = step.head_dim, step.padded_dim
     group = step.num_heads // step.num_kv_heads
     for r in range((head_end - head_begin) * num_queries * group):
@@ -197,14 +214,14 @@ def _store_output(
             target[i] = from_float(row[i] * inverse, elements)
 
 
-@jit
+@inlined
 def run_layer(steps: Any, words: Any, elements: Any) -> None:
     """Take work on a layer until none is left; any number of threads may run this at once.
 
     `words` and `elements` are empty arrays: their dtypes choose the arithmetic (cpu_simd.py).
     """
     step = steps[0]
-    next_write, written, next_item = step.counters, step.counters + 64, step.counters + 128
+    next_write, next_item = step.counters + NEXT_WRITE, step.counters + NEXT_ITEM
     num_kv_heads, max_rows, padded = step.num_kv_heads, step.max_rows, step.padded_dim
 
     rotated = np.empty(step.head_dim, elements.dtype)
@@ -215,10 +232,8 @@ def run_layer(steps: Any, words: Any, elements: Any) -> None:
         for head in range(num_kv_heads):
             for token in range(begin, end):
                 write_token(step, elements, token, head, rotated)
-        fetch_add(written, 1)
+        fetch_add(step.counters + WRITTEN, 1)
         work = fetch_add(next_write, 1)
-    while fetch_add(written, 0) < step.num_writes:
-        yield_core()  # a query may see keys that another thread is still writing
 
     scratch = (
         np.empty(2 * SPAN, np.int64),  # places: this span's K tiles, and those read next
@@ -228,6 +243,7 @@ def run_layer(steps: Any, words: Any, elements: Any) -> None:
         np.empty(max_rows * padded, np.float32),  # weighted sums of V
         np.empty(max_rows, np.float32),  # maxima of the scores so far
         np.empty(max_rows, np.float32),  # totals of the weights so far
+        rotated,
     )
     items = carray(pointer_to(step.items, int32), (step.num_items, 5))
     work = fetch_add(next_item, 1)
