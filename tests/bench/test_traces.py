@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.bench.traces import TraceRequest, make_prompts, read_trace, uniform_requests
+from octavo.bench.traces import TraceRequest, make_prompts, read_trace
 from octavo.errors import TraceError
 
 SHIPPED = Path(__file__).parents[2] / "benchmarks/traces"
@@ -87,10 +87,3 @@ def test_a_missing_or_truncated_file(tmp_path: Path) -> None:
     (tmp_path / "cut.csv.gz").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(TraceError, match=r"cut\.csv\.gz: cannot be read"):
         read_trace(tmp_path / "cut.csv.gz")
-
-
-def test_uniform_requests() -> None:
-    requests = uniform_requests(50, (16, 512), 9, seed=1)
-    assert {request.output_tokens for request in requests} == {9}
-    assert min(r.prompt_tokens for r in requests) >= 16
-    assert requests == uniform_requests(50, (16, 512), 9, seed=1)

@@ -34,6 +34,17 @@ def test_throughput_of_a_trace(octavo: Octavo, model: list[str], trace: Path) ->
         assert word in text
 
 
+def test_shared_blocks_of_a_trace_are_found_in_the_prefix_cache(
+    octavo: Octavo, model: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"prompt_tokens": 40, "output_tokens": 2, "hash_ids": [1, 2, 10 + i]} for i in range(5)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    args = ("bench", "throughput", *model, "--trace", path, "--hash-block-size", 16, "--json")
+    report = json.loads(octavo(*args).stdout)
+    assert report["prefix_hit_rate"] == pytest.approx(4 * 32 / (5 * 40))
+
+
 def test_samples_share_their_prompt(octavo: Octavo, model: list[str]) -> None:
     args = ("bench", "throughput", *model, "--num-prompts", 4, "--input-len", 64, "--json")
     shared = json.loads(octavo(*args, "--output-len", 8, "--n", 4).stdout)

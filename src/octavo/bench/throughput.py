@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.bench.memory_use import MemoryUse, SlotUse, mean_slots, sharing_saves
 from octavo.bench.percentiles import Percentiles
-from octavo.bench.traces import TraceRequest, make_prompts
+from octavo.bench.traces import HASH_BLOCK_SIZE, TraceRequest, make_prompts
 from octavo.errors import RequestTooLong
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
@@ -108,17 +108,20 @@ def run_throughput(
     requests: Sequence[TraceRequest],
     decoding: Decoding,
     seed: int = 0,
+    hash_block_size: int = HASH_BLOCK_SIZE,
     finished: Callable[[RequestOutput], None] = lambda output: None,
 ) -> ThroughputReport:
     """Queue all requests, run until the last is done, and tell how it went."""
-    _run(engine, WARM_UP, decoding, seed - 1, lambda output: None)
+    vocab_size = engine.model_config.vocab_size
+    _run(engine, WARM_UP, make_prompts(WARM_UP, vocab_size, seed - 1), decoding, lambda _: None)
+    prompts = make_prompts(requests, vocab_size, seed, hash_block_size)
     kv, scheduler = engine.kv, engine.scheduler
     memory = MemoryUse.watch(engine)
     before = dict(scheduler.num_preemptions)
     num_hits, num_lookups = kv.num_hit_tokens, kv.num_lookup_tokens
     start = engine.clock()
     try:
-        outputs = _run(engine, requests, decoding, seed, finished)
+        outputs = _run(engine, requests, prompts, decoding, finished)
         seconds = engine.clock() - start
     finally:
         memory.unwatch()
@@ -161,11 +164,10 @@ def per_token_seconds(output: RequestOutput) -> list[float]:
 def _run(
     engine: Engine,
     requests: Sequence[TraceRequest],
+    prompts: Sequence[list[int]],
     decoding: Decoding,
-    seed: int,
     finished: Callable[[RequestOutput], None],
 ) -> list[RequestOutput]:
-    prompts = make_prompts(requests, engine.model_config.vocab_size, seed)
     prepared = [
         engine.make_request(prompt, decoding.params(request.output_tokens, index))
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True))

@@ -19,6 +19,8 @@ from typing import Any
 
 from octavo.errors import TraceError
 
+HASH_BLOCK_SIZE = 512  # tokens behind one of `hash_ids` in Mooncake's traces
+
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
@@ -59,31 +61,16 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
     return requests
 
 
-def uniform_requests(
-    num_requests: int,
-    prompt_tokens: int | tuple[int, int],
-    output_tokens: int | tuple[int, int],
-    seed: int = 0,
-) -> list[TraceRequest]:
-    """Requests with lengths drawn uniformly from (lowest, highest), or all of one length."""
-    draw = random.Random(seed)
-
-    def length(value: int | tuple[int, int]) -> int:
-        return value if isinstance(value, int) else draw.randint(*value)
-
-    return [TraceRequest(length(prompt_tokens), length(output_tokens)) for _ in range(num_requests)]
-
-
 def make_prompts(
     requests: Sequence[TraceRequest],
     vocab_size: int,
     seed: int | str = 0,
-    hash_block_size: int = 512,
+    hash_block_size: int = HASH_BLOCK_SIZE,
 ) -> list[list[int]]:
     """Random token ids of the right lengths.
 
     Blocks with equal `hash_ids` get equal tokens, so the prefix cache finds what it would have
-    found in the original.
+    found in the original; `hash_block_size` is their size.
     """
     draw = random.Random(seed)
     prompts: list[list[int]] = []

@@ -39,6 +39,13 @@ def bench() -> None:
 @click.option("--num-prompts", type=click.IntRange(1), help="Requests; of a trace, the first ones.")
 @click.option("--input-len", type=click.IntRange(1), help="Tokens in a prompt, without a trace.")
 @click.option("--output-len", type=click.IntRange(1), help="Tokens in an output, without a trace.")
+@click.option(
+    "--hash-block-size",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="Tokens behind one of a trace's hash_ids.",
+)
 @click.option("--skip-long", is_flag=True, help="Leave out requests longer than max-model-len.")
 @click.option("--n", type=int, default=1, show_default=True, help="Samples per prompt.")
 @click.option("--beam-width", type=int, help="Beam search with this many beams.")
@@ -51,6 +58,7 @@ def throughput(
     num_prompts: int | None,
     input_len: int | None,
     output_len: int | None,
+    hash_block_size: int,
     skip_long: bool,
     n: int,
     beam_width: int | None,
@@ -72,8 +80,9 @@ def throughput(
     with LLM(model, **engine) as llm:
         fitting, num_skipped = split_by_fit(llm.engine, requests, skip_long)
         with _progress(len(fitting), "requests") as bar:
+            seed = engine.get("seed", 0)
             report = run_throughput(
-                llm.engine, fitting, decoding, engine.get("seed", 0), lambda _: bar.update()
+                llm.engine, fitting, decoding, seed, hash_block_size, lambda _: bar.update()
             )
     report.skipped = num_skipped
     report.settings = {
