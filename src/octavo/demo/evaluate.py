@@ -24,7 +24,7 @@ from octavo.demo.facts import quiz
 from octavo.demo.sentences import sentence_pair
 from octavo.demo.stories import story
 
-_SHORT, _LONG = (150, 400), (1200, 1500)  # tokens, about, of the text that questions are about
+_SHORT, _LONG = (150, 400), (1150, 1400)  # tokens, about, of the text that questions are about
 _MAX_TOKENS = 72
 _OPTIONS = ("dtype", "num_blocks", "preemption_mode", "enable_prefix_caching")
 
