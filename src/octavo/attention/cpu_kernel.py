@@ -9,6 +9,7 @@ prompt, the block size or the number of threads.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ from octavo.attention.cpu_vectors import (
 
 # The running maximum before the first visible key; finite, so that no NaN arises.
 NEVER_SEEN = np.float32(-1e30)
+Scratch = namedtuple("Scratch", "places staged scores queries sums maxima totals rotated")
+"""What one thread works in; `run_layer` says of what sizes."""
 # The counters, each in a cache line of its own (bytes).
 NEXT_WRITE, WRITTEN, NEXT_ITEM = 0, 64, 128
 
@@ -47,7 +50,7 @@ NEXT_WRITE, WRITTEN, NEXT_ITEM = 0, 64, 128
 def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> None:
     """Queries [q_begin, q_end) of a sequence, for the query heads of some KV heads."""
     seq, q_begin, q_end, head_begin, head_end = item
-    places, staged = scratch[:2]
+    places, staged = scratch.places, scratch.staged
     size, padded = step.block_size, step.padded_dim
     starts = carray(pointer_to(step.query_starts + 4 * seq, int32), 2)
     context_len = carray(pointer_to(step.context_lens + 4 * seq, int32), 1)[0]
@@ -57,7 +60,7 @@ def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> No
     token = starts[0] + q_begin
     if starts[1] - starts[0] == 1:
         for head in range(head_begin, head_end):
-            write_token(step, elements, token, head, scratch[7])
+            write_token(step, elements, token, head, scratch.rotated)
     else:
         while fetch_add(step.counters + WRITTEN, 0) < step.num_writes:
             yield_core()  # another thread is still writing keys that these queries may see
@@ -119,7 +122,8 @@ def _attend_span(
     scratch: Any,
 ) -> None:
     """Fold one span of keys of one KV head into its rows; the first query is at `first` in it."""
-    places, _, scores, queries, sums, maxima, totals, _ = scratch
+    places, queries, sums = scratch.places, scratch.queries, scratch.sums
+    maxima, totals = scratch.maxima, scratch.totals
     pair = 4 // size_of(elements)
     padded, window = step.padded_dim, step.window
     group = step.num_heads // step.num_kv_heads
@@ -127,7 +131,7 @@ def _attend_span(
     row_bytes = padded * size_of(elements)
     depth = (step.head_dim + pair - 1) // pair
     row_base = head * num_rows
-    s_address = scores.ctypes.data
+    s_address = scratch.scores.ctypes.data
     for r0 in range(0, num_rows, TILE_ROWS):
         rows = min(TILE_ROWS, num_rows - r0)
         end = min(SPAN_TOKENS, first + (r0 + rows - 1) // group + 1)
@@ -170,20 +174,19 @@ def _begin_rows(
     scratch: Any,
 ) -> None:
     """Rotated queries as rows [kv_heads, num_queries, group, padded_dim]; nothing seen yet."""
-    queries, sums, maxima, totals = scratch[3:7]
     dim, padded = step.head_dim, step.padded_dim
     group = step.num_heads // step.num_kv_heads
     positions = carray(pointer_to(step.positions + 8 * token, int64), num_queries)
     num_rows = (head_end - head_begin) * num_queries * group
-    sums[: num_rows * padded] = 0.0
-    maxima[:num_rows] = NEVER_SEEN
-    totals[:num_rows] = 0.0
+    scratch.sums[: num_rows * padded] = 0.0
+    scratch.maxima[:num_rows] = NEVER_SEEN
+    scratch.totals[:num_rows] = 0.0
     for r in range(num_rows):
         q = r // group % num_queries
         head = (head_begin + r // (group * num_queries)) * group + r % group
         begin = (token + q) * step.query_stride + head * dim
         source = carray(pointer_to(step.query + begin * size_of(elements), elements), dim)
-        row = queries[r * padded : (r + 1) * padded]
+        row = scratch.queries[r * padded : (r + 1) * padded]
         rotate(step, elements, source, positions[q], row)
         for i in range(dim, dim + dim % (4 // size_of(elements))):
             row[i] = 0
@@ -200,7 +203,6 @@ def _store_output(
     scratch: Any,
 ) -> None:
     """Normalise the rows into output [num_tokens, num_heads, head_dim]."""
-    _, sums, _, totals = scratch[3:7]
     dim, padded = step.head_dim, step.padded_dim
     group = step.num_heads // step.num_kv_heads
     for r in range((head_end - head_begin) * num_queries * group):
@@ -208,8 +210,8 @@ def _store_output(
         head = (head_begin + r // (group * num_queries)) * group + r % group
         place = step.output + ((token + q) * step.num_heads + head) * dim * size_of(elements)
         target = carray(pointer_to(place, elements), dim)
-        row = sums[r * padded : (r + 1) * padded]
-        inverse = np.float32(1.0) / totals[r]
+        row = scratch.sums[r * padded : (r + 1) * padded]
+        inverse = np.float32(1.0) / scratch.totals[r]
         for i in range(dim):
             target[i] = from_float(row[i] * inverse, elements)
 
@@ -218,33 +220,34 @@ def _store_output(
 def run_layer(steps: Any, words: Any, elements: Any) -> None:
     """Take work on a layer until none is left; any number of threads may run this at once.
 
-    `words` and `elements` are empty arrays: their dtypes choose the arithmetic (cpu_simd.py).
+    `words` and `elements` are empty arrays: their dtypes choose the arithmetic (cpu_tiles.py).
     """
     step = steps[0]
     next_write, next_item = step.counters + NEXT_WRITE, step.counters + NEXT_ITEM
     num_kv_heads, max_rows, padded = step.num_kv_heads, step.max_rows, step.padded_dim
 
-    rotated = np.empty(step.head_dim, elements.dtype)
+    scratch = Scratch(
+        places=np.empty(2 * SPAN, np.int64),  # a span's tiles of K, and those read next
+        staged=np.zeros(
+            0 if step.block_size % LANES == 0 else 2 * SPAN_TOKENS * padded, elements.dtype
+        ),
+        scores=np.empty(TILE_ROWS * SPAN_TOKENS, np.float32),  # then weights
+        queries=np.empty(max_rows * padded, elements.dtype),
+        sums=np.empty(max_rows * padded, np.float32),  # of V, weighted
+        maxima=np.empty(max_rows, np.float32),  # of the scores so far
+        totals=np.empty(max_rows, np.float32),  # of the weights so far
+        rotated=np.empty(step.head_dim, elements.dtype),
+    )
     writes = carray(pointer_to(step.writes, int32), (step.num_writes, 2))
     work = fetch_add(next_write, 1)
     while work < step.num_writes:
         begin, end = writes[work]
         for head in range(num_kv_heads):
             for token in range(begin, end):
-                write_token(step, elements, token, head, rotated)
+                write_token(step, elements, token, head, scratch.rotated)
         fetch_add(step.counters + WRITTEN, 1)
         work = fetch_add(next_write, 1)
 
-    scratch = (
-        np.empty(2 * SPAN, np.int64),  # places: this span's K tiles, and those read next
-        np.zeros(0 if step.block_size % LANES == 0 else 2 * SPAN_TOKENS * padded, elements.dtype),
-        np.empty(TILE_ROWS * SPAN_TOKENS, np.float32),  # scores, then weights
-        np.empty(max_rows * padded, elements.dtype),  # queries
-        np.empty(max_rows * padded, np.float32),  # weighted sums of V
-        np.empty(max_rows, np.float32),  # maxima of the scores so far
-        np.empty(max_rows, np.float32),  # totals of the weights so far
-        rotated,
-    )
     items = carray(pointer_to(step.items, int32), (step.num_items, 5))
     work = fetch_add(next_item, 1)
     while work < step.num_items:

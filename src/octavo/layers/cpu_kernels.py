@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, float32, int64, njit, types
 
+from octavo.attention import cpu_vectors
+from octavo.attention.cpu_threads import digest_of
 from octavo.attention.cpu_vectors import (
     exp2_nonpositive,
     fetch_add,
@@ -25,9 +27,9 @@ from octavo.attention.cpu_vectors import (
 NEXT_ROW, SOURCE, RESIDUAL, WEIGHT, OUTPUT, EPS, TOKENS, HEADS, SIZE, STRIDE, CHUNK = range(11)
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
 
-_jit = njit(nogil=True, cache=True, error_model="numpy")
+_jit = njit(nogil=True, error_model="numpy")
 # The sum of a row may be taken in any order, but always in the same.
-_sum_jit = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract"})
+_sum_jit = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 
 
 @_sum_jit
@@ -93,8 +95,11 @@ def _silu_mul(address: int, like: Any) -> None:
 def compile_rms_norm(element: Any) -> Any:
     """As a C function of the address of its arguments; `element` is float32 or uint16 (bf16)."""
 
+    sources = digest_of(cpu_vectors)
+
     @cfunc(types.void(types.intp), cache=True, error_model="numpy")
     def rms_norm(address):
+        sources  # noqa: B018 (a part of the key under which Numba keeps this)
         _rms_norm(address, np.empty(0, element))
 
     return rms_norm
@@ -103,8 +108,11 @@ def compile_rms_norm(element: Any) -> Any:
 def compile_silu_mul(element: Any) -> Any:
     """See compile_rms_norm."""
 
+    sources = digest_of(cpu_vectors)
+
     @cfunc(types.void(types.intp), cache=True, error_model="numpy")
     def silu_mul(address):
+        sources  # noqa: B018
         _silu_mul(address, np.empty(0, element))
 
     return silu_mul
