@@ -232,4 +232,4 @@ def _most_rows(items: NDArray[np.int32], group: int) -> int:
 @cache
 def _layer_runner(dtype: torch.dtype) -> Runner:
     """The kernel for one dtype: compiled on first use, then kept on disk."""
-    return make_runner(compile_layer(bf16=dtype == torch.bfloat16).address)
+    return make_runner(compile_layer(bf16=dtype == torch.bfloat16))

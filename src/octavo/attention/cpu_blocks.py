@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int64, njit
+from numba import carray, float32, int64
 
+from octavo.attention.cpu_compile import jit
 from octavo.attention.cpu_tiles import SPAN
 from octavo.attention.cpu_vectors import LANES, from_float, pointer_to, size_of, to_float
 
@@ -34,11 +35,6 @@ STEP = np.dtype(
     [(name, np.int64) for name in _ADDRESSES + _NUMBERS] + [("scale", np.float32)], align=True
 )
 """What a kernel call needs. Strides are in elements; `kv` is the layer's place inside block 0."""
-
-# Not cached one by one: compile_layer caches the whole.
-jit = njit(nogil=True, error_model="numpy")
-# For what holds the loops of cpu_tiles.py: otherwise each caller's caller compiles them once more.
-inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
 @jit

@@ -14,20 +14,18 @@ from typing import Any
 
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
-from numba import carray, cfunc, int32, int64, types
+from numba import carray, int32, int64
 
 from octavo.attention import cpu_blocks, cpu_tiles, cpu_vectors
 from octavo.attention.cpu_blocks import (
     SPAN_TOKENS,
     STEP,
-    inlined,
-    jit,
     locate,
     rotate,
     stage,
     write_token,
 )
-from octavo.attention.cpu_threads import digest_of
+from octavo.attention.cpu_compile import compile_kernel, digest_of, inlined, jit
 from octavo.attention.cpu_tiles import SPAN, TILE_ROWS, multiply_keys, multiply_values, softmax_row
 from octavo.attention.cpu_vectors import (
     LANES,
@@ -256,16 +254,15 @@ def run_layer(steps: Any, words: Any, elements: Any) -> None:
 
 
 def compile_layer(bf16: bool) -> Any:
-    """`run_layer` for one dtype as a C function of the address of a STEP; `.address` is its own."""
+    """`run_layer` for one dtype as a C function of the address of a STEP."""
     elements: Any = np.dtype(np.uint16 if bf16 else np.float32)
     words: Any = np.dtype(np.float32)
     if bf16:
         words = np.dtype(np.uint32 if get_host_cpu_features().get("avx512bf16") else np.int32)
     sources = digest_of(cpu_blocks, cpu_tiles, cpu_vectors)
 
-    @cfunc(types.void(types.intp), cache=True, error_model="numpy")
     def layer(address):
-        sources  # noqa: B018 (a part of the key under which Numba keeps this)
+        sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)
         run_layer(carray(pointer_to(address, STEP), 1), np.empty(0, words), np.empty(0, elements))
 
-    return layer
+    return compile_kernel(layer)

@@ -1,4 +1,4 @@
-"""Keeping compiled kernels, and running them on the threads that torch already has."""
+"""Running a compiled kernel on the threads that torch already has."""
 
 from __future__ import annotations
 
@@ -6,35 +6,24 @@ import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 Runner = Callable[[int, int], None]
 
 
-def digest_of(*modules: ModuleType) -> str:
-    """Of their sources: Numba's cache notices changes only in the file of the function it keeps.
-
-    A compiled function that mentions the digest is compiled anew when any of them has changed.
-    """
-    sources = [Path(str(module.__file__)).read_bytes() for module in modules]
-    return sha256(b"".join(sources)).hexdigest()
-
-
-def make_runner(address: int) -> Runner:
-    """run(argument, num_threads): the C function void(intptr) at `address`, on several threads.
+def make_runner(kernel: Any) -> Runner:
+    """run(argument, num_threads): a kernel of cpu_compile.py, on several threads at once.
 
     All of them get the same argument, and the kernel shares the work among them. Python's lock is
     free meanwhile.
     """
-    alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+    alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
 
     def run(argument: int, num_threads: int) -> None:
         if num_threads == 1:
             alone(argument)
         elif (parallel := _openmp_parallel()) is not None:
-            parallel(address, argument, num_threads, 0)
+            parallel(kernel.address, argument, num_threads, 0)
         else:
             helpers = [_pool().submit(alone, argument) for _ in range(num_threads - 1)]
             alone(argument)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, float32, int64, njit, types
+from numba import carray, float32, int64, njit
 
 from octavo.attention import cpu_vectors
-from octavo.attention.cpu_threads import digest_of
+from octavo.attention.cpu_compile import compile_kernel, digest_of, jit
 from octavo.attention.cpu_vectors import (
     exp2_nonpositive,
     fetch_add,
@@ -27,12 +27,11 @@ from octavo.attention.cpu_vectors import (
 NEXT_ROW, SOURCE, RESIDUAL, WEIGHT, OUTPUT, EPS, TOKENS, HEADS, SIZE, STRIDE, CHUNK = range(11)
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
 
-_jit = njit(nogil=True, error_model="numpy")
 # The sum of a row may be taken in any order, but always in the same.
-_sum_jit = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
+sum_jit = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 
 
-@_sum_jit
+@sum_jit
 def _mean_square(row: Any, size: int) -> Any:
     total = np.float32(0.0)
     for i in range(size):
@@ -41,14 +40,14 @@ def _mean_square(row: Any, size: int) -> Any:
     return total / np.float32(size)
 
 
-@_jit
+@jit
 def _rms_norm_row(row: Any, weight: Any, output: Any, size: int, eps: float, like: Any) -> None:
     inverse = np.float32(1.0) / np.sqrt(_mean_square(row, size) + eps)
     for i in range(size):
         output[i] = from_float(to_float(row[i]) * inverse * to_float(weight[i]), like)
 
 
-@_jit
+@jit
 def _rms_norm(address: int, like: Any) -> None:
     """output = norm(source [tokens, heads, size]); with a residual, that is added to first."""
     args = carray(pointer_to(address, int64), 11)
@@ -71,7 +70,7 @@ def _rms_norm(address: int, like: Any) -> None:
         begin = fetch_add(address, args[CHUNK])
 
 
-@_jit
+@jit
 def _silu_mul(address: int, like: Any) -> None:
     """output [tokens, size] = silu(gate) * up for source [tokens, gate and up, size]."""
     args = carray(pointer_to(address, int64), 11)
@@ -94,25 +93,21 @@ def _silu_mul(address: int, like: Any) -> None:
 
 def compile_rms_norm(element: Any) -> Any:
     """As a C function of the address of its arguments; `element` is float32 or uint16 (bf16)."""
-
     sources = digest_of(cpu_vectors)
 
-    @cfunc(types.void(types.intp), cache=True, error_model="numpy")
     def rms_norm(address):
-        sources  # noqa: B018 (a part of the key under which Numba keeps this)
+        sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)
         _rms_norm(address, np.empty(0, element))
 
-    return rms_norm
+    return compile_kernel(rms_norm)
 
 
 def compile_silu_mul(element: Any) -> Any:
     """See compile_rms_norm."""
-
     sources = digest_of(cpu_vectors)
 
-    @cfunc(types.void(types.intp), cache=True, error_model="numpy")
     def silu_mul(address):
         sources  # noqa: B018
         _silu_mul(address, np.empty(0, element))
 
-    return silu_mul
+    return compile_kernel(silu_mul)

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,8 +97,8 @@ def _compile(name: str, dtype: torch.dtype) -> Runner | None:
         return None
     from octavo.layers import cpu_kernels
 
-    compile_kernel: Callable[..., object] = getattr(cpu_kernels, name)
-    return make_runner(compile_kernel(np.dtype(elements[dtype])).address)  # type: ignore[attr-defined]
+    compile_kernel: Callable[..., Any] = getattr(cpu_kernels, name)
+    return make_runner(compile_kernel(np.dtype(elements[dtype])))
 
 
 @cache

@@ -1,0 +1,41 @@
+"""How Numba compiles our kernels, and where the result is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from numba import cfunc, njit, types
+
+# Not kept one by one: `compile_kernel` keeps the whole.
+jit = njit(nogil=True, error_model="numpy")
+# For what holds large vector loops: otherwise each caller's caller compiles them once more.
+inlined = njit(nogil=True, error_model="numpy", inline="always")
+
+
+def compile_kernel(function: Callable[[int], None]) -> Any:
+    """`function` as a C function of an address; its own is in `.address`.
+
+    Kept on disk if a place can be written: __pycache__ beside its module, or else the user's cache
+    directory.
+    """
+    options: dict[str, Any] = {"error_model": "numpy"}
+    signature = types.void(types.intp)
+    try:
+        return cfunc(signature, cache=True, **options)(function)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+        return cfunc(signature, **options)(function)
+
+
+def digest_of(*modules: ModuleType) -> str:
+    """Of their sources: Numba's cache notices changes only in the file of the function it keeps.
+
+    A kernel that mentions the digest is compiled anew when any of them has changed.
+    """
+    sources = [Path(str(module.__file__)).read_bytes() for module in modules]
+    return sha256(b"".join(sources)).hexdigest()
