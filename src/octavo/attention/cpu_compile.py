@@ -1,5 +1,7 @@
 """How Numba compiles our kernels, and where the result is kept."""
 
+# mypy: disable-error-code="attr-defined"
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from llvmlite.binding import get_host_cpu_features
 from numba import cfunc, njit, types
+from numba.core import config
 
 # Not kept one by one: `compile_kernel` keeps the whole.
 jit = njit(nogil=True, error_model="numpy")
@@ -39,3 +43,10 @@ def digest_of(*modules: ModuleType) -> str:
     """
     sources = [Path(str(module.__file__)).read_bytes() for module in modules]
     return sha256(b"".join(sources)).hexdigest()
+
+
+def has_bf16_dot_product() -> bool:
+    """Whether the CPU that Numba compiles for multiplies and adds pairs of bf16 numbers."""
+    if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
+        return "+avx512bf16" in (config.CPU_FEATURES or "")
+    return bool(get_host_cpu_features().get("avx512bf16"))

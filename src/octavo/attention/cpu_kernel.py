@@ -13,7 +13,6 @@ from collections import namedtuple
 from typing import Any
 
 import numpy as np
-from llvmlite.binding import get_host_cpu_features
 from numba import carray, int32, int64
 
 from octavo.attention import cpu_blocks, cpu_tiles, cpu_vectors
@@ -25,7 +24,13 @@ from octavo.attention.cpu_blocks import (
     stage,
     write_token,
 )
-from octavo.attention.cpu_compile import compile_kernel, digest_of, inlined, jit
+from octavo.attention.cpu_compile import (
+    compile_kernel,
+    digest_of,
+    has_bf16_dot_product,
+    inlined,
+    jit,
+)
 from octavo.attention.cpu_tiles import SPAN, TILE_ROWS, multiply_keys, multiply_values, softmax_row
 from octavo.attention.cpu_vectors import (
     LANES,
@@ -258,7 +263,7 @@ def compile_layer(bf16: bool) -> Any:
     elements: Any = np.dtype(np.uint16 if bf16 else np.float32)
     words: Any = np.dtype(np.float32)
     if bf16:
-        words = np.dtype(np.uint32 if get_host_cpu_features().get("avx512bf16") else np.int32)
+        words = np.dtype(np.uint32 if has_bf16_dot_product() else np.int32)
     sources = digest_of(cpu_blocks, cpu_tiles, cpu_vectors)
 
     def layer(address):
