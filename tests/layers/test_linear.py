@@ -1,6 +1,8 @@
-"""Projections: packed and not, alone and in a crowd."""
+"""Projections: packed in both ways and not at all, alone and in a crowd."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,9 +10,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.layers import linear
-from octavo.layers.linear import Linear, MergedLinear
+from octavo.layers.linear import Linear, MergedLinear, OneDnnWeight
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WAYS = ["own kernel", "oneDNN", "F.linear"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Take one way of packing, whichever this machine would choose."""
+    if request.param == "own kernel" and not linear.has_own_kernel(torch.zeros(2, 2)):
+        pytest.skip("this CPU has no AVX-512, or there is no Numba")
+    if request.param == "oneDNN" and not linear.has_onednn(torch.zeros(2, 2)):
+        pytest.skip("this torch has no packed products")
+    if request.param != "own kernel":
+        monkeypatch.setattr(linear, "has_own_kernel", lambda weight: False)
+    if request.param == "F.linear":
+        monkeypatch.setattr(linear, "has_onednn", lambda weight: False)
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 def filled(layer: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -26,55 +52,76 @@ def filled(layer: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_result_is_that_of_the_plain_product(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, packs: bool, bias: bool
-) -> None:
-    if not packs:
-        monkeypatch.setattr(linear, "can_pack", lambda weight: False)
-    layer = MergedLinear(80, (48, 24), bias)
-    weight, b = filled(layer, dtype)
-    layer.finalize()
-    for num_tokens in (0, 1, 2, 17, 300):
-        x = torch.randn(num_tokens, 2 * 80).to(dtype)[:, :80]
-        expected = F.linear(x.float(), weight.float(), None if b is None else b.float())
-        tolerance = 1e-4 if dtype == torch.float32 else 0.1
-        y = layer.forward(x)
-        assert y.dtype == dtype
-        torch.testing.assert_close(y.float(), expected, atol=tolerance, rtol=tolerance)
+@pytest.mark.usefixtures("way", "threads")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+def test_result_is_that_of_the_plain_product(dtype: torch.dtype, bias: bool) -> None:
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    for in_features, out_sizes in ((80, (48, 24)), (6, (1,)), (2, (16,)), (1024, (1000, 151))):
+        layer = MergedLinear(in_features, out_sizes, bias)
+        weight, b = filled(layer, dtype)
+        layer.finalize()
+        for num_tokens in (0, 1, 2, 17, 300):
+            # As a view of a wider tensor, at an odd distance.
+            x = torch.randn(num_tokens, in_features + 3).to(dtype)[:, 1:-2]
+            expected = F.linear(x.float(), weight.float(), None if b is None else b.float())
+            y = layer.forward(x)
+            assert y.dtype == dtype
+            torch.testing.assert_close(y.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_packing_lets_go_of_the_loaded_weight() -> None:
-    layer = Linear(64, 64, bias=False)
-    filled(layer, torch.float32)
-    assert layer.weight is not None
-    packs = linear.can_pack(layer.weight)
-    layer.finalize()
-    assert (layer.weight is None) == packs
-
-
-def test_half_precision_is_not_packed() -> None:
-    assert not linear.can_pack(torch.zeros(8, 8, dtype=torch.float16))
-
-
-def test_without_the_private_ops_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "mkldnn", object())
-    assert not linear.can_pack(torch.zeros(8, 8))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("size", [(384, 640), (1024, 384), (2048, 2048), (3072, 64)])
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("size", [(384, 640), (1024, 384), (2048, 2048), (3072, 70)])
 def test_a_packed_row_does_not_depend_on_the_batch(
-    dtype: torch.dtype, size: tuple[int, int]
+    way: str, dtype: torch.dtype, size: tuple[int, int]
 ) -> None:
+    if way == "F.linear":
+        pytest.skip("it does, for a few tokens in fp32")
     layer = Linear(*size, bias=False)
-    weight, _ = filled(layer, dtype)
-    if not linear.can_pack(weight):
-        pytest.skip("no packed product here")
+    filled(layer, dtype)
     layer.finalize()
     x = torch.randn(300, size[0], generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = layer.forward(x)
     for num_tokens in (1, 2, 3, 7, 16, 33, 64, 200):
         assert torch.equal(layer.forward(x[:num_tokens]), expected[:num_tokens]), num_tokens
+
+
+def test_packing_lets_go_of_the_loaded_weight(way: str) -> None:
+    layer = Linear(64, 64, bias=False)
+    filled(layer, torch.float32)
+    layer.finalize()
+    assert (layer.weight is None) == (way != "F.linear")
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_rows_of_a_packed_weight_are_the_loaded_ones(dtype: torch.dtype) -> None:
+    weight = torch.randn(100, 36).to(dtype)
+    packed = linear.pack(weight)
+    if packed is None or isinstance(packed, OneDnnWeight):
+        pytest.skip("not packed by our own kernel")
+    ids = torch.tensor([99, 0, 17, 17, 63])
+    assert torch.equal(packed.rows(ids), weight[ids])  # type: ignore[attr-defined]
+
+
+def test_what_no_kernel_serves_is_not_packed() -> None:
+    assert linear.pack(torch.zeros(8, 8, dtype=torch.float16)) is None
+    assert linear.pack(torch.zeros(8, 8, device="meta")) is None
+
+
+def test_pairs_of_bf16_need_an_even_size() -> None:
+    assert not linear.has_own_kernel(torch.zeros(8, 7, dtype=torch.bfloat16))
+    x, weight = torch.randn(3, 7).bfloat16(), torch.randn(8, 7).bfloat16()
+    packed = linear.pack(weight)
+    if packed is not None:
+        torch.testing.assert_close(packed.multiply(x, None), F.linear(x, weight))
+
+
+def test_without_the_private_ops_onednn_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert not linear.has_onednn(torch.zeros(8, 8))
+
+
+def test_without_numba_there_is_no_kernel_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "find_spec", lambda name: None)
+    assert not linear.has_own_kernel(torch.zeros(8, 8))

@@ -1,24 +1,47 @@
 """Projections, packed for the CPU once their weights are loaded.
 
-torch keeps a weight as the checkpoint has it, and MKL or oneDNN rearrange it in every call. The ops
-that torch's own compiler uses when it freezes a model do so once. Measured on a Zen 5 core, in
-GFLOPS at 1, 16, 64 and 512 tokens (benchmarks/cpu_kernels.py; inner size 1024, 4096 outputs):
-  fp32  F.linear 30, 61, 90, 101     packed 42, 217, 221, 246
-  bf16  F.linear 36, 268, 397, 469   packed 84, 449, 479, 492
-The ops are private: without them `Linear` is F.linear.
+torch keeps a weight as the checkpoint has it, and rearranges it in every call. Packing it once is
+worth a factor of two and more in fp32. There are two ways, and the first that the machine has is
+taken: our own kernel (cpu_linear.py: Numba and AVX-512), and the private ops by which torch's
+compiler packs for oneDNN when it freezes a model. Without either, `Linear` is F.linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# For how many tokens oneDNN arranges the weight: 16 to 512 gave the same speed at every size, while
+# For how many tokens oneDNN arranges a weight: 16 to 512 gave the same speed at every size, while
 # 1 halves that of larger batches.
-PACKED_FOR_TOKENS = 64
+ONEDNN_TOKENS = 64
+
+
+class Packed(Protocol):
+    """A weight in the order of some kernel."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + bias: [num_tokens, in_features] -> [num_tokens, out_features]."""
+
+
+class OneDnnWeight:
+    """Owns a weight packed by oneDNN."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, ONEDNN_TOKENS)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See Packed.multiply."""
+        num_tokens = x.shape[0]
+        if num_tokens == 1:
+            # For a token alone oneDNN cuts the sum elsewhere than in a batch. Two take as long.
+            x = x.expand(2, -1)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return result[:num_tokens]
 
 
 class Linear(nn.Module):
@@ -30,7 +53,7 @@ class Linear(nn.Module):
             torch.empty(out_features, in_features), requires_grad=False
         )
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self._packed: Tensor | None = None
+        self._packed: Packed | None = None
 
     def finalize(self) -> None:
         """Pack the weight where that pays and let go of it; to be called once, after loading.
@@ -39,9 +62,8 @@ class Linear(nn.Module):
         there are two copies.
         """
         assert self.weight is not None, "finalize is called once"
-        if can_pack(self.weight):
-            weight = self.weight.detach()
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_TOKENS)
+        self._packed = pack(self.weight.detach())
+        if self._packed is not None:
             self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,17 +71,10 @@ class Linear(nn.Module):
 
         Packed, a token's result is the same to the bit whatever else is in the batch.
         """
-        if self._packed is None:
-            assert self.weight is not None
-            return F.linear(x, self.weight, self.bias)
-        num_tokens = x.shape[0]
-        if num_tokens == 1:
-            # For a single token alone oneDNN cuts the sum elsewhere. Two take as long.
-            x = x.expand(2, -1)
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self.bias, "none", [], ""
-        )
-        return result[:num_tokens]
+        if self._packed is not None:
+            return self._packed.multiply(x, self.bias)
+        assert self.weight is not None
+        return F.linear(x, self.weight, self.bias)
 
 
 class MergedLinear(Linear):
@@ -70,11 +85,29 @@ class MergedLinear(Linear):
         self.out_sizes = tuple(out_sizes)
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether this torch and this CPU have fast packed products for such a weight."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+def pack(weight: Tensor) -> Packed | None:
+    """A packed copy of W [out_features, in_features]; None where F.linear is all there is."""
+    if has_own_kernel(weight):
+        from octavo.layers.cpu_linear import PackedWeight
+
+        return PackedWeight(weight)
+    return OneDnnWeight(weight) if has_onednn(weight) else None
+
+
+def has_own_kernel(weight: Tensor) -> bool:
+    """Whether cpu_linear.py serves such a weight here."""
+    if weight.device.type != "cpu" or find_spec("numba") is None:
         return False
-    ops = torch.ops.mkldnn
+    from octavo.layers.cpu_linear import can_pack
+
+    return can_pack(weight)
+
+
+def has_onednn(weight: Tensor) -> bool:
+    """Whether this torch and this CPU have oneDNN's packed products for such a weight."""
+    mkldnn, ops = torch.backends.mkldnn, torch.ops.mkldnn
+    if weight.device.type != "cpu" or not mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
     if not hasattr(ops, "_reorder_linear_weight") or not hasattr(ops, "_linear_pointwise"):
         return False
     if weight.dtype == torch.bfloat16:
