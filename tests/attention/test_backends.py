@@ -80,7 +80,7 @@ def test_cpu_result_depends_on_the_sequence_alone(dtype: torch.dtype, window: in
 def test_cpu_without_a_bf16_dot_product_is_as_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.attention import cpu, cpu_kernel
 
-    monkeypatch.setattr(cpu_kernel, "has_bf16_dot_product", lambda: False)
+    monkeypatch.setattr(cpu_kernel, "host_has", lambda feature: False)
     monkeypatch.setattr(cpu, "_layer_runner", cpu._layer_runner.__wrapped__)
     case = Case(MIXED, dtype=torch.bfloat16)
     for got, expected in zip(Bench("cpu", case).run(), Bench("reference", case).run(), strict=True):

@@ -45,8 +45,8 @@ def digest_of(*modules: ModuleType) -> str:
     return sha256(b"".join(sources)).hexdigest()
 
 
-def has_bf16_dot_product() -> bool:
-    """Whether the CPU that Numba compiles for multiplies and adds pairs of bf16 numbers."""
+def host_has(feature: str) -> bool:
+    """Whether the CPU that Numba compiles for has a feature, in LLVM's name for it."""
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
-        return "+avx512bf16" in (config.CPU_FEATURES or "")
-    return bool(get_host_cpu_features().get("avx512bf16"))
+        return f"+{feature}" in (config.CPU_FEATURES or "").split(",")
+    return bool(get_host_cpu_features().get(feature))

@@ -27,7 +27,7 @@ from octavo.attention.cpu_blocks import (
 from octavo.attention.cpu_compile import (
     compile_kernel,
     digest_of,
-    has_bf16_dot_product,
+    host_has,
     inlined,
     jit,
 )
@@ -263,7 +263,7 @@ def compile_layer(bf16: bool) -> Any:
     elements: Any = np.dtype(np.uint16 if bf16 else np.float32)
     words: Any = np.dtype(np.float32)
     if bf16:
-        words = np.dtype(np.uint32 if has_bf16_dot_product() else np.int32)
+        words = np.dtype(np.uint32 if host_has("avx512bf16") else np.int32)
     sources = digest_of(cpu_blocks, cpu_tiles, cpu_vectors)
 
     def layer(address):
