@@ -69,7 +69,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features].
 
-        Packed, a token's result is the same to the bit whatever else is in the batch.
+        Packed, a token's result is the same to the bit whatever else is in the batch (oneDNN's sums
+        in bf16 depend on it on CPUs with matrix units).
         """
         if self._packed is not None:
             return self._packed.multiply(x, self.bias)
