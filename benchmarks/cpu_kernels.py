@@ -22,13 +22,12 @@ from numba import njit
 from torch import Tensor
 
 from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
-from octavo.layers import cpu_ops
-from octavo.layers.linear import Linear
+from octavo.layers import cpu_ops, linear
 
 Times = dict[str, dict[str, float]]  # case -> way -> milliseconds
 
 BLOCK_SIZE = 16
-NUM_LAYERS = 4  # more than one, so that a layer's KV has left the CPU's cache when it is read again
+NUM_LAYERS = 4  # more than one, so that what a layer reads has left the CPU's cache meanwhile
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # name: query heads, KV heads, head size, hidden size, inner size
 MODELS = {"llama-15m": (6, 2, 64, 384, 1024), "qwen3-0.6b": (16, 8, 128, 1024, 3072)}
@@ -62,12 +61,18 @@ def make_work(model: str, dtype: torch.dtype, sequences: Sequence[tuple[int, int
     positions = np.concatenate([np.arange(c - n, c) for c, n in sequences])
     owners = np.repeat(np.arange(len(lens)), lens)
     slots = tables[owners, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
-    arrays = (lens, contexts, starts, positions, tables, slots + positions % BLOCK_SIZE)
-    *plain, table, slot = (torch.from_numpy(array) for array in arrays)
+    slots += positions % BLOCK_SIZE
     fused = torch.randn(len(positions), heads + 2 * kv_heads, head_dim).to(dtype)
-    inputs = fused.split([heads, kv_heads, kv_heads], dim=1)
-    batch = AttentionBatch(*plain, block_tables=[table], slots=[slot])
-    return Work(heads, kv_heads, head_dim, batch, inputs, int(needed.sum()) + 1)
+    query, key, value = torch.split(fused, [heads, kv_heads, kv_heads], dim=1)
+    batch = AttentionBatch(
+        query_lens=torch.from_numpy(lens),
+        context_lens=torch.from_numpy(contexts),
+        query_starts=torch.from_numpy(starts),
+        positions=torch.from_numpy(positions),
+        block_tables=[torch.from_numpy(tables)],
+        slots=[torch.from_numpy(slots)],
+    )
+    return Work(heads, kv_heads, head_dim, batch, (query, key, value), int(needed.sum()) + 1)
 
 
 def octavo_attention(work: Work) -> Callable[[], object]:
@@ -171,7 +176,7 @@ def best_ms(call: Callable[[], object], rounds: int) -> float:
         begin = clock()
         call()
         times.append(clock() - begin)
-    return round(1e3 * min(times), 4)
+    return 1e3 * min(times)
 
 
 def measure_attention(rounds: int) -> Times:
@@ -195,21 +200,26 @@ def measure_attention(rounds: int) -> Times:
 
 
 def measure_projections(rounds: int) -> Times:
-    """Milliseconds of F.linear and of Linear after `finalize`."""
+    """Gate and up, from weights that have left the CPU's cache, as in a step."""
     results: Times = {}
     for model, (*_, hidden, inner) in MODELS.items():
         for name, dtype in DTYPES.items():
-            layer = Linear(hidden, 2 * inner, bias=False)
-            weight = torch.randn(2 * inner, hidden).to(dtype)
-            layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-            layer.finalize()
+            weights = [torch.randn(2 * inner, hidden).to(dtype) for _ in range(NUM_LAYERS)]
+            packed = {"octavo": [linear.pack(weight) for weight in weights]}
+            if linear.has_onednn(weights[0]):
+                packed["oneDNN, packed"] = [linear.OneDnnWeight(weight) for weight in weights]
             for tokens in (1, 16, 64, 512):
                 x = torch.randn(tokens, hidden).to(dtype)
+                ways = {way: partial(multiply_all, x, ws) for way, ws in packed.items() if all(ws)}
+                ways["F.linear"] = partial(multiply_all, x, weights)
                 results[f"gate+up {model} {name}, {tokens} tokens"] = {
-                    "octavo": best_ms(partial(layer.forward, x), 5 * rounds),
-                    "F.linear": best_ms(partial(F.linear, x, weight), 5 * rounds),
+                    way: best_ms(call, rounds) / NUM_LAYERS for way, call in ways.items()
                 }
     return results
+
+
+def multiply_all(x: Tensor, weights: Sequence[Any]) -> list[Tensor]:
+    return [F.linear(x, w) if isinstance(w, Tensor) else w.multiply(x, None) for w in weights]
 
 
 def plain_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -258,7 +268,10 @@ def main() -> None:
             if way != "octavo"
         )
         print(f"{case:<40}{ways['octavo']:>9.3f} ms{others}")
-    print(json.dumps({"benchmark": "cpu_kernels", "threads": args.threads, "ms": results}))
+    rounded = {
+        case: {way: round(ms, 4) for way, ms in ways.items()} for case, ways in results.items()
+    }
+    print(json.dumps({"benchmark": "cpu_kernels", "threads": args.threads, "ms": rounded}))
 
 
 if __name__ == "__main__":

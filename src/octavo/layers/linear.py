@@ -1,9 +1,13 @@
 """Projections, packed for the CPU once their weights are loaded.
 
-torch keeps a weight as the checkpoint has it, and rearranges it in every call. Packing it once is
-worth a factor of two and more in fp32. There are two ways, and the first that the machine has is
-taken: our own kernel (cpu_linear.py: Numba and AVX-512), and the private ops by which torch's
-compiler packs for oneDNN when it freezes a model. Without either, `Linear` is F.linear.
+torch keeps a weight as the checkpoint has it, and rearranges it in every call. There are two ways to
+pack it once, and the first that the machine has is taken: our own kernel (cpu_linear.py: Numba and
+AVX-512), and the private ops by which torch's compiler packs for oneDNN when it freezes a model.
+Without either, `Linear` is F.linear. Measured on one Zen 5 core (benchmarks/cpu_kernels.py), in
+multiples of our kernel's time for 1, 16, 64 and 512 tokens, 1,024 by 6,144 weights from memory:
+  oneDNN, packed   fp32 1.2, 1.1, 1.1, 1.0   bf16 1.3, 1.2, 1.1, 1.0
+  F.linear         fp32 2.4, 3.1, 2.7, 2.4   bf16 3.1, 2.0, 1.4, 1.1
+Ours fetches the next weights while it computes with these, and its sums never depend on the batch.
 """
 
 from __future__ import annotations
