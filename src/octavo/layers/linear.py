@@ -1,7 +1,7 @@
 """Projections, packed for the CPU once their weights are loaded.
 
-torch keeps a weight as the checkpoint has it, and rearranges it in every call. There are two ways to
-pack it once, and the first that the machine has is taken: our own kernel (cpu_linear.py: Numba and
+torch keeps a weight as the checkpoint has it, and rearranges it in every call. There are two ways
+to pack it once, and the first that the machine has is taken: our own kernel (cpu_linear.py: Numba,
 AVX-512), and the private ops by which torch's compiler packs for oneDNN when it freezes a model.
 Without either, `Linear` is F.linear. Measured on one Zen 5 core (benchmarks/cpu_kernels.py), in
 multiples of our kernel's time for 1, 16, 64 and 512 tokens, 1,024 by 6,144 weights from memory:
