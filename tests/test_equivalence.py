@@ -94,7 +94,7 @@ def test_beams_equal_transformers(name: str, width: int) -> None:
                 return_dict_in_generate=True,
             )
         scores = [beam.score for beam in output.outputs]
-        assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
+        assert scores == pytest.approx(expected.sequences_scores.tolist(), rel=1e-5)
         for beam, sequence in zip(output.outputs, expected.sequences.tolist(), strict=True):
             padded = beam.token_ids + sequence[len(prompt) + len(beam.token_ids) :]
             assert padded == sequence[len(prompt) :]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.layers import linear
-from octavo.layers.linear import Linear, MergedLinear, OneDnnWeight
+from octavo.layers.linear import Linear, MergedLinear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WAYS = ["own kernel", "oneDNN", "F.linear"]
@@ -92,16 +92,6 @@ def test_packing_lets_go_of_the_loaded_weight(way: str) -> None:
     filled(layer, torch.float32)
     layer.finalize()
     assert (layer.weight is None) == (way != "F.linear")
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_rows_of_a_packed_weight_are_the_loaded_ones(dtype: torch.dtype) -> None:
-    weight = torch.randn(100, 36).to(dtype)
-    packed = linear.pack(weight)
-    if packed is None or isinstance(packed, OneDnnWeight):
-        pytest.skip("not packed by our own kernel")
-    ids = torch.tensor([99, 0, 17, 17, 63])
-    assert torch.equal(packed.rows(ids), weight[ids])  # type: ignore[attr-defined]
 
 
 def test_what_no_kernel_serves_is_not_packed() -> None:

@@ -83,10 +83,6 @@ class PackedWeight:
         self._run(job.ctypes.data, threads)
         return output
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """W[ids] for int64 [n] -> [n, in_features]: an embedding that shares this weight."""
-        return self._tiles[ids // LANES, :, ids % LANES].flatten(1)
-
 
 @cache
 def _runner(dtype: torch.dtype) -> Runner:

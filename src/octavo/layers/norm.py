@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.layers.cpu_ops import add_rms_norm, rms_norm
+
 
 class RMSNorm(nn.Module):
     """Owns the scale of a root-mean-square norm (arXiv:1910.07467)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.shape = (size,)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
@@ -22,9 +23,9 @@ class RMSNorm(nn.Module):
         hidden and residual: [num_tokens, size], of the same dtype. The sum is written into
         `residual`.
         """
-        if residual is not None:
-            hidden = residual.add_(hidden)
-        return F.rms_norm(hidden, self.shape, self.weight, self.eps), hidden
+        if residual is None:
+            return rms_norm(hidden, self.weight, self.eps), hidden
+        return add_rms_norm(hidden, residual, self.weight, self.eps), residual
 
 
 class LayerNorm(nn.Module):
