@@ -23,7 +23,6 @@ class BlockPool:
         `on_evict` is told when a cached block is about to be overwritten.
         """
         self.num_blocks = num_blocks
-        self.num_evictions = 0
         self._ref_counts = [0] * (num_blocks + 1)
         self._cached: set[int] = set()
         self._on_evict = on_evict
@@ -63,7 +62,6 @@ class BlockPool:
             assert self._free_cached, "allocate from a pool without free blocks"
             block_id, _ = self._free_cached.popitem(last=False)
             self._cached.discard(block_id)
-            self.num_evictions += 1
             if self._on_evict is not None:
                 self._on_evict(block_id)
         self._ref_counts[block_id] = 1

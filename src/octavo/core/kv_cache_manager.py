@@ -80,7 +80,7 @@ class KVCacheManager:
         fits = range(1, limit + 1)
         return bisect_right(fits, self.pool.num_blocks, key=lambda n: self.num_blocks_for(n, chunk))
 
-    def num_shared_blocks(self, num_common: int, num_tokens: int, chunk: int) -> int:
+    def num_shared_blocks(self, num_common: int, num_tokens: int) -> int:
         """How many of a sequence's `num_blocks_for` it surely shares with another one that has
         its first `num_common` tokens: windows may have passed, so only full attention counts."""
         full = sum(isinstance(spec, FullAttention) for spec in self.specs)

@@ -98,7 +98,7 @@ class Scheduler:
         method = request.method
         chunk = self.config.max_num_batched_tokens
         each = self.kv.num_blocks_for(method.max_length, chunk)
-        shared = self.kv.num_shared_blocks(request.num_prompt_tokens, method.max_length, chunk)
+        shared = self.kv.num_shared_blocks(request.num_prompt_tokens, method.max_length)
         return method.max_sequences * each - (method.max_sequences - 1) * shared
 
     def check_fits(self, request: Request) -> None:
@@ -448,7 +448,7 @@ class Scheduler:
         needed = self.kv.num_blocks_to_admit(hit, leader.num_tokens, chunk)
         for seq in others:
             needed += self.kv.num_blocks_for(seq.num_tokens, chunk)
-            needed -= self.kv.num_shared_blocks(seq.branch_at, seq.num_tokens, chunk)
+            needed -= self.kv.num_shared_blocks(seq.branch_at, seq.num_tokens)
         return hit, needed
 
     def _reserve(self) -> int:

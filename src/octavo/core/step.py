@@ -106,11 +106,6 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens)
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing to compute and nothing to move (row changes may still be carried)."""
-        return not (self.seq_ids or self.swap_out or self.swap_in or self.copies)
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
