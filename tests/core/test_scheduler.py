@@ -229,6 +229,21 @@ class TestPriority:
         assert patient.level < 1
 
 
+def test_a_refused_request_is_looked_at_again_when_it_is_alone() -> None:
+    """The last other request is aborted in the swap tier: no block comes free by that."""
+    world = World(num_blocks=10, num_swap_blocks=10, policy="priority", watermark=0.2)
+    swapped = world.add("swapped", 16, 8, priority=5)
+    world.step()
+    world.scheduler.costs.seconds_per_token = 1.0
+    world.scheduler._preempt(swapped, _draft())  # type: ignore[arg-type]
+    refused = world.add("refused", 36, 4, priority=0)
+    refused.refused_with_free = world.kv.pool.num_free
+    world.scheduler.abort("swapped")
+    world.step()
+    assert refused.status is Status.RUNNING
+    world.run()
+
+
 @pytest.mark.parametrize("kind", ["waiting", "chunk", "running", "beam", "swapped", "catching up"])
 def test_an_abort_returns_every_block(kind: str) -> None:
     swap = "swap" if kind == "swapped" else "recompute"

@@ -401,7 +401,10 @@ class Scheduler:
         if room <= 0:
             return False
         free = self.kv.num_free_blocks
-        if request.refused_with_free is not None and free <= request.refused_with_free:
+        crowded = bool(self.running or self.swapped)
+        # Not looked up again before blocks come free; alone, it needs no reserve and may fit now.
+        refused_with = request.refused_with_free
+        if crowded and refused_with is not None and free <= refused_with:
             return False
         if request.method.max_sequences > self._num_seats:
             return False
@@ -409,7 +412,7 @@ class Scheduler:
         if hit.in_progress:
             return None
         if needed > free - self._reserve():
-            if self.running or self.swapped:
+            if crowded:
                 request.refused_with_free = free
                 return False
             # Alone, it fits by the check at `add`, unless a block is held only to be copied.
