@@ -7,14 +7,18 @@ from importlib import import_module
 from octavo.attention.base import (
     AttentionBackend,
     AttentionBatch,
+    HeadNorm,
+    HostStaging,
     LayerPlace,
     LayerSpec,
     RotaryTable,
+    Staging,
 )
 
 BACKENDS = {
     "reference": "octavo.attention.reference:ReferenceBackend",
     "cpu": "octavo.attention.cpu:CpuBackend",
+    "triton": "octavo.attention.triton:TritonBackend",
 }
 
 
@@ -33,8 +37,11 @@ __all__ = [
     "BACKENDS",
     "AttentionBackend",
     "AttentionBatch",
+    "HeadNorm",
+    "HostStaging",
     "LayerPlace",
     "LayerSpec",
     "RotaryTable",
+    "Staging",
     "load_backend",
 ]

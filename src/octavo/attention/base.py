@@ -8,10 +8,11 @@ can copy and swap whole blocks without knowing what is in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -74,20 +75,59 @@ class RotaryTable:
         return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
 
 
+class HeadNorm(Protocol):
+    """A norm over each head's elements, before the rotary embedding (Qwen3)."""
+
+    weight: Any  # Tensor [head_dim]
+    eps: float
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of hidden [num_tokens, heads, head_dim], hidden)."""
+
+
+class Staging(Protocol):
+    """Brings a step's small arrays to the device, all in one copy before the step computes."""
+
+    max_num_seqs: int
+    max_num_tokens: int
+
+    def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
+        """`values` on the device, valid once the step computes.
+
+        The address depends on the name alone, so that a captured graph may keep it. `capacity` is
+        the largest length that will ever be put under this name.
+        """
+
+
+class HostStaging:
+    """For backends that compute where the arrays are."""
+
+    max_num_seqs = max_num_tokens = 1 << 30
+
+    def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
+        return torch.from_numpy(values)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Host metadata of one step: dense CPU tensors; chunks and decodes mixed in any order.
+    """Host metadata of one step: dense CPU tensors; chunks and decodes in any order.
 
     No sequence reads in a step what another one writes in it.
     """
 
     query_lens: Tensor  # int32 [num_seqs]: new tokens, at least 1
-    context_lens: Tensor  # int32 [num_seqs]: tokens in the cache after this step, new ones included
+    # int32 [num_seqs]: tokens in the cache after this step, new ones included. 0 marks padding, on
+    # a GPU only: nothing is written for it and its output is 0.
+    context_lens: Tensor
     query_starts: Tensor  # int32 [num_seqs + 1]: where each sequence's tokens begin
     positions: Tensor  # int64 [num_tokens]: for the rotary embedding
     # One tensor a KV group. Block 0 is the null block, which is never read.
     block_tables: Sequence[Tensor]  # int32 [num_seqs, max_blocks]
     slots: Sequence[Tensor]  # int64 [num_tokens]: block_id * block_size + offset
+    # On a GPU the tables stay on the device, as int32 [num_rows, max_blocks], and `slots` is empty:
+    # sequence i's table is row rows[i].
+    rows: Tensor | None = None  # int32 [num_seqs]
+    staging: Staging = field(default_factory=HostStaging)
 
 
 class AttentionBackend(Protocol):
@@ -116,12 +156,14 @@ class AttentionBackend(Protocol):
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
     ) -> Tensor:
-        """Rotate query and key, write key and value to the slots, attend.
+        """Normalise and rotate query and key, write key and value to the slots, attend.
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim],
         in the cache's dtype; heads and elements are dense, tokens may be strided (views of one
-        fused projection). Returns [num_tokens, num_heads * head_dim]; the inputs stay unchanged.
+        fused projection). head_norms: of query and key. Returns [num_tokens, num_heads * head_dim];
+        the inputs stay unchanged.
         """
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention.base import AttentionBatch, LayerPlace, LayerSpec, RotaryTable
+from octavo.attention.base import AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
 from octavo.attention.cpu_threads import Runner, make_runner
 
 try:
@@ -112,7 +112,10 @@ class CpuBackend:
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
     ) -> Tensor:
+        if head_norms is not None:
+            query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
         num_tokens, num_heads, head_dim = query.shape
         for x in (query, key, value):
             assert x.dtype == self._kv_cache.dtype, f"{x.dtype} for a {self._kv_cache.dtype} cache"

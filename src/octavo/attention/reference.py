@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.attention.base import AttentionBatch, LayerPlace, LayerSpec, RotaryTable
+from octavo.attention.base import AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
 
 
 class ReferenceBackend:
@@ -44,10 +44,13 @@ class ReferenceBackend:
         key: Tensor,
         value: Tensor,
         rotary: RotaryTable | None = None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
     ) -> Tensor:
         batch = self._batch
         assert batch is not None, "plan() comes before forward()"
         layer, place = self._layers[layer_id]
+        if head_norms is not None:
+            query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
         if rotary is not None:
             positions = batch.positions.to(query.device)
             query, key = rotary.apply(query, positions), rotary.apply(key, positions)

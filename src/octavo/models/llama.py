@@ -43,6 +43,9 @@ class LlamaLayer(nn.Module):
         self.qkv = merged_qkv(config)
         self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.head_norms = (
+            (self.query_norm, self.key_norm) if self.query_norm and self.key_norm else None
+        )
         self.output = Linear(config.num_heads * config.head_dim, hidden, config.output_bias)
         self.post_norm = RMSNorm(hidden, config.norm_eps)
         self.gate_up = MergedLinear(hidden, (inner, inner), config.mlp_bias)
@@ -59,11 +62,8 @@ class LlamaLayer(nn.Module):
         """hidden [num_tokens, hidden_size], still to be added to the residual; same out."""
         hidden, residual = self.input_norm.forward(hidden, residual)
         query, key, value = split_heads(self.qkv.forward(hidden), self.spec)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm.forward(query)[0], self.key_norm.forward(key)[0]
-        hidden = self.output.forward(
-            attention.forward(self.spec.layer_id, query, key, value, rotary)
-        )
+        attended = attention.forward(self.spec.layer_id, query, key, value, rotary, self.head_norms)
+        hidden = self.output.forward(attended)
         hidden, residual = self.post_norm.forward(hidden, residual)
         return self.down.forward(self.activation(self.gate_up.forward(hidden))), residual
 
