@@ -8,3 +8,9 @@ import os
 # that the system has put aside, and take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+# Triton's kernels run in its interpreter where there is no GPU. Read when kernels are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

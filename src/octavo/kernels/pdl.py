@@ -1,0 +1,53 @@
+"""Programmatic dependent launch: a kernel starts while the one before it is still at work.
+
+Launched this way (NVIDIA sm_90 and later), the programs of a kernel move into the multiprocessors
+as soon as all programs of the kernel before it have called `allow_next` or ended. What needs no
+result of an earlier kernel (fetching weights above all) is done before `wait_previous`, which
+returns when the kernel before has ended and its writes are visible.
+
+The rule, for every kernel that is launched with `launch_options()`:
+  1. Each program calls `wait_previous` once, on every path, also if it has nothing to do.
+  2. Before it: no store, no atomic, no load from memory that any kernel writes. Weights, rotary
+     tables and other constants may be read or fetched into the L2 cache.
+  3. `allow_next` may come first of all: it moves no result, it only says that the next kernel may
+     take the room that is left. It pays early, unless the next kernel's programs would hinder ours.
+Then all kernels of a stream are safe, not only neighbours: a kernel ends after its own
+`wait_previous`, so when it has ended, all kernels before it have ended, too. Buffers may be
+reused as if kernels ran one after another. Kernels launched without the option (cuBLAS, torch)
+wait for all of the kernel before them, and the one after them waits for all of theirs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_previous(PDL: tl.constexpr):
+    """Return once all earlier kernels of the stream have ended and their writes are visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def allow_next(PDL: tl.constexpr):
+    """The next kernel of the stream may start as soon as every program has come here or ended."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@cache
+def _is_supported(device_index: int) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device_index)[0] >= 9
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of a launch on `device`: the constexpr `PDL` and the launch attribute."""
+    if device.type != "cuda" or not _is_supported(torch.cuda.current_device()):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
