@@ -54,9 +54,11 @@ LAW: dict[str, set[str]] = {
     "kernels": set(),
     "bench": PLAIN | {"core", "engine", "executor.base"},
     "simulator": PLAIN | {"bench", "core", "engine", "executor.base", "worker.memory"},
+    "evaluation": PLAIN
+    | {"bench", "core", "engine", "executor.base", "llm", "simulation", "worker.memory"},
     "server": PLAIN | {"engine", "executor", "llm"},
     "cli": PLAIN
-    | {"bench", "demo", "engine", "llm", "models.registry", "server", "simulator"}
+    | {"bench", "demo", "engine", "evaluation", "llm", "models.registry", "server", "simulator"}
     | {"worker.memory", "worker.host_memory"},
     "demo": PLAIN | {"llm", "engine"},
 }
@@ -71,6 +73,7 @@ TORCH_FREE = {
 } | {
     "bench",
     "cli",
+    "evaluation",
     "server",
     "simulator",
 }

@@ -1,0 +1,1 @@
+"""The paper's evaluation: its workloads, its figures, and its numbers beside ours."""

@@ -1,0 +1,118 @@
+"""Where requests come from: real lengths and traces that ship with octavo, a fit, or a file.
+
+Lengths are pairs (prompt tokens, output tokens). Licences are in data/README.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from octavo.bench.traces import TraceRequest, read_trace
+from octavo.errors import ConfigError
+
+DATA = Path(__file__).parent / "data"
+CONTEXT = 2048  # positions of OPT; the paper's benchmark keeps pairs below it
+NUM_FITTED = 20_000
+
+# Log-normal fit of Alpaca, OPT tokenizer. Shape: 1,000 real rows; means: the paper's figure 11.
+ALPACA_LOG_MEANS = (2.762, 3.637)  # prompt, output
+ALPACA_LOG_DEVIATIONS = (0.648, 0.929)
+ALPACA_CORRELATION = -0.265
+
+# German sentences have about 0.7 times as many Llama tokens as Finnish ones have GPT-2 tokens:
+# an estimate, for the English-German half of WMT16 is not at hand.
+GERMAN_PER_FINNISH = 0.7
+
+
+def fits_context(request: TraceRequest) -> bool:
+    return request.num_tokens < CONTEXT
+
+
+@cache
+def sharegpt() -> tuple[TraceRequest, ...]:
+    """First turns of ShareGPT, half of the paper's own pairs, below 2,048 tokens."""
+    return tuple(filter(fits_context, sharegpt_unfiltered()))
+
+
+@cache
+def sharegpt_unfiltered() -> tuple[TraceRequest, ...]:
+    return tuple(read_trace(DATA / "sharegpt_opt_lengths.csv.gz"))
+
+
+@cache
+def alpaca_measured() -> tuple[TraceRequest, ...]:
+    """500 real pairs of the cleaned Alpaca set."""
+    return tuple(read_trace(DATA / "alpaca_opt_lengths_1k.csv.gz"))
+
+
+@cache
+def alpaca() -> tuple[TraceRequest, ...]:
+    """Pairs drawn from the fit, below 2,048 tokens; always the same ones."""
+    draw = np.random.default_rng(0)
+    first, other = draw.standard_normal((2, NUM_FITTED))
+    second = ALPACA_CORRELATION * first + math.sqrt(1 - ALPACA_CORRELATION**2) * other
+    prompts, outputs = (
+        np.maximum(1, np.rint(np.exp(mean + deviation * normal))).astype(int)
+        for mean, deviation, normal in zip(
+            ALPACA_LOG_MEANS, ALPACA_LOG_DEVIATIONS, (first, second), strict=True
+        )
+    )
+    pairs = (TraceRequest(int(p), int(o)) for p, o in zip(prompts, outputs, strict=True))
+    return tuple(filter(fits_context, pairs))
+
+
+@cache
+def translation() -> tuple[TraceRequest, ...]:
+    """Sentences of WMT16 news: English in, German out (a stand-in: see GERMAN_PER_FINNISH)."""
+    return tuple(
+        replace(pair, output_tokens=max(1, round(GERMAN_PER_FINNISH * pair.output_tokens)))
+        for pair in read_trace(DATA / "wmt16_news_enfi_gpt2bpe.csv.gz")
+    )
+
+
+@cache
+def azure_code() -> tuple[TraceRequest, ...]:
+    return tuple(read_trace(DATA / "azure_2023_code.csv.gz"))
+
+
+@cache
+def azure_conversation() -> tuple[TraceRequest, ...]:
+    return tuple(read_trace(DATA / "azure_2023_conv.csv.gz"))
+
+
+@cache
+def mooncake_conversation() -> tuple[TraceRequest, ...]:
+    """With `hash_ids`: each stands for 512 tokens."""
+    return tuple(read_trace(DATA / "mooncake_conversation.jsonl.gz"))
+
+
+SOURCES: dict[str, Callable[[], tuple[TraceRequest, ...]]] = {
+    "sharegpt": sharegpt,
+    "sharegpt-unfiltered": sharegpt_unfiltered,
+    "alpaca": alpaca,
+    "alpaca-measured": alpaca_measured,
+    "translation": translation,
+    "azure-code": azure_code,
+    "azure-conversation": azure_conversation,
+    "mooncake-conversation": mooncake_conversation,
+}
+
+
+def read_source(name: str) -> tuple[TraceRequest, ...]:
+    """A source by its name, or a trace file by its path.
+
+    Raises ConfigError for a name that is neither, TraceError for a broken file.
+    """
+    if name in SOURCES:
+        return SOURCES[name]()
+    if Path(name).suffix or Path(name).exists():
+        return tuple(read_trace(name))
+    raise ConfigError(
+        "trace", f"{name!r} is neither a file nor one of {', '.join(sorted(SOURCES))}"
+    )
