@@ -42,5 +42,25 @@ class EngineFailed(OctavoError):
     """The executor broke down in the middle of a step; the engine cannot go on."""
 
 
+class RequestFailed(EngineFailed):
+    """A request that was running each time when the engine process died; it is not tried again."""
+
+
+class Overloaded(OctavoError):
+    """Too many requests wait already; `retry_after` is an estimate in seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(OctavoError):
+    """The server is shutting down, or has no engine; `retry_after` seconds may help, or None."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class TraceError(OctavoError, ValueError):
     """A request trace with a broken line; the message names the file and the line."""

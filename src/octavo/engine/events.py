@@ -1,0 +1,100 @@
+"""What happened to blocks and requests in a step: counters for metrics, events for a log."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Counters(msgspec.Struct, array_like=True):
+    """Totals since the engine process started."""
+
+    num_steps: int = 0
+    step_seconds: float = 0.0  # time in which the executor computed or moved blocks
+    num_computed_tokens: int = 0  # prompts, recomputed tokens and decodes
+    num_output_tokens: int = 0
+    num_lookup_tokens: int = 0  # asked of the prefix cache
+    num_hit_tokens: int = 0  # found in it
+    num_swap_preemptions: int = 0
+    num_recompute_preemptions: int = 0
+    num_copied_blocks: int = 0  # copy-on-write, and hits that end inside a block
+    num_evicted_blocks: int = 0  # cached blocks that were overwritten
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+
+
+class Gauges(msgspec.Struct, array_like=True):
+    """How things stand after a step."""
+
+    num_running: int = 0  # requests
+    num_waiting: int = 0
+    num_swapped: int = 0
+    num_running_seqs: int = 0
+    num_free_blocks: int = 0  # cached ones included
+    num_free_cached_blocks: int = 0
+    num_free_swap_blocks: int = 0
+    num_pinned_prefixes: int = 0
+    step_tokens: int = 0  # computed in this step
+    step_seqs: int = 0
+
+
+class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """A request got its first blocks. Sent for every request, whether or not anybody watches.
+
+    `lookup_end` says why the prefix cache gave no more than `num_hit_tokens`:
+    "complete": all of the prompt but the token that must be computed; "unknown": the next block has
+    never been computed; "evicted": it has been, and was overwritten; "differs": the next block is
+    cached for other tokens, and was copied as far as they are equal; "window": it is cached, but
+    blocks that a sliding window needs are gone; "prompt_logprobs": every position has to be
+    computed; "off": there is no prefix cache.
+    """
+
+    time: float
+    request_id: str
+    num_tokens: int  # looked up: the prompt, and what was computed before a preemption or a crash
+    num_hit_tokens: int
+    lookup_end: str
+    num_free_blocks: int  # after it got its blocks
+    num_preemptions: int  # 0: it runs for the first time
+
+
+class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
+    """A request was taken off the device, with all its sequences. Always sent."""
+
+    time: float
+    request_id: str
+    mode: str  # "swap" or "recompute"
+    num_blocks: int  # moved to the swap tier; 0 for recompute
+    num_tokens: int  # to be computed again; 0 for swap
+    cost_seconds: float  # what coming back costs, by the scheduler's measurements; swap: both ways
+
+
+class Copied(msgspec.Struct, frozen=True, tag="copied"):
+    """Blocks copied before they were written (copy-on-write). Sent if somebody watches."""
+
+    time: float
+    blocks: list[tuple[int, int]]  # source, destination
+
+
+class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
+    """Cached blocks that nobody held were taken. Sent if somebody watches."""
+
+    time: float
+    block_ids: list[int]
+
+
+class Swapped(msgspec.Struct, frozen=True, tag="swapped"):
+    """Blocks moved between the tiers, (source, destination). Sent if somebody watches."""
+
+    time: float
+    direction: str  # "out" of the device or back "in"
+    blocks: list[tuple[int, int]]
+
+
+class Forked(msgspec.Struct, frozen=True, tag="forked"):
+    """Sequences that came to share all blocks of another one. Sent if somebody watches."""
+
+    time: float
+    pairs: list[tuple[int, int]]  # ids of parent and child
+
+
+Event = Admitted | Preempted | Copied | Evicted | Swapped | Forked

@@ -1,0 +1,165 @@
+"""Requests, checked and resolved to token ids: all that a scheduler needs of them, as plain values.
+
+What can be wrong with a request is found here, before anything is queued or sent; only whether it
+fits into the KV cache is the scheduler's to say.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.core.decoding import BeamSearch, DecodingMethod, EarlyStopping, Sampling
+from octavo.core.step import SamplingSpec
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import InvalidRequest, RequestTooLong
+from octavo.model_config import ModelConfig
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+
+Prompt = str | list[int]
+Params = SamplingParams | BeamSearchParams
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSpec:
+    """What beam search needs to know."""
+
+    width: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    num_return_sequences: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request in token ids. The same values give the same tokens, whoever computes them."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingSpec
+    max_length: int  # tokens, prompt included
+    n: int  # samples; 1 for beam search
+    seed: int
+    eos_ids: tuple[int, ...]  # the model's own ends; () if they are ignored
+    stop_ids: tuple[int, ...]  # the client's
+    beam: BeamSpec | None = None  # None: sampling
+    priority: int = 0
+    cache_salt: str = ""
+
+    def method(self) -> DecodingMethod:
+        """A new decoding method for one run of the request."""
+        eos_ids, stop_ids = frozenset(self.eos_ids), frozenset(self.stop_ids)
+        if self.beam is None:
+            return Sampling(self.n, self.max_length, eos_ids, stop_ids)
+        return BeamSearch(
+            self.beam.width,
+            self.max_length,
+            eos_ids | stop_ids,
+            self.beam.length_penalty,
+            self.beam.early_stopping,
+            self.beam.num_return_sequences,
+        )
+
+
+class RequestPreparer:
+    """Owns the rules for requests to one model, and the seeds of those that bring none."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        max_logprobs: int,
+        seed: int,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self._vocab_size = model_config.vocab_size
+        self._eos_ids = tuple(sorted(set(model_config.eos_token_ids)))
+        self._tokenizer = tokenizer
+        self._max_logprobs = max_logprobs
+        self._seeds = random.Random(seed)
+
+    def prepare(
+        self, prompt: Prompt, params: Params, priority: int = 0, cache_salt: str = ""
+    ) -> PreparedRequest:
+        """Raises InvalidRequest (RequestTooLong if the prompt leaves no room), naming the field."""
+        token_ids = self.tokenize(prompt)
+        params.check_against(self._vocab_size, self._max_logprobs)
+        num_left = self.max_model_len - len(token_ids)
+        if num_left < 1:
+            raise RequestTooLong(
+                "prompt",
+                f"{len(token_ids)} tokens leave no room for output in a context of "
+                f"{self.max_model_len} tokens",
+            )
+        max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
+        n, seed, beam = 1, 0, None
+        if isinstance(params, BeamSearchParams):
+            beam = BeamSpec(
+                params.beam_width,
+                params.length_penalty,
+                params.early_stopping,
+                params.num_return_sequences,
+            )
+        else:
+            n = params.n
+            seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+            if params.stop_strings and self._tokenizer is None:
+                raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
+        return PreparedRequest(
+            token_ids,
+            params.to_spec(self._eos_ids, self._bad_word_ids(params)),
+            len(token_ids) + max_tokens,
+            n,
+            seed,
+            () if params.ignore_eos else self._eos_ids,
+            tuple(params.stop_token_ids),
+            beam,
+            priority,
+            cache_salt,
+        )
+
+    def whole_blocks(self, prefix: Prompt, block_size: int) -> list[int]:
+        """The token ids of a prefix to pin: only whole blocks can be found by prefix.
+
+        Raises InvalidRequest if it is shorter than a block.
+        """
+        token_ids = self.tokenize(prefix)
+        del token_ids[len(token_ids) // block_size * block_size :]
+        if not token_ids:
+            raise InvalidRequest("prefix", f"it is shorter than one block of {block_size} tokens")
+        return token_ids
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """A new list of token ids, at least one, all in the vocabulary."""
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidRequest("prompt", "the model has no tokenizer; give token ids")
+            token_ids = self._tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+        if not token_ids:
+            raise InvalidRequest("prompt", "it is empty")
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                raise InvalidRequest("prompt", f"{token_id!r} is not a token id")
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+            raise InvalidRequest(
+                "prompt", f"token id {worst} is outside the vocabulary of {self._vocab_size}"
+            )
+        return token_ids
+
+    def _bad_word_ids(self, params: Params) -> Sequence[Sequence[int]]:
+        """Bad words as tokens: as a text may begin with them, and as they follow a space."""
+        if isinstance(params, BeamSearchParams) or not params.bad_words:
+            return []
+        if self._tokenizer is None:
+            raise InvalidRequest("bad_words", "the model has no tokenizer to encode them with")
+        spellings: list[list[int]] = []
+        for word in params.bad_words:
+            for spelling in (word, " " + word.lstrip()):
+                token_ids = self._tokenizer.encode(spelling, add_special_tokens=False)
+                if token_ids and token_ids not in spellings:
+                    spellings.append(token_ids)
+        return spellings
