@@ -246,14 +246,14 @@ def test_an_interrupted_call_leaves_nothing_behind(
 ) -> None:
     """Ctrl-C comes in the middle of a step, and takes effect when the step is over."""
     steps = iter(range(5))
-    original = llm.engine.executor.execute
+    original = llm.engine.executor.submit
 
-    def execute(plan: Any) -> Any:
+    def submit(plan: Any) -> Any:
         if next(steps, None) is None:
             signal.raise_signal(signal.SIGINT)
         return original(plan)
 
-    monkeypatch.setattr(llm.engine.executor, "execute", execute)
+    monkeypatch.setattr(llm.engine.executor, "submit", submit)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=50), use_tqdm=False)
     monkeypatch.undo()
@@ -265,10 +265,10 @@ def test_an_interrupted_call_leaves_nothing_behind(
 def test_an_executor_that_breaks_down_ends_the_engine() -> None:
     broken = LLM(str(model_zoo.model_directory("llama3")), num_blocks=8)
 
-    def execute(plan: Any) -> Any:
+    def submit(plan: Any) -> Any:
         raise RuntimeError("the device is on fire")
 
-    broken.engine.executor.execute = execute  # type: ignore[method-assign]
+    broken.engine.executor.submit = submit  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="on fire"):
         broken.generate([1, 2], GREEDY, use_tqdm=False)
     with pytest.raises(EngineFailed, match="RuntimeError in step 0: the device is on fire"):

@@ -101,6 +101,8 @@ class EngineConfig:
     seed: int = 0  # of requests that bring none, and of dummy weights
     max_logprobs: int = 20
     num_threads: int | None = None  # CPU threads of the worker; None: torch's choice
+    # Plan the next step while the device computes this one. None: on a GPU. A CPU gains nothing.
+    overlap: bool | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
 from octavo.config import SchedulerConfig
@@ -327,6 +328,7 @@ class Workload:
             clock=lambda: self.now,
         )
         self.now = 0.0
+        self.depth = rng.choice([1, 2, 2, 3])  # steps under way at once
         self.executor = SymbolicExecutor(self.specs, self.block_size)
         self.prefixes = [
             [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(3)
@@ -355,8 +357,9 @@ class Workload:
         rng, scheduler = self.rng, self.scheduler
         pending = [self.ask(i) for i in range(num_requests)]
         alive: dict[str, Ask] = {}
+        under_way: deque[tuple[StepPlan, StepResult]] = deque()
         steps = 0
-        while pending or scheduler.has_unfinished:
+        while pending or scheduler.has_unfinished or under_way:
             while pending and (rng.random() < 0.5 or not scheduler.has_unfinished):
                 ask = pending.pop()
                 try:
@@ -369,16 +372,22 @@ class Workload:
                 scheduler.abort(name)
                 del alive[name]
                 check_scheduler(scheduler)
-            plan = scheduler.schedule()
-            check_scheduler(scheduler)
-            assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
-            progress = scheduler.update(plan, self.executor.execute(plan))
+            while len(under_way) < self.depth:
+                plan = scheduler.schedule()
+                check_scheduler(scheduler)
+                if plan is None:
+                    break
+                assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
+                under_way.append((plan, self.executor.execute(plan)))
+            steps += 1
+            assert steps < 5000, "no progress"
+            if not under_way:
+                continue
+            progress = scheduler.update(*under_way.popleft())
             check_scheduler(scheduler)
             for request in progress.finished:
                 self.check_result(alive.pop(request.request_id), request)
             self.now += 0.1
-            steps += 1
-            assert steps < 5000, "no progress"
             if rng.random() < 0.02 and self.kv.enable_prefix_caching:
                 self.kv.reset_prefix_cache()
         self.finish()
@@ -388,9 +397,9 @@ class Workload:
             self.kv.unpin(name)
         assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I7: blocks are lost"
         assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, "I7: swap blocks lost"
-        plan = self.scheduler.schedule()
-        self.executor.execute(plan)
-        assert not self.executor.rows, "rows are left open on the worker"
+        assert self.scheduler.schedule() is None, "there is nothing left to do"
+        still_to_close = set(self.scheduler._rows.closed)
+        assert self.executor.rows.keys() <= still_to_close, "rows are left open on the worker"
 
     def check_result(self, ask: Ask, request: Request) -> None:
         got = [seq.output_token_ids for seq in request.finished]

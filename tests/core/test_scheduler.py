@@ -6,7 +6,7 @@ import pytest
 
 from core.symbolic import Ask
 from core.worlds import World
-from octavo.core.decoding import BeamSearch, PinPrefix
+from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.sequence import Status
 from octavo.core.step import SamplingSpec
 from octavo.errors import RequestTooLong
@@ -270,10 +270,12 @@ def test_an_abort_returns_every_block(kind: str) -> None:
             world.step()
             assert victim.catching_up
     world.scheduler.abort("victim")
-    world.step()
     assert world.kv.pool.num_free == 12
     assert world.kv.swap_pool.num_free == 12
-    assert world.executor.rows == {}
+    # The next plan closes the worker's rows.
+    world.add("next", 1, 1)
+    world.step()
+    assert len(world.executor.rows) == 1
     assert victim.status is Status.FINISHED
 
 
@@ -314,3 +316,31 @@ def test_beams_that_are_recomputed_find_the_same_hypotheses() -> None:
         world.run()
         results.append([(s.token_ids, s.score) for s in beam.finished])
     assert results[0] == results[1]
+
+
+def test_an_overlapped_step_is_planned_before_the_last_one_is_known() -> None:
+    """A decode goes on by the token to come; samples and beams first want to know it."""
+    world = World(num_blocks=40, depth=2)
+    world.add("plain", 4, 4)
+    world.add("samples", 4, 4, n=2)
+    beams = BeamSearch(2, 8, frozenset())
+    spec = SamplingSpec(num_candidates=beams.num_candidates)
+    world.add("beams", 4, method=beams, sampling=spec)
+    first, _ = world.step()
+    [second] = [plan for plan, _ in world.under_way]
+    assert len(first.seq_ids) == 3
+    assert second.seq_ids == first.seq_ids[:1]
+    world.run()
+
+
+def test_a_sequence_that_has_ended_is_computed_once_too_often_at_most() -> None:
+    def num_computed(depth: int, method: Sampling) -> int:
+        world = World(depth=depth)
+        world.add("r", 3, method=method)
+        world.run()
+        return world.executor.num_computed
+
+    by_length = Sampling(1, 9, frozenset(), frozenset())
+    assert num_computed(2, by_length) == num_computed(1, by_length) == 8
+    at_once = Sampling(1, 9, frozenset(range(7)), frozenset())
+    assert num_computed(2, at_once) == num_computed(1, at_once) + 1

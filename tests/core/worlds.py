@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -13,7 +14,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_spec import FullAttention, KVSpec
 from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import Request, Sequence
-from octavo.core.step import SamplingSpec, StepPlan
+from octavo.core.step import SamplingSpec, StepPlan, StepResult
 
 BLOCK_SIZE = 4
 
@@ -48,7 +49,9 @@ def compute(kv: KVCacheManager, seq: Sequence) -> None:
 class World:
     """A scheduler with a symbolic executor; every step is checked."""
 
-    def __init__(self, num_blocks: int = 20, num_swap_blocks: int = 0, **options: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 20, num_swap_blocks: int = 0, depth: int = 1, **options: Any
+    ) -> None:
         specs = options.pop("specs", [FullAttention()])
         caching = options.pop("enable_prefix_caching", True)
         self.now = 0.0
@@ -58,6 +61,8 @@ class World:
         options.setdefault("max_num_batched_tokens", 64)
         self.scheduler = Scheduler(SchedulerConfig(**options), self.kv, lambda: self.now)
         self.executor = SymbolicExecutor(tuple(specs), BLOCK_SIZE)
+        self.depth = depth
+        self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
 
     def add(
         self,
@@ -79,9 +84,14 @@ class World:
         return request
 
     def step(self) -> tuple[StepPlan, Progress]:
-        plan = self.scheduler.schedule()
-        check_scheduler(self.scheduler)
-        progress = self.scheduler.update(plan, self.executor.execute(plan))
+        while len(self.under_way) < self.depth:
+            plan = self.scheduler.schedule()
+            check_scheduler(self.scheduler)
+            if plan is None:
+                break
+            self.under_way.append((plan, self.executor.execute(plan)))
+        plan, result = self.under_way.popleft()
+        progress = self.scheduler.update(plan, result)
         check_scheduler(self.scheduler)
         self.now += 1.0
         return plan, progress

@@ -50,7 +50,7 @@ def test_a_step_computes_what_transformers_does(name: str, backend: str) -> None
     executor = make_executor(name, attention_backend=backend)
     token_ids = random_token_ids(40)
     plan = prompt_plan(token_ids, len(executor.capacity.layout.groups))
-    result = executor.execute(plan)
+    result = executor.submit(plan).result()
     with torch.no_grad():
         logits = reference_model(name)(torch.tensor([token_ids])).logits
     assert result.token_ids == [int(logits[0, -1].argmax())]
@@ -58,7 +58,7 @@ def test_a_step_computes_what_transformers_does(name: str, backend: str) -> None
     executor.shutdown()
     executor.shutdown()
     with pytest.raises(AssertionError, match="shut down"):
-        executor.execute(plan)
+        executor.submit(plan).result()
 
 
 def test_capacity_is_what_the_budget_says() -> None:
@@ -149,7 +149,7 @@ def test_bfloat16_runs() -> None:
     executor = make_executor(dtype="bfloat16")
     half = executor.capacity.block_bytes
     assert half * 2 == make_executor().capacity.block_bytes
-    assert len(executor.execute(prompt_plan(random_token_ids(20))).token_ids) == 1
+    assert len(executor.submit(prompt_plan(random_token_ids(20))).result().token_ids) == 1
 
 
 def test_the_number_of_threads_is_set() -> None:
@@ -166,7 +166,8 @@ def test_dummy_weights_depend_on_the_seed_alone() -> None:
     spec = SamplingSpec(num_logprobs=5)
     plan = replace(plan, opened=[replace(plan.opened[0], sampling=spec)])
     results = [
-        make_executor(load_format="dummy", seed=seed).execute(plan).logprobs for seed in (1, 1, 2)
+        make_executor(load_format="dummy", seed=seed).submit(plan).result().logprobs
+        for seed in (1, 1, 2)
     ]
     assert results[0] == results[1] != results[2]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
-from octavo.core.step import StepPlan, StepResult
+from octavo.core.step import PendingStep, StepPlan
 from octavo.executor.base import Executor, KVCapacity
 
 if TYPE_CHECKING:
@@ -118,9 +118,13 @@ class MemoryUse:
     def capacity(self) -> KVCapacity:
         return self._executor.capacity
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._executor.is_asynchronous
+
+    def submit(self, plan: StepPlan) -> PendingStep:
         self.steps.append(self._look(plan))
-        return self._executor.execute(plan)
+        return self._executor.submit(plan)
 
     def shutdown(self) -> None:
         self._executor.shutdown()

@@ -28,6 +28,7 @@ ENGINE_HELP = {
     "seed": "Of requests that bring none, and of dummy weights.",
     "max_logprobs": "Most log-probabilities that a request may ask for.",
     "num_threads": "CPU threads of the worker.",
+    "overlap": "Plan the next step while the device computes this one.  [default: on a GPU]",
     "block_size": "Tokens in a KV block.",
     "num_blocks": "KV blocks in the pool, instead of as many as the memory allows.",
     "kv_cache_memory": "Memory for the KV pool, such as 4GiB.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo.core.block_table import BlockTable
 from octavo.core.kv_cache_manager import Changes
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import Fork, OpenedRow, StepPlan, TableWrite, TokenWrite
@@ -53,8 +54,9 @@ class PlanDraft:
         self.held: list[int] = []  # sources of copies
         self.drawn: list[Sequence] = []  # as `sampled`
         self.searching: list[Request] = []
+        self.undecided: list[Request] = []
         self.computing: list[Sequence] = []
-        self.filled: list[tuple[Sequence, int]] = []  # with the tokens then computed
+        self.filled: list[tuple[Sequence, BlockTable, int]] = []  # with the tokens then computed
         self.prompts: dict[int, tuple[Request, int]] = {}  # with the chunk's first token
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
@@ -66,19 +68,26 @@ class PlanDraft:
         self.budget -= num_tokens
         self.seq_ids.append(seq.seq_id)
         self.num_scheduled_tokens.append(num_tokens)
-        self.filled.append((seq, seq.num_computed_tokens))
-        if seq.num_computed_tokens < seq.num_tokens:
+        assert seq.table is not None, "room was made for it"
+        self.filled.append((seq, seq.table, seq.num_computed_tokens))
+        if seq.num_computed_tokens < seq.num_expected_tokens:
             return
-        wants = request.method.wants
-        if wants == "token":
+        method = request.method
+        if method.wants == "token":
             self.sampled.append(seq.seq_id)
             self.drawn.append(seq)
-        elif wants == "candidates":
+            if method.num_draws == 1 or seq.num_output_tokens > 0:
+                seq.num_pending += 1
+                return
+        elif method.wants == "candidates":
             self.expanded.append(seq.seq_id)
-            if self.searching[-1:] != [request]:
-                self.searching.append(request)
+            if self.searching[-1:] == [request]:
+                return
+            self.searching.append(request)
         else:
             self.computing.append(seq)
+        request.num_undecided += 1
+        self.undecided.append(request)
 
     def open(self, seq: Sequence) -> None:
         """Give a sequence that starts to run its row on the worker."""
@@ -109,12 +118,28 @@ class PlanDraft:
         self.table_writes = [w for w in self.table_writes if w.seq_id != seq_id]
         return True
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that the worker would have to do now."""
+        return not (
+            self.seq_ids
+            or self.opened
+            or self.table_writes
+            or self.swap_out
+            or self.swap_in
+            or self.copies
+        )
+
     def to_plan(self, step_id: int, rows: RowChanges) -> StepPlan:
         """The finished plan."""
+        seq_ids, counts = self.seq_ids, self.num_scheduled_tokens
+        if len(counts) < sum(counts):  # several tokens of a sequence: those of one token go first
+            order = sorted(range(len(counts)), key=lambda i: counts[i] > 1)
+            seq_ids, counts = [seq_ids[i] for i in order], [counts[i] for i in order]
         return StepPlan(
             step_id=step_id,
-            seq_ids=self.seq_ids,
-            num_scheduled_tokens=self.num_scheduled_tokens,
+            seq_ids=seq_ids,
+            num_scheduled_tokens=counts,
             sampled=self.sampled,
             expanded=self.expanded,
             forks=rows.forks,

@@ -106,7 +106,7 @@ class KVCacheManager:
         """Offer full blocks to the prefix cache: those of the first `num_computed_tokens`, whose
         KV is known to be in the cache by now."""
         table = seq.table
-        if not self.enable_prefix_caching or table is None:
+        if not self.enable_prefix_caching or table is None or not table.on_device:
             return
         num_full = num_computed_tokens // self.block_size
         self._prefixes.name_blocks(seq, num_full)

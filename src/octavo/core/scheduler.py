@@ -120,8 +120,13 @@ class Scheduler:
 
     # ---------------------------------------------------------------- one step
 
-    def schedule(self) -> StepPlan:
-        """Decide on the next step. Blocks are taken now; `update` brings the results."""
+    def schedule(self) -> StepPlan | None:
+        """Decide on the next step; None if there is nothing to do. `update` brings the results.
+
+        Steps planned before may still be under way: blocks are taken and given back in the order
+        of the plans, in which the worker computes, and tokens being drawn are counted as
+        `num_pending`. A sequence that turns out to have ended is only computed once too often.
+        """
         draft = PlanDraft(self.config.max_num_batched_tokens)
         if self._policy.displaces and self.waiting:
             self._displace(draft)
@@ -129,6 +134,8 @@ class Scheduler:
         if not draft.ran_out_of_blocks:
             self._resume_swapped(draft)
             self._admit_waiting(draft)
+        if draft.is_empty:
+            return None  # rows that have closed can wait
         plan = draft.to_plan(self._next_step, self._rows)
         self._next_step += 1
         self._in_flight[plan.step_id] = draft
@@ -140,8 +147,11 @@ class Scheduler:
         draft = self._in_flight.pop(plan.step_id)
         self.costs.observe(plan, result)
         self.kv.release_sources(draft.held)
-        for seq, num_computed in draft.filled:
-            self.kv.register(seq, num_computed)
+        for request in draft.undecided:
+            request.num_undecided -= 1
+        for seq, table, num_computed in draft.filled:
+            if seq.table is table:  # else it was preempted since, and is recomputed
+                self.kv.register(seq, num_computed)
         progress = self._progress = Progress()
         for seq_id, scores in result.prompt_logprobs.items():
             request, start = draft.prompts[seq_id]
@@ -149,8 +159,10 @@ class Scheduler:
             request.prompt_logprobs += scores[len(request.prompt_logprobs) - start :]
         scored = bool(result.draws or result.logprobs)
         for seq, token_id in zip(draft.drawn, result.token_ids, strict=True):
+            if seq.num_pending:
+                seq.num_pending -= 1
             if seq.finish_reason is not None:
-                continue  # aborted while the step ran
+                continue  # it ended while the step ran
             method = seq.request.method
             if scored:
                 self._take_draws(seq, token_id, result)
@@ -225,32 +237,44 @@ class Scheduler:
                 continue
             sequences = request.sequences
             later -= len(sequences)
-            # The common case, a decode into a block of its own, needs no help from anybody.
+            # The common case, a decode into a block of its own, needs no help from anybody. The
+            # last token of a prompt is no such case: it may be followed by several draws.
             if len(sequences) == 1 and request.method.wants == "token":
                 seq = sequences[0]
                 table = seq.table
                 end = seq.num_computed_tokens + 1
-                if table is not None and end == len(seq.token_ids) and end <= table.writable_until:
+                if (
+                    table is not None
+                    and end == len(seq.token_ids) + seq.num_pending
+                    and seq.num_prompt_tokens < end <= table.writable_until
+                    and end < request.method.max_length
+                ):
                     seq.num_computed_tokens = end
+                    seq.num_pending += 1
                     draft.budget -= 1
                     seq_ids.append(seq.seq_id)
                     counts.append(1)
                     draft.sampled.append(seq.seq_id)
                     draft.drawn.append(seq)
                     if end == table.writable_until:
-                        draft.filled.append((seq, end))
+                        draft.filled.append((seq, table, end))
                     continue
             self._continue(request, draft, draft.budget - later)
 
     def _continue(self, request: Request, draft: PlanDraft, room: int) -> None:
-        """Run a request's next tokens, at most `room`; preempt others if blocks run out."""
+        """Run a request's next tokens, at most `room`; preempt others if blocks run out.
+
+        Later ones in the order go first, itself at last: it is decided, or had no targets.
+        """
         targets = self._next_targets(request, draft, room)
         if not targets:
             return
         goals = [(seq, seq.num_computed_tokens + n) for seq, n in targets]
         while (changes := self.kv.append(goals)) is None:
             draft.ran_out_of_blocks = True
-            victim = next(r for r in reversed(self.running) if r not in draft.started)
+            victim = next(
+                r for r in reversed(self.running) if r not in draft.started and not r.num_undecided
+            )
             self._preempt(victim, draft)
             if victim is request:
                 return
@@ -263,12 +287,12 @@ class Scheduler:
     ) -> list[tuple[Sequence, int]]:
         """Which of a request's sequences compute how many tokens next."""
         if not request.catching_up:
-            if len(request.sequences) > room:
-                return []
-            return [
-                (seq, min(seq.num_tokens - seq.num_computed_tokens, room))
+            targets = [
+                (seq, min(seq.num_expected_tokens - seq.num_computed_tokens, room))
                 for seq in request.sequences
+                if not self._has_all_it_needs(seq)
             ]
+            return targets if len(targets) <= room else []
         for leader, follower in regrow.take_ready(request.sequences):
             self.kv.fork(leader, follower)
             draft.open(follower)
@@ -285,6 +309,13 @@ class Scheduler:
                 targets.append((seq, n))
                 room -= n
         return targets
+
+    def _has_all_it_needs(self, seq: Sequence) -> bool:
+        """Whether the steps under way bring a sequence to its end, or to a decision."""
+        num_expected = seq.num_expected_tokens
+        if seq.num_computed_tokens == num_expected:
+            return True
+        return seq.num_pending > 0 and num_expected >= seq.request.method.max_length
 
     # ---------------------------------------------------------------- preemption
 
@@ -320,7 +351,11 @@ class Scheduler:
         """Preempt less urgent running requests for a waiting one that would not fit otherwise."""
         head = self.waiting[0]
         while True:
-            victims = [r for r in self.running if self._policy.may_displace(head, r)]
+            victims = [
+                r
+                for r in self.running
+                if not r.num_undecided and self._policy.may_displace(head, r)
+            ]
             if not victims:
                 return
             hit, needed = self._admission(head)
@@ -353,6 +388,7 @@ class Scheduler:
             seats = request.method.max_sequences
             if (
                 request in draft.preempted
+                or request.is_pending
                 or needed > self.kv.num_free_blocks
                 or seats > self._num_seats
                 or len(request.sequences) > draft.budget
@@ -390,16 +426,18 @@ class Scheduler:
                 continue
             position += 1
             if admitted is None:
-                continue  # it waits for an equal prompt, and loses nothing by being passed
+                continue  # it waits for what is being computed, and loses nothing by being passed
             passed.append(request)
             limit = self.config.max_passes
             if request.num_passes >= limit or len(passed) > limit:
                 return
 
     def _start(self, request: Request, draft: PlanDraft, room: int) -> bool | None:
-        """Admit a waiting request if it fits. None if an equal prompt is being computed."""
+        """Admit a waiting request if it fits. None if it has to wait for a step under way."""
         if room <= 0:
             return False
+        if request.is_pending:
+            return None
         free = self.kv.num_free_blocks
         crowded = bool(self.running or self.swapped)
         # Not looked up again before blocks come free; alone, it needs no reserve and may fit now.

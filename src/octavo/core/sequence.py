@@ -25,9 +25,10 @@ class Status(Enum):
 class Sequence:
     """One chain of tokens, and how many of them have their KV in the cache.
 
-    `num_computed_tokens` counts tokens up to the end of the latest planned step. What remains,
-    `num_tokens - num_computed_tokens`, is 1 for a sequence that decodes and more for one whose
-    prompt is being computed: there is no other difference between the two.
+    `num_computed_tokens` counts tokens up to the end of the latest planned step, and
+    `num_expected_tokens` the tokens that it will have drawn by then. What remains between the two
+    is 1 for a sequence that decodes and more for one whose prompt is being computed: there is no
+    other difference.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class Sequence:
         "leader",
         "logprobs",
         "num_computed_tokens",
+        "num_pending",
         "num_prompt_tokens",
         "prefix_nodes",
         "request",
@@ -57,6 +59,7 @@ class Sequence:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.sample_index = sample_index
         self.num_computed_tokens = 0
+        self.num_pending = 0  # tokens being drawn by steps that are under way
         self.table: BlockTable | None = None  # None while no block is held
         self.prefix_nodes: list[PrefixNode] = []  # names of the leading full blocks
         self.logprobs: list[TokenLogprobs] = []  # one per output token, if asked for
@@ -72,6 +75,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """With those that steps under way will append."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
@@ -104,6 +112,7 @@ class Request:
         "num_passes",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_undecided",
         "number",
         "priority",
         "prompt_logprobs",
@@ -151,6 +160,14 @@ class Request:
         self.num_passes = 0  # later requests admitted while this one did not fit
         self.refused_with_free: int | None = None  # free blocks when it last did not fit
         self.catching_up = False  # several sequences are being recomputed
+        # Steps under way whose results decide which sequences live on: until they are in, the
+        # request can neither continue nor leave the device.
+        self.num_undecided = 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether steps under way will still append to it."""
+        return any(seq.num_pending for seq in self.sequences)
 
     @property
     def is_finished(self) -> bool:

@@ -11,6 +11,7 @@ applies a plan in this order, which the scheduler relies on:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,12 @@ class StepPlan:
     """One step: which tokens of which sequences are computed, and which blocks move before."""
 
     step_id: int
-    # What is computed, in batch order. A row's tokens [num_computed, num_computed + n) are run.
+    # What is computed, in batch order: rows of one token first. A row's tokens
+    # [num_computed, num_computed + n) are run.
     seq_ids: list[int]
     num_scheduled_tokens: list[int]
-    # Rows that reach their last token in this step, in batch order: a token is drawn for each of
-    # `sampled`; for each of `expanded` (beam search) the best candidates are returned.
+    # Rows that reach their last token in this step: a token is drawn for each of `sampled`; for
+    # each of `expanded` (beam search) the best candidates are returned.
     sampled: list[int]
     expanded: list[int]
     # Changes of the worker's rows.
@@ -135,3 +137,21 @@ class StepResult:
     # Measured by the worker, for the cost-based choice between swap and recompute; seconds.
     compute_seconds: float = 0.0
     swap_seconds: float = 0.0
+
+
+class PendingStep(Protocol):
+    """A step that is under way."""
+
+    def result(self) -> StepResult:
+        """Wait for it. Raises what went wrong."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that was carried out at once."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome

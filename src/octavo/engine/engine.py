@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from octavo.config import EngineConfig
 from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import Request
-from octavo.core.step import SamplingSpec, StepPlan, StepResult
+from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
 from octavo.engine.delivery import Delivery, Params
 from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.tokenizer import Tokenizer
@@ -22,13 +24,15 @@ from octavo.outputs import RequestOutput, StepOutput
 from octavo.sampling_params import BeamSearchParams
 
 Prompt = str | list[int]
+Result = TypeVar("Result")
 
 
 class Engine:
     """Owns the scheduler and the tokenizer; drives an executor.
 
-    A step is `schedule`, `execute`, `update`: the core decides, the executor computes, and the
-    core takes in what was computed.
+    A step is `schedule`, `submit`, `update`: the core decides, the executor computes, and the
+    core takes in what was computed. With `overlap`, the core decides on the next step while the
+    device still computes this one.
     """
 
     def __init__(
@@ -60,6 +64,9 @@ class Engine:
         self._delivery = Delivery(tokenizer, self.scheduler, clock)
         self._next_id = 0
         self._failure: str | None = None
+        overlap = executor.is_asynchronous if config.overlap is None else config.overlap
+        self._depth = 2 if overlap else 1  # steps under way at once
+        self._under_way: deque[tuple[StepPlan, PendingStep]] = deque()
         self.observers: list[Callable[[StepPlan, StepResult, Progress], None]] = []
 
     # ---------------------------------------------------------------- requests
@@ -134,27 +141,39 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        """Whether `step` has something to do: requests, or steps still under way."""
+        return self.scheduler.has_unfinished or bool(self._under_way)
 
     # ---------------------------------------------------------------- the step
 
     def step(self) -> StepOutput:
-        """Compute one step for all that run. Ctrl-C takes effect when it is over.
+        """Bring one step for all that run to its end. Ctrl-C takes effect when it is over.
 
         An error of the executor ends the engine: what the worker has done of the plan is unknown.
         """
         self._check_alive()
         with InterruptsAfter():
-            plan = self.scheduler.schedule()
-            try:
-                result = self.executor.execute(plan)
-            except BaseException as error:
-                self._failure = f"{type(error).__name__} in step {plan.step_id}: {error}"
-                raise
+            while len(self._under_way) < self._depth:
+                plan = self.scheduler.schedule()
+                if plan is None:
+                    break
+                self._under_way.append((plan, self._guarded(plan, self.executor.submit, plan)))
+            if not self._under_way:
+                return StepOutput()
+            plan, pending = self._under_way.popleft()
+            result = self._guarded(plan, pending.result)
             progress = self.scheduler.update(plan, result)
             for observe in self.observers:
                 observe(plan, result, progress)
             return self._delivery.report(progress)
+
+    def _guarded(self, plan: StepPlan, action: Callable[..., Result], *args: StepPlan) -> Result:
+        """Call the executor, and remember that the engine has failed if it fails."""
+        try:
+            return action(*args)
+        except BaseException as error:
+            self._failure = f"{type(error).__name__} in step {plan.step_id}: {error}"
+            raise
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.core.kv_spec import KVLayout
-from octavo.core.step import StepPlan, StepResult
+from octavo.core.step import PendingStep, StepPlan
 from octavo.worker.memory import MemoryBudget
 
 
@@ -32,8 +32,17 @@ class Executor(Protocol):
     @property
     def capacity(self) -> KVCapacity: ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one step: row changes, block moves, then the computation."""
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `submit` returns before the step is computed."""
+        ...
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Carry out one step: row changes, block moves, then the computation.
+
+        Steps run in the order in which they are submitted. The next one may be submitted before
+        this one's result is asked for; results are asked for in the same order.
+        """
         ...
 
     def shutdown(self) -> None:

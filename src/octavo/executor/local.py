@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from octavo.config import EngineConfig
-from octavo.core.step import StepPlan, StepResult
+from octavo.core.step import PendingStep, StepPlan
 from octavo.executor.base import KVCapacity
 from octavo.model_config import ModelConfig
 
@@ -38,8 +38,12 @@ class LocalExecutor:
             budget=budget,
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self._worker.execute(plan)
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._worker.is_asynchronous
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        return self._worker.submit(plan)
 
     def shutdown(self) -> None:
         self._worker.shutdown()

@@ -10,7 +10,7 @@ import torch
 from octavo.attention import BACKENDS, AttentionBackend, LayerPlace, load_backend
 from octavo.config import EngineConfig
 from octavo.core.kv_spec import KVLayout, group_layers
-from octavo.core.step import StepPlan, StepResult
+from octavo.core.step import FinishedStep, PendingStep, StepPlan
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
@@ -74,9 +74,14 @@ class Worker:
             model_config.vocab_size,
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the device computes by itself."""
+        return False
+
+    def submit(self, plan: StepPlan) -> PendingStep:
         assert self._runner is not None, "the worker was shut down"
-        return self._runner.execute(plan)
+        return FinishedStep(self._runner.execute(plan))
 
     def shutdown(self) -> None:
         """Let go of weights and KV cache. A second call does nothing."""
