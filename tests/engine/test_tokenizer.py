@@ -127,6 +127,12 @@ def test_a_prompt_keeps_the_first_space(sentence_piece: Tokenizer) -> None:
     assert "".join(stream(sentence_piece.detokenizer(prompt), output)) == " brown fox"
 
 
+def test_tokens_by_themselves_keep_their_spaces(sentence_piece: Tokenizer) -> None:
+    ids = sentence_piece.encode("the fox \N{EURO SIGN}")
+    assert b"".join(map(sentence_piece.token_bytes, ids)).decode() == " the fox \N{EURO SIGN}"
+    assert [i for i in (0, 1, 2, *ids) if sentence_piece.is_special(i)] == [0, 1, 2]
+
+
 def test_broken_bytes_are_not_held_back_for_ever(sentence_piece: Tokenizer) -> None:
     broken = [sentence_piece.encode("\x80")[-1]] * 100  # a continuation byte
     pieces = stream(sentence_piece.detokenizer(), broken)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,8 @@ from octavo.json_fields import Fields, read_json
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
 MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so more pending tokens are not one
 CONTEXT_TOKENS = 5
+SPACE_MARK = "\u2581"
+BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Detokenizer(Protocol):
@@ -109,9 +112,13 @@ class Tokenizer:
             if self._is_byte_level:
                 known = _byte_level_bytes(self._backend.id_to_token(token_id) or "")
             else:
-                known = self.decode([token_id], skip_special_tokens=False).encode()
+                known = self._piece_bytes(token_id)
             self._token_bytes[token_id] = known
         return known
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is a special token, such as BOS, which texts leave out."""
+        return token_id in self._special_ids
 
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
@@ -146,6 +153,17 @@ class Tokenizer:
                 "messages", "the model has no chat template; send a prompt instead of messages"
             )
         return self._template.render(messages, add_generation_prompt, variables)
+
+    def _piece_bytes(self, token_id: int) -> bytes:
+        """SentencePiece marks spaces with U+2581, which decoding drops at the beginning of a text,
+        and writes bytes as <0x0A>."""
+        piece = self._backend.id_to_token(token_id) or ""
+        byte = BYTE_PIECE.fullmatch(piece)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        if SPACE_MARK in piece:
+            return piece.replace(SPACE_MARK, " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def _special_id(self, role: str) -> int | None:
         token = self._special_tokens.get(role)
