@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from octavo.config import EngineConfig, make_config
 from octavo.core.sequence import Request
-from octavo.engine.delivery import Params
-from octavo.engine.engine import Engine, Prompt
+from octavo.engine.engine import Engine
+from octavo.engine.prepared import Params, Prompt
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams

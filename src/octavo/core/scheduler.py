@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from octavo.config import SchedulerConfig
@@ -76,6 +76,19 @@ class Scheduler:
         request.sequences = [self._new_sequence(request, list(request.prompt_token_ids), 0)]
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=_rank)
+
+    def resume(self, request: Request, outputs: Mapping[int, list[int]]) -> None:
+        """Queue a request whose samples have begun elsewhere, like one preempted by recompute.
+
+        `outputs`: sample index -> its output tokens so far, for the samples that are alive.
+        """
+        self.add(request)
+        if outputs:
+            prompt = request.prompt_token_ids
+            request.sequences = [
+                self._new_sequence(request, prompt + output, index)
+                for index, output in sorted(outputs.items())
+            ]
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, wherever it stands, and take its blocks back."""

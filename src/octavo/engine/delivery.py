@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.engine.output_text import OutputText
+from octavo.engine.prepared import Params
 from octavo.engine.tokenizer import Tokenizer
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput, StepOutput
-from octavo.sampling_params import BeamSearchParams, SamplingParams
-
-Params = SamplingParams | BeamSearchParams
+from octavo.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -20,7 +19,7 @@ class _Client:
     """One request, as its client knows it."""
 
     prompt: str | None
-    params: Params | None  # None: a prefix to pin
+    params: Params | None  # None: token ids are all that is wanted
     texts: dict[int, OutputText]  # by sequence id, if text is wanted
     num_sent: dict[int, int]  # tokens already handed out, by sequence id
 
@@ -39,6 +38,12 @@ class Delivery:
     def expect(self, request: Request, prompt: str | None, params: Params | None) -> None:
         """Results of `request` will come; `prompt` is its text, if it came as text."""
         self._clients[request.request_id] = _Client(prompt, params, {}, {})
+
+    def resume(self, request: Request) -> None:
+        """What its sequences have by now was handed out before."""
+        client = self._clients[request.request_id]
+        for seq in request.sequences:
+            client.num_sent[seq.seq_id] = seq.num_output_tokens
 
     def knows(self, request_id: str) -> bool:
         return request_id in self._clients
@@ -80,7 +85,7 @@ class Delivery:
             seq.sample_index,
             text,
             token_ids,
-            seq.logprobs[num_sent:],
+            seq.logprobs[-len(token_ids) :],  # a resumed sequence has only those from then on
             seq.finish_reason,
             seq.stop_reason,
         )

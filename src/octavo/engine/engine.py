@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from octavo.config import EngineConfig
-from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
+from octavo.core.decoding import PinPrefix
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import Request
 from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
-from octavo.engine.delivery import Delivery, Params
+from octavo.engine.delivery import Delivery
 from octavo.engine.interrupts import InterruptsAfter
+from octavo.engine.prepared import Params, PreparedRequest, Prompt, RequestPreparer
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, EngineFailed, InvalidRequest, RequestTooLong
 from octavo.executor.base import Executor
 from octavo.model_config import ModelConfig
 from octavo.outputs import RequestOutput, StepOutput
-from octavo.sampling_params import BeamSearchParams
 
-Prompt = str | list[int]
 Result = TypeVar("Result")
 
 
@@ -59,8 +57,9 @@ class Engine:
         )
         self.max_model_len = self._decide_max_model_len()
         self.scheduler = Scheduler(config.scheduler, self.kv, clock)
-        self._eos_ids = frozenset(model_config.eos_token_ids)
-        self._seeds = random.Random(config.seed)
+        self._preparer = RequestPreparer(
+            model_config, tokenizer, self.max_model_len, config.max_logprobs, config.seed
+        )
         self._delivery = Delivery(tokenizer, self.scheduler, clock)
         self._next_id = 0
         self._failure: str | None = None
@@ -83,45 +82,19 @@ class Engine:
 
         Raises InvalidRequest (RequestTooLong if it can never fit), which names the field.
         """
-        token_ids = self._tokenize(prompt)
-        params.check_against(self.model_config.vocab_size, self.config.max_logprobs)
-        num_left = self.max_model_len - len(token_ids)
-        if num_left < 1:
-            raise RequestTooLong(
-                "prompt",
-                f"{len(token_ids)} tokens leave no room for output in a context of "
-                f"{self.max_model_len} tokens",
-            )
-        max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
-        eos_ids = frozenset() if params.ignore_eos else self._eos_ids
-        stop_ids = frozenset(params.stop_token_ids)
-        method: DecodingMethod
-        if isinstance(params, BeamSearchParams):
-            method = BeamSearch(
-                params.beam_width,
-                len(token_ids) + max_tokens,
-                eos_ids | stop_ids,
-                params.length_penalty,
-                params.early_stopping,
-                params.num_return_sequences,
-            )
-            seed = 0
-        else:
-            method = Sampling(params.n, len(token_ids) + max_tokens, eos_ids, stop_ids)
-            seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-            if params.stop_strings and self.tokenizer is None:
-                raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
-        request = self._new_request(
-            token_ids,
-            method,
-            params.to_spec(sorted(self._eos_ids), self._bad_word_ids(params)),
-            seed,
-            request_id,
-            priority,
-            cache_salt,
-        )
+        prepared = self._preparer.prepare(prompt, params, priority, cache_salt)
+        request = self._new_request(prepared, request_id)
         text = prompt if isinstance(prompt, str) else None
         self._delivery.expect(request, text, params)
+        return request
+
+    def accept(self, prepared: PreparedRequest, request_id: str) -> Request:
+        """Make a request that was checked elsewhere; its results come as token ids alone.
+
+        Raises InvalidRequest if the id is in use, RequestTooLong if it can never fit.
+        """
+        request = self._new_request(prepared, request_id)
+        self._delivery.expect(request, None, None)
         return request
 
     def add_request(self, request: Request) -> None:
@@ -129,6 +102,29 @@ class Engine:
         self._check_alive()
         request.arrival_time = self.clock()
         self.scheduler.add(request)
+
+    def resume_request(
+        self, request: Request, outputs: Mapping[int, list[int]], arrival_time: float
+    ) -> None:
+        """Queue a request that another engine had accepted at `arrival_time`.
+
+        `outputs`: sample index -> its output tokens so far, for the samples that go on; empty if
+        none has begun. Only what comes after them is delivered.
+        """
+        self._check_alive()
+        request.arrival_time = arrival_time
+        self.scheduler.resume(request, outputs)
+        self._delivery.resume(request)
+
+    def finish_sample(self, request_id: str, index: int, stop: str) -> RequestOutput | None:
+        """End a sample whose text was found to have come to a stop string; nothing happens if it
+        has ended. Returns the whole output if it was the request's last."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return None
+        for seq in [seq for seq in request.sequences if seq.sample_index == index]:
+            self.scheduler.finish_by_stop_string(seq, stop)
+        return self._delivery.conclude(request) if request.is_finished else None
 
     def discard_request(self, request: Request) -> None:
         """Forget a request that was prepared and will not be queued."""
@@ -191,17 +187,13 @@ class Engine:
             raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
         if name in self.kv.pins:
             raise InvalidRequest("name", f"a prefix {name!r} is pinned already")
-        token_ids = self._tokenize(prompt)
-        # Only whole blocks can be found by prefix.
-        del token_ids[len(token_ids) // self.kv.block_size * self.kv.block_size :]
-        if not token_ids:
-            raise InvalidRequest(
-                "prefix", f"it is shorter than one block of {self.kv.block_size} tokens"
-            )
+        token_ids = self._preparer.whole_blocks(prompt, self.kv.block_size)
         self._check_pin_leaves_room(len(token_ids))
-        request = self._new_request(
-            token_ids, PinPrefix(name, len(token_ids)), SamplingSpec(), 0, None, 0, cache_salt
+        method = PinPrefix(name, len(token_ids))
+        request = Request(
+            self._name(None), token_ids, method, SamplingSpec(), cache_salt=cache_salt
         )
+        self.scheduler.check_fits(request)
         self._delivery.expect(request, None, None)
         return request
 
@@ -252,63 +244,24 @@ class Engine:
             )
         return longest
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("prompt", "the model has no tokenizer; give token ids")
-            token_ids = self.tokenizer.encode(prompt)
-        else:
-            token_ids = list(prompt)
-        if not token_ids:
-            raise InvalidRequest("prompt", "it is empty")
-        for token_id in token_ids:
-            if type(token_id) is not int:
-                raise InvalidRequest("prompt", f"{token_id!r} is not a token id")
-        vocab_size = self.model_config.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
-            raise InvalidRequest(
-                "prompt", f"token id {worst} is outside the vocabulary of {vocab_size}"
-            )
-        return token_ids
+    def _new_request(self, prepared: PreparedRequest, request_id: str | None) -> Request:
+        request = Request(
+            self._name(request_id),
+            prepared.prompt_token_ids,
+            prepared.method(),
+            prepared.sampling,
+            prepared.seed,
+            priority=prepared.priority,
+            cache_salt=prepared.cache_salt,
+        )
+        self.scheduler.check_fits(request)
+        return request
 
-    def _bad_word_ids(self, params: Params) -> list[list[int]]:
-        """Bad words as tokens: as a text may begin with them, and as they follow a space."""
-        if isinstance(params, BeamSearchParams) or not params.bad_words:
-            return []
-        if self.tokenizer is None:
-            raise InvalidRequest("bad_words", "the model has no tokenizer to encode them with")
-        spellings = []
-        for word in params.bad_words:
-            for spelling in (word, " " + word.lstrip()):
-                token_ids = self.tokenizer.encode(spelling, add_special_tokens=False)
-                if token_ids and token_ids not in spellings:
-                    spellings.append(token_ids)
-        return spellings
-
-    def _new_request(
-        self,
-        token_ids: list[int],
-        method: DecodingMethod,
-        sampling: SamplingSpec,
-        seed: int,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str,
-    ) -> Request:
+    def _name(self, request_id: str | None) -> str:
+        """A request's id: the one asked for, or a new one."""
         if request_id is None:
             request_id = f"request-{self._next_id}"
             self._next_id += 1
         if self._delivery.knows(request_id):
             raise InvalidRequest("request_id", f"{request_id!r} is in use")
-        request = Request(
-            request_id,
-            token_ids,
-            method,
-            sampling,
-            seed,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        self.scheduler.check_fits(request)
-        return request
+        return request_id
