@@ -53,12 +53,12 @@ LAW: dict[str, set[str]] = {
     "attention": {"errors", "kernels"},
     "kernels": set(),
     "bench": PLAIN | {"core", "engine", "executor.base"},
-    "simulator": PLAIN | {"bench", "core", "engine", "executor.base", "worker.memory"},
+    "simulation": PLAIN | {"bench", "core", "engine", "executor.base", "worker.memory"},
     "evaluation": PLAIN
     | {"bench", "core", "engine", "executor.base", "llm", "simulation", "worker.memory"},
     "server": PLAIN | {"engine", "executor", "llm"},
     "cli": PLAIN
-    | {"bench", "demo", "engine", "evaluation", "llm", "models.registry", "server", "simulator"}
+    | {"bench", "demo", "engine", "evaluation", "llm", "models.registry", "server", "simulation"}
     | {"worker.memory", "worker.host_memory"},
     "demo": PLAIN | {"llm", "engine"},
 }
@@ -75,7 +75,7 @@ TORCH_FREE = {
     "cli",
     "evaluation",
     "server",
-    "simulator",
+    "simulation",
 }
 HEAVY = {"torch", "numba", "triton", "transformers"}
 

@@ -27,7 +27,7 @@ def test_figure_two_by_hand() -> None:
 def test_means_over_steps() -> None:
     full = slot_use([], num_held=10, num_blocks=10, block_size=4)
     empty = slot_use([], num_held=0, num_blocks=10, block_size=4)
-    steps = [StepMemory(full, True, 1, 1, 30, 10), StepMemory(empty, False, 0, 0, 0, 0)]
+    steps = [StepMemory(full, True, 1, 1, 1, 30, 10), StepMemory(empty, False, 0, 0, 0, 0, 0)]
     mean = mean_slots(steps)
     assert mean is not None
     assert (mean.token_states, mean.external) == (20, 20)

@@ -66,6 +66,7 @@ class StepMemory:
 
     slots: SlotUse
     is_saturated: bool  # requests wait, or are swapped out
+    num_requests: int  # that run
     num_seqs: int  # computed in this step
     num_tokens: int
     num_logical_blocks: int  # entries in block tables
@@ -151,7 +152,13 @@ class MemoryUse:
         slots = slot_use(tails, num_held, kv.pool.num_blocks, kv.block_size)
         is_saturated = bool(scheduler.waiting or scheduler.swapped)
         return StepMemory(
-            slots, is_saturated, len(plan.seq_ids), plan.num_tokens, num_logical, num_held
+            slots,
+            is_saturated,
+            len(scheduler.running),
+            len(plan.seq_ids),
+            plan.num_tokens,
+            num_logical,
+            num_held,
         )
 
 

@@ -72,8 +72,17 @@ def make_prompts(
     Blocks with equal `hash_ids` get equal tokens, so the prefix cache finds what it would have
     found in the original; `hash_block_size` is their size.
     """
+    return list(generate_prompts(requests, vocab_size, seed, hash_block_size))
+
+
+def generate_prompts(
+    requests: Iterable[TraceRequest],
+    vocab_size: int,
+    seed: int | str = 0,
+    hash_block_size: int = HASH_BLOCK_SIZE,
+) -> Iterator[list[int]]:
+    """The same one by one, for traces whose prompts take much memory."""
     draw = random.Random(seed)
-    prompts: list[list[int]] = []
     blocks: dict[int, list[int]] = {}
     for request in requests:
         prompt: list[int] = []
@@ -84,8 +93,7 @@ def make_prompts(
             prompt += blocks[hash_id]
         del prompt[request.prompt_tokens :]
         prompt += draw.choices(range(vocab_size), k=request.prompt_tokens - len(prompt))
-        prompts.append(prompt)
-    return prompts
+        yield prompt
 
 
 def _open_text(path: Path) -> io.TextIOWrapper:

@@ -1,0 +1,1 @@
+"""The real engine on a virtual clock: a cost model stands for the device."""

@@ -1,0 +1,105 @@
+"""What is simulated: a model on devices, with an engine's options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.config import CacheConfig, DTypeName, EngineConfig, SchedulerConfig
+from octavo.core.kv_spec import group_layers
+from octavo.errors import ConfigError
+from octavo.executor.base import KVCapacity
+from octavo.model_config import ModelConfig
+from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
+from octavo.simulation.gpus import GIB, find_gpu
+from octavo.simulation.models import DTYPE_BYTES, find_model
+from octavo.worker.memory import FixedMemory, KVShape, estimate_activations, plan_memory
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationConfig:
+    """A model, its devices, and how the engine is set up. Checked when `prepare`d."""
+
+    model: str  # a name in `model_names`, a directory in Hugging Face format, or a hub id
+    gpu: str  # a name in `GPUS`, or a .json file
+    num_gpus: int = 1  # tensor parallel
+    dtype: DTypeName = "auto"
+    max_model_len: int | None = None
+    memory_share: float = 0.95  # of a device's memory
+    workspace: int = 1 * GIB  # bytes on each device that nobody accounts for
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    coefficients: Coefficients = field(default_factory=Coefficients)
+    beam_spacing: float = 1.0  # see SimulatedExecutor
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_gpus < 1:
+            raise ConfigError("num_gpus", f"{self.num_gpus} is less than 1")
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError("memory_share", f"{self.memory_share} is not in the range (0, 1]")
+        if not 0 <= self.beam_spacing < float("inf"):
+            raise ConfigError("beam_spacing", f"{self.beam_spacing} is not 0 or more")
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            self.model,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            seed=self.seed,
+            overlap=False,
+            cache=self.cache,
+            scheduler=self.scheduler,
+        )
+
+    def prepare(self) -> Machine:
+        """Look the names up and divide the memory.
+
+        Raises:
+            ConfigError, ModelError: an unknown device or model, or heads that cannot be divided.
+            OutOfMemory: weights or KV cache do not fit.
+        """
+        model = find_model(self.model)
+        gpu = find_gpu(self.gpu)
+        if self.max_model_len is not None:
+            model = model.with_max_model_len(self.max_model_len)
+        if model.num_heads % self.num_gpus:
+            raise ConfigError(
+                "num_gpus", f"{model.num_heads} heads cannot be divided among {self.num_gpus}"
+            )
+        dtype = model.dtype if self.dtype == "auto" else self.dtype
+        size = ModelSize.of(model, dtype)
+        return Machine(
+            model,
+            CostModel(size, gpu, self.num_gpus, self.cache.block_size, self.coefficients),
+            self._capacity(model, gpu.memory, DTYPE_BYTES[dtype]),
+        )
+
+    def _capacity(self, model: ModelConfig, gpu_memory: int, dtype_bytes: int) -> KVCapacity:
+        layout = group_layers(model.kv_specs())
+        # Where there are fewer KV heads than devices, several keep the same ones.
+        num_kv_heads = max(model.num_kv_heads, self.num_gpus)
+        shape = KVShape.dense(
+            layout, self.cache.block_size, num_kv_heads, model.head_dim, dtype_bytes
+        )
+        fixed = FixedMemory(
+            model.num_parameters() * dtype_bytes,
+            estimate_activations(model, self.scheduler, dtype_bytes)
+            + self.workspace * self.num_gpus,
+        )
+        total = int(gpu_memory * self.num_gpus * self.memory_share)
+        budget = plan_memory(
+            self.cache, shape, fixed, total, total - fixed.total, self.cache.swap_space
+        )
+        return KVCapacity(
+            budget.num_blocks, budget.num_swap_blocks, layout, budget.block_bytes, budget
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a simulation runs on."""
+
+    model: ModelConfig
+    cost_model: CostModel
+    capacity: KVCapacity

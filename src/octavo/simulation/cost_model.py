@@ -1,0 +1,166 @@
+"""How long a step takes: amounts of work over peak rates, times how well they are reached.
+
+    seconds = step overhead + sequences x overhead each
+            + max(weights / memory bandwidth, products / FLOPs)       every linear layer
+            + KV read / memory bandwidth + attention / FLOPs
+            + all-reduces of tensor parallelism + block copies + swaps
+
+Weights and products overlap on a device, so the larger one counts. All other parts follow each
+other. The formula never decreases when a step has more of anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from octavo.core.kv_spec import group_layers
+from octavo.errors import ConfigError
+from octavo.model_config import ModelConfig
+from octavo.simulation.gpus import GPU
+from octavo.simulation.models import DTYPE_BYTES
+from octavo.simulation.step_shape import StepShape
+
+REDUCES_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: after attention and after the MLP
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """What the data sheet does not say. Efficiencies are shares of the peak."""
+
+    step_overhead: float = 1.0e-3  # s; host and launches
+    seq_overhead: float = 2.0e-6  # s for each sequence of a step
+    weight_efficiency: float = 0.85  # reading weights
+    gemm_efficiency: float = 0.60  # matrix products of linear layers
+    kv_efficiency: float = 0.75  # reading KV
+    attention_efficiency: float = 0.45  # attention of prompts
+    reduce_efficiency: float = 0.50
+    reduce_latency: float = 1.5e-5  # s for each all-reduce
+    copy_efficiency: float = 0.60  # copies of blocks on the device
+    swap_efficiency: float = 0.80
+    swap_block_latency: float = 2.0e-6  # s for each block swapped
+    # Finding a block costs as much as reading this many of its tokens: why blocks may be too small.
+    block_lookup_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            positive = field.name.endswith("_efficiency")
+            if not (value > 0 if positive else value >= 0) or value == float("inf"):
+                kind = "positive" if positive else "0 or more"
+                raise ConfigError(f"coefficients.{field.name}", f"{value} is not {kind}")
+
+
+# The software of 2023 on A100s: what the paper's latencies at low rates and its figures 18b and
+# 19 imply. A step of few sequences took about 30 ms with OPT-13B (weights alone: 17 ms), blocks
+# were swapped layer by layer in 80 copies of 2.7 us each.
+PAPER_2023 = Coefficients(
+    step_overhead=7.0e-3,
+    seq_overhead=3.0e-4,
+    weight_efficiency=0.75,
+    gemm_efficiency=0.55,
+    kv_efficiency=0.60,
+    attention_efficiency=0.30,
+    swap_efficiency=0.39,
+    swap_block_latency=80 * 2.7e-6,
+    block_lookup_tokens=4.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A model's amounts, all devices together."""
+
+    weight_bytes: int  # read in every step
+    token_flops: float  # of linear layers for each token
+    logit_flops: float  # for each row of logits
+    pair_flops: float  # of attention for each (query, key) pair, all layers
+    kv_token_bytes: int
+    block_token_bytes: int  # of a token in one KV block, which holds one group of layers
+    hidden_bytes: int  # of one token's activations between layers
+    num_layers: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, dtype: str) -> ModelSize:
+        dtype_bytes = DTYPE_BYTES[dtype]
+        embeddings = model.vocab_size * model.embedding_size
+        looked_up = 0 if model.tied_embeddings else embeddings
+        layer_bytes = 2 * model.num_kv_heads * model.head_dim * dtype_bytes
+        read = model.num_parameters() - looked_up - model.num_learned_positions * model.hidden_size
+        return cls(
+            weight_bytes=read * dtype_bytes,
+            token_flops=2.0 * (read - embeddings),
+            logit_flops=2.0 * embeddings,
+            pair_flops=4.0 * model.num_layers * model.num_heads * model.head_dim,
+            kv_token_bytes=model.num_layers * layer_bytes,
+            block_token_bytes=group_layers(model.kv_specs()).layers_per_group * layer_bytes,
+            hidden_bytes=model.hidden_size * dtype_bytes,
+            num_layers=model.num_layers,
+        )
+
+
+class CostModel:
+    """Prices steps of one model on `num_gpus` devices that share every layer."""
+
+    def __init__(
+        self,
+        size: ModelSize,
+        gpu: GPU,
+        num_gpus: int = 1,
+        block_size: int = 16,
+        coefficients: Coefficients | None = None,
+    ) -> None:
+        self.size = size
+        self.gpu = gpu
+        self.num_gpus = num_gpus
+        self.block_size = block_size
+        self.coefficients = c = coefficients or Coefficients()
+        bandwidth = gpu.memory_bandwidth * num_gpus
+        flops = gpu.flops * num_gpus
+        block_bytes = block_size * size.block_token_bytes
+        self._weights = size.weight_bytes / (bandwidth * c.weight_efficiency)
+        self._token = size.token_flops / (flops * c.gemm_efficiency)
+        self._logits = size.logit_flops / (flops * c.gemm_efficiency)
+        self._kv_token = size.kv_token_bytes / (bandwidth * c.kv_efficiency)
+        self._kv_token *= 1 + c.block_lookup_tokens / block_size
+        self._pair = size.pair_flops / (flops * c.attention_efficiency)
+        # A copy reads and writes.
+        self._copied_block = 2 * block_bytes / (bandwidth * c.copy_efficiency)
+        self._swapped_block = c.swap_block_latency + block_bytes / (
+            gpu.host_bandwidth * num_gpus * c.swap_efficiency
+        )
+        self._reduce_fixed = self._reduce_token = 0.0
+        if num_gpus > 1:
+            num_reduces = REDUCES_PER_LAYER * size.num_layers
+            # A ring passes every byte 2 (n - 1) / n times over each link.
+            passed = 2 * (num_gpus - 1) / num_gpus * size.hidden_bytes
+            self._reduce_fixed = num_reduces * c.reduce_latency
+            self._reduce_token = num_reduces * passed / (gpu.link_bandwidth * c.reduce_efficiency)
+
+    def compute_seconds(self, shape: StepShape) -> float:
+        """A step without its swaps."""
+        products = shape.num_tokens * self._token + shape.num_sampled * self._logits
+        return (
+            self.coefficients.step_overhead
+            + shape.num_seqs * self.coefficients.seq_overhead
+            + (max(self._weights, products) + self._reduce_fixed if shape.num_tokens else 0.0)
+            + shape.kv_tokens * self._kv_token
+            + shape.attention_pairs * self._pair
+            + shape.num_tokens * self._reduce_token
+            + shape.num_copied_blocks * self._copied_block
+        )
+
+    def swap_seconds(self, shape: StepShape) -> float:
+        return shape.num_swapped_blocks * self._swapped_block
+
+    def seconds(self, shape: StepShape) -> float:
+        """The whole step."""
+        return self.compute_seconds(shape) + self.swap_seconds(shape)
+
+    def describe(self) -> dict[str, object]:
+        """For reports."""
+        return {
+            "gpu": self.gpu.name,
+            "num_gpus": self.num_gpus,
+            "block_size": self.block_size,
+            "coefficients": asdict(self.coefficients),
+        }

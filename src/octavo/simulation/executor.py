@@ -1,0 +1,97 @@
+"""The executor of a simulation: made-up tokens, and the time from the cost model."""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+from octavo.core.step import FinishedStep, StepPlan, StepResult
+from octavo.executor.base import KVCapacity
+from octavo.simulation.clock import VirtualClock
+from octavo.simulation.cost_model import CostModel
+from octavo.simulation.step_shape import StepShape
+
+TOKEN = 0  # what every sequence says, all the time
+
+
+class ShapeTracker(Protocol):
+    """Sees every plan and says how much work it is."""
+
+    def follow(self, plan: StepPlan) -> StepShape: ...
+
+
+class SimulatedExecutor:
+    """Obeys no plan, but says how long it would have taken, and lets the clock run on by that.
+
+    Sampled tokens are all the same, so outputs must be forced to their lengths. Parallel samples
+    begin with different tokens, as they part at once.
+
+    Beams: a candidate's surprise (its negative log-probability) is that of the beam's likeliest
+    token, drawn from an exponential distribution of mean 1, plus the gaps down to the candidate,
+    each exponential with mean `beam_spacing`. Near 0, all survivors descend from one beam; if it is
+    large, every beam goes on by itself.
+    """
+
+    is_asynchronous = False
+
+    def __init__(
+        self,
+        capacity: KVCapacity,
+        cost_model: CostModel,
+        clock: VirtualClock,
+        tracker: ShapeTracker,
+        beam_spacing: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self.capacity = capacity
+        self.last_shape: StepShape | None = None
+        self._cost_model = cost_model
+        self._clock = clock
+        self._tracker = tracker
+        self._beam_spacing = beam_spacing
+        self._random = random.Random(seed)
+        self._num_draws: dict[int, int] = {}  # of rows that will draw more than one token
+        self._num_candidates: dict[int, int] = {}  # of beams
+
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        self.last_shape = shape = self._tracker.follow(plan)
+        result = StepResult(
+            plan.step_id,
+            [TOKEN] * len(plan.sampled),
+            compute_seconds=self._cost_model.compute_seconds(shape),
+            swap_seconds=self._cost_model.swap_seconds(shape),
+        )
+        self._follow_rows(plan)
+        if self._num_draws:
+            for seq_id in self._num_draws.keys() & set(plan.sampled):
+                result.draws[seq_id] = list(range(self._num_draws.pop(seq_id)))
+        for seq_id in plan.expanded:
+            result.candidates[seq_id] = self._candidates(self._num_candidates[seq_id])
+        self._clock.advance(result.compute_seconds + result.swap_seconds)
+        return FinishedStep(result)
+
+    def shutdown(self) -> None:
+        """There is nothing to give back."""
+
+    def _follow_rows(self, plan: StepPlan) -> None:
+        for fork in plan.forks:
+            if fork.parent_id in self._num_candidates:
+                self._num_candidates[fork.child_id] = self._num_candidates[fork.parent_id]
+        for seq_id in plan.closed:
+            self._num_draws.pop(seq_id, None)
+            self._num_candidates.pop(seq_id, None)
+        for opened in plan.opened:
+            if opened.num_draws > 1:
+                self._num_draws[opened.seq_id] = opened.num_draws
+            if opened.sampling.num_candidates:
+                self._num_candidates[opened.seq_id] = opened.sampling.num_candidates
+
+    def _candidates(self, count: int) -> list[tuple[int, float]]:
+        """(token id, log-probability), best first; the ids are the ranks."""
+        draw = self._random.expovariate
+        logprob = -draw(1.0)
+        found = [(0, logprob)]
+        for rank in range(1, count):
+            logprob -= draw(1.0) * self._beam_spacing
+            found.append((rank, logprob))
+        return found

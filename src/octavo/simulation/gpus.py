@@ -1,0 +1,80 @@
+"""What a device can do at best, from its maker's data sheet or from a file of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+
+GIB = 1 << 30
+GB = 10**9
+TERA = 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """Peak rates of one device; how much of them is reached is the cost model's business."""
+
+    name: str
+    memory: int  # bytes
+    memory_bandwidth: float  # bytes/s
+    flops: float  # of 16-bit matrix products, dense; 1/s
+    link_bandwidth: float  # bytes/s to the other devices of the host, each way
+    host_bandwidth: float  # bytes/s to the host's memory, each way
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and not 0 < value < float("inf"):
+                raise ConfigError(f"gpu.{field.name}", f"{value} is not a positive number")
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("a100-40gb", 40 * GIB, 1555 * GB, 312 * TERA, 300 * GB, 32 * GB),
+        GPU("a100-80gb", 80 * GIB, 2039 * GB, 312 * TERA, 300 * GB, 32 * GB),
+        GPU("h100", 80 * GIB, 3352 * GB, 989 * TERA, 450 * GB, 64 * GB),
+        GPU("h200", 141 * GB, 4800 * GB, 989 * TERA, 450 * GB, 64 * GB),
+        # One core of a server, computing in float32; only good as a start for a calibration.
+        GPU("cpu", 16 * GIB, 20 * GB, TERA // 10, 10 * GB, 10 * GB),
+    )
+}
+
+
+def find_gpu(name: str) -> GPU:
+    """A device by its name, or from a JSON file with GPU's fields.
+
+    Raises:
+        ConfigError: there is no such device; the message lists those there are. Or the file is
+            broken.
+    """
+    if name in GPUS:
+        return GPUS[name]
+    if name.endswith(".json"):
+        return _read_gpu(Path(name))
+    raise ConfigError(
+        "gpu", f"{name!r} is not one of {', '.join(GPUS)}, and not a .json file with one's own"
+    )
+
+
+def _read_gpu(path: Path) -> GPU:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("gpu", f"{path} cannot be read: {error}") from error
+    names = [field.name for field in fields(GPU)]
+    if not isinstance(values, Mapping) or set(values) != set(names):
+        raise ConfigError("gpu", f"{path} must be a JSON object with {', '.join(names)}")
+    return GPU(**{name: _checked(path, name, values[name]) for name in names})
+
+
+def _checked(path: Path, name: str, value: Any) -> Any:
+    kinds: tuple[type, ...] = (str,) if name == "name" else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise ConfigError("gpu", f"{path}: {name} is {value!r}, not a {kinds[-1].__name__}")
+    return value

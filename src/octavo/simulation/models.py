@@ -1,0 +1,30 @@
+"""Models whose shapes come with octavo; any directory with a config.json does as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.errors import ModelError
+from octavo.model_config import ModelConfig, resolve_model
+
+DIRECTORY = Path(__file__).parent / "models"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def model_names() -> list[str]:
+    return sorted(path.name for path in DIRECTORY.iterdir())
+
+
+def find_model(name: str) -> ModelConfig:
+    """The shapes of a model: a name in `model_names`, "demo", a directory or a hub id.
+
+    Raises:
+        ModelError: there is none; the message lists the names. Or its config.json is refused.
+    """
+    if name in model_names():
+        return ModelConfig.from_directory(DIRECTORY / name)
+    try:
+        directory = resolve_model(name, weights=False)
+    except ModelError as error:
+        raise ModelError(f"{error}, nor one of {', '.join(model_names())}") from error
+    return ModelConfig.from_directory(directory)

@@ -1,0 +1,177 @@
+"""Serve a workload in virtual time: `simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from octavo.bench.memory_use import MemoryUse
+from octavo.bench.throughput import Decoding
+from octavo.bench.traces import TraceRequest, generate_prompts
+from octavo.engine.engine import Engine
+from octavo.errors import RequestTooLong
+from octavo.outputs import RequestOutput
+from octavo.simulation.clock import VirtualClock
+from octavo.simulation.config import SimulationConfig
+from octavo.simulation.executor import SimulatedExecutor
+from octavo.simulation.result import RequestRecord, SimulationResult, StepSample
+from octavo.simulation.step_shape import RowLengths
+
+
+class Workload(Protocol):
+    """Requests in the order of their arrivals, and how all of them are decoded."""
+
+    @property
+    def requests(self) -> Sequence[TraceRequest]:
+        """Each with `arrival_s`, seconds from the start; without, it is there from the start."""
+
+    @property
+    def decoding(self) -> Decoding: ...
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens behind one of the requests' `hash_ids`."""
+
+
+def simulate(
+    config: SimulationConfig,
+    workload: Workload,
+    until: float | None = None,
+    finished: Callable[[int], None] = lambda count: None,
+) -> SimulationResult:
+    """Run the real engine, scheduler and KV cache manager on a workload.
+
+    Every output has exactly the length that the workload gives. Equal arguments give equal
+    results. Prompts are random tokens, equal where `hash_ids` are equal, if prefix caching is on;
+    without it their tokens do not matter and are all the same.
+
+    Args:
+        config: the model, its devices and the engine's options.
+        workload: who comes when; nothing of it is checked but that every request fits.
+        until: end at the first step that ends at or after this time, in virtual seconds. None: when
+            the last request is served.
+        finished: called after steps in which requests finished, with how many.
+
+    Raises:
+        ConfigError, ModelError, OutOfMemory: from `config`, before anything runs.
+        RequestTooLong: a request can never fit; which one, and the limit.
+    """
+    return Simulation(config, workload, finished).run(until)
+
+
+class Simulation:
+    """One run. Owns the clock, the engine and the records."""
+
+    def __init__(
+        self,
+        config: SimulationConfig,
+        workload: Workload,
+        finished: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        machine = config.prepare()
+        self.clock = VirtualClock()
+        executor = SimulatedExecutor(
+            machine.capacity,
+            machine.cost_model,
+            self.clock,
+            RowLengths(machine.model.layer_windows),
+            config.beam_spacing,
+            config.seed,
+        )
+        self.engine = Engine(config.engine_config, machine.model, executor, clock=self.clock)
+        self._memory = MemoryUse.watch(self.engine)
+        self._decoding = workload.decoding
+        self._requests = workload.requests
+        self._prompts = self._make_prompts(workload.hash_block_size, config.seed)
+        self._finished = finished
+        self._arrivals: dict[str, float] = {}
+        self._records: list[RequestRecord] = []
+        self._samples: list[StepSample] = []
+        self._check_lengths()
+
+    def run(self, until: float | None = None) -> SimulationResult:
+        """Serve all requests, or those that can be served in time."""
+        requests = self._requests
+        num_added = 0
+        while until is None or self.clock.now < until:
+            while num_added < len(requests) and _arrival(requests[num_added]) <= self.clock.now:
+                self._add(num_added)
+                num_added += 1
+            if self.engine.has_unfinished:
+                self._step()
+            elif num_added < len(requests):
+                self.clock.now = _arrival(requests[num_added])
+            else:
+                break
+        return self._result()
+
+    def _check_lengths(self) -> None:
+        """Every request must be able to run, before the first one does."""
+        limit = self.engine.max_model_len
+        for number, request in enumerate(self._requests):
+            if request.num_tokens > limit:
+                raise RequestTooLong(
+                    "workload",
+                    f"request {number} has {request.prompt_tokens} + {request.output_tokens} "
+                    f"tokens, but a sequence may have {limit} here",
+                )
+
+    def _make_prompts(self, hash_block_size: int, seed: int) -> Iterator[list[int]]:
+        if self.engine.kv.enable_prefix_caching:
+            vocab_size = self.engine.model_config.vocab_size
+            return generate_prompts(self._requests, vocab_size, seed, hash_block_size)
+        return ([0] * request.prompt_tokens for request in self._requests)
+
+    def _add(self, number: int) -> None:
+        request = self._requests[number]
+        params = self._decoding.params(request.output_tokens, number)
+        prepared = self.engine.make_request(next(self._prompts), params)
+        self._arrivals[prepared.request_id] = _arrival(request)
+        self.engine.add_request(prepared)
+
+    def _step(self) -> None:
+        start = self.clock.now
+        output = self.engine.step()
+        scheduler = self.engine.scheduler
+        self._samples.append(
+            StepSample(
+                start,
+                self.clock.now,
+                len(scheduler.waiting),
+                len(scheduler.swapped),
+                sum(scheduler.num_preemptions.values()),
+                self._memory.steps[-1],
+            )
+        )
+        if output.finished:
+            self._records += [self._record(request) for request in output.finished]
+            self._finished(len(output.finished))
+
+    def _record(self, output: RequestOutput) -> RequestRecord:
+        assert output.first_token_time is not None, f"{output.request_id} has no token"
+        return RequestRecord(
+            len(output.prompt_token_ids),
+            max(len(each.token_ids) for each in output.outputs),
+            self._arrivals.pop(output.request_id),
+            output.first_token_time,
+            output.finish_time,
+            output.num_cached_tokens,
+            output.num_preemptions,
+        )
+
+    def _result(self) -> SimulationResult:
+        kv, scheduler = self.engine.kv, self.engine.scheduler
+        return SimulationResult(
+            self._records,
+            self._samples,
+            len(self._requests) - len(self._records),
+            dict(scheduler.num_preemptions),
+            kv.num_lookup_tokens,
+            kv.num_hit_tokens,
+            kv.block_size,
+            kv.pool.num_blocks,
+        )
+
+
+def _arrival(request: TraceRequest) -> float:
+    return request.arrival_s or 0.0
