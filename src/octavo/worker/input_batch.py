@@ -10,14 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import AttentionBatch
+from octavo.attention import AttentionBatch, HostStaging, Staging
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrite
+from octavo.worker.block_tables import BlockTables, HostTables, widen
 from octavo.worker.logit_edits import EditedRow, has_edits
 from octavo.worker.sampler import SamplingBatch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
+PENDING = -1  # a token that the device has drawn, or will draw, and the host does not know yet
 _EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _MIN_TOKENS = 1, 2, 4, 8  # bits of a row's `asks`
 
 # A row's scalars lie together, so that a fork copies them at once.
@@ -56,17 +58,36 @@ class PromptChunk:
     num_top: int
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Rows that have been promised a token, and where it goes."""
+
+    seq_ids: Sequence[int]
+    rows: Int64s
+    positions: Int64s
+
+
 class InputBatch:
     """Owns the rows of all running sequences: their tokens, block tables and sampling."""
 
-    def __init__(self, block_size: int, num_groups: int, num_rows: int = 16) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_groups: int,
+        num_rows: int = 16,
+        tables: BlockTables | None = None,
+        staging: Staging | None = None,
+    ) -> None:
+        """Rows are added as they are needed; `tables` has `num_rows` of them to begin with."""
         self._block_size = block_size
+        self._tables = tables or HostTables(block_size, num_groups, num_rows)
+        self._num_groups = num_groups
+        self._staging = staging or HostStaging()
         self._row_of: dict[int, int] = {}
-        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._free_rows = list(range(num_rows - 1, 0, -1))  # row 0 is nobody's
         self._rows = np.zeros(num_rows, _ROW)
         self._specs: list[SamplingSpec | None] = [None] * num_rows
         self._token_ids: Int32s = np.zeros((num_rows, 256), np.int32)
-        self._tables: list[Int32s] = [np.zeros((num_rows, 16), np.int32) for _ in range(num_groups)]
 
     def apply(self, plan: StepPlan) -> None:
         """Change the rows as the plan says, in the order that the scheduler relies on."""
@@ -90,20 +111,15 @@ class InputBatch:
         row_of_token = np.repeat(rows, query_lens)
         positions = np.arange(query_starts[-1])
         positions += np.repeat(num_computed - query_starts[:-1], query_lens)
-        block_index, offset = np.divmod(positions, self._block_size)
-        max_blocks = -(-int(context_lens.max(initial=1)) // self._block_size)
         attention = AttentionBatch(
             query_lens=torch.from_numpy(query_lens.astype(np.int32)),
             context_lens=torch.from_numpy(context_lens.astype(np.int32)),
             query_starts=torch.from_numpy(query_starts.astype(np.int32)),
             positions=torch.from_numpy(positions),
-            block_tables=[torch.from_numpy(table[rows, :max_blocks]) for table in self._tables],
-            slots=[
-                torch.from_numpy(
-                    table[row_of_token, block_index].astype(np.int64) * self._block_size + offset
-                )
-                for table in self._tables
-            ],
+            block_tables=self._tables.of_step(rows, context_lens),
+            slots=self._tables.slots(row_of_token, positions),
+            rows=torch.from_numpy(rows.astype(np.int32)),
+            staging=self._staging,
         )
         token_ids = self._token_ids[row_of_token, positions].astype(np.int64)
         return ModelInput(torch.from_numpy(token_ids), attention)
@@ -156,20 +172,28 @@ class InputBatch:
                 )
         return chunks
 
-    def advance(self, plan: StepPlan, token_ids: Int64s) -> None:
-        """After the step: its tokens are computed, and each sampled row appends its token.
+    def needs_tokens(self, plan: StepPlan) -> bool:
+        """Whether the plan's draws follow from the text so far, which must then be known."""
+        return bool((self._rows["asks"][self._rows_of(plan.sampled)] & _EDITS).any())
 
-        Args:
-            token_ids: int64 [len(plan.sampled)].
-        """
+    def advance(self, plan: StepPlan) -> Drawn:
+        """The step's tokens are computed, and each sampled row appends one, still to be known."""
         # A sequence stands only once in a plan, so the indices do not repeat.
         num_scheduled = np.array(plan.num_scheduled_tokens, np.int64)
         self._rows["num_computed"][self._rows_of(plan.seq_ids)] += num_scheduled
         rows = self._rows_of(plan.sampled)
         ends = self._rows["num_tokens"][rows]
         self._reserve_tokens(int(ends.max(initial=0)) + 1)
-        self._token_ids[rows, ends] = token_ids
+        self._token_ids[rows, ends] = PENDING
         self._rows["num_tokens"][rows] += 1
+        return Drawn(plan.sampled, rows, ends)
+
+    def fill(self, drawn: Drawn, token_ids: Int64s) -> None:
+        """Take in what was drawn, int64 [len(drawn.seq_ids)], where the rows still are theirs."""
+        row_of = self._row_of
+        owned = np.array([row_of.get(seq_id, 0) for seq_id in drawn.seq_ids]) == drawn.rows
+        rows, positions = drawn.rows[owned], drawn.positions[owned]
+        self._token_ids[rows, positions] = token_ids[owned]
 
     def _rows_of(self, seq_ids: Sequence[int]) -> Int64s:
         row_of = self._row_of
@@ -212,8 +236,7 @@ class InputBatch:
         row = self._take_row(opened.seq_id)
         self._reserve_tokens(num_tokens)
         self._token_ids[row, :num_tokens] = opened.token_ids
-        for table in self._tables:
-            table[row] = 0
+        self._tables.clear(row)
         self._specs[row] = spec
         asks = _EDITS if has_edits(spec) else 0
         asks |= _LOGPROBS if spec.num_logprobs is not None else 0
@@ -256,8 +279,7 @@ class InputBatch:
         self._rows[children] = self._rows[parents]
         num_tokens = int(self._rows["num_tokens"][parents].max())
         self._token_ids[children, :num_tokens] = self._token_ids[parents, :num_tokens]
-        for table in self._tables:
-            table[children] = table[parents]
+        self._tables.copy(children, parents)
         for child, parent in parent_of.items():
             self._specs[child] = self._specs[parent]
 
@@ -272,7 +294,7 @@ class InputBatch:
         self._rows["num_tokens"][rows] = positions + 1
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
-        for group, table in enumerate(self._tables):
+        for group in range(self._num_groups):
             rows: list[int] = []
             columns: list[int] = []
             block_ids: list[int] = []
@@ -283,8 +305,12 @@ class InputBatch:
                     columns += range(write.start, write.start + num_blocks)
                     block_ids += write.block_ids
             if rows:
-                table = self._reserve_blocks(group, max(columns) + 1)
-                table[rows, columns] = block_ids  # where indices repeat, the last one holds
+                self._tables.write(
+                    group,
+                    np.array(rows, np.int64),
+                    np.array(columns, np.int64),
+                    np.array(block_ids, np.int64),
+                )
 
     def _add_rows(self) -> None:
         num_rows = len(self._rows)
@@ -292,21 +318,7 @@ class InputBatch:
         self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
         self._specs += [None] * num_rows
         self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
-        self._tables = [np.concatenate([table, np.zeros_like(table)]) for table in self._tables]
+        self._tables.add_rows(num_rows)
 
     def _reserve_tokens(self, num_tokens: int) -> None:
-        self._token_ids = _widen(self._token_ids, num_tokens)
-
-    def _reserve_blocks(self, group: int, num_blocks: int) -> Int32s:
-        self._tables[group] = _widen(self._tables[group], num_blocks)
-        return self._tables[group]
-
-
-def _widen(array: Int32s, num_columns: int) -> Int32s:
-    """The array with at least `num_columns` columns; grows by doubling, new ones are 0."""
-    old = array.shape[1]
-    if num_columns <= old:
-        return array
-    wider = np.zeros((array.shape[0], max(num_columns, 2 * old)), np.int32)
-    wider[:, :old] = array
-    return wider
+        self._token_ids = widen(self._token_ids, num_tokens)

@@ -63,7 +63,7 @@ class ModelRunner:
             batch = self._input_batch.sampling_batch(plan.sampled, plan.expanded)
             output = self._sampler(logits, batch)
         token_ids = output.token_ids.numpy()
-        self._input_batch.advance(plan, token_ids)
+        self._input_batch.fill(self._input_batch.advance(plan), token_ids)
         result.token_ids = token_ids.tolist()
         result.draws = {ending[row]: drawn for row, drawn in output.draws.items()}
         result.logprobs = {ending[row]: entries for row, entries in output.logprobs.items()}

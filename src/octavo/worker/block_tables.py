@@ -1,0 +1,169 @@
+"""Block tables of the rows: on the host for CPU kernels, on the device for a GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.attention import Staging
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+# Table entries that one step brings to the device with its other arrays; a step that opens longer
+# tables copies the rest by itself.
+_STAGED_ENTRIES = 16_384
+
+
+class BlockTables(Protocol):
+    """Owns one table a KV group, with a row per running sequence."""
+
+    def add_rows(self, num_rows: int) -> None:
+        """Make room for so many more rows."""
+
+    def clear(self, row: int) -> None:
+        """A row is taken by another sequence."""
+
+    def copy(self, children: Int64s, parents: Int64s) -> None:
+        """Rows become copies of others, of which none is written here."""
+
+    def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
+        """Set entries; where indices repeat, the last one holds."""
+
+    def of_step(self, rows: Int64s, context_lens: Int64s) -> list[Tensor]:
+        """For attention: a table a group, with a row for each of `rows`, or all rows."""
+
+    def slots(self, row_of_token: Int64s, positions: Int64s) -> list[Tensor]:
+        """Where each token's KV goes, int64 a group; empty if kernels find that by themselves."""
+
+
+class HostTables:
+    """Numpy arrays, gathered for each step."""
+
+    def __init__(self, block_size: int, num_groups: int, num_rows: int) -> None:
+        self._block_size = block_size
+        self._tables: list[Int32s] = [np.zeros((num_rows, 16), np.int32) for _ in range(num_groups)]
+
+    def add_rows(self, num_rows: int) -> None:
+        for group, table in enumerate(self._tables):
+            new = np.zeros((num_rows, table.shape[1]), np.int32)
+            self._tables[group] = np.concatenate([table, new])
+
+    def clear(self, row: int) -> None:
+        for table in self._tables:
+            table[row] = 0
+
+    def copy(self, children: Int64s, parents: Int64s) -> None:
+        for table in self._tables:
+            table[children] = table[parents]
+
+    def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
+        self._tables[group] = widen(self._tables[group], int(columns.max()) + 1)
+        self._tables[group][rows, columns] = block_ids
+
+    def of_step(self, rows: Int64s, context_lens: Int64s) -> list[Tensor]:
+        num_blocks = -(-int(context_lens.max(initial=1)) // self._block_size)
+        return [torch.from_numpy(table[rows, :num_blocks]) for table in self._tables]
+
+    def slots(self, row_of_token: Int64s, positions: Int64s) -> list[Tensor]:
+        index, offset = np.divmod(positions, self._block_size)
+        return [
+            torch.from_numpy(
+                table[row_of_token, index].astype(np.int64) * self._block_size + offset
+            )
+            for table in self._tables
+        ]
+
+
+class DeviceTables:
+    """Tensors that stay on the device: a step brings only what has changed.
+
+    Row 0 belongs to nobody and is all null blocks: padding points to it.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_rows: int,
+        max_blocks: int,
+        device: torch.device,
+        staging: Staging,
+    ) -> None:
+        """All room is taken now, for captured graphs keep the addresses.
+
+        Args:
+            max_blocks: of the longest sequence.
+        """
+        self._tables = [
+            torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
+            for _ in range(num_groups)
+        ]
+        self._staging = staging
+        self._copies: list[tuple[Int64s, Int64s]] = []
+        self._writes: dict[int, dict[int, int]] = {}  # group -> flat index -> block id
+
+    def add_rows(self, num_rows: int) -> None:
+        raise AssertionError("a plan never opens more rows than the limits allow")
+
+    def clear(self, row: int) -> None:
+        pass  # entries beyond a sequence's length are never read
+
+    def copy(self, children: Int64s, parents: Int64s) -> None:
+        self._copies.append((children, parents))
+
+    def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
+        flat = rows * self._tables[group].shape[1] + columns
+        entries = self._writes.setdefault(group, {})
+        entries.update(zip(flat.tolist(), block_ids.tolist(), strict=True))
+
+    def stage(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Put the changes where the next copy to the device takes them along.
+
+        Returns what `update` needs.
+        """
+        updates = []
+        for group, entries in self._writes.items():
+            index = np.fromiter(entries.keys(), np.int64, len(entries))
+            values = np.fromiter(entries.values(), np.int32, len(entries))
+            table = self._tables[group].view(-1)
+            if len(index) <= _STAGED_ENTRIES:
+                where = self._staging.put(f"table_index_{group}", index, _STAGED_ENTRIES)
+                what = self._staging.put(f"table_value_{group}", values, _STAGED_ENTRIES)
+            else:
+                where = torch.from_numpy(index).to(table.device)
+                what = torch.from_numpy(values).to(table.device)
+            updates.append((table, where, what))
+        self._writes = {}
+        return updates
+
+    def update(self, updates: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Carry the changes out on the device, in the order of the plan: copies, then entries."""
+        for children, parents in self._copies:
+            for table in self._tables:
+                source = torch.from_numpy(parents).to(table.device)
+                target = torch.from_numpy(children).to(table.device)
+                table[target] = table[source]
+        self._copies = []
+        for table, where, what in updates:
+            table[where] = what
+
+    def of_step(self, rows: Int64s, context_lens: Int64s) -> list[Tensor]:
+        return self._tables
+
+    def slots(self, row_of_token: Int64s, positions: Int64s) -> list[Tensor]:
+        return []
+
+
+def widen(array: Int32s, num_columns: int) -> Int32s:
+    """The array with at least `num_columns` columns; grows by doubling, new ones are 0."""
+    old = array.shape[1]
+    if num_columns <= old:
+        return array
+    wider = np.zeros((array.shape[0], max(num_columns, 2 * old)), np.int32)
+    wider[:, :old] = array
+    return wider
