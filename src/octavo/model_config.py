@@ -17,6 +17,9 @@ from octavo.errors import ConfigError, ModelError
 RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 NormKind = Literal["rms", "layer"]
 
+# Of generation_config.json: what it may set for requests that do not.
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.jinja"]
 HUB_WEIGHTS = ["*.safetensors"]
@@ -110,6 +113,14 @@ class ModelConfig:
                 f"{self.directory}",
             )
         return replace(self, max_model_len=max_model_len)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What the model's generation_config.json sets for requests that do not."""
+        if not self.generation_defaults.get("do_sample"):
+            return {}
+        known = self.generation_defaults
+        return {name: known[name] for name in SAMPLING_DEFAULTS if known.get(name) is not None}
 
     def kv_specs(self) -> list[KVSpec]:
         """Which tokens' KV each layer keeps."""

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from octavo.engine.engine import Engine
     from octavo.llm import LLM
 
-# What a model's generation_config.json may set for requests that do not.
-MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
 
 def show_log(quiet: bool, verbose: bool) -> None:
     """Send octavo's log to stderr: the memory budget, and with `verbose` each preemption."""
@@ -34,11 +31,7 @@ def show_log(quiet: bool, verbose: bool) -> None:
 
 def make_sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
     """What was asked for; what was not comes from the model, then from SamplingParams."""
-    generation = llm.engine.model_config.generation_defaults
-    own: dict[str, Any] = {}
-    if generation.get("do_sample"):
-        own = {name: generation[name] for name in MODEL_DEFAULTS if name in generation}
-    return SamplingParams(**{**own, **given})
+    return SamplingParams(**{**llm.engine.model_config.sampling_defaults, **given})
 
 
 def summary(engine: Engine, memory: MemoryUse, num_tokens: int, seconds: float) -> str:
