@@ -97,6 +97,14 @@ class BlockPool:
         self._free_cached.clear()
         self._cached.clear()
 
+    def ref_counts(self) -> list[int]:
+        """Holders of blocks 1, 2, ...; O(pool), for inspection."""
+        return self._ref_counts[1:]
+
+    def cached_ids(self) -> set[int]:
+        """Blocks that the prefix cache can find, held or free; for inspection alone."""
+        return self._cached
+
     def free_ids(self) -> list[int]:
         """All free blocks in the order in which they would be taken; O(pool), for inspection."""
         unused = range(self._next_unused, self._end)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -51,13 +52,18 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_cache = PrefixCache(len(specs), digest)
-        self.pool = BlockPool(num_blocks, on_evict=self.prefix_cache.forget)
+        self.pool = BlockPool(num_blocks, on_evict=self._evict)
         # I8: the swap tier never holds more than the device could.
         self.swap_pool = BlockPool(min(num_swap_blocks, num_blocks))
         self.pins: dict[str, Sequence] = {}  # prefixes that the provider keeps in the cache
         self.num_cow_copies = 0
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
+        self.num_evicted_blocks = 0
+        # For those who watch: evicted blocks are noted if there is a list; `on_allocate` is told
+        # which sequence starts, and from what.
+        self.evicted_ids: list[int] | None = None
+        self.on_allocate: Callable[[Sequence, PrefixHit], None] | None = None
         self.held_sources: Counter[int] = Counter()  # sources of copies not yet done
         self._prefixes = PrefixMatcher(self.specs, block_size, self.prefix_cache)
 
@@ -177,11 +183,14 @@ class KVCacheManager:
         self.num_hit_tokens += hit.num_tokens
         if self.enable_prefix_caching:
             self._prefixes.announce(seq)
+        if self.on_allocate is not None:
+            self.on_allocate(seq, hit)
         return changes
 
     def without_partial(self, hit: PrefixHit) -> PrefixHit:
         """The same hit, ending with its last whole block."""
-        return PrefixHit(len(hit.block_ids[0]) * self.block_size, hit.block_ids)
+        num_tokens = len(hit.block_ids[0]) * self.block_size
+        return PrefixHit(num_tokens, hit.block_ids, ended_by=hit.ended_by)
 
     def num_blocks_to_admit(self, hit: PrefixHit, num_tokens: int, chunk: int) -> int:
         """How many free blocks a sequence needs until all its `num_tokens` are computed."""
@@ -292,6 +301,13 @@ class KVCacheManager:
         self.held_sources -= Counter(block_ids)
 
     # ---------------------------------------------------------------- inside
+
+    def _evict(self, block_id: int) -> None:
+        """A cached block is about to be overwritten."""
+        self.prefix_cache.forget(block_id)
+        self.num_evicted_blocks += 1
+        if self.evicted_ids is not None:
+            self.evicted_ids.append(block_id)
 
     def _grow(self, ids: list[int], num_tokens: int) -> None:
         for _ in range(len(ids), -(-num_tokens // self.block_size)):

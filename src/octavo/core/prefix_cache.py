@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 Digest = Callable[[bytes], bytes]
+MAX_EVICTED_KEYS = 1 << 16  # remembered, to tell an evicted prefix from one never seen
 
 
 def sha256_128(content: bytes) -> bytes:
@@ -76,6 +78,7 @@ class PrefixCache:
         self._entries: dict[bytes, CachedPrefix] = {}
         self._places: dict[int, tuple[CachedPrefix, int]] = {}  # block id -> entry, group
         self._children: dict[bytes, dict[bytes, CachedPrefix]] = {}  # by the parent's key
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys, the oldest first
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -117,10 +120,17 @@ class PrefixCache:
         if all(other is None for other in entry.block_ids):
             node = entry.node
             del self._entries[node.key]
+            self._evicted[node.key] = None
+            if len(self._evicted) > MAX_EVICTED_KEYS:
+                self._evicted.popitem(last=False)
             siblings = self._children[entry.parent.key]
             del siblings[node.key]
             if not siblings:
                 del self._children[entry.parent.key]
+
+    def was_evicted(self, node: PrefixNode) -> bool:
+        """Whether a prefix that is not in the index was there, as far as that is remembered."""
+        return node.key in self._evicted
 
     def continuations(self, parent: PrefixNode) -> Iterator[CachedPrefix]:
         """Cached blocks that come directly after `parent`."""

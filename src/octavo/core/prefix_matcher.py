@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Literal
 
 from octavo.core.block_pool import NULL_BLOCK
 from octavo.core.kv_spec import FullAttention, KVSpec, first_needed_block
 from octavo.core.prefix_cache import CachedPrefix, PrefixCache, PrefixNode
 from octavo.core.sequence import Sequence
+
+# Why a hit is not longer. complete: only what must be computed is left; unknown: the next block was
+# never cached; evicted: it was; differs: another block comes next, and was copied as far as it is
+# equal; window: blocks that a sliding window needs are gone; not_asked: nothing was looked up.
+HitEnd = Literal["complete", "unknown", "evicted", "differs", "window", "not_asked"]
 
 
 @dataclass(slots=True)
@@ -21,6 +27,7 @@ class PrefixHit:
     partial: list[int] | None = None
     # Another running request is computing the block that comes next.
     in_progress: bool = False
+    ended_by: HitEnd = "not_asked"
 
 
 class PrefixMatcher:
@@ -43,7 +50,7 @@ class PrefixMatcher:
     def match(self, seq: Sequence, limit: int) -> PrefixHit:
         """The longest hit of at most `limit` tokens."""
         self.name_blocks(seq, seq.num_tokens // self._block_size)
-        found = self._longest_cached(seq.prefix_nodes[: limit // self._block_size])
+        found, has_all_windows = self._longest_cached(seq.prefix_nodes[: limit // self._block_size])
         num_full = len(found)
         hit = self.no_hit()
         hit.num_tokens = num_full * self._block_size
@@ -55,7 +62,20 @@ class PrefixMatcher:
             hit.in_progress = seq.prefix_nodes[num_full].key in self._in_progress
         if not hit.in_progress:
             self._extend_into_block(seq, hit, limit)
+        if not has_all_windows:
+            hit.ended_by = "window"
+        else:
+            hit.ended_by = self._reason_of_end(seq, hit, limit)
         return hit
+
+    def _reason_of_end(self, seq: Sequence, hit: PrefixHit, limit: int) -> HitEnd:
+        if hit.num_tokens == limit:
+            return "complete"
+        if hit.partial is not None:
+            return "differs"
+        num_full = len(hit.block_ids[0])
+        missing = seq.prefix_nodes[num_full : num_full + 1]  # none for a tail under a block
+        return "evicted" if missing and self._cache.was_evicted(missing[0]) else "unknown"
 
     def name_blocks(self, seq: Sequence, num_full: int) -> None:
         """Extend the sequence's chain of nodes over its first `num_full` blocks."""
@@ -87,8 +107,9 @@ class PrefixMatcher:
             self._roots[salt] = self._cache.root(salt)
         return self._roots[salt]
 
-    def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:
-        """The longest run of leading blocks that every group can start from.
+    def _longest_cached(self, nodes: list[PrefixNode]) -> tuple[list[CachedPrefix | None], bool]:
+        """The longest run of leading blocks that every group can start from, and whether no window
+        shortened it.
 
         None stands for a block that all groups' windows have left behind.
         """
@@ -100,10 +121,12 @@ class PrefixMatcher:
             if full and (entry is None or any(entry.block_ids[g] is None for g in full)):
                 break
             found.append(entry)
+        is_whole = True
         # A window needs only its own blocks before the end of the hit: shorten until all agree.
         while (missing := self._last_missing(found, windows)) is not None:
             del found[missing:]
-        return found
+            is_whole = False
+        return found, is_whole
 
     def _last_missing(self, found: list[CachedPrefix | None], groups: list[int]) -> int | None:
         """The last block that a hit of `found` needs in one of `groups` and lacks."""
