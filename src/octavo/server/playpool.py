@@ -7,7 +7,8 @@ the page sends whole; the server keeps nothing, and undoing is leaving out the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +128,7 @@ class PlayPool:
                 self.kv.fork(parent, child)
             self.members[child_name] = _Member(child, name, parent.num_tokens)
             self.events.append({"kind": "fork", "sequence": child_name, "parent": name})
-        return f"fork {name} × {times}"
+        return f"fork {name} {times} times"
 
     def _write_last(self, operation: Operation) -> str:
         """Write into the last block: its next free slot, or its last one if it is full."""

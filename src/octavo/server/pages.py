@@ -1,0 +1,112 @@
+"""The pages that visitors see: the dashboard at /, and the pool to drive by hand at /pool.
+
+Each page is one self-contained document: styles and scripts are put into it when it is read, and
+nothing is fetched from elsewhere. The content security policy names the scripts by their digests,
+so that nothing that a request brings along can run as one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, StreamingResponse
+
+from octavo.server.api.errors import ApiError, refused
+from octavo.server.feed import MAX_VIEWERS, Feed
+from octavo.server.playpool import play, textbook_case
+
+INCLUDE = re.compile(r"<!-- (style|script): ([\w. ]+) -->")
+
+
+@cache
+def page(name: str) -> tuple[str, str]:
+    """A page with everything it needs, and its content security policy."""
+    folder = resources.files("octavo.server") / "pages"
+    scripts: list[str] = []
+
+    def include(match: re.Match[str]) -> str:
+        kind, names = match.groups()
+        parts = [(folder / each).read_text(encoding="utf-8") for each in names.split()]
+        content = "\n" + "\n".join(parts)
+        if kind == "script":
+            scripts.append(content)
+        return f"<{kind}>{content}</{kind}>"
+
+    html = INCLUDE.sub(include, (folder / name).read_text(encoding="utf-8"))
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = (
+        "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src {allowed}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, policy
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def pages_router(feed: Feed) -> APIRouter:
+    """The two pages and what feeds them. Authentication is the gate's."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def dashboard() -> Response:
+        return _page("index.html")
+
+    @router.get("/pool")
+    async def pool() -> Response:
+        return _page("pool.html")
+
+    @router.get("/dashboard/feed")
+    async def frames() -> Response:
+        if feed.is_full:
+            raise ApiError(
+                503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10
+            )
+        return StreamingResponse(
+            feed.frames(), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
+
+    @router.get("/pool/textbook")
+    async def textbook() -> Response:
+        return _json(textbook_case())
+
+    @router.post("/pool/play")
+    async def play_operations(request: Request) -> Response:
+        return _json(play(_operations(await request.body())))
+
+    return router
+
+
+class _Play(msgspec.Struct, forbid_unknown_fields=True):
+    operations: list[dict[str, Any]]
+
+
+def _operations(body: bytes) -> list[dict[str, Any]]:
+    try:
+        return msgspec.json.decode(body, type=_Play).operations
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise refused("operations", f"the body is not as expected: {error}") from error
+
+
+def _page(name: str) -> HTMLResponse:
+    html, policy = page(name)
+    headers = {
+        "content-security-policy": policy,
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-cache",
+    }
+    return HTMLResponse(html, headers=headers)
+
+
+def _json(values: Any) -> Response:
+    return Response(msgspec.json.encode(values), media_type="application/json")

@@ -1,0 +1,136 @@
+// What the server tells of itself, kept up to date from the stream of frames.
+
+const feed = (() => {
+  const GONE_ROWS = 12; // finished requests that stay in the list for a while
+  const model = {
+    hello: null, // {model, version, block_size, num_blocks, num_swap_blocks}
+    frame: null, // the latest one
+    requests: new Map(), // id -> what the frames say of it, `done` when it is over
+    cached: new Uint8Array(0), // by block id
+    pins: {}, // name -> block ids
+    events: [], // the latest first
+    hue: (id) => hues.get(id) ?? 175,
+  };
+  const hues = new Map();
+  const listeners = [];
+  const MAX_EVENTS = 200;
+  let numSeen = 0;
+  let abort = null;
+
+  // A colour for each request; neighbours in time are far apart on the wheel.
+  function giveHue(id) {
+    if (!hues.has(id)) hues.set(id, Math.round((172 + 137.5 * numSeen++) % 360));
+  }
+
+  // Runs of blocks that are not cached and that are, in turn, from the null block on.
+  function takeCached(runs) {
+    const cached = new Uint8Array(model.hello.num_blocks + 1);
+    let id = 0;
+    runs.forEach((length, turn) => cached.fill(turn % 2, id, (id += length)));
+    model.cached = cached;
+  }
+
+  function takeRequest(update) {
+    giveHue(update.id);
+    const known = model.requests.get(update.id);
+    const before = new Map((known ? known.sequences : []).map((sequence) => [sequence.id, sequence]));
+    for (const sequence of update.sequences) {
+      // Each group's table comes as [entries that stay, new entries after them].
+      const old = before.get(sequence.id);
+      sequence.tables = sequence.tables.map(([kept, added], group) =>
+        (kept ? old.tables[group].slice(0, kept) : []).concat(added));
+      sequence.blocks = sequence.tables[0] || [];
+    }
+    model.requests.set(update.id, { ...update, done: false });
+  }
+
+  function forgetOld() {
+    const done = [...model.requests.values()].filter((request) => request.done);
+    for (const request of done.slice(0, Math.max(0, done.length - GONE_ROWS))) {
+      model.requests.delete(request.id);
+      hues.delete(request.id);
+    }
+  }
+
+  function takeFrame(frame) {
+    model.frame = frame;
+    for (const update of frame.requests) takeRequest(update);
+    for (const id of frame.gone) {
+      const request = model.requests.get(id);
+      if (request) request.done = true;
+    }
+    if (frame.cached !== undefined) takeCached(frame.cached);
+    if (frame.pins !== undefined) model.pins = frame.pins;
+    if (frame.events.length) {
+      model.events = [...frame.events.reverse(), ...model.events].slice(0, MAX_EVENTS);
+    }
+    forgetOld();
+    for (const listener of listeners) listener(model);
+  }
+
+  // Who holds each block of a tier, by block id; what is over holds nothing.
+  function holders(tier, numBlocks) {
+    const blocks = Array.from({ length: numBlocks + 1 }, (_, id) => ({
+      holders: [], pinned: null, cached: tier === "device" && model.cached[id] === 1,
+    }));
+    for (const request of model.requests.values()) {
+      if (request.done) continue;
+      for (const sequence of request.sequences) {
+        if (sequence.tier !== tier) continue;
+        sequence.tables.forEach((table, group) => table.forEach((id, index) => {
+          if (id > 0 && blocks[id]) {
+            blocks[id].holders.push({ request: request.id, hue: model.hue(request.id), sequence: sequence.index, index, group });
+          }
+        }));
+      }
+    }
+    if (tier === "device") {
+      for (const [name, ids] of Object.entries(model.pins)) {
+        for (const id of ids) if (blocks[id]) blocks[id].pinned = name;
+      }
+    }
+    return blocks;
+  }
+
+  function setLink(text, className) {
+    const pill = session.byId("link");
+    session.setText(pill, text);
+    pill.className = `pill ${className}`;
+  }
+
+  function take(name, data) {
+    if (name === "hello") {
+      model.hello = JSON.parse(data);
+      model.requests.clear();
+      model.events = [];
+      setLink("live", "live");
+    } else if (name === "frame") takeFrame(JSON.parse(data));
+    else if (name === "lost") setLink("engine restarting", "lost");
+  }
+
+  // Follows the server, and comes back after a pause when the connection is lost.
+  async function follow() {
+    if (abort) abort.abort();
+    const mine = (abort = new AbortController());
+    while (!mine.signal.aborted) {
+      try {
+        await session.events("/dashboard/feed", undefined, mine.signal, take);
+        setLink("connection lost", "lost");
+      } catch (error) {
+        if (mine.signal.aborted) return;
+        setLink(error.status === 401 ? "not allowed: reload the page" : "connection lost", "lost");
+        if (error.status === 401) return;
+      }
+      await new Promise((resolve) => setTimeout(resolve, 1500));
+    }
+  }
+
+  // A hidden page asks for nothing: the server works only while somebody looks.
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      if (abort) abort.abort();
+      setLink("paused", "");
+    } else follow();
+  });
+  return { model, holders, follow, onFrame: (listener) => listeners.push(listener) };
+})();
