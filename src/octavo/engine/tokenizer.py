@@ -87,6 +87,11 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """Role (such as "eos_token") -> token."""
+        return dict(self._special_tokens)
+
+    @property
     def bos_token_id(self) -> int | None:
         return self._special_id("bos_token")
 

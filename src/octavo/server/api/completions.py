@@ -1,0 +1,196 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from fastapi import APIRouter, Request, Response
+
+from octavo.core.step import TokenLogprobs
+from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
+from octavo.server.api.context import Context, context_of, reply
+from octavo.server.api.errors import refused
+from octavo.server.api.params import check_streaming, completion_params
+from octavo.server.api.replies import Completion, CompletionChoice
+from octavo.server.api.requests import CompletionBody, Prompt
+from octavo.server.api.schema import documented
+from octavo.server.api.streams import EventStream, close, open_streams, results, while_connected
+from octavo.server.api.token_texts import CompletionScores, joined
+from octavo.server.api.writer import Writer, finish_reason, in_order
+from octavo.server.client import RequestStream
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/v1/completions", **documented(CompletionBody, Completion, streams=Completion))
+async def create_completion(request: Request) -> Response:
+    """Continue prompts."""
+    body = await context_of(request).body(request, CompletionBody)
+    return await while_connected(request.receive, _answer(request, body))
+
+
+async def _answer(request: Request, body: CompletionBody) -> Response:
+    context = context_of(request)
+    model = context.model_name(body.model)
+    check_streaming(body)
+    params = completion_params(body, context.client.model_config.sampling_defaults)
+    prompts = await _prompts(context, body)
+    streams = await open_streams(request, body, prompts, params, "prompt")
+    writer = CompletionWriter(request, body, model, streams)
+    if body.stream:
+        return EventStream(writer.events(), streams)
+    try:
+        return reply(writer.completion(await results(streams)))
+    finally:
+        close(streams)
+
+
+async def _prompts(context: Context, body: CompletionBody) -> list[list[int]]:
+    """The token ids of each prompt."""
+    many = _as_list(body.prompt)
+    if not many:
+        raise refused("prompt", "it is empty", "invalid_value")
+    limit = context.settings.max_prompts
+    if len(many) > limit:
+        raise refused("prompt", f"{len(many)} prompts are more than {limit}", "invalid_value")
+    kind = type(many[0])
+    add_special = body.add_special_tokens is not False
+    prompts: list[list[int]] = []
+    for index, each in enumerate(many):
+        where = "prompt" if len(many) == 1 else f"prompt[{index}]"
+        if type(each) is not kind:
+            raise refused(where, "prompts must be all text or all token ids", "invalid_value")
+        if not each:
+            raise refused(where, "it is empty", "invalid_value")
+        if isinstance(each, str):
+            prompts.append(await context.tokenize(each, where, add_special))
+        else:
+            prompts.append([_token_id(token_id, where) for token_id in each])
+    return prompts
+
+
+def _as_list(prompt: Prompt) -> list[str | list[int]]:
+    """One prompt or several, as a list."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [cast("list[int]", prompt)]
+    # An integer among prompts is found when their kinds are compared.
+    return cast("list[str | list[int]]", prompt)
+
+
+def _token_id(value: object, where: str) -> int:
+    if type(value) is not int:
+        raise refused(where, "token ids must be integers, and not mixed with text", "invalid_value")
+    return value
+
+
+class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
+    """Writes completions; with `echo`, each choice begins with its prompt."""
+
+    id_prefix = "cmpl"
+
+    def __init__(
+        self, request: Request, body: CompletionBody, model: str, streams: Sequence[RequestStream]
+    ) -> None:
+        super().__init__(request, body, model, streams)
+        # An output of no tokens still draws one: it is what scores the prompt.
+        self._hides_output = body.max_tokens == 0
+        self._scores: dict[int, CompletionScores] = {}  # by choice, once it has begun
+
+    def completion(self, outputs: Sequence[RequestOutput]) -> Completion:
+        """The whole reply."""
+        choices = [
+            self._whole_choice(prompt, place, each)
+            for prompt, output in enumerate(outputs)
+            for place, each in enumerate(in_order(output))
+        ]
+        whole = self.chunk(choices)
+        whole.usage = self.usage()
+        self.note(whole.usage)
+        return whole
+
+    def chunk(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(id=self.id, created=self.created, model=self.model, choices=choices)
+
+    def delta_choices(self, prompt: int, delta: SequenceDelta) -> list[CompletionChoice]:
+        index = prompt * self.num_samples + delta.index
+        is_first = index not in self._scores
+        choice = self._choice(index, prompt, delta.text, delta.token_ids, delta.logprobs)
+        choice.finish_reason = finish_reason(delta)
+        choice.stop_reason = delta.stop_reason
+        is_empty = not choice.text and not choice.token_ids and choice.logprobs is None
+        if is_empty and not is_first and delta.finish_reason is None:
+            return []
+        return [choice]
+
+    def beam_choices(self, prompt: int, output: RequestOutput) -> list[CompletionChoice]:
+        return [
+            self._whole_choice(prompt, place, each) for place, each in enumerate(in_order(output))
+        ]
+
+    def _whole_choice(self, prompt: int, place: int, output: SequenceOutput) -> CompletionChoice:
+        index = prompt * self.num_samples + place
+        choice = self._choice(index, prompt, output.text, output.token_ids, output.logprobs or [])
+        choice.finish_reason = finish_reason(output)
+        choice.stop_reason = output.stop_reason
+        if output.score is not None:
+            choice.score = output.score
+            choice.cumulative_logprob = output.cumulative_logprob or 0.0
+        if self.body.prompt_logprobs is not None:
+            scores = self.streams[prompt].prompt_logprobs or []
+            choice.prompt_logprobs = self.texts.prompt_logprobs(scores, self.body.prompt_logprobs)
+        return choice
+
+    def _choice(
+        self,
+        index: int,
+        prompt: int,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+    ) -> CompletionChoice:
+        """More of a choice: new text and tokens, and before the first ones what is echoed."""
+        if self._hides_output:
+            text, token_ids, logprobs = "", [], []
+        self.num_output_tokens += len(token_ids)
+        scores = self._scores.get(index)
+        choice = CompletionChoice(index=index, text=text)
+        if scores is None:
+            scores = self._begin(choice, prompt)
+        if logprobs:
+            entries = scores.output(logprobs)
+            known = choice.logprobs
+            choice.logprobs = entries if known is None else joined(known, entries)
+        if self.body.return_token_ids:
+            choice.token_ids = token_ids
+        return choice
+
+    def _begin(self, choice: CompletionChoice, prompt: int) -> CompletionScores:
+        """Put before the choice's text what comes before it."""
+        body, stream = self.body, self.streams[prompt]
+        scores = CompletionScores(
+            self.texts, body.logprobs or 0, show_special=body.skip_special_tokens is False
+        )
+        self._scores[choice.index] = scores
+        if body.echo:
+            choice.text = self._echo(prompt) + choice.text
+            if body.logprobs is not None:
+                known = stream.prompt_logprobs or []
+                choice.logprobs = scores.prompt(stream.prompt_token_ids, known)
+        if body.return_token_ids:
+            choice.prompt_token_ids = stream.prompt_token_ids
+        return scores
+
+    def _echo(self, prompt: int) -> str:
+        """The prompt as it was given, or the text of its token ids."""
+        given = self.body.prompt
+        each = given if isinstance(given, str) else given[prompt]
+        if isinstance(each, str):
+            return each
+        tokenizer = context_of(self.request).client.tokenizer
+        if tokenizer is None:
+            return ""
+        skip = self.body.skip_special_tokens is not False
+        return tokenizer.decode(self.streams[prompt].prompt_token_ids, skip)

@@ -1,0 +1,83 @@
+"""What all endpoints stand on: the engine's client, the settings, and who asks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+from fastapi import Request, Response
+
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import InvalidRequest
+from octavo.server.api.bodies import B, read_body
+from octavo.server.api.errors import ApiError
+from octavo.server.api.keys import Tenant
+from octavo.server.api.token_texts import TokenTexts
+from octavo.server.client import EngineClient
+from octavo.server.settings import ServerSettings
+
+# Tokenizing more than this takes milliseconds, in which the event loop would stand still.
+LONG_TEXT = 8_192  # characters
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One for each app; `context_of(request)` finds it."""
+
+    client: EngineClient
+    settings: ServerSettings
+    texts: TokenTexts
+    created: int = field(default_factory=lambda: int(time.time()))  # of the model, for clients
+
+    async def body(self, request: Request, kind: type[B]) -> B:
+        return await read_body(request, kind, self.settings.ignore_unknown_fields)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to reply with; ApiError 404 if `asked` is not served."""
+        names = self.settings.model_names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            known = ", ".join(names)
+            raise ApiError(
+                404,
+                f"model: {asked[:128]!r} is not served; served: {known}",
+                "model",
+                "model_not_found",
+            )
+        return asked
+
+    def tokenizer(self, param: str) -> Tokenizer:
+        tokenizer = self.client.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest(param, "the model has no tokenizer; give token ids")
+        return tokenizer
+
+    async def tokenize(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; a long one does not hold up the other requests."""
+        encode_text = self.tokenizer(param).encode
+        if len(text) < LONG_TEXT:
+            return encode_text(text, add_special_tokens)
+        return await asyncio.to_thread(encode_text, text, add_special_tokens)
+
+
+def context_of(request: Request) -> Context:
+    return cast(Context, request.app.state.context)
+
+
+def tenant_of(request: Request) -> Tenant:
+    return cast(Tenant, request.state.tenant)
+
+
+def request_id_of(request: Request) -> str:
+    return cast(str, request.state.request_id)
+
+
+def reply(value: Any, status: int = 200) -> Response:
+    """A structure as JSON."""
+    return Response(encode(value), status, media_type="application/json")

@@ -1,0 +1,126 @@
+"""Errors as clients see them: one shape for every status, OpenAI's.
+
+`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from http import HTTPStatus
+from typing import Annotated
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from msgspec import Meta
+from starlette.exceptions import HTTPException
+
+from octavo.errors import (
+    EngineFailed,
+    InvalidRequest,
+    OctavoError,
+    Overloaded,
+    RequestTooLong,
+    Unavailable,
+)
+
+logger = logging.getLogger(__name__)
+
+BAD_REQUEST = "invalid_request_error"
+TYPES = {
+    400: BAD_REQUEST,
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: BAD_REQUEST,
+    408: "timeout_error",
+    413: BAD_REQUEST,
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: Annotated[str, Meta(description="The kind of error; one for each status.")]
+    param: Annotated[str | None, Meta(description="The field at fault.")] = None
+    code: Annotated[str | None, Meta(description="A word for programs to look at.")] = None
+
+
+class ErrorReply(msgspec.Struct):
+    """Every error of every endpoint."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An error with its HTTP status; `param` names the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reply = ErrorReply(ErrorDetail(message, TYPES.get(status, BAD_REQUEST), param, code))
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["retry-after"] = str(max(1, round(retry_after)))
+
+    def response(self) -> Response:
+        return Response(
+            msgspec.json.encode(self.reply), self.status, self.headers, "application/json"
+        )
+
+
+def refused(param: str, message: str, code: str | None = None) -> ApiError:
+    """A 400 that names the field."""
+    return ApiError(400, f"{param}: {message}", param, code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The reply to whatever went wrong. What is not a client's fault is logged, not shown."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestTooLong):
+        return ApiError(400, str(error), error.field, "context_length_exceeded")
+    if isinstance(error, InvalidRequest):
+        return ApiError(400, str(error), error.field, "invalid_value")
+    if isinstance(error, Overloaded):
+        return ApiError(429, str(error), code="overloaded", retry_after=error.retry_after)
+    if isinstance(error, Unavailable):
+        return ApiError(503, str(error), code="unavailable", retry_after=error.retry_after)
+    if isinstance(error, EngineFailed):
+        return ApiError(500, str(error), code="engine_failed")
+    if isinstance(error, HTTPException):
+        return _of_http_exception(error)
+    # Lines of code without the message: it may hold a piece of somebody's prompt.
+    where = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("internal error: %s\n%s", type(error).__name__, where)
+    return ApiError(500, "an internal error; the server's log has the details", code="internal")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every error of `app`'s routes the one shape."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    for kind in (ApiError, OctavoError, HTTPException):
+        app.add_exception_handler(kind, handle)
+
+
+def _of_http_exception(error: HTTPException) -> ApiError:
+    messages = {
+        404: "there is no such endpoint; /docs lists them",
+        405: "the endpoint does not know this method",
+    }
+    message = messages.get(error.status_code, str(error.detail))
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))

@@ -1,0 +1,76 @@
+"""The OpenAPI description: from the same structures that bodies are decoded into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from octavo import __version__
+from octavo.server.api.errors import ErrorReply
+
+REF = "#/components/schemas/{name}"
+ERRORS = {
+    400: "A field is wrong, and `param` names it.",
+    401: "A valid API key is needed.",
+    404: "There is no such model, prefix or endpoint.",
+    413: "The body is too large.",
+    429: "Too many requests wait already; Retry-After says when to try again.",
+    500: "The engine failed, or the server has a bug.",
+    503: "The server starts, stops, or has no engine.",
+}
+DESCRIPTION = """octavo serves large language models with PagedAttention.
+
+Bodies are JSON. Every field is honoured, or refused with a 400 that names it. All errors have one
+shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+_structures: dict[str, type] = {"ErrorReply": ErrorReply}
+
+
+def documented(
+    body: type | None, reply: type, *, streams: type | None = None, status: int = 200
+) -> dict[str, Any]:
+    """Arguments of a route: what it takes and gives. `streams`: the events it may send instead."""
+    content: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
+    if streams is not None:
+        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": _ref(streams)}
+    error = {"application/json": {"schema": _ref(ErrorReply)}}
+    responses: dict[int, dict[str, Any]] = {
+        status: {"description": "Done.", "content": content}
+    } | {code: {"description": text, "content": error} for code, text in ERRORS.items()}
+    extra: dict[str, Any] = {}
+    if body is not None:
+        schema = {"application/json": {"schema": _ref(body)}}
+        extra["requestBody"] = {"required": True, "content": schema}
+    return {"responses": responses, "openapi_extra": extra}
+
+
+def describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:
+    """The whole description, for /openapi.json."""
+    whole = get_openapi(
+        title="octavo", version=__version__, description=DESCRIPTION, routes=app.routes
+    )
+    for methods in whole["paths"].values():
+        for operation in methods.values():
+            # FastAPI announces it for every path parameter; octavo never sends it.
+            operation["responses"].pop("422", None)
+    components = whole.setdefault("components", {})
+    components["schemas"] = _schemas()
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        whole["security"] = [{"key": []}]
+        for path in ("/health", "/version"):
+            whole["paths"][path]["get"]["security"] = []
+    return whole
+
+
+def _ref(structure: type) -> dict[str, str]:
+    _structures[structure.__name__] = structure
+    return {"$ref": REF.format(name=structure.__name__)}
+
+
+def _schemas() -> dict[str, Any]:
+    _, schemas = msgspec.json.schema_components(_structures.values(), ref_template=REF)
+    return schemas

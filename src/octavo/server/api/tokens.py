@@ -1,0 +1,64 @@
+"""POST /tokenize and /detokenize"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from octavo.errors import InvalidRequest
+from octavo.server.api.context import Context, context_of, reply
+from octavo.server.api.conversations import conversation_prompt
+from octavo.server.api.errors import refused
+from octavo.server.api.replies import Text, Tokens
+from octavo.server.api.requests import DetokenizeBody, TokenizeBody
+from octavo.server.api.schema import documented
+
+router = APIRouter(tags=["Tokens"])
+
+
+@router.post("/tokenize", **documented(TokenizeBody, Tokens))
+async def tokenize(request: Request) -> Response:
+    """The token ids of a prompt or of a conversation."""
+    context = context_of(request)
+    body = await context.body(request, TokenizeBody)
+    context.model_name(body.model)
+    token_ids = await _token_ids(context, body)
+    tokens = Tokens(token_ids, len(token_ids), context.client.info.max_model_len)
+    if body.return_token_strs:
+        tokens.token_strs = [context.texts.text(token_id) for token_id in token_ids]
+    return reply(tokens)
+
+
+async def _token_ids(context: Context, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise refused("prompt", "give either prompt or messages", "invalid_value")
+    if body.prompt is not None:
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise refused(name, "it needs messages", "invalid_value")
+        return await context.tokenize(body.prompt, "prompt", body.add_special_tokens is not False)
+    if not body.messages:
+        raise refused("messages", "there are none", "invalid_value")
+    return await conversation_prompt(
+        context,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+
+
+@router.post("/detokenize", **documented(DetokenizeBody, Text))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    context = context_of(request)
+    body = await context.body(request, DetokenizeBody)
+    context.model_name(body.model)
+    tokenizer = context.tokenizer("tokens")
+    vocab_size = context.client.info.vocab_size
+    for token_id in body.tokens:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
+            )
+    return reply(Text(tokenizer.decode(body.tokens, bool(body.skip_special_tokens))))

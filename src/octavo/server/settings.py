@@ -1,0 +1,31 @@
+"""How the HTTP API behaves: what it serves under which names, to whom, and within which limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.errors import ConfigError
+from octavo.server.api.keys import ApiKeys
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Options of the API, apart from those of the engine behind it."""
+
+    model_names: tuple[str, ...]  # what clients may call the model; the first is the one reported
+    api_keys: ApiKeys = field(default_factory=ApiKeys)  # empty: everybody may
+    max_body_bytes: int = 4 * MIB
+    max_prompts: int = 256  # in one request
+    ignore_unknown_fields: bool = False
+    trust_request_chat_template: bool = False
+    cors_origins: tuple[str, ...] = ()
+    log_requests: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ConfigError("served_model_name", "a name is empty")
+        for name in ("max_body_bytes", "max_prompts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"{getattr(self, name)} is less than 1")
