@@ -68,6 +68,10 @@ class Delivery:
                 output.deltas.append(self._delta(client, seq))
         # Stop strings found just now have added to the finished.
         for request in progress.finished:
+            if request.first_token_time is None and any(
+                seq.num_output_tokens for seq in request.finished
+            ):
+                request.first_token_time = now  # beams that ended with their first token
             output.finished.append(self.conclude(request))
         return output
 
