@@ -1,0 +1,260 @@
+"""Attention of sequences with one new token, split over the context.
+
+A piece of work is (a sequence, a stretch of its keys): one program a KV head computes it for all
+query heads of that KV head, which fill the rows of one tile. Where a sequence has several pieces,
+each leaves an unfinished result, and the program that comes last adds them up in their order.
+Judge: `ReferenceBackend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.paged import key_offsets
+from octavo.kernels.pdl import allow_next, launch_options, wait_previous
+
+ITEM_FIELDS = 8
+_LOWEST = tl.constexpr(-1.0e30)  # finite, so that rows which see no key yet make no NaN
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """What is compiled in: keys a tile, warps a program, tiles in flight."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Unfinished results; a kernel leaves the counters at 0 for the next one."""
+
+    sums: Tensor  # float32 [num_places, num_kv_heads, group, head_dim], flat
+    stats: Tensor  # float32 [num_places, num_kv_heads, group, 2], flat: maximum (log2) and sum
+    counters: Tensor  # int32 [num_places, num_kv_heads], flat
+
+
+def decode_config(dtype: torch.dtype, head_dim: int) -> DecodeConfig:
+    padded = max(16, triton.next_power_of_2(head_dim))
+    if dtype == torch.float32:
+        return DecodeConfig(tile=max(16, 2048 // padded), num_warps=4, num_stages=2)
+    return DecodeConfig(tile=max(16, 8192 // padded), num_warps=4, num_stages=3)
+
+
+@triton.jit
+def _combine(
+    output,
+    sums,
+    stats,
+    place,
+    num_splits,
+    STRIDE: tl.constexpr,  # results from one split to the next
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    """Add up the splits of one sequence and KV head; `place`: the first one's first result."""
+    row = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    inside = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
+    top = tl.full([GROUP_PAD], _LOWEST, tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for split in tl.range(0, num_splits):
+        result = (place + split * STRIDE + row).to(tl.int64)
+        # Past the L1 cache, which knows nothing of what other programs wrote.
+        high = tl.load(stats + result * 2, mask=row < GROUP, other=_LOWEST, cache_modifier=".cg")
+        part = tl.load(stats + result * 2 + 1, mask=row < GROUP, other=0.0, cache_modifier=".cg")
+        x = tl.load(
+            sums + result[:, None] * HEAD_DIM + dim[None, :],
+            mask=inside,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, high)
+        old_weight = tl.exp2(top - new_top)
+        weight = tl.exp2(high - new_top)
+        acc = acc * old_weight[:, None] + x * weight[:, None]
+        total = total * old_weight + part * weight
+        top = new_top
+    total = tl.where(row < GROUP, total, 1.0)
+    out = (acc / total[:, None]).to(output.dtype.element_ty)
+    tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    query,
+    cache,
+    table,
+    items,
+    sums,
+    stats,
+    counters,
+    output,
+    query_stride,
+    table_stride,
+    block_stride,
+    scale,  # times log2(e)
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    wait_previous(PDL)
+    head = tl.program_id(0)
+    item = items + tl.program_id(1) * FIELDS
+    token = tl.load(item)
+    if token >= 0:
+        table += tl.load(item + 1).to(tl.int64) * table_stride
+        begin = tl.load(item + 2)
+        end = tl.load(item + 3)
+        context = tl.load(item + 4)
+        split = tl.load(item + 5)
+        num_splits = tl.load(item + 6)
+        first_place = tl.load(item + 7)
+
+        row = tl.arange(0, ROWS)
+        dim = tl.arange(0, DIM_PAD)
+        lane = tl.arange(0, TILE)
+        in_query = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
+        query += token.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM)
+        q = tl.load(query + row[:, None] * HEAD_DIM + dim[None, :], mask=in_query, other=0.0)
+        keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
+        values = keys + BLOCK_SIZE * HEAD_DIM
+
+        top = tl.full([ROWS], _LOWEST, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+        for first in tl.range(begin, end, TILE):
+            offsets = key_offsets(table, first, end, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
+            written = first + lane < end
+            # Values that nothing was written to may be NaN, which no weight of 0 removes.
+            if DIM_PAD == HEAD_DIM:
+                k = tl.load(keys + offsets[None, :] + dim[:, None])
+                v = tl.load(
+                    values + offsets[:, None] + dim[None, :], mask=written[:, None], other=0.0
+                )
+            else:
+                k = tl.load(
+                    keys + offsets[None, :] + dim[:, None], mask=dim[:, None] < HEAD_DIM, other=0.0
+                )
+                v = tl.load(
+                    values + offsets[:, None] + dim[None, :],
+                    mask=written[:, None] & (dim[None, :] < HEAD_DIM),
+                    other=0.0,
+                )
+            scores = tl.dot(q, k, input_precision=PRECISION) * scale
+            visible = written
+            if WINDOW > 0:
+                visible = written & (first + lane >= context - WINDOW)
+            scores = tl.where(visible[None, :], scores, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            old_weight = tl.exp2(top - new_top)
+            total = total * old_weight + tl.sum(weights, 1)
+            acc = acc * old_weight[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            top = new_top
+
+        output += token.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * (GROUP * HEAD_DIM)
+        if num_splits <= 1:
+            total = tl.where(total == 0.0, 1.0, total)  # padding
+            out = (acc / total[:, None]).to(output.dtype.element_ty)
+            tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=in_query)
+        else:
+            place = (first_place * NUM_KV_HEADS + head) * GROUP
+            mine = place + split * (NUM_KV_HEADS * GROUP)
+            result = (mine + row).to(tl.int64)
+            tl.store(stats + result * 2, top, mask=row < GROUP)
+            tl.store(stats + result * 2 + 1, total, mask=row < GROUP)
+            tl.store(sums + result[:, None] * HEAD_DIM + dim[None, :], acc, mask=in_query)
+            counter = counters + first_place * NUM_KV_HEADS + head
+            # All warps have stored before one of them counts: its release covers them all.
+            tl.debug_barrier()
+            before = tl.atomic_add(counter, 1, sem="acq_rel")
+            if before == num_splits - 1:
+                _combine(
+                    output,
+                    sums,
+                    stats,
+                    place,
+                    num_splits,
+                    NUM_KV_HEADS * GROUP,
+                    GROUP,
+                    GROUP_PAD,
+                    HEAD_DIM,
+                    DIM_PAD,
+                )
+                tl.store(counter, 0)
+
+
+def decode_attention(
+    query: Tensor,
+    layer_cache: Tensor,
+    table: Tensor,
+    items: Tensor,
+    scratch: Scratch,
+    output: Tensor,
+    scale: float,
+    window: int | None,
+    config: DecodeConfig,
+) -> None:
+    """Attend for the tokens that `items` names, and write their rows of `output`.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], tokens strided.
+        layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
+        table: int32 [num_rows, max_blocks].
+        items: int32 [num_items * ITEM_FIELDS], each (token, table row, first key, end of keys,
+            keys of the sequence, split, splits, place of the first split); token -1: no work.
+            The first key is a multiple of `tile_alignment(config.tile, block_size)`.
+        output: [num_tokens, num_heads * head_dim], dense.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
+    group = num_heads // num_kv_heads
+    _decode_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
+        query,
+        layer_cache,
+        table,
+        items,
+        scratch.sums,
+        scratch.stats,
+        scratch.counters,
+        output,
+        query.stride(0),
+        table.stride(0),
+        layer_cache.stride(0),
+        scale * 1.4426950408889634,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        GROUP_PAD=triton.next_power_of_2(group),
+        HEAD_DIM=head_dim,
+        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        TILE=config.tile,
+        ROWS=max(16, triton.next_power_of_2(group)),
+        WINDOW=window or 0,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        FIELDS=ITEM_FIELDS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **launch_options(query.device),
+    )

@@ -1,0 +1,221 @@
+"""Attention of prompts and their chunks: new tokens over cached and new keys, all in blocks.
+
+A piece of work is some new tokens of one sequence; one program a KV head computes it for all query
+heads of that KV head: row r of its tile is head r % group of token r // group.
+Judge: `ReferenceBackend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.paged import key_offsets
+from octavo.kernels.pdl import allow_next, launch_options, wait_previous
+
+ITEM_FIELDS = 8
+_LOWEST = tl.constexpr(-1.0e30)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """What is compiled in: rows and keys of a tile, warps a program, tiles in flight."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_config(dtype: torch.dtype, head_dim: int) -> PrefillConfig:
+    padded = max(16, triton.next_power_of_2(head_dim))
+    if dtype == torch.float32:
+        return PrefillConfig(rows=32, tile=max(16, 2048 // padded), num_warps=4, num_stages=1)
+    if padded > 128:
+        return PrefillConfig(rows=128, tile=32, num_warps=8, num_stages=2)
+    return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def _attend(
+    top,
+    total,
+    acc,
+    q,
+    position,
+    keys,
+    values,
+    table,
+    first,
+    end,
+    block_stride,
+    scale,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take one tile of keys into the rows' running softmax."""
+    dim = tl.arange(0, DIM_PAD)
+    lane = tl.arange(0, TILE)
+    offsets = key_offsets(table, first, end, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
+    if DIM_PAD == HEAD_DIM:
+        k = tl.load(keys + offsets[None, :] + dim[:, None])
+    else:
+        in_head = dim < HEAD_DIM
+        k = tl.load(keys + offsets[None, :] + dim[:, None], mask=in_head[:, None], other=0.0)
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if MASKED:
+        visible = first + lane[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible = visible & (first + lane[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - new_top[:, None])
+    old_weight = tl.exp2(top - new_top)
+    total = total * old_weight + tl.sum(weights, 1)
+    acc = acc * old_weight[:, None]
+    value_places = values + offsets[:, None] + dim[None, :]
+    # Values that nothing was written to may be NaN, which no weight of 0 removes.
+    if MASKED:
+        written = (first + lane < end)[:, None]
+        if DIM_PAD == HEAD_DIM:
+            v = tl.load(value_places, mask=written, other=0.0)
+        else:
+            v = tl.load(value_places, mask=written & (dim < HEAD_DIM)[None, :], other=0.0)
+    elif DIM_PAD == HEAD_DIM:
+        v = tl.load(value_places)
+    else:
+        v = tl.load(value_places, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill_kernel(
+    query,
+    cache,
+    table,
+    items,
+    output,
+    query_stride,
+    table_stride,
+    block_stride,
+    scale,  # times log2(e)
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    wait_previous(PDL)
+    head = tl.program_id(0)
+    item = items + tl.program_id(1) * FIELDS
+    token = tl.load(item)
+    table += tl.load(item + 1).to(tl.int64) * table_stride
+    begin = tl.load(item + 2)
+    seen_by_all = tl.load(item + 3)
+    end = tl.load(item + 4)
+    first_position = tl.load(item + 5)
+    count = tl.load(item + 6)
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_PAD)
+    inside = (row < count * GROUP)[:, None]
+    if DIM_PAD != HEAD_DIM:
+        inside = inside & (dim < HEAD_DIM)[None, :]
+    place = (row // GROUP).to(tl.int64)
+    member = (head * GROUP + row % GROUP) * HEAD_DIM
+    query += token.to(tl.int64) * query_stride
+    q = tl.load(
+        query + (place * query_stride + member)[:, None] + dim[None, :], mask=inside, other=0.0
+    )
+    position = first_position + row // GROUP
+    keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
+    values = keys + BLOCK_SIZE * HEAD_DIM
+
+    top = tl.full([ROWS], _LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    if WINDOW == 0:
+        for first in tl.range(begin, seen_by_all, TILE):
+            top, total, acc = _attend(
+                top, total, acc, q, position, keys, values, table, first, end, block_stride, scale,
+                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
+            )  # fmt: skip
+        begin = seen_by_all
+    for first in tl.range(begin, end, TILE):
+        top, total, acc = _attend(
+            top, total, acc, q, position, keys, values, table, first, end, block_stride, scale,
+            True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
+        )  # fmt: skip
+
+    ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+    total = tl.where(total == 0.0, 1.0, total)  # rows past the last token
+    out = (acc / total[:, None]).to(output.dtype.element_ty)
+    output += token.to(tl.int64) * ROW_SIZE
+    tl.store(output + (place * ROW_SIZE + member)[:, None] + dim[None, :], out, mask=inside)
+
+
+def prefill_attention(
+    query: Tensor,
+    layer_cache: Tensor,
+    table: Tensor,
+    items: Tensor,
+    output: Tensor,
+    scale: float,
+    window: int | None,
+    config: PrefillConfig,
+) -> None:
+    """Attend for the tokens that `items` names, and write their rows of `output`.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], tokens strided.
+        layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
+        table: int32 [num_rows, max_blocks].
+        items: int32 [num_items * ITEM_FIELDS], each (first token, table row, first key, end of the
+            tiles whose keys all rows see, end of keys, first token's position, tokens, 0). The
+            first key is a multiple of `tile_alignment(config.tile, block_size)`, and
+            tokens * group <= config.rows.
+        output: [num_tokens, num_heads * head_dim], dense.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
+    _prefill_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
+        query,
+        layer_cache,
+        table,
+        items,
+        output,
+        query.stride(0),
+        table.stride(0),
+        layer_cache.stride(0),
+        scale * 1.4426950408889634,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_SIZE=block_size,
+        ROWS=config.rows,
+        TILE=config.tile,
+        WINDOW=window or 0,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        FIELDS=ITEM_FIELDS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **launch_options(query.device),
+    )
