@@ -3,7 +3,8 @@
 // `blocks` is an array indexed by block id (0 is no block): {holders, cached, pinned} where holders
 // is a list of {request, hue, sequence, index}. `onPoint(id)` hears of the block under the pointer
 // or the keyboard's cursor, null if none.
-function makeGrid(canvas, onPoint) {
+// A grid with a `leader`, another grid, draws its blocks as large as that one.
+function makeGrid(canvas, onPoint, leader = null) {
   const MAX_HEIGHT = 440;
   const context = canvas.getContext("2d");
   const state = { numBlocks: 0, blocks: [], lit: null, cursor: 0, hasFocus: false };
@@ -20,7 +21,7 @@ function makeGrid(canvas, onPoint) {
 
   function layOut() {
     const width = canvas.parentElement.clientWidth;
-    for (cell = 28; cell > 4; cell--) {
+    for (cell = leader ? leader.cell() : 28; cell > 4 && !leader; cell--) {
       columns = Math.max(1, Math.floor(width / cell));
       if (Math.ceil(state.numBlocks / columns) * cell <= MAX_HEIGHT) break;
     }
@@ -133,6 +134,7 @@ function makeGrid(canvas, onPoint) {
   });
   readColors();
   return {
+    cell: () => cell,
     update(numBlocks, blocks) {
       state.numBlocks = numBlocks;
       state.blocks = blocks;

@@ -41,7 +41,7 @@
   }
 
   const device = makeGrid(byId("pool"), (id) => pointAt(id, deviceBlocks, "device"));
-  const swap = makeGrid(byId("swap"), (id) => pointAt(id, swapBlocks, "swap"));
+  const swap = makeGrid(byId("swap"), (id) => pointAt(id, swapBlocks, "swap"), device);
 
   function heldBy(request, tier) {
     const own = request.sequences.filter((sequence) => sequence.tier === tier);
