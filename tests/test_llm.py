@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import model_zoo
-from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.errors import (
     ConfigError,
     EngineFailed,
@@ -114,6 +114,18 @@ def test_stop_strings_cut_the_text_where_they_begin(llm: LLM) -> None:
         deltas = list(llm.stream("The dog", params))
         assert "".join(delta.text for delta in deltas) == text[:end]
         assert deltas[-1].finish_reason == "stop"
+
+
+def test_a_stop_string_in_the_last_token_that_may_come(llm: LLM) -> None:
+    free = llm.generate("The dog", SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    stop = free[0].outputs[0].text[6:9]
+
+    def generate(max_tokens: int) -> RequestOutput:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop=stop)
+        return llm.generate("The dog", params, use_tqdm=False)[0]
+
+    early = generate(24).outputs
+    assert generate(len(early[0].token_ids)).outputs == early
 
 
 def test_a_stop_token_ends_the_output_and_is_not_shown(llm: LLM) -> None:

@@ -100,8 +100,11 @@ class Scheduler:
         return request
 
     def finish_by_stop_string(self, seq: Sequence, stop: str) -> None:
-        """End a sequence whose text has come to a stop string."""
+        """End a sequence whose text has come to a stop string, if it has not ended there anyway."""
         seq.stop_reason = stop
+        if seq.finish_reason is not None:
+            seq.finish_reason = "stop"
+            return
         self.finish(seq, "stop")
         self._retire([seq.request])
 

@@ -99,19 +99,10 @@ class Delivery:
     ) -> str:
         params = client.params
         assert isinstance(params, SamplingParams), "only samples stream text"
-        for token_id in token_ids:
-            if (
-                seq.finish_reason == "stop"
-                and token_id == seq.token_ids[-1]
-                and not params.include_stop_str_in_output
-            ):
-                break  # the token that ends a sequence is no part of its text
-            stop = output_text.add(token_id, seq.num_output_tokens >= params.min_tokens)
-            if stop is not None and seq.finish_reason != "stop":
-                self._scheduler.finish_by_stop_string(seq, stop)
-                return output_text.release(finished=True)
-        if seq.finish_reason is not None:
-            output_text.finish()
+        num_before = seq.num_output_tokens - len(token_ids)
+        _, stop = output_text.extend(token_ids, num_before, seq.finish_reason, params)
+        if stop is not None and seq.finish_reason != "stop":
+            self._scheduler.finish_by_stop_string(seq, stop)
         return output_text.release(finished=seq.finish_reason is not None)
 
     def _text_of(self, client: _Client, seq: Sequence) -> OutputText | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from octavo.engine.tokenizer import Detokenizer
+from octavo.sampling_params import SamplingParams
 
 
 class OutputText:
@@ -41,6 +42,25 @@ class OutputText:
             return self._find_stop()
         self._num_searched = len(self.text)
         return None
+
+    def extend(
+        self, token_ids: Seq[int], num_before: int, ended: str | None, params: SamplingParams
+    ) -> tuple[int, str | None]:
+        """Add what a step brought to a sample that had `num_before` output tokens.
+
+        `ended` is its finish reason, if these tokens end it. Returns how many of them belong to the
+        output, and the stop string that the last of these completes.
+        """
+        last = len(token_ids) - 1
+        for i, token_id in enumerate(token_ids):
+            if ended == "stop" and i == last and not params.include_stop_str_in_output:
+                break  # the token that ends a sequence is no part of its text
+            stop = self.add(token_id, num_before + i + 1 >= params.min_tokens)
+            if stop is not None:
+                return i + 1, stop
+        if ended is not None:
+            self.finish()
+        return len(token_ids), None
 
     def finish(self) -> None:
         """No more tokens come."""
