@@ -31,7 +31,7 @@ ROUTERS: tuple[APIRouter, ...] = (
 def create_app(
     client: EngineClient, settings: ServerSettings, routers: Sequence[APIRouter] = ()
 ) -> FastAPI:
-    """All endpoints, behind the gate that checks keys and limits. `client` must have started.
+    """All endpoints, behind the gate that checks keys and limits.
 
     `routers` are those that need more than the client: metrics and pages.
     """

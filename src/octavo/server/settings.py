@@ -11,6 +11,25 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Listening:
+    """Where the server listens, and how long it takes to stop."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any that is free
+    drain_seconds: float = 30.0  # for open requests, after SIGTERM
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError("port", f"{self.port} is not between 0 and {(1 << 16) - 1}")
+        if self.drain_seconds < 0:
+            raise ConfigError("drain_seconds", f"{self.drain_seconds} is negative")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile", "it needs ssl_certfile")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSettings:
     """Options of the API, apart from those of the engine behind it."""
 

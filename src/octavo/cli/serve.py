@@ -1,0 +1,143 @@
+"""`octavo serve`: the HTTP server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from octavo.cli.options import engine_options, size
+
+SUPERVISION = ("max_waiting", "stall_seconds", "hang_seconds")
+SETTINGS = (
+    "max_body_bytes",
+    "max_prompts",
+    "ignore_unknown_fields",
+    "trust_request_chat_template",
+    "log_requests",
+)
+LISTENING = ("host", "port", "drain_seconds", "ssl_certfile", "ssl_keyfile")
+
+
+@click.command()
+@click.argument("model", default="demo")
+@click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
+@click.option("--port", type=int, help="0: any that is free.  [default: 8000]")
+@click.option(
+    "--served-model-name",
+    "model_names",
+    multiple=True,
+    help="What clients call the model; may be given several times.  [default: MODEL]",
+)
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="OCTAVO_API_KEY",
+    metavar="KEY[:SALT]",
+    help="A key that clients must show; may be given several times (in the environment variable "
+    "OCTAVO_API_KEY: with spaces between). Keys with different SALTs share no cached prefixes.",
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A file with such keys, one a line.",
+)
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    help="Let web pages of this origin call the server; * is all.  [default: none]",
+)
+@click.option("--max-body", "max_body_bytes", type=size, help="Largest body.  [default: 4 MiB]")
+@click.option("--max-prompts", type=int, help="Most prompts in one request.  [default: 256]")
+@click.option(
+    "--ignore-unknown-fields",
+    is_flag=True,
+    default=None,
+    help="Ignore fields that octavo does not know, instead of refusing the request.",
+)
+@click.option(
+    "--trust-request-chat-template",
+    is_flag=True,
+    default=None,
+    help="Run chat templates that requests bring along (sandboxed, but they can take long).",
+)
+@click.option(
+    "--max-waiting",
+    type=int,
+    help="Requests that may wait to run; more are refused with 429.  [default: 1024]",
+)
+@click.option(
+    "--stall-seconds",
+    type=float,
+    help="Without a step for so long while requests wait, /health says 503.  [default: 30]",
+)
+@click.option("--hang-seconds", type=float, help="And then the engine is replaced.  [default: 300]")
+@click.option(
+    "--drain-seconds",
+    type=float,
+    help="After SIGTERM, how long open requests may take to end.  [default: 30]",
+)
+@click.option("--ssl-certfile", type=click.Path(dir_okay=False), help="Serve HTTPS.")
+@click.option("--ssl-keyfile", type=click.Path(dir_okay=False), help="The certificate's key.")
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="info has a line for each request that ends. No line has prompts, outputs or keys.",
+)
+@click.option(
+    "--log-requests",
+    is_flag=True,
+    default=None,
+    help="Also log a line for each HTTP request, of whatever kind.",
+)
+@engine_options()
+def serve(
+    model: str,
+    model_names: tuple[str, ...],
+    api_keys: tuple[str, ...],
+    api_key_file: Path | None,
+    cors_origins: tuple[str, ...],
+    log_format: Any,
+    log_level: str,
+    engine: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Serve MODEL (demo, if none is given) over HTTP, as OpenAI's API.
+
+    One line on stdout says when and where. SIGTERM or Ctrl-C lets open requests end first.
+    """
+    import logging
+
+    from octavo.config import make_config
+    from octavo.server.api.keys import ApiKeys, read_key_file
+    from octavo.server.logs import set_up_logs
+    from octavo.server.run import run_server
+    from octavo.server.settings import Listening, ServerSettings
+    from octavo.server.supervisor import Supervision
+
+    def given(names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: options[name] for name in names if options[name] is not None}
+
+    keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file else ())]
+    settings = ServerSettings(
+        model_names or (model,),
+        api_keys=ApiKeys(keys),
+        cors_origins=cors_origins,
+        **given(SETTINGS),
+    )
+    set_up_logs(log_format, getattr(logging, log_level.upper()))
+    run_server(
+        make_config(model, **engine),
+        Supervision(**given(SUPERVISION)),
+        settings,
+        Listening(**given(LISTENING)),
+        click.echo,
+    )

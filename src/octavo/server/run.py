@@ -1,0 +1,198 @@
+"""`octavo serve` from start to end: socket, engine, HTTP, and how it all stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.server.app import create_app
+from octavo.server.client import EngineClient
+from octavo.server.observation import Observation
+from octavo.server.settings import Listening, ServerSettings
+from octavo.server.supervisor import Supervision
+
+CLOSE_SECONDS = 2  # for connections to end once their requests have
+KEEP_ALIVE_SECONDS = 30  # for a connection without a request
+
+logger = logging.getLogger(__name__)
+
+
+def run_server(
+    config: EngineConfig,
+    supervision: Supervision,
+    settings: ServerSettings,
+    listening: Listening,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT. `say` gets one line when requests can be sent.
+
+    Raises ConfigError (a port that is taken, say), ModelError or OutOfMemory.
+    """
+    start = time.monotonic()
+    name = settings.model_names[0]
+
+    def ready(url: str) -> None:
+        say(f"octavo serves {name} at {url} (ready after {time.monotonic() - start:.1f} s)")
+        if not settings.api_keys and not is_loopback(listening.host):
+            logger.warning("whoever reaches %s may use it: there is no --api-key", url)
+
+    check_tls(listening)
+    with contextlib.closing(bind(listening)) as listener:
+        observation = Observation(name)
+        client = EngineClient(config, supervision, observation.listeners)
+        app = create_app(client, settings, observation.routers(client))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(client, app, listening, listener, ready))
+
+
+def bind(listening: Listening) -> socket.socket:
+    """A socket that has its port but does not listen yet, so that a taken port is known early."""
+    host, port = listening.host, listening.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError("host", f"{host!r} is no address of this machine ({error})") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                "port", f"{port} is taken on {host}; choose another (--port 0 takes a free one)"
+            ) from error
+        raise ConfigError("port", f"{host}:{port} cannot be bound ({error.strerror})") from error
+    return listener
+
+
+def check_tls(listening: Listening) -> None:
+    """Raises ConfigError if certificate and key cannot be used."""
+    if listening.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(listening.ssl_certfile, listening.ssl_keyfile)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError("ssl_certfile", f"it cannot be used ({error})") from error
+
+
+def url_of(listening: Listening, port: int) -> str:
+    scheme = "http" if listening.ssl_certfile is None else "https"
+    host = f"[{listening.host}]" if ":" in listening.host else listening.host
+    return f"{scheme}://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, which leaves signals to us and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(
+    client: EngineClient,
+    app: FastAPI,
+    listening: Listening,
+    listener: socket.socket,
+    ready: Callable[[str], None],
+) -> None:
+    """Start the engine, serve until a signal, drain, and end the engine."""
+    with signals() as stop:
+        try:
+            if not await unless(stop, client.start()):
+                return
+            server = HttpServer(http_config(app, listening))
+            serving = asyncio.create_task(server.serve([listener]))
+            await unless(stop, server.listens.wait())
+            ready(url_of(listening, listener.getsockname()[1]))
+            await unless(stop, asyncio.shield(serving))
+            stop.clear()
+            if client.open_requests:
+                logger.info("draining; a second signal ends all requests at once")
+            await unless(stop, client.drain(listening.drain_seconds))
+            await client.close()
+            server.should_exit = True
+            await serving
+        finally:
+            await client.close()
+
+
+def http_config(app: FastAPI, listening: Listening) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+        ssl_certfile=listening.ssl_certfile,
+        ssl_keyfile=listening.ssl_keyfile,
+    )
+
+
+async def unless(stop: asyncio.Event, work: Awaitable[object]) -> bool:
+    """Do `work` unless `stop` is set first: then it is cancelled, and False returned."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        task.result()
+        return True
+    finally:
+        stopped.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
