@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from octavo.errors import ConfigError
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 PolicyName = Literal["fcfs", "priority"]
+MemoryDeviceName = Literal["auto", "cpu", "cuda"]
+PolicyName = Literal["paged", "orca-max", "orca-pow2", "orca-oracle", "fastertransformer"]
 
 GIB = 1 << 30
 MAX_BLOCK_SIZE = 256
@@ -33,8 +36,11 @@ class CacheConfig:
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # None: as many as the memory allows
     kv_cache_memory: int | None = None  # bytes; None: measured
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that this process may take
     swap_space: int = 1 * GIB  # bytes of host memory for swapped-out blocks
     enable_prefix_caching: bool = True
+    # Blocks on demand, or reserved ahead like the systems that the paper compares with.
+    memory_policy: MemoryPolicyName = "paged"
 
     def __post_init__(self) -> None:
         _require(
@@ -55,7 +61,18 @@ class CacheConfig:
                 "kv_cache_memory",
                 "give either kv_cache_memory or num_blocks, not both",
             )
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            "gpu_memory_utilization",
+            f"{self.gpu_memory_utilization} is not in the range (0, 1]",
+        )
         _require(self.swap_space >= 0, "swap_space", f"{self.swap_space} bytes is negative")
+        _check_choice("memory_policy", self.memory_policy, get_args(MemoryPolicyName))
+        _require(
+            self.memory_policy == "paged" or not self.enable_prefix_caching,
+            "enable_prefix_caching",
+            f"memory_policy {self.memory_policy} shares no blocks; only paged can reuse prefixes",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +113,8 @@ class EngineConfig:
     dtype: DTypeName = "auto"
     load_format: LoadFormat = "auto"
     max_model_len: int | None = None  # tokens; None: what the model was made for
-    device: str = "cpu"
+    device: DeviceName = "auto"  # auto: a GPU if there is one
+    cuda_graphs: bool = True  # on a GPU: decode steps are captured once and replayed
     attention_backend: str = "auto"
     seed: int = 0  # of requests that bring none, and of dummy weights
     max_logprobs: int = 20
@@ -110,17 +128,27 @@ class EngineConfig:
         _require(bool(self.model), "model", "is empty")
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
+        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         if self.max_model_len is not None:
             _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
         if self.num_threads is not None:
             _require(self.num_threads >= 1, "num_threads", f"{self.num_threads} is less than 1")
+        _require(
+            self.cache.memory_policy == "paged" or self.scheduler.policy == "fcfs",
+            "policy",
+            f"{self.scheduler.policy} preempts, which memory_policy "
+            f"{self.cache.memory_policy} cannot",
+        )
 
 
 def make_config(model: str, **options: Any) -> EngineConfig:
     """An EngineConfig from flat options: the fields of all three classes, which do not overlap.
 
+    A memory policy that cannot reuse prefixes turns prefix caching off, unless it is asked for.
     Raises ConfigError for an unknown option, with its likely spelling, or a bad value.
     """
+    if options.get("memory_policy", "paged") != "paged":
+        options = {"enable_prefix_caching": False, **options}
     homes: dict[str, dict[str, Any]] = {}
     by_name = {f.name: kind for kind in (CacheConfig, SchedulerConfig) for f in fields(kind)}
     own = {f.name for f in fields(EngineConfig)} - {"model", "cache", "scheduler"}

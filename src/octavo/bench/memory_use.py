@@ -29,7 +29,9 @@ class SlotUse:
     token_states: float  # KV of tokens
     reservation: float  # slots that their sequence will still fill
     internal: float  # slots in a held block that will never be filled
-    external: float  # free blocks, and sources of copies that are still under way
+    # Free blocks, sources of copies that are still under way, and what memory policies other than
+    # paged lose by rounding reservations up.
+    external: float
 
     @property
     def total(self) -> float:
@@ -133,10 +135,7 @@ class MemoryUse:
     def _look(self, plan: StepPlan) -> StepMemory:
         scheduler, kv = self._engine.scheduler, self._engine.kv
         self.peak_blocks = max(self.peak_blocks, kv.pool.num_held)
-        # Sources of this step's copies may be held for the copy alone: they are nobody's.
-        num_held = kv.pool.num_held - sum(
-            kv.pool.ref_count(block_id) == 1 for block_id in kv.held_sources
-        )
+        num_held = kv.num_table_blocks
         tails: list[Tail] = []
         num_logical = 0
         for seq in [*_running(scheduler), *kv.pins.values()]:

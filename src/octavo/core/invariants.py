@@ -9,6 +9,7 @@ from octavo.core.block_pool import NULL_BLOCK, BlockPool
 from octavo.core.block_table import BlockTable
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_spec import FullAttention
+from octavo.core.reserving import ReservingKVCacheManager
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence, Status
 
@@ -41,12 +42,39 @@ def check_manager(
 ) -> None:
     """I1 to I4, I7 and I8 for the sequences that are given, which are all there are."""
     on_device = list(on_device)
+    if isinstance(kv, ReservingKVCacheManager):
+        _check_reservations(kv, on_device)
+        return
     tables = [_table(seq) for seq in [*on_device, *kv.pins.values()]]
     _check_pool(kv.pool, tables, kv.held_sources)
     _check_pool(kv.swap_pool, [_table(seq) for seq in swapped], Counter())
     assert kv.swap_pool.num_blocks <= kv.pool.num_blocks, "I8: the swap tier exceeds the pool"
     for seq in on_device:
         _check_table(kv, seq)
+
+
+def _check_reservations(kv: ReservingKVCacheManager, seqs: list[Sequence]) -> None:
+    """The same where memory is reserved ahead: a table has room for more than I4 allows."""
+    tables = [_table(seq).block_ids for seq in seqs]
+    spares = kv.spare_extents()
+    runs = {tuple(ids) for extent in [*tables, *spares] for ids in extent}
+    for run in runs:
+        assert run == tuple(range(run[0], run[0] + len(run))), f"{run} are not consecutive"
+    blocks = [b for run in runs for b in run]
+    free = kv.pool.free_ids()
+    assert len({*blocks, *free}) == len(blocks) + len(free), "I1: extents overlap, or are free"
+    assert len(free) == kv.pool.num_free, "I1: a free block is not counted"
+    holders = Counter(b for extent in [*tables, *spares] for ids in extent for b in ids)
+    for block_id, count in holders.items():
+        assert kv.pool.ref_count(block_id) == count, f"I2: block {block_id} has {count} holders"
+    if not holders:
+        assert kv.pool.num_free == kv.pool.num_blocks, "I7: nothing runs and blocks are missing"
+    for seq in seqs:
+        table = _table(seq)
+        room = len(table.block_ids[0]) * kv.block_size
+        assert seq.num_computed_tokens <= room, f"I4: {seq} has room for {room} tokens"
+        if table.writable_until > seq.num_computed_tokens:
+            assert kv.pool.ref_count(table.block_ids[0][0]) == 1, f"I3: {seq} shares its extent"
 
 
 def _table(seq: Sequence) -> BlockTable:

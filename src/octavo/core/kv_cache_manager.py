@@ -17,7 +17,7 @@ from octavo.core.block_table import BlockTable
 from octavo.core.kv_spec import FullAttention, KVSpec, first_needed_block
 from octavo.core.prefix_cache import Digest, PrefixCache, sha256_128
 from octavo.core.prefix_matcher import PrefixHit, PrefixMatcher
-from octavo.core.sequence import Sequence
+from octavo.core.sequence import Request, Sequence
 from octavo.core.step import TableWrite
 
 
@@ -37,6 +37,9 @@ class KVCacheManager:
     `specs` has one entry per KV group; groups share the pool. Two tiers: blocks on the device,
     1 .. num_blocks, and blocks in the swap tier, 1 .. num_swap_blocks.
     """
+
+    # Request-level batching: what runs was admitted in one step, and its results come out together.
+    forms_batches = False
 
     def __init__(
         self,
@@ -76,6 +79,20 @@ class KVCacheManager:
     @property
     def num_pinned_blocks(self) -> int:
         return len({b for seq in self.pins.values() for b in _table(seq).held()})
+
+    @property
+    def num_table_blocks(self) -> int:
+        """Blocks in the tables of sequences: without those that are held only to be copied."""
+        only_held = sum(self.pool.ref_count(block_id) == 1 for block_id in self.held_sources)
+        return self.pool.num_held - only_held
+
+    def worst_case_blocks(self, request: Request, chunk: int) -> int:
+        """Blocks that a request may come to hold: samples and beams share the full blocks of the
+        prompt, and nothing else for certain."""
+        method = request.method
+        each = self.num_blocks_for(method.max_length, chunk)
+        shared = self.num_shared_blocks(request.num_prompt_tokens, method.max_length)
+        return method.max_sequences * each - (method.max_sequences - 1) * shared
 
     def num_blocks_for(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that one sequence of `num_tokens` holds at any moment."""

@@ -106,16 +106,12 @@ class Scheduler:
             seq.finish_reason = "stop"
             return
         self.finish(seq, "stop")
-        self._retire([seq.request])
+        if not self.kv.forms_batches:
+            self._retire([seq.request])
 
     def worst_case_blocks(self, request: Request) -> int:
-        """Blocks that a request may come to hold: samples and beams share the full blocks of the
-        prompt, and nothing else for certain."""
-        method = request.method
-        chunk = self.config.max_num_batched_tokens
-        each = self.kv.num_blocks_for(method.max_length, chunk)
-        shared = self.kv.num_shared_blocks(request.num_prompt_tokens, method.max_length)
-        return method.max_sequences * each - (method.max_sequences - 1) * shared
+        """Blocks that a request may come to hold."""
+        return self.kv.worst_case_blocks(request, self.config.max_num_batched_tokens)
 
     def check_fits(self, request: Request) -> None:
         """Raises RequestTooLong if a request could never run to its end."""
@@ -149,8 +145,9 @@ class Scheduler:
         self._continue_running(draft)
         if not draft.ran_out_of_blocks:
             self._resume_swapped(draft)
-            self._admit_waiting(draft)
-        if draft.is_empty:
+            if not (self.kv.forms_batches and self.running):
+                self._admit_waiting(draft)
+        if draft.is_empty and not self._finished_batch():
             return None  # rows that have closed can wait
         plan = draft.to_plan(self._next_step, self._rows)
         self._next_step += 1
@@ -194,6 +191,7 @@ class Scheduler:
         for seq in draft.computing:
             if seq.finish_reason is None and seq.request.method.wants == "kv":
                 seq.request.method.computed(seq, self)
+        progress.finished += self._finished_batch()
         self._retire(progress.finished)
         return progress
 
@@ -225,6 +223,8 @@ class Scheduler:
         self.free(seq)
         request = seq.request
         request.finished.append(seq)
+        if self.kv.forms_batches:
+            return  # it keeps its place until the whole batch is done
         if not request.sequences and request not in self._progress.finished[-1:]:
             self._progress.finished.append(request)
 
@@ -520,6 +520,12 @@ class Scheduler:
         draft.started.append(request)
 
     # ---------------------------------------------------------------- ends
+
+    def _finished_batch(self) -> list[Request]:
+        """Request-level batching: all that ran, when the last of them is done."""
+        if not self.kv.forms_batches or any(request.sequences for request in self.running):
+            return []
+        return list(self.running)
 
     def _take_draws(self, seq: Sequence, token_id: int, result: StepResult) -> None:
         """Tokens that come with log-probabilities, or several at once."""

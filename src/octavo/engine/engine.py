@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from octavo.config import EngineConfig
 from octavo.core.decoding import PinPrefix
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.memory_policy import make_kv_cache_manager
 from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import Request
 from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
@@ -48,12 +48,12 @@ class Engine:
         self.tokenizer = tokenizer
         self.clock = clock
         self.executor = executor
-        self.kv = KVCacheManager(
+        self.kv = make_kv_cache_manager(
+            config.cache,
             capacity.layout.specs,
-            config.cache.block_size,
             capacity.num_blocks,
             capacity.num_swap_blocks,
-            config.cache.enable_prefix_caching,
+            config.max_model_len or model_config.max_model_len,
         )
         self.max_model_len = self._decide_max_model_len()
         self.scheduler = Scheduler(config.scheduler, self.kv, clock)
