@@ -1,4 +1,5 @@
-"""The pages that visitors see: the dashboard at /, and the pool to drive by hand at /pool.
+"""The pages that visitors see: the dashboard at /, the pool to drive by hand at /pool, the API's
+description at /docs.
 
 Each page is one self-contained document: styles and scripts are put into it when it is read, and
 nothing is fetched from elsewhere. The content security policy names the scripts by their digests,
@@ -54,7 +55,7 @@ def _digest(script: str) -> str:
 
 
 def pages_router(feed: Feed) -> APIRouter:
-    """The two pages and what feeds them. Authentication is the gate's."""
+    """The pages and what feeds them. Authentication is the gate's."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
@@ -64,6 +65,10 @@ def pages_router(feed: Feed) -> APIRouter:
     @router.get("/pool")
     async def pool() -> Response:
         return _page("pool.html")
+
+    @router.get("/docs")
+    async def docs() -> Response:
+        return _page("docs.html")
 
     @router.get("/dashboard/feed")
     async def frames() -> Response:

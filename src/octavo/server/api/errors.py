@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from msgspec import Meta
 from starlette.exceptions import HTTPException
 
@@ -98,6 +99,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="unavailable", retry_after=error.retry_after)
     if isinstance(error, EngineFailed):
         return ApiError(500, str(error), code="engine_failed")
+    if isinstance(error, RequestValidationError):
+        return _of_parameter(error)
     if isinstance(error, HTTPException):
         return _of_http_exception(error)
     # Lines of code without the message: it may hold a piece of somebody's prompt.
@@ -112,8 +115,15 @@ def add_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    for kind in (ApiError, OctavoError, HTTPException):
+    for kind in (ApiError, OctavoError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, handle)
+
+
+def _of_parameter(error: RequestValidationError) -> ApiError:
+    """What FastAPI finds wrong in a path or a query, which it would call 422."""
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return refused(name, str(first["msg"]), "invalid_value")
 
 
 def _of_http_exception(error: HTTPException) -> ApiError:

@@ -26,6 +26,9 @@ DESCRIPTION = """octavo serves large language models with PagedAttention.
 Bodies are JSON. Every field is honoured, or refused with a 400 that names it. All errors have one
 shape: `{"error": {"message", "type", "param", "code"}}`."""
 
+# Of the 422 that octavo never sends.
+FASTAPI_OWN = ("HTTPValidationError", "ValidationError")
+
 _structures: dict[str, type] = {"ErrorReply": ErrorReply}
 
 
@@ -57,7 +60,8 @@ def describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:
             # FastAPI announces it for every path parameter; octavo never sends it.
             operation["responses"].pop("422", None)
     components = whole.setdefault("components", {})
-    components["schemas"] = _schemas()
+    own = components.get("schemas", {})
+    components["schemas"] = {k: v for k, v in own.items() if k not in FASTAPI_OWN} | _schemas()
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         whole["security"] = [{"key": []}]
