@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
@@ -24,6 +26,7 @@ class Case:
     window: int | None = None
     dtype: torch.dtype = torch.float32
     rotary_dim: int | None = None
+    head_norm: bool = False
     seed: int = 0
 
     @property
@@ -41,30 +44,68 @@ class Case:
         return replace(self, sequences=(self.sequences[index],))
 
 
-def rotary_table(rotary_dim: int, max_positions: int = 4096) -> RotaryTable:
+def rotary_table(rotary_dim: int, device: str = "cpu") -> RotaryTable:
     inverse = 10000.0 ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim)
-    angles = torch.arange(max_positions).float()[:, None] * inverse
-    return RotaryTable(angles.cos(), angles.sin())
+    angles = torch.arange(4096).float()[:, None] * inverse
+    return RotaryTable(angles.cos().to(device), angles.sin().to(device))
+
+
+class DeviceStaging:
+    """Brings each array to the device by itself."""
+
+    max_num_seqs, max_num_tokens = 256, 8192
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def put(self, name: str, values: NDArray[np.int32], capacity: int) -> Tensor:
+        assert values.size <= capacity, name
+        return torch.from_numpy(values).to(self._device)
+
+
+class UnitNorm:
+    """A head norm whose weight is not 1."""
+
+    def __init__(self, head_dim: int, dtype: torch.dtype, device: str) -> None:
+        self.weight = torch.linspace(0.5, 1.5, head_dim, device=device).to(dtype)
+        self.eps = 1e-5
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        squares = hidden.float().square().mean(-1, keepdim=True)
+        normed = hidden.float() * torch.rsqrt(squares + self.eps) * self.weight.float()
+        return normed.to(hidden.dtype), hidden
 
 
 class Bench:
     """A backend over a KV cache full of NaN, driven by steps of (sequence, new tokens)."""
 
-    def __init__(self, backend: str, case: Case, num_layers: int = 2, capacity: int = 1024) -> None:
+    def __init__(
+        self,
+        backend: str,
+        case: Case,
+        num_layers: int = 2,
+        capacity: int = 1024,
+        device: str = "cpu",
+    ) -> None:
         self.case = case
+        self.device = device
         layer, size = case.layer, case.block_size
         kind = load_backend(backend)
         shape = kind.kv_block_shape(size, layer.num_kv_heads, layer.head_dim)
         self.blocks_per_seq = -(-capacity // size)
         num_blocks = 1 + self.blocks_per_seq * len(case.sequences)
-        cache = torch.full((num_blocks, num_layers, *shape), float("nan"), dtype=case.dtype)
+        cache = torch.full(
+            (num_blocks, num_layers, *shape), float("nan"), dtype=case.dtype, device=device
+        )
         self.backend: AttentionBackend = kind([layer], [LayerPlace(0, num_layers - 1)], cache, size)
         order = (
             torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(case.seed)) + 1
         )
         self.tables = order.view(len(case.sequences), self.blocks_per_seq).int()
         self.computed = [0] * len(case.sequences)
-        self.rotary = None if case.rotary_dim is None else rotary_table(case.rotary_dim)
+        self.rotary = None if case.rotary_dim is None else rotary_table(case.rotary_dim, device)
+        norm = UnitNorm(case.head_dim, case.dtype, device)
+        self.head_norms = (norm, norm) if case.head_norm else None
 
     def step(self, work: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Compute the next tokens of some sequences; their attention outputs, one a sequence."""
@@ -95,14 +136,17 @@ class Bench:
                 context_lens=contexts,
                 query_starts=starts,
                 positions=positions,
-                block_tables=[tables],
+                block_tables=[tables.to(self.device)],
                 slots=[blocks * case.block_size + positions % case.block_size],
+                staging=DeviceStaging(torch.device(self.device)),
             )
         )
-        fused = torch.cat(inputs)
+        fused = torch.cat(inputs).to(self.device)
         heads, kv_heads = case.layer.num_heads, case.num_kv_heads
         query, key, value = fused.split([heads, kv_heads, kv_heads], dim=1)
-        output = self.backend.forward(case.layer.layer_id, query, key, value, self.rotary)
+        output = self.backend.forward(
+            case.layer.layer_id, query, key, value, self.rotary, self.head_norms
+        )
         return list(output.split(lens.tolist()))
 
     def run(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.paged import key_offsets
+from octavo.kernels.paged import key_offsets, tile_blocks
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 
 ITEM_FIELDS = 8
@@ -142,25 +142,22 @@ def _decode_kernel(
         top = tl.full([ROWS], _LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+        blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
         for first in tl.range(begin, end, TILE):
-            offsets = key_offsets(table, first, end, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
+            # A tile ahead, so that fetching keys never waits for the table.
+            next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
+            offsets = key_offsets(blocks, first, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
+            places = offsets[:, None] + dim[None, :]
             written = first + lane < end
             # Values that nothing was written to may be NaN, which no weight of 0 removes.
             if DIM_PAD == HEAD_DIM:
-                k = tl.load(keys + offsets[None, :] + dim[:, None])
-                v = tl.load(
-                    values + offsets[:, None] + dim[None, :], mask=written[:, None], other=0.0
-                )
+                k = tl.load(keys + places)
+                v = tl.load(values + places, mask=written[:, None], other=0.0)
             else:
-                k = tl.load(
-                    keys + offsets[None, :] + dim[:, None], mask=dim[:, None] < HEAD_DIM, other=0.0
-                )
-                v = tl.load(
-                    values + offsets[:, None] + dim[None, :],
-                    mask=written[:, None] & (dim[None, :] < HEAD_DIM),
-                    other=0.0,
-                )
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale
+                in_head = dim[None, :] < HEAD_DIM
+                k = tl.load(keys + places, mask=in_head, other=0.0)
+                v = tl.load(values + places, mask=written[:, None] & in_head, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             visible = written
             if WINDOW > 0:
                 visible = written & (first + lane >= context - WINDOW)
@@ -172,6 +169,7 @@ def _decode_kernel(
             acc = acc * old_weight[:, None]
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
+            blocks = next_blocks
 
         output += token.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * (GROUP * HEAD_DIM)
         if num_splits <= 1:

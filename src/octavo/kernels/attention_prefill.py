@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.paged import key_offsets
+from octavo.kernels.paged import key_offsets, tile_blocks
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 
 ITEM_FIELDS = 8
@@ -49,7 +49,7 @@ def _attend(
     position,
     keys,
     values,
-    table,
+    blocks,
     first,
     end,
     block_stride,
@@ -65,13 +65,14 @@ def _attend(
     """Take one tile of keys into the rows' running softmax."""
     dim = tl.arange(0, DIM_PAD)
     lane = tl.arange(0, TILE)
-    offsets = key_offsets(table, first, end, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
+    offsets = key_offsets(blocks, first, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
+    places = offsets[:, None] + dim[None, :]
+    in_head = dim[None, :] < HEAD_DIM
     if DIM_PAD == HEAD_DIM:
-        k = tl.load(keys + offsets[None, :] + dim[:, None])
+        k = tl.load(keys + places)
     else:
-        in_head = dim < HEAD_DIM
-        k = tl.load(keys + offsets[None, :] + dim[:, None], mask=in_head[:, None], other=0.0)
-    scores = tl.dot(q, k, input_precision=PRECISION)
+        k = tl.load(keys + places, mask=in_head, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         visible = first + lane[None, :] <= position[:, None]
         if WINDOW > 0:
@@ -82,18 +83,13 @@ def _attend(
     old_weight = tl.exp2(top - new_top)
     total = total * old_weight + tl.sum(weights, 1)
     acc = acc * old_weight[:, None]
-    value_places = values + offsets[:, None] + dim[None, :]
     # Values that nothing was written to may be NaN, which no weight of 0 removes.
     if MASKED:
-        written = (first + lane < end)[:, None]
-        if DIM_PAD == HEAD_DIM:
-            v = tl.load(value_places, mask=written, other=0.0)
-        else:
-            v = tl.load(value_places, mask=written & (dim < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(values + places, mask=(first + lane < end)[:, None] & in_head, other=0.0)
     elif DIM_PAD == HEAD_DIM:
-        v = tl.load(value_places)
+        v = tl.load(values + places)
     else:
-        v = tl.load(value_places, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(values + places, mask=in_head, other=0.0)
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return new_top, total, acc
 
@@ -151,18 +147,24 @@ def _prefill_kernel(
     top = tl.full([ROWS], _LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
     if WINDOW == 0:
         for first in tl.range(begin, seen_by_all, TILE):
+            # A tile ahead, so that fetching keys never waits for the table.
+            next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = _attend(
-                top, total, acc, q, position, keys, values, table, first, end, block_stride, scale,
+                top, total, acc, q, position, keys, values, blocks, first, end, block_stride, scale,
                 False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
             )  # fmt: skip
+            blocks = next_blocks
         begin = seen_by_all
     for first in tl.range(begin, end, TILE):
+        next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
         top, total, acc = _attend(
-            top, total, acc, q, position, keys, values, table, first, end, block_stride, scale,
+            top, total, acc, q, position, keys, values, blocks, first, end, block_stride, scale,
             True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
         )  # fmt: skip
+        blocks = next_blocks
 
     ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
     total = tl.where(total == 0.0, 1.0, total)  # rows past the last token

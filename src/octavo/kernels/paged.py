@@ -11,33 +11,41 @@ import triton.language as tl
 
 
 @triton.jit
+def tile_blocks(table, first, end, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Ids of the blocks that hold the keys first .. first + TILE - 1: int32 [TILE], or one for all.
+
+    `first` is a multiple of `tile_alignment`. Past `end` it is the null block, which exists.
+    """
+    lane = tl.arange(0, TILE)
+    if BLOCK_SIZE % TILE == 0:
+        return tl.load(table + first // BLOCK_SIZE, mask=first < end, other=0)
+    elif TILE % BLOCK_SIZE == 0:
+        inside = first + lane // BLOCK_SIZE * BLOCK_SIZE < end
+        index = first // BLOCK_SIZE + lane // BLOCK_SIZE
+        return tl.load(table + index, mask=inside, other=0)
+    else:
+        key = first + lane
+        return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+
+
+@triton.jit
 def key_offsets(
-    table,
+    blocks,
     first,
-    end,
     block_stride,
     TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """int64 [TILE]: of the keys at first .. first + TILE - 1, in elements from the layer's start.
-
-    `first` < `end` is a multiple of `tile_alignment`. Past `end` the offsets are those of block 0,
-    or of a place in the last block that nothing was written to.
-    """
+    """int64 [TILE]: where the keys of `tile_blocks` lie, in elements from the layer's start."""
     lane = tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
-        block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
-        return block * block_stride + (first % BLOCK_SIZE + lane) * HEAD_DIM
+        inside = first % BLOCK_SIZE + lane
     elif TILE % BLOCK_SIZE == 0:
-        inside = first + lane // BLOCK_SIZE * BLOCK_SIZE < end
-        index = first // BLOCK_SIZE + lane // BLOCK_SIZE
-        block = tl.load(table + index, mask=inside, other=0).to(tl.int64)
-        return block * block_stride + lane % BLOCK_SIZE * HEAD_DIM
+        inside = lane % BLOCK_SIZE
     else:
-        key = first + lane
-        block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
-        return block * block_stride + key % BLOCK_SIZE * HEAD_DIM
+        inside = (first + lane) % BLOCK_SIZE
+    return blocks.to(tl.int64) * block_stride + inside * HEAD_DIM
 
 
 def tile_alignment(tile: int, block_size: int) -> int:
