@@ -12,10 +12,10 @@ from octavo.engine.engine import Engine
 from octavo.errors import RequestTooLong
 from octavo.outputs import RequestOutput
 from octavo.simulation.clock import VirtualClock
-from octavo.simulation.config import SimulationConfig
-from octavo.simulation.executor import SimulatedExecutor
+from octavo.simulation.config import Machine, SimulationConfig
+from octavo.simulation.executor import ShapeTracker, SimulatedExecutor
 from octavo.simulation.result import RequestRecord, SimulationResult, StepSample
-from octavo.simulation.step_shape import RowLengths
+from octavo.simulation.step_shape import PaddedBatches, RowLengths
 
 
 class Workload(Protocol):
@@ -74,7 +74,7 @@ class Simulation:
             machine.capacity,
             machine.cost_model,
             self.clock,
-            RowLengths(machine.model.layer_windows),
+            _make_tracker(config, machine),
             config.beam_spacing,
             config.seed,
         )
@@ -171,6 +171,12 @@ class Simulation:
             kv.block_size,
             kv.pool.num_blocks,
         )
+
+
+def _make_tracker(config: SimulationConfig, machine: Machine) -> ShapeTracker:
+    rows = RowLengths(machine.model.layer_windows)
+    pads = config.cache.memory_policy == "fastertransformer"
+    return PaddedBatches(rows) if pads else rows
 
 
 def _arrival(request: TraceRequest) -> float:
