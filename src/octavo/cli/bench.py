@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from octavo.cli.bench_serve import serve
 from octavo.cli.options import engine_options
 from octavo.cli.session import show_log
 
@@ -73,13 +74,13 @@ def throughput(
 
     if trace is not None and (input_len or output_len):
         raise click.UsageError("--trace brings lengths: leave out --input-len and --output-len")
-    requests = _requests(trace, num_prompts, input_len, output_len)
+    requests = trace_requests(trace, num_prompts, input_len, output_len)
     decoding = Decoding(n, temperature, beam_width)
     decoding.params(1, 0)  # refuses what cannot be, before a model is loaded
     show_log(quiet=as_json, verbose=False)
     with LLM(model, **engine) as llm:
         fitting, num_skipped = split_by_fit(llm.engine, requests, skip_long)
-        with _progress(len(fitting), "requests") as bar:
+        with progress_bar(len(fitting), "requests") as bar:
             seed = engine.get("seed", 0)
             report = run_throughput(
                 llm.engine, fitting, decoding, seed, hash_block_size, lambda _: bar.update()
@@ -130,7 +131,7 @@ def latency(
     show_log(quiet=as_json, verbose=False)
     with LLM(model, **engine) as llm:
         split_by_fit(llm.engine, [TraceRequest(input_len, output_len)], skip_long=False)
-        with _progress(num_warm_up + num_iterations, "batches") as bar:
+        with progress_bar(num_warm_up + num_iterations, "batches") as bar:
             report = run_latency(
                 llm.engine, batch, num_warm_up, num_iterations, engine.get("seed", 0), bar.update
             )
@@ -146,9 +147,10 @@ def latency(
     click.echo(json.dumps(latency_values(report)) if as_json else latency_text(report))
 
 
-def _requests(
+def trace_requests(
     trace: Path | None, num_prompts: int | None, input_len: int | None, output_len: int | None
 ) -> list[TraceRequest]:
+    """The first requests of a trace, or equal ones."""
     from octavo.bench.traces import TraceRequest, read_trace
 
     if trace is not None:
@@ -157,7 +159,10 @@ def _requests(
     return [one] * (num_prompts or DEFAULT_NUM_PROMPTS)
 
 
-def _progress(total: int, unit: str) -> Any:
+def progress_bar(total: int, unit: str) -> Any:
     from tqdm import tqdm
 
     return tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)
+
+
+bench.add_command(serve)

@@ -1,0 +1,176 @@
+"""`octavo bench serve`: load on a server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+if TYPE_CHECKING:
+    from octavo.bench.client_load import Call, Endpoint, Query, Target
+    from octavo.bench.serve import ServeReport
+
+LEAST_VOCABULARY = 1000  # token ids that every model has
+
+
+@click.command()
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Without /v1.")
+@click.option("--model", help="[default: the first that the server offers]")
+@click.option("--api-key", envvar="OCTAVO_API_KEY", help="Also read from OCTAVO_API_KEY.")
+@click.option(
+    "--endpoint",
+    type=click.Choice(["completions", "chat"]),
+    default="completions",
+    show_default=True,
+    help="Chat prompts are text, so their lengths are only about right.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Lengths of prompts and outputs: .csv or .jsonl, or with .gz.",
+)
+@click.option("--num-prompts", type=click.IntRange(1), help="Requests; of a trace, the first ones.")
+@click.option("--input-len", type=click.IntRange(1), help="Tokens in a prompt, without a trace.")
+@click.option("--output-len", type=click.IntRange(1), help="Tokens in an output, without a trace.")
+@click.option(
+    "--scale",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Shorten all prompts and outputs: a long trace on a small machine.",
+)
+@click.option(
+    "--request-rate",
+    "rates",
+    default="inf",
+    show_default=True,
+    help="Requests per second (Poisson), inf for all at once; several: 1,2,4.",
+)
+@click.option(
+    "--overload",
+    type=click.FloatRange(0, min_open=True),
+    help="Find the server's capacity first, then send this many times as much.",
+)
+@click.option("--max-concurrency", type=click.IntRange(1), help="Open requests, at most.")
+@click.option("--n", type=click.IntRange(1), default=1, show_default=True, help="Samples.")
+@click.option("--temperature", type=float, help="[default: 0, or 1 if n is more than 1]")
+@click.option("--stop-at-eos", is_flag=True, help="Let outputs end early; else ignore_eos is sent.")
+@click.option("--vocab-size", type=click.IntRange(1), default=LEAST_VOCABULARY, show_default=True)
+@click.option("--timeout", type=click.FloatRange(1), default=600.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Only the JSON line, which always is last.")
+def serve(
+    url: str,
+    model: str | None,
+    api_key: str | None,
+    endpoint: str,
+    trace: Path | None,
+    num_prompts: int | None,
+    input_len: int | None,
+    output_len: int | None,
+    scale: float,
+    rates: str,
+    overload: float | None,
+    max_concurrency: int | None,
+    n: int,
+    temperature: float | None,
+    stop_at_eos: bool,
+    vocab_size: int,
+    timeout: float,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Send requests to a server and time their tokens: TTFT, TPOT, ITL, end to end.
+
+    Prompts are random token ids. Refusals (429, 503) are counted apart from failures.
+    """
+    from octavo.bench.client_load import Target, served_model
+    from octavo.bench.serve import serve_text, serve_values
+    from octavo.cli.bench import trace_requests
+
+    if trace is not None and (input_len or output_len):
+        raise click.UsageError("--trace brings lengths: leave out --input-len and --output-len")
+    if overload is not None and rates != "inf":
+        raise click.UsageError("--overload finds the rate by itself: leave out --request-rate")
+    wanted = _rates(rates)
+    queries = make_queries(
+        trace_requests(trace, num_prompts, input_len, output_len), vocab_size, seed, scale
+    )
+    if temperature is None:
+        temperature = 0.0 if n == 1 else 1.0
+    if model is None:
+        model = asyncio.run(served_model(url, api_key))
+    target = Target(
+        url, model, api_key, cast("Endpoint", endpoint), n, temperature, not stop_at_eos, timeout
+    )
+    capacity = None
+    if overload is not None:
+        from octavo.bench.serve import find_capacity
+
+        capacity = asyncio.run(find_capacity(target, queries, seed))
+        wanted = [overload * capacity]
+        if not as_json:
+            click.echo(f"{'capacity':<24}{capacity:.2f} requests/s\n")
+    values = []
+    for rate in wanted:
+        report = _run(target, queries, rate, seed, max_concurrency)
+        values.append(serve_values(report))
+        if not as_json:
+            click.echo(serve_text(report) + "\n")
+    settings = {
+        "model": model,
+        "endpoint": endpoint,
+        "trace": trace and trace.name,
+        "num_prompts": len(queries),
+        "scale": scale,
+        "n": n,
+        "temperature": temperature,
+        "max_concurrency": max_concurrency,
+        "overload": overload,
+        "capacity": capacity,
+        "seed": seed,
+    }
+    click.echo(json.dumps({"settings": settings, "runs": values}))
+
+
+def make_queries(requests: Any, vocab_size: int, seed: int, scale: float = 1.0) -> list[Query]:
+    """Random prompts of the requests' lengths, which `scale` shortens."""
+    from octavo.bench.client_load import Query
+    from octavo.bench.traces import TraceRequest, make_prompts
+
+    scaled = [
+        TraceRequest(
+            max(1, round(scale * request.prompt_tokens)),
+            max(1, round(scale * request.output_tokens)),
+        )
+        for request in requests
+    ]
+    prompts = make_prompts(scaled, vocab_size, seed)
+    return [Query(prompt, each.output_tokens) for prompt, each in zip(prompts, scaled, strict=True)]
+
+
+def _run(
+    target: Target, queries: list[Query], rate: float, seed: int, max_concurrency: int | None
+) -> ServeReport:
+    from octavo.bench.serve import run_serve
+    from octavo.cli.bench import progress_bar
+
+    with progress_bar(len(queries), "requests") as bar:
+
+        def finished(call: Call) -> None:
+            bar.update()
+
+        return asyncio.run(run_serve(target, queries, rate, seed, max_concurrency, finished))
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(rate > 0 for rate in rates):
+        raise click.UsageError(f"--request-rate: {text!r} is not a list of numbers above 0")
+    return rates
