@@ -60,6 +60,7 @@ class Tail:
     block_id: int
     unfilled: int  # slots without KV
     to_come: int  # tokens whose KV the sequence will still store, in this block or beyond
+    rounding: int = 0  # of the unfilled: slots beyond what a memory policy wanted to reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +79,24 @@ class StepMemory:
 def slot_use(tails: Iterable[Tail], num_held: int, num_blocks: int, block_size: int) -> SlotUse:
     """Divide a pool's slots, `num_held` of whose blocks belong to sequences.
 
-    Only last blocks have slots without KV; a tail that several sequences share counts once.
+    Slots without KV are in the last block, or, reserved ahead, in the last ones; a tail that
+    several sequences share counts once.
     """
-    distinct: dict[int, tuple[int, int]] = {}
+    distinct: dict[int, tuple[int, int, int]] = {}
     for tail in tails:
         reserved = max(0, min(tail.unfilled, tail.to_come))
         # Of several sharers, the one that will use most of the block decides.
         distinct[tail.block_id] = max(
-            distinct.get(tail.block_id, (0, 0)), (reserved, tail.unfilled)
+            distinct.get(tail.block_id, (0, 0, 0)), (reserved, tail.unfilled, tail.rounding)
         )
     unfilled = sum(each[1] for each in distinct.values())
     reserved = sum(each[0] for each in distinct.values())
+    rounding = sum(each[2] for each in distinct.values())
     return SlotUse(
         token_states=num_held * block_size - unfilled,
         reservation=reserved,
-        internal=unfilled - reserved,
-        external=(num_blocks - num_held) * block_size,
+        internal=unfilled - reserved - rounding,
+        external=(num_blocks - num_held) * block_size + rounding,
     )
 
 
@@ -144,10 +147,12 @@ class MemoryUse:
             num_computed = seq.num_computed_tokens
             # The KV of a sequence's very last token is never computed.
             to_come = seq.request.method.max_length - 1 - num_computed
+            rounding = kv.num_rounding_slots(seq.request)
             for ids, num_dropped in zip(seq.table.block_ids, seq.table.num_dropped, strict=True):
                 num_logical += len(ids) - num_dropped
                 if ids:
-                    tails.append(Tail(ids[-1], len(ids) * kv.block_size - num_computed, to_come))
+                    unfilled = len(ids) * kv.block_size - num_computed
+                    tails.append(Tail(ids[-1], unfilled, to_come, rounding))
         slots = slot_use(tails, num_held, kv.pool.num_blocks, kv.block_size)
         is_saturated = bool(scheduler.waiting or scheduler.swapped)
         return StepMemory(

@@ -86,6 +86,10 @@ class KVCacheManager:
         only_held = sum(self.pool.ref_count(block_id) == 1 for block_id in self.held_sources)
         return self.pool.num_held - only_held
 
+    def num_rounding_slots(self, request: Request) -> int:
+        """Slots in the tables of each of its sequences beyond what was to be reserved."""
+        return 0
+
     def worst_case_blocks(self, request: Request, chunk: int) -> int:
         """Blocks that a request may come to hold: samples and beams share the full blocks of the
         prompt, and nothing else for certain."""

@@ -61,6 +61,10 @@ class ReservingKVCacheManager(KVCacheManager):
         """Reserved for sequences that do not exist yet."""
         return [extent for each in self._reservations.values() for extent in each.spares]
 
+    def num_rounding_slots(self, request: Request) -> int:
+        num_tokens = self.reserved_tokens(request.num_prompt_tokens, request.method.max_length)
+        return -num_tokens % self.block_size
+
     def num_blocks_for(self, num_tokens: int, chunk: int) -> int:
         return len(self.specs) * self.pool.extent_size(-(-num_tokens // self.block_size))
 
