@@ -55,7 +55,9 @@ LAW: dict[str, set[str]] = {
     "bench": PLAIN | {"core", "engine", "executor.base"},
     "simulation": PLAIN | {"bench", "core", "engine", "executor.base", "worker.memory"},
     "evaluation": PLAIN
-    | {"bench", "core", "engine", "executor.base", "llm", "simulation", "worker.memory"},
+    | {"bench", "core", "demo", "engine", "executor.base", "llm", "simulation"}
+    | {"worker.memory"},
+    "server.playpool": {"core", "errors"},  # the page that drives the core itself by hand
     "server": PLAIN | {"engine", "executor", "llm"},
     "cli": PLAIN
     | {"bench", "demo", "engine", "evaluation", "llm", "models.registry", "server", "simulation"}
