@@ -1,4 +1,4 @@
-"""`octavo serve` from start to end: socket, engine, HTTP, and how it all stops."""
+"""A server from start to end: socket, engine, HTTP, and how it all stops."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -20,6 +21,7 @@ from fastapi import FastAPI
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
+from octavo.server.batch import Tally, run_batch
 from octavo.server.client import EngineClient
 from octavo.server.observation import Observation
 from octavo.server.settings import Listening, ServerSettings
@@ -57,6 +59,35 @@ def run_server(
         app = create_app(client, settings, observation.routers(client))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(client, app, listening, listener, ready))
+
+
+def run_batch_file(
+    config: EngineConfig,
+    settings: ServerSettings,
+    input_path: Path,
+    output_path: Path,
+    max_inflight: int,
+    show: Callable[[Tally], None],
+) -> Tally:
+    """Answer a file of requests. Raises KeyboardInterrupt after SIGINT or SIGTERM."""
+    # What bounds the queue is that only so many requests are read from the file at a time.
+    client = EngineClient(config, Supervision(max_waiting=max_inflight * settings.max_prompts))
+    app = create_app(client, settings)
+
+    async def run() -> Tally:
+        with signals() as stop:
+            try:
+                if await unless(stop, client.start()):
+                    work = run_batch(app, input_path, output_path, max_inflight, show)
+                    task = asyncio.ensure_future(work)
+                    if await unless(stop, task):
+                        return task.result()
+                raise KeyboardInterrupt
+            finally:
+                await client.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
 
 
 def bind(listening: Listening) -> socket.socket:

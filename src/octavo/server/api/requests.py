@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from octavo.sampling_params import MAX_LOGIT_BIAS, MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_TEMPERATURE
 from octavo.server.api.bodies import Body, Refusal
+from octavo.server.api.keys import MAX_SALT
 
 INT64_MAX = (1 << 63) - 1
 PREFIX_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -137,13 +138,20 @@ class GenerationBody(Body, kw_only=True):
     ] = None
     cache_salt: Annotated[
         str | None,
-        _doc("Share cached prefixes only with requests of the same salt.", maxLength=128),
+        Meta(
+            description="Share cached prefixes only with requests of the same salt.",
+            max_length=MAX_SALT,
+        ),
     ] = None
     return_token_ids: Annotated[
         bool | None, _doc("Also give the token ids of prompt and output.")
     ] = None
     user: Annotated[
-        str | None, _doc("Your name for the end user; goes to the request log, if it is on.")
+        str | None,
+        Meta(
+            description="Your name for the end user; goes to the request log, if it is on.",
+            max_length=128,
+        ),
     ] = None
 
     @classmethod
@@ -250,7 +258,10 @@ class PrefixBody(Body, kw_only=True):
         _doc("Not given: the server makes one.", pattern=f"^{PREFIX_NAME.pattern}$"),
     ] = None
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[str | None, _doc("As in requests that shall find it.")] = None
+    cache_salt: Annotated[
+        str | None,
+        Meta(description="As in the requests that are to find it.", max_length=MAX_SALT),
+    ] = None
 
 
 _UNSUPPORTED = "octavo does not support it"
