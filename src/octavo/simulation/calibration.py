@@ -1,0 +1,186 @@
+"""Fit the cost model's coefficients to measured steps, and say how good they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import ConfigError
+from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
+from octavo.simulation.gpus import GPU, find_gpu
+from octavo.simulation.step_records import Setting, StepRecord, total_seconds
+
+HELD_OUT = 0.25  # share of the steps that the fit does not see
+LARGEST = 1e6  # how far a coefficient may go from where the fit begins
+PRIOR = 1e-2  # weight of a coefficient's distance from where the fit begins
+# The amounts of a step that each coefficient prices. One without such steps cannot be learnt.
+AMOUNTS = {
+    "step_overhead": "num_tokens",
+    "seq_overhead": "num_seqs",
+    "weight_efficiency": "num_tokens",
+    "gemm_efficiency": "num_tokens",
+    "kv_efficiency": "kv_tokens",
+    "attention_efficiency": "attention_pairs",
+    "copy_efficiency": "num_copied_blocks",
+    "swap_efficiency": "num_swapped_blocks",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """Predicted against measured."""
+
+    num_steps: int
+    total: float  # (predicted - measured) / measured, of all steps together
+    median: float  # of the steps' |predicted - measured| / measured
+    p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Coefficients for one model on one kind of device."""
+
+    setting: Setting
+    coefficients: Coefficients
+    fitted: tuple[str, ...]  # the coefficients that the steps determined
+    on_fitted: FitError
+    on_held_out: FitError
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def coefficients_for(self, model: ModelSize, gpu: GPU) -> Coefficients:
+        """Raises ConfigError if it was made for another model or device."""
+        other = [
+            f"{name} is {self.setting.model.get(name)}, and here {value}"
+            for name, value in asdict(model).items()
+            if self.setting.model.get(name) != value
+        ]
+        if other:
+            raise ConfigError("calibration", f"it was made for another model: {'; '.join(other)}")
+        if self.setting.gpu != gpu.name:
+            raise ConfigError(
+                "calibration", f"it was made on {self.setting.gpu}, and this is {gpu.name}"
+            )
+        return self.coefficients
+
+
+def calibrate(
+    setting: Setting, records: Sequence[StepRecord], start: Coefficients | None = None
+) -> Calibration:
+    """Fit to three quarters of the steps, and measure the error on the others.
+
+    Least squares of (predicted - measured) / sqrt(measured), so that long steps count for their
+    length. A coefficient that no step tells anything about stays as it was in `start`; where two
+    explain the same steps, those nearer to `start` are taken.
+
+    Raises:
+        ConfigError: the device is unknown, there are too few steps, or SciPy is missing.
+    """
+    start = start or Coefficients()
+    fitted, held_out = _split(records)
+    names = [
+        name
+        for name, amount in AMOUNTS.items()
+        if any(getattr(record, amount) for record in fitted)
+    ]
+    if len(fitted) < 2 * len(names) or not held_out:
+        raise ConfigError("steps", f"{len(records)} steps are too few for {len(names)} unknowns")
+    fit = _Fit(setting, fitted, start, names)
+    coefficients = fit.solve()
+    model = cost_model_of(setting, coefficients)
+    return Calibration(
+        setting, coefficients, tuple(names), fit_error(model, fitted), fit_error(model, held_out)
+    )
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """What `Calibration.write` wrote. Raises ConfigError if the file is broken."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        return Calibration(
+            Setting(**values["setting"]),
+            Coefficients(**values["coefficients"]),
+            tuple(values["fitted"]),
+            FitError(**values["on_fitted"]),
+            FitError(**values["on_held_out"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("calibration", f"{path} is no calibration: {error}") from error
+
+
+def cost_model_of(setting: Setting, coefficients: Coefficients) -> CostModel:
+    """The cost model of what was measured."""
+    size = ModelSize(**setting.model)  # type: ignore[arg-type]
+    gpu = find_gpu(setting.gpu)
+    return CostModel(size, gpu, setting.num_gpus, setting.block_size, coefficients)
+
+
+def fit_error(model: CostModel, records: Sequence[StepRecord]) -> FitError:
+    predicted = sum(model.seconds(record.shape) for record in records)
+    measured = total_seconds(records)
+    relative = sorted(
+        abs(model.seconds(record.shape) - record.seconds) / record.seconds for record in records
+    )
+    return FitError(
+        len(records),
+        (predicted - measured) / measured,
+        relative[len(relative) // 2],
+        relative[int(0.9 * len(relative))],
+    )
+
+
+def _split(records: Sequence[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:
+    """Fitted and held out; always the same for the same steps."""
+    timed = [record for record in records if record.seconds > 0]
+    random.Random(0).shuffle(timed)
+    num_held_out = int(HELD_OUT * len(timed))
+    return timed[num_held_out:], timed[:num_held_out]
+
+
+class _Fit:
+    """One least-squares problem; the unknowns are logarithms of coefficients."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        records: Sequence[StepRecord],
+        start: Coefficients,
+        names: Sequence[str],
+    ) -> None:
+        self._setting = setting
+        self._shapes = [record.shape for record in records]
+        self._measured = np.array([record.seconds for record in records])
+        self._weights = 1 / np.sqrt(self._measured * self._measured.mean())
+        self._start = start
+        self._names = list(names)
+        self._start_values = np.array([getattr(start, name) for name in names])
+
+    def solve(self) -> Coefficients:
+        try:
+            from scipy.optimize import least_squares
+        except ImportError as error:
+            raise ConfigError(
+                "calibrate", "it needs SciPy: pip install octavo[calibrate]"
+            ) from error
+        reach = math.log(LARGEST)
+        found = least_squares(
+            self._residuals, np.zeros(len(self._names)), bounds=(-reach, reach), x_scale=1.0
+        )
+        return self._coefficients(found.x)
+
+    def _coefficients(self, logs: NDArray[np.float64]) -> Coefficients:
+        values = self._start_values * np.exp(logs)
+        return replace(self._start, **dict(zip(self._names, values.tolist(), strict=True)))
+
+    def _residuals(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        model = cost_model_of(self._setting, self._coefficients(logs))
+        predicted = np.array([model.seconds(shape) for shape in self._shapes])
+        return np.concatenate([(predicted - self._measured) * self._weights, PRIOR * logs])

@@ -1,0 +1,175 @@
+"""Measured steps as a file: what `octavo calibrate` learns from.
+
+JSON lines. The first line says what ran: `{"octavo_steps": 1, "model": {...}, "gpu": ...}`, with
+the fields of `Setting`. Each other line is one step, with the fields of `StepRecord`: the amounts
+of work in it and how long it took. A `StepRecorder` writes such a file while an engine runs:
+
+    with StepRecorder(engine, path, gpu="h200"):
+        ...  # engine.step(), LLM.generate, ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+from octavo.config import EngineConfig
+from octavo.core.scheduler import Progress
+from octavo.core.step import StepPlan, StepResult
+from octavo.engine.engine import Engine
+from octavo.errors import ConfigError, TraceError
+from octavo.model_config import ModelConfig
+from octavo.simulation.cost_model import ModelSize
+from octavo.simulation.step_shape import RowLengths, StepShape
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What steps were measured on."""
+
+    model: dict[str, float]  # the fields of ModelSize: equal sizes are equal work
+    gpu: str
+    num_gpus: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One measured step; the first fields are those of StepShape."""
+
+    num_seqs: int
+    num_tokens: int
+    num_sampled: int
+    kv_tokens: float
+    attention_pairs: float
+    num_copied_blocks: int
+    num_swapped_blocks: int
+    seconds: float  # from the end of the step before to the end of this one
+    compute_seconds: float  # of it, as the worker measured; 0 if it did not
+    swap_seconds: float
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(
+            self.num_seqs,
+            self.num_tokens,
+            self.num_sampled,
+            self.kv_tokens,
+            self.attention_pairs,
+            self.num_copied_blocks,
+            self.num_swapped_blocks,
+        )
+
+
+class StepRecorder:
+    """Keeps every step of an engine, as an observer of it, and writes the file when it is left.
+
+    It must begin and end while nothing runs. A step that follows an idle engine is left out, as
+    nobody knows when it began; so is the first one.
+    """
+
+    def __init__(self, engine: Engine, path: str | Path, gpu: str, num_gpus: int = 1) -> None:
+        """`gpu`: the name by which `octavo calibrate` and `simulate` know the device.
+
+        Raises ConfigError if the engine is busy, or the file cannot be written.
+        """
+        if engine.has_unfinished:
+            raise ConfigError("engine", "steps can be recorded only from an idle engine on")
+        model = engine.model_config
+        dtype = computing_dtype(engine.config, model)
+        size = asdict(ModelSize.of(model, dtype))
+        setting = Setting(size, gpu, num_gpus, engine.kv.block_size)
+        self._path = Path(path)
+        self._lines = [json.dumps({"octavo_steps": FORMAT, **asdict(setting)})]
+        try:
+            self._write()  # now, rather than fail when all is measured
+        except OSError as error:
+            raise ConfigError("path", f"{path} cannot be written: {error.strerror}") from error
+        self._engine = engine
+        self._rows = RowLengths(model.layer_windows)
+        self._last_end: float | None = None
+
+    def __enter__(self) -> Self:
+        self._engine.observers.append(self._observe)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._engine.observers.remove(self._observe)
+        self._write()
+
+    def _observe(self, plan: StepPlan, result: StepResult, progress: Progress) -> None:
+        shape, end, start = self._rows.follow(plan), perf_counter(), self._last_end
+        if start is not None and shape.num_tokens:
+            values = asdict(shape) | {
+                "seconds": end - start,
+                "compute_seconds": result.compute_seconds,
+                "swap_seconds": result.swap_seconds,
+            }
+            self._lines.append(json.dumps(values))
+        self._last_end = end if self._engine.has_unfinished else None
+
+    def _write(self) -> None:
+        self._path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+
+
+def computing_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    """What a worker computes in; CPUs do not compute in float16."""
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    return "float32" if config.device == "cpu" and dtype == "float16" else dtype
+
+
+def read_step_records(path: str | Path) -> tuple[Setting, list[StepRecord]]:
+    """What a recorder has written.
+
+    Raises TraceError with file and line if something in it is broken.
+    """
+    path = Path(path)
+    lines = _lines(path)
+    number, head = next(lines, (1, None))
+    if not isinstance(head, dict) or head.pop("octavo_steps", None) != FORMAT:
+        raise TraceError(f'{path}:{number}: it does not begin with {{"octavo_steps": {FORMAT}, ...')
+    setting = Setting(**_checked(path, number, Setting, head))
+    records = [StepRecord(**_checked(path, number, StepRecord, values)) for number, values in lines]
+    if not records:
+        raise TraceError(f"{path}: there is no step in it")
+    return setting, records
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise TraceError(f"{path}:{number}: it is not JSON ({error})") from error
+
+
+def _checked(path: Path, number: int, kind: type, values: Any) -> dict[str, Any]:
+    names = [field.name for field in fields(kind)]
+    if not isinstance(values, dict) or set(values) != set(names):
+        raise TraceError(f"{path}:{number}: it must be an object with {', '.join(names)}")
+    for name, value in values.items():
+        if name in ("model", "gpu"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+            raise TraceError(f"{path}:{number}: {name} is {value!r}, not a number from 0 on")
+    return values
+
+
+def total_seconds(records: Sequence[StepRecord]) -> float:
+    return sum(record.seconds for record in records)
