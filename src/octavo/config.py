@@ -13,8 +13,7 @@ LoadFormat = Literal["auto", "dummy"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 PolicyName = Literal["fcfs", "priority"]
-MemoryDeviceName = Literal["auto", "cpu", "cuda"]
-PolicyName = Literal["paged", "orca-max", "orca-pow2", "orca-oracle", "fastertransformer"]
+MemoryPolicyName = Literal["paged", "orca-max", "orca-pow2", "orca-oracle", "fastertransformer"]
 
 GIB = 1 << 30
 MAX_BLOCK_SIZE = 256

@@ -89,7 +89,7 @@ def test_blocks_follow_from_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "field", "message"),
     [
-        ({"device": "tpu"}, "device", "'tpu' is not supported"),
+        ({"device": "tpu"}, "device", "'tpu' is not one of"),
         ({"attention_backend": "flash"}, "attention_backend", "'flash' is not one of auto, cpu"),
         ({"dtype": "float16"}, "dtype", "float16 is not served on a CPU"),
     ],

@@ -12,7 +12,7 @@ import torch
 from octavo.core.step import StepPlan
 from octavo.errors import OutOfMemory
 from octavo.worker import kv_cache
-from octavo.worker.kv_cache import KVCache, _independent_runs
+from octavo.worker.kv_cache import KVCache, independent_runs
 
 SHAPE = (2, 3, 2, 4)
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_indexed_copies_are_cut_where_they_depend_on_each_other() -> None:
         for source, target in moves:
             expected[target] = expected[source]
         got = torch.arange(8)
-        for run in _independent_runs(moves, same_tier=True):
+        for run in independent_runs(moves, same_tier=True):
             if run:
                 sources, targets = zip(*run, strict=True)
                 got[list(targets)] = got[list(sources)]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
 from octavo.core.step import PendingStep, StepPlan
+from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
 from octavo.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from octavo.worker.gpu_worker import GpuWorker
+    from octavo.worker.worker import Worker
 
 # Turns that an idle thread spins before it sleeps. By default OpenMP spins for milliseconds, and
 # where another program holds one of two cores, everybody waits for a thread that does not run:
@@ -26,9 +32,7 @@ class LocalExecutor:
         """
         limit_spinning()
         # torch comes only now, because OpenMP reads the variable when it is loaded.
-        from octavo.worker.worker import Worker
-
-        self._worker = Worker(config, model_config)
+        self._worker = _make_worker(config, model_config)
         budget = self._worker.budget
         self.capacity = KVCapacity(
             num_blocks=budget.num_blocks,
@@ -47,6 +51,21 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         self._worker.shutdown()
+
+
+def _make_worker(config: EngineConfig, model_config: ModelConfig) -> Worker | GpuWorker:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError("device", "'cuda' was asked for, but PyTorch finds no NVIDIA GPU here")
+    if config.device == "cpu" or not has_gpu:
+        from octavo.worker.worker import Worker
+
+        return Worker(config, model_config)
+    from octavo.worker.gpu_worker import GpuWorker
+
+    return GpuWorker(config, model_config)
 
 
 def limit_spinning() -> None:

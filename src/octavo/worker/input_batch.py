@@ -86,6 +86,7 @@ class InputBatch:
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(num_rows - 1, 0, -1))  # row 0 is nobody's
         self._rows = np.zeros(num_rows, _ROW)
+        self._rows["num_computed"][0] = -1  # so that a token of padding has a context of 0
         self._specs: list[SamplingSpec | None] = [None] * num_rows
         self._token_ids: Int32s = np.zeros((num_rows, 256), np.int32)
 
@@ -99,10 +100,16 @@ class InputBatch:
         self._write_tokens(plan.token_writes)
         self._write_tables(plan.table_writes)
 
-    def model_input(self, plan: StepPlan) -> ModelInput:
-        """Tokens, positions, block tables and slots of what the plan computes."""
-        rows = self._rows_of(plan.seq_ids)
+    def model_input(self, plan: StepPlan, num_padding: int = 0) -> ModelInput:
+        """Tokens, positions, block tables and slots of what the plan computes.
+
+        `num_padding` sequences of one token each stand behind it, at position 0.
+        """
+        rows = self.rows_of(plan.seq_ids)
         query_lens = np.array(plan.num_scheduled_tokens, np.int64)
+        if num_padding:
+            rows = np.concatenate([rows, np.zeros(num_padding, np.int64)])
+            query_lens = np.concatenate([query_lens, np.ones(num_padding, np.int64)])
         query_starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(query_lens, out=query_starts[1:])
         num_computed = self._rows["num_computed"][rows]
@@ -111,6 +118,8 @@ class InputBatch:
         row_of_token = np.repeat(rows, query_lens)
         positions = np.arange(query_starts[-1])
         positions += np.repeat(num_computed - query_starts[:-1], query_lens)
+        if num_padding:
+            positions[-num_padding:] = 0
         attention = AttentionBatch(
             query_lens=torch.from_numpy(query_lens.astype(np.int32)),
             context_lens=torch.from_numpy(context_lens.astype(np.int32)),
@@ -127,12 +136,12 @@ class InputBatch:
     def last_tokens(self, plan: StepPlan, seq_ids: Sequence[int]) -> Tensor:
         """int64 [len(seq_ids)]: where each one's last token stands among the step's tokens."""
         ends = np.zeros(len(self._rows), np.int64)
-        ends[self._rows_of(plan.seq_ids)] = np.cumsum(plan.num_scheduled_tokens) - 1
-        return torch.from_numpy(ends[self._rows_of(seq_ids)])
+        ends[self.rows_of(plan.seq_ids)] = np.cumsum(plan.num_scheduled_tokens) - 1
+        return torch.from_numpy(ends[self.rows_of(seq_ids)])
 
     def sampling_batch(self, sampled: Sequence[int], expanded: Sequence[int]) -> SamplingBatch:
         """How the next tokens of these sequences are chosen."""
-        rows = self._rows_of([*sampled, *expanded])
+        rows = self.rows_of([*sampled, *expanded])
         state = self._rows[rows]
         asks = state["asks"]
         at_prompt_end = state["num_tokens"] == state["num_prompt"]
@@ -156,7 +165,7 @@ class InputBatch:
 
     def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
         """What the plan computes of prompts whose log-probabilities were asked for."""
-        rows = self._rows_of(plan.seq_ids)
+        rows = self.rows_of(plan.seq_ids)
         chunks = []
         for index in np.flatnonzero(self._rows["asks"][rows] & _PROMPT_LOGPROBS).tolist():
             row, state = rows[index], self._rows[rows[index]]
@@ -174,14 +183,14 @@ class InputBatch:
 
     def needs_tokens(self, plan: StepPlan) -> bool:
         """Whether the plan's draws follow from the text so far, which must then be known."""
-        return bool((self._rows["asks"][self._rows_of(plan.sampled)] & _EDITS).any())
+        return bool((self._rows["asks"][self.rows_of(plan.sampled)] & _EDITS).any())
 
     def advance(self, plan: StepPlan) -> Drawn:
         """The step's tokens are computed, and each sampled row appends one, still to be known."""
         # A sequence stands only once in a plan, so the indices do not repeat.
         num_scheduled = np.array(plan.num_scheduled_tokens, np.int64)
-        self._rows["num_computed"][self._rows_of(plan.seq_ids)] += num_scheduled
-        rows = self._rows_of(plan.sampled)
+        self._rows["num_computed"][self.rows_of(plan.seq_ids)] += num_scheduled
+        rows = self.rows_of(plan.sampled)
         ends = self._rows["num_tokens"][rows]
         self._reserve_tokens(int(ends.max(initial=0)) + 1)
         self._token_ids[rows, ends] = PENDING
@@ -195,7 +204,7 @@ class InputBatch:
         rows, positions = drawn.rows[owned], drawn.positions[owned]
         self._token_ids[rows, positions] = token_ids[owned]
 
-    def _rows_of(self, seq_ids: Sequence[int]) -> Int64s:
+    def rows_of(self, seq_ids: Sequence[int]) -> Int64s:
         row_of = self._row_of
         return np.array([row_of[seq_id] for seq_id in seq_ids], np.int64)
 
@@ -286,7 +295,7 @@ class InputBatch:
     def _write_tokens(self, writes: Sequence[TokenWrite]) -> None:
         if not writes:
             return
-        rows = self._rows_of([write.seq_id for write in writes])
+        rows = self.rows_of([write.seq_id for write in writes])
         positions = np.array([write.position for write in writes], np.int64)
         self._reserve_tokens(int(positions.max()) + 1)
         # Where indices repeat, the last assignment holds: writes take effect in their order.

@@ -88,7 +88,7 @@ def _copy_blocks(source: Tensor, target: Tensor, moves: Sequence[Move]) -> None:
         for source_id, target_id in moves:
             to_bytes[target_id] = from_bytes[source_id]
         return
-    for run in _independent_runs(moves, same_tier=source is target):
+    for run in independent_runs(moves, same_tier=source is target):
         source_ids = torch.tensor([move[0] for move in run], device=source.device)
         target_ids = torch.tensor([move[1] for move in run], device=target.device)
         target[target_ids] = source[source_ids].to(target.device)
@@ -104,7 +104,7 @@ def _bytes_of(blocks: Tensor) -> NDArray[np.uint8]:
     return flat
 
 
-def _independent_runs(moves: Sequence[Move], same_tier: bool) -> list[list[Move]]:
+def independent_runs(moves: Sequence[Move], same_tier: bool) -> list[list[Move]]:
     """Cut the moves where one reads or writes what an earlier one of its run wrote."""
     runs: list[list[Move]] = [[]]
     written: set[int] = set()

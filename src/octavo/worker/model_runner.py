@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from octavo.attention import AttentionBackend
-from octavo.core.step import StepPlan, StepResult, TokenLogprobs
+from octavo.core.step import StepPlan, StepResult
 from octavo.models.base import CausalLM
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import KVCache
-from octavo.worker.logprobs import gather_logprobs, rows_at_once
+from octavo.worker.prompt_scores import score_prompts
 from octavo.worker.sampler import Sampler, SamplerOutput
 
 
@@ -42,7 +42,8 @@ class ModelRunner:
         if plan.seq_ids:
             started = perf_counter()
             hidden = self._forward(plan)
-            result.prompt_logprobs = self._prompt_logprobs(plan, hidden)
+            chunks = self._input_batch.prompt_chunks(plan)
+            result.prompt_logprobs = score_prompts(self._model, hidden, chunks, self._vocab_size)
             self._sample(plan, hidden, result)
             result.compute_seconds = perf_counter() - started
         return result
@@ -68,20 +69,3 @@ class ModelRunner:
         result.draws = {ending[row]: drawn for row, drawn in output.draws.items()}
         result.logprobs = {ending[row]: entries for row, entries in output.logprobs.items()}
         result.candidates = {ending[row]: best for row, best in output.candidates.items()}
-
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[TokenLogprobs]]:
-        scored: dict[int, list[TokenLogprobs]] = {}
-        # Logits of a whole chunk would take gigabytes with a large vocabulary.
-        step = rows_at_once(self._vocab_size)
-        for chunk in self._input_batch.prompt_chunks(plan):
-            entries: list[TokenLogprobs] = []
-            targets = chunk.targets.tolist()
-            for first in range(0, len(targets), step):
-                part = targets[first : first + step]
-                begin = chunk.start + first
-                logits = self._model.logits(hidden[begin : begin + len(part)])
-                rows, tops = range(len(part)), [chunk.num_top] * len(part)
-                for entry in gather_logprobs(logits, rows, [[token] for token in part], tops):
-                    entries += entry
-            scored[chunk.seq_id] = entries
-        return scored

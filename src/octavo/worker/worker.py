@@ -1,4 +1,4 @@
-"""One device: loads the model, decides how much KV it can hold, and executes plans."""
+"""A CPU: loads the model, decides how much KV it can hold, and executes plans."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import math
 
 import torch
+from torch import Tensor
 
 from octavo.attention import BACKENDS, AttentionBackend, LayerPlace, load_backend
 from octavo.config import EngineConfig
@@ -36,17 +37,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Worker:
-    """Owns one device: the model's weights, the KV cache and the rows."""
+    """Owns the CPU's part: the model's weights, the KV cache and the rows."""
+
+    is_asynchronous = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
-        if config.device != "cpu":
-            raise ConfigError("device", f"{config.device!r} is not supported; there is: cpu")
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         keep_freed_memory()
-        device = torch.device(config.device)
+        device = torch.device("cpu")
         dtype = resolve_dtype(config.dtype, model_config.dtype)
-        backend_class = resolve_backend(config.attention_backend)
+        backend_class = resolve_backend(config.attention_backend, "cpu")
         self.layout = group_layers(model_config.kv_specs())
         block_shape = (
             self.layout.layers_per_group,
@@ -68,16 +69,13 @@ class Worker:
         )
         self._runner: ModelRunner | None = ModelRunner(
             self._model,
-            make_backend(backend_class, self._model, self.layout, self._kv_cache, shape.block_size),
+            make_backend(
+                backend_class, self._model, self.layout, self._kv_cache.blocks, shape.block_size
+            ),
             self._kv_cache,
             InputBatch(shape.block_size, len(self.layout.groups)),
             model_config.vocab_size,
         )
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether the device computes by itself."""
-        return False
 
     def submit(self, plan: StepPlan) -> PendingStep:
         assert self._runner is not None, "the worker was shut down"
@@ -92,23 +90,23 @@ def make_backend(
     backend_class: type[AttentionBackend],
     model: CausalLM,
     layout: KVLayout,
-    kv_cache: KVCache,
+    blocks: Tensor,
     block_size: int,
 ) -> AttentionBackend:
-    """The backend, told where each of the model's layers keeps its KV."""
+    """The backend, told where each of the model's layers keeps its KV among `blocks`."""
     places = layout.places()
     layers = model.attention_layers
     layer_places = [LayerPlace(*places[layer.layer_id]) for layer in layers]
-    return backend_class(layers, layer_places, kv_cache.blocks, block_size)
+    return backend_class(layers, layer_places, blocks, block_size)
 
 
-def resolve_backend(name: str) -> type[AttentionBackend]:
-    """The class of that name; "auto" is the fast one of the device.
+def resolve_backend(name: str, fast: str) -> type[AttentionBackend]:
+    """The class of that name; "auto" is `fast`, the fast one of the device.
 
     Raises:
         ConfigError: there is no such backend.
     """
-    name = "cpu" if name == "auto" else name
+    name = fast if name == "auto" else name
     if name not in BACKENDS:
         choices = ", ".join(["auto", *sorted(BACKENDS)])
         raise ConfigError("attention_backend", f"{name!r} is not one of {choices}")

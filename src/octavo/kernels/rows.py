@@ -1,0 +1,28 @@
+"""Tokens that the host does not know yet: drawn by the step before, kept on the device."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 256
+
+
+@triton.jit
+def _fill_pending(token_ids, rows, last_tokens, num_tokens, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < num_tokens
+    token = tl.load(token_ids + offset, mask=inside, other=0)
+    pending = inside & (token < 0)
+    row = tl.load(rows + offset, mask=pending, other=0)
+    tl.store(token_ids + offset, tl.load(last_tokens + row, mask=pending), mask=pending)
+
+
+def fill_pending(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
+    """Where token_ids[i] is negative, it becomes last_tokens[rows[i]].
+
+    token_ids int64 [n], rows int32 [n], last_tokens int64 [num_rows], all dense.
+    """
+    n = len(token_ids)
+    _fill_pending[(triton.cdiv(n, _BLOCK),)](token_ids, rows, last_tokens, n, BLOCK=_BLOCK)

@@ -1,0 +1,222 @@
+"""Runs plans on a device that computes by itself: the host only prepares, and does not wait.
+
+`submit` brings a step's small arrays to the device in one copy, starts all that the step needs, and
+returns. What the device draws stays there for the next step, in `last_tokens`, and is copied back
+for the host, which asks for it a step later. The host waits only where a row's next token follows
+from its text (penalties, bad words) and where log-probabilities were asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.attention import AttentionBackend
+from octavo.core.step import StepPlan, StepResult, TokenLogprobs
+from octavo.kernels.rows import fill_pending
+from octavo.models.base import CausalLM
+from octavo.worker.block_tables import DeviceTables
+from octavo.worker.decode_graphs import DecodeGraphs
+from octavo.worker.device_clock import Moment
+from octavo.worker.device_kv_cache import DeviceKVCache
+from octavo.worker.gpu_sampler import Choice, GpuSampler
+from octavo.worker.input_batch import Drawn, InputBatch
+from octavo.worker.prompt_scores import score_prompts
+from octavo.worker.staging import DeviceStaging
+
+
+@dataclass(frozen=True, slots=True)
+class GpuParts:
+    """What a runner works with; `tables` belong to `input_batch`."""
+
+    model: CausalLM
+    backend: AttentionBackend
+    kv_cache: DeviceKVCache
+    input_batch: InputBatch
+    tables: DeviceTables
+    staging: DeviceStaging
+    vocab_size: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    num_rows: int
+
+
+class GpuRunner:
+    """Owns the tokens drawn last and the captured graphs; steps run in the order of `submit`."""
+
+    def __init__(self, parts: GpuParts, graph_sizes: list[int]) -> None:
+        """`graph_sizes`: batch sizes of decode steps to capture; none on a CPU."""
+        self._parts = parts
+        staging, device = parts.staging, parts.device
+        self._last_tokens = torch.zeros(parts.num_rows, dtype=torch.int64, device=device)
+        # Hidden states of a captured step, for all graphs.
+        self._hidden = torch.zeros(
+            (staging.max_num_seqs, parts.hidden_size), dtype=parts.dtype, device=device
+        )
+        self._sampler = GpuSampler(staging)
+        self._under_way: GpuStep | None = None
+        self._graphs = DecodeGraphs(graph_sizes, self._run_captured) if graph_sizes else None
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture(self._stage_padding)
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> GpuStep:
+        """Start a step; see Executor.submit."""
+        parts = self._parts
+        parts.input_batch.apply(plan)
+        if self._under_way is not None and parts.input_batch.needs_tokens(plan):
+            self._under_way.result()
+        started = Moment(parts.device)
+        parts.staging.begin()
+        size = self._graph_size(plan)
+        self._stage(plan, size)
+        choice = Choice.nothing(parts.device)
+        scores: dict[int, list[TokenLogprobs]] = {}
+        moved = parts.kv_cache.move(plan)
+        if plan.seq_ids:
+            hidden = self._forward(plan, size)
+            chunks = parts.input_batch.prompt_chunks(plan)
+            scores = score_prompts(parts.model, hidden, chunks, parts.vocab_size)
+            choice = self._choose(plan, hidden)
+        drawn = parts.input_batch.advance(plan)
+        choice.read_back()
+        step = GpuStep(
+            plan, parts.input_batch, drawn, choice, scores, started, moved, Moment(parts.device)
+        )
+        self._under_way = step
+        return step
+
+    # ---------------------------------------------------------------- inputs
+
+    def _graph_size(self, plan: StepPlan) -> int | None:
+        """The size of the graph that takes the plan; None if it computes more than decodes."""
+        num_seqs = len(plan.seq_ids)
+        if self._graphs is None or num_seqs == 0 or plan.num_tokens != num_seqs:
+            return None
+        return self._graphs.size_for(num_seqs)
+
+    def _stage(self, plan: StepPlan, size: int | None) -> None:
+        """Bring the step's arrays and what has changed in the tables to the device."""
+        parts, batch = self._parts, self._parts.input_batch
+        if plan.seq_ids:
+            num_padding = 0 if size is None else size - len(plan.seq_ids)
+            inputs = batch.model_input(plan, num_padding)
+            self._stage_inputs(inputs.input_ids, inputs.attention.positions, inputs.attention.rows)
+            parts.backend.plan(inputs.attention)
+            ending = [*plan.sampled, *plan.expanded]
+            if ending:
+                self._stage_ending(plan, ending, size)
+        parts.kv_cache.stage(plan)
+        updates = parts.tables.stage()
+        parts.staging.flush()
+        parts.tables.update(updates)
+
+    def _stage_inputs(self, ids: Tensor, positions: Tensor, rows: Tensor | None) -> None:
+        staging = self._parts.staging
+        assert rows is not None, "rows of the device's tables"
+        self._input_ids = staging.put("input_ids", ids.numpy(), staging.max_num_tokens)
+        self._positions = staging.put("positions", positions.numpy(), staging.max_num_tokens)
+        self._rows = staging.put("rows", rows.numpy(), staging.max_num_seqs)
+
+    def _stage_ending(self, plan: StepPlan, ending: list[int], size: int | None) -> None:
+        """Where the last tokens of rows stand that come to their end, and how these are drawn."""
+        batch, staging = self._parts.input_batch, self._parts.staging
+        last = batch.last_tokens(plan, ending).numpy()
+        in_order = size is not None and ending == plan.seq_ids
+        self._last = None if in_order else staging.put("last", last, staging.max_num_seqs)
+        sampled_rows = batch.rows_of(plan.sampled)
+        self._sampled_rows = staging.put("sampled_rows", sampled_rows, staging.max_num_seqs)
+        self._sampler.stage(batch.sampling_batch(plan.sampled, plan.expanded))
+
+    def _stage_padding(self, size: int) -> None:
+        """A step of `size` sequences that do not exist."""
+        parts = self._parts
+        parts.staging.begin()
+        empty = StepPlan(-1, [], [], [], [])
+        inputs = parts.input_batch.model_input(empty, size)
+        self._stage_inputs(inputs.input_ids, inputs.attention.positions, inputs.attention.rows)
+        parts.backend.plan(inputs.attention)
+        parts.staging.flush()
+
+    # ---------------------------------------------------------------- computation
+
+    def _forward(self, plan: StepPlan, size: int | None) -> Tensor:
+        """Hidden states of the step's tokens, [num_tokens, hidden_size]."""
+        if size is None or self._graphs is None:
+            return self._run()
+        self._graphs.replay(size)
+        return self._hidden[: len(plan.seq_ids)]
+
+    def _run(self) -> Tensor:
+        """The model over the staged tokens; those that are pending are single, and come first."""
+        num_single = min(len(self._rows), len(self._input_ids))
+        fill_pending(self._input_ids[:num_single], self._rows, self._last_tokens)
+        return self._parts.model.forward(self._input_ids, self._positions, self._parts.backend)
+
+    def _run_captured(self, size: int) -> None:
+        self._hidden[:size].copy_(self._run())
+
+    def _choose(self, plan: StepPlan, hidden: Tensor) -> Choice:
+        """Draw the next tokens, and keep them where the next step finds them."""
+        parts = self._parts
+        if not plan.sampled and not plan.expanded:
+            return Choice.nothing(parts.device)
+        ending = hidden if self._last is None else hidden[self._last]
+        choice = self._sampler(parts.model.logits(ending))
+        if plan.sampled:
+            self._last_tokens.index_copy_(0, self._sampled_rows, choice.first)
+        return choice
+
+
+class GpuStep:
+    """A step that was started; its result can be asked for once or more."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        input_batch: InputBatch,
+        drawn: Drawn,
+        choice: Choice,
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
+        started: Moment,
+        moved: Moment,
+        ended: Moment,
+    ) -> None:
+        self._plan = plan
+        self._input_batch = input_batch
+        self._drawn = drawn
+        self._choice = choice
+        self._prompt_logprobs = prompt_logprobs
+        self._moments = (started, moved, ended)
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Wait for the device; the rows learn what was drawn."""
+        if self._result is None:
+            self._result = self._collect()
+        return self._result
+
+    def _collect(self) -> StepResult:
+        started, moved, ended = self._moments
+        ended.wait()
+        plan, choice = self._plan, self._choice
+        first: NDArray[np.int64] = choice.first_tokens()
+        self._input_batch.fill(self._drawn, first)
+        ids = [*plan.sampled, *plan.expanded]
+        swaps = bool(plan.swap_out or plan.swap_in)
+        return StepResult(
+            plan.step_id,
+            first.tolist(),
+            draws={ids[row]: tokens for row, tokens in choice.draws().items()},
+            candidates={ids[row]: best for row, best in choice.candidates().items()},
+            logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
+            prompt_logprobs=self._prompt_logprobs,
+            compute_seconds=ended.seconds_since(moved) if plan.seq_ids else 0.0,
+            swap_seconds=moved.seconds_since(started) if swaps else 0.0,
+        )

@@ -1,0 +1,275 @@
+"""One GPU: loads the model, measures what a step takes, and gives the rest to the KV cache."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+
+import torch
+
+from octavo.attention import AttentionBackend, load_backend
+from octavo.config import EngineConfig
+from octavo.core.kv_spec import group_layers
+from octavo.core.step import OpenedRow, PendingStep, SamplingSpec, StepPlan, TableWrite
+from octavo.errors import ConfigError, OutOfMemory
+from octavo.model_config import ModelConfig
+from octavo.models.base import CausalLM
+from octavo.models.loader import load_model
+from octavo.worker.block_tables import DeviceTables
+from octavo.worker.decode_graphs import graph_sizes
+from octavo.worker.device_kv_cache import DeviceKVCache
+from octavo.worker.gpu_runner import GpuParts, GpuRunner
+from octavo.worker.host_memory import host_memory
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.memory import (
+    FixedMemory,
+    KVShape,
+    MemoryBudget,
+    check_model_len,
+    format_bytes,
+    plan_memory,
+)
+from octavo.worker.staging import DeviceStaging
+from octavo.worker.worker import DTYPES, make_backend, resolve_backend
+
+logger = logging.getLogger(__name__)
+
+# What the allocator rounds up and cannot put together again, on top of the measured peak.
+_SLACK = 0.1
+_SLACK_BYTES = 128 << 20
+# A captured graph of some 300 kernels on the device, beside the memory that all graphs share.
+_GRAPH_BYTES = 4 << 20
+_SWAP_SHARE = 0.5  # of the host's free memory, at most, is pinned
+
+
+class GpuWorker:
+    """Owns one device: the model's weights, the KV cache, the rows and the captured graphs."""
+
+    is_asynchronous = True
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        """Raises ConfigError, ModelError or OutOfMemory, the last with settings that would do."""
+        started = time.perf_counter()
+        self._config = config
+        self._model_config = model_config
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._dtype = DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
+        backend_class = resolve_backend(config.attention_backend, "triton")
+        if backend_class is load_backend("cpu"):
+            raise ConfigError("attention_backend", "'cpu' does not run on a GPU; there is: triton")
+        self._backend_class = backend_class
+        self.layout = group_layers(model_config.kv_specs())
+        block_shape = kv_block_shape(config, model_config, backend_class)
+        layer_bytes = math.prod(block_shape[1:]) * self._dtype.itemsize
+        self._shape = KVShape(self.layout, config.cache.block_size, layer_bytes)
+        total = self._room()
+        self._check_weights(total)
+        self._model = load_model(
+            model_config, self._dtype, self._device, config.load_format, config.seed
+        )
+        loaded = time.perf_counter()
+        fixed = self._measure()
+        profiled = time.perf_counter()
+        self.budget = self._plan(fixed, total)
+        logger.info("memory budget:\n%s", self.budget)
+        self._runner: GpuRunner | None = self._make_runner(
+            self.budget.num_blocks, self.budget.num_swap_blocks, self._sizes
+        )
+        logger.info(
+            "weights took %.1f s, measuring %.1f s, KV cache and graphs %.1f s",
+            loaded - started,
+            profiled - loaded,
+            time.perf_counter() - profiled,
+        )
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        assert self._runner is not None, "the worker was shut down"
+        return self._runner.submit(plan)
+
+    def shutdown(self) -> None:
+        """Let go of weights and KV cache. A second call does nothing."""
+        if self._runner is not None:
+            torch.cuda.synchronize()
+            self._runner = None
+            del self._model
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    # ---------------------------------------------------------------- memory
+
+    def _room(self) -> int:
+        """Bytes that this process may take: its share of the device, if so much is free."""
+        torch.zeros(1, device=self._device)  # the context is there from now on
+        free, total = torch.cuda.mem_get_info(self._device)
+        share = int(total * self._config.cache.gpu_memory_utilization)
+        if free < share:
+            logger.warning(
+                "only %s of the device are free, less than the share of %s",
+                format_bytes(free),
+                format_bytes(share),
+            )
+        return min(share, free)
+
+    def _check_weights(self, total: int) -> None:
+        weights = self._model_config.num_parameters() * self._dtype.itemsize
+        if weights > total:
+            raise OutOfMemory(
+                f"the weights take {format_bytes(weights)} in {self._dtype}, but this process may "
+                f"take {format_bytes(total)}; use a smaller model or dtype, raise "
+                "gpu_memory_utilization, or free memory on the device"
+            )
+
+    @property
+    def _sizes(self) -> list[int]:
+        if not self._config.cuda_graphs:
+            return []
+        return graph_sizes(self._config.scheduler.max_num_seqs)
+
+    def _measure(self) -> FixedMemory:
+        """What weights, the largest step and the graphs take, by running such a step."""
+        weights = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        free_before = 0
+        try:
+            runner = self._make_runner(1, 0, [])
+            before = torch.cuda.memory_allocated(self._device)
+            for plan in self._largest_steps():
+                runner.submit(plan).result()
+            peak = torch.cuda.max_memory_allocated(self._device) - before
+            fixed_parts = before - weights
+            del runner
+            _release()
+            graphs = 0
+            if self._sizes:
+                free_before = torch.cuda.mem_get_info(self._device)[0]
+                runner = self._make_runner(1, 0, self._sizes[-1:])
+                graphs = free_before - torch.cuda.mem_get_info(self._device)[0]
+                graphs += len(self._sizes) * _GRAPH_BYTES
+                del runner
+                _release()
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"a step of max_num_batched_tokens="
+                f"{self._config.scheduler.max_num_batched_tokens} tokens does not fit beside the "
+                f"weights ({format_bytes(weights)}); lower it, or max_num_seqs"
+            ) from error
+        activations = fixed_parts + int(peak * (1 + _SLACK)) + _SLACK_BYTES
+        return FixedMemory(weights, activations, max(graphs, 0))
+
+    def _plan(self, fixed: FixedMemory, total: int) -> MemoryBudget:
+        cache, scheduler = self._config.cache, self._config.scheduler
+        swap_limit = int(host_memory() * _SWAP_SHARE)
+        budget = plan_memory(cache, self._shape, fixed, total, total - fixed.total, swap_limit)
+        if self._config.max_model_len is not None:
+            chunk = (
+                scheduler.max_num_batched_tokens
+                if scheduler.enable_chunked_prefill
+                else self._config.max_model_len
+            )
+            check_model_len(budget, self._shape, self._config.max_model_len, chunk)
+        return budget
+
+    def _largest_steps(self) -> list[StepPlan]:
+        """A step of prompts alone, and one that draws for as many sequences as may run.
+
+        All their table entries name block 1: what they compute has no meaning.
+        """
+        scheduler, block_size = self._config.scheduler, self._config.cache.block_size
+        budget, longest = scheduler.max_num_batched_tokens, self._model_config.max_model_len - 1
+        lengths = [min(longest, budget - start) for start in range(0, budget, longest)]
+        lengths = lengths[: scheduler.max_num_seqs]
+        count = scheduler.max_num_seqs
+        spec = SamplingSpec(temperature=1.0, top_p=0.9)
+
+        def plan(step_id: int, sizes: list[int], closed: list[int]) -> StepPlan:
+            ids = [1000 * (step_id + 1) + i for i in range(len(sizes))]
+            return StepPlan(
+                step_id,
+                seq_ids=ids,
+                num_scheduled_tokens=sizes,
+                sampled=ids,
+                expanded=[],
+                closed=closed,
+                opened=[
+                    OpenedRow(i, (0,) * n, n, 0, spec, 0, 0)
+                    for i, n in zip(ids, sizes, strict=True)
+                ],
+                table_writes=[
+                    TableWrite(i, group, 0, (1,) * -(-n // block_size))
+                    for i, n in zip(ids, sizes, strict=True)
+                    for group in range(len(self.layout.groups))
+                ],
+            )
+
+        first = plan(0, lengths, [])
+        return [first, plan(1, [1] * count, first.seq_ids)]
+
+    def _make_runner(self, num_blocks: int, num_swap_blocks: int, sizes: list[int]) -> GpuRunner:
+        return make_gpu_runner(
+            self._config,
+            self._model_config,
+            self._model,
+            self._backend_class,
+            (num_blocks, num_swap_blocks),
+            sizes,
+            self._device,
+        )
+
+
+def make_gpu_runner(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: CausalLM,
+    backend_class: type[AttentionBackend],
+    num_blocks: tuple[int, int],
+    graph_sizes: list[int],
+    device: torch.device,
+) -> GpuRunner:
+    """A runner with a KV cache of so many blocks on the device and in the swap tier.
+
+    `device` may be a CPU, where Triton's interpreter runs the kernels (in tests).
+    """
+    scheduler, block_size = config.scheduler, config.cache.block_size
+    layout = group_layers(model_config.kv_specs())
+    dtype = next(model.parameters()).dtype
+    staging = DeviceStaging(device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    kv_cache = DeviceKVCache(
+        *num_blocks, kv_block_shape(config, model_config, backend_class), dtype, staging, device
+    )
+    # While rows fork, children are there before their parents have gone; row 0 is padding.
+    num_rows = 2 * scheduler.max_num_seqs + 1
+    max_blocks = -(-model_config.max_model_len // block_size)
+    tables = DeviceTables(len(layout.groups), num_rows, max_blocks, device, staging)
+    parts = GpuParts(
+        model,
+        make_backend(backend_class, model, layout, kv_cache.blocks, block_size),
+        kv_cache,
+        InputBatch(block_size, len(layout.groups), num_rows, tables, staging),
+        tables,
+        staging,
+        model_config.vocab_size,
+        model_config.hidden_size,
+        dtype,
+        device,
+        num_rows,
+    )
+    return GpuRunner(parts, graph_sizes)
+
+
+def kv_block_shape(
+    config: EngineConfig, model_config: ModelConfig, backend_class: type[AttentionBackend]
+) -> tuple[int, ...]:
+    """Of one block of all layers of a group."""
+    layout = group_layers(model_config.kv_specs())
+    shape = backend_class.kv_block_shape(
+        config.cache.block_size, model_config.num_kv_heads, model_config.head_dim
+    )
+    return (layout.layers_per_group, *shape)
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

@@ -1,0 +1,33 @@
+"""Log-probabilities of prompt tokens, for clients that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from octavo.core.step import TokenLogprobs
+from octavo.models.base import CausalLM
+from octavo.worker.input_batch import PromptChunk
+from octavo.worker.logprobs import gather_logprobs, rows_at_once
+
+
+def score_prompts(
+    model: CausalLM, hidden: Tensor, chunks: Sequence[PromptChunk], vocab_size: int
+) -> dict[int, list[TokenLogprobs]]:
+    """Scores of each chunk's targets, by sequence id; hidden [num_tokens, hidden_size]."""
+    scored: dict[int, list[TokenLogprobs]] = {}
+    # Logits of a whole chunk would take gigabytes with a large vocabulary.
+    step = rows_at_once(vocab_size)
+    for chunk in chunks:
+        entries: list[TokenLogprobs] = []
+        targets = chunk.targets.tolist()
+        for first in range(0, len(targets), step):
+            part = targets[first : first + step]
+            begin = chunk.start + first
+            logits = model.logits(hidden[begin : begin + len(part)])
+            rows, tops = range(len(part)), [chunk.num_top] * len(part)
+            for entry in gather_logprobs(logits, rows, [[token] for token in part], tops):
+                entries += entry
+        scored[chunk.seq_id] = entries
+    return scored

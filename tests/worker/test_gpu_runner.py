@@ -1,0 +1,151 @@
+"""The runner of GPUs: the CPU's tokens, in the interpreter of Triton or on a GPU.
+
+Steps overlap, so a step is prepared before the tokens of the one before are known.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import model_zoo
+from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.attention import load_backend
+from octavo.config import EngineConfig, make_config
+from octavo.core.kv_spec import group_layers
+from octavo.core.step import PendingStep, StepPlan
+from octavo.engine.engine import Engine
+from octavo.executor.base import KVCapacity
+from octavo.llm import load_engine
+from octavo.model_config import ModelConfig
+from octavo.models.loader import load_model
+from octavo.outputs import RequestOutput
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+MODES = ["recompute", "swap"]
+# The interpreter takes seconds where a GPU takes milliseconds.
+CASES = [(n, m) for n in model_zoo.NAMES for m in MODES] if HAS_GPU else [("llama3", "swap")]
+TWO_GROUPS = ("qwen2",)
+NUM_BLOCKS, NUM_SWAP_BLOCKS = 24, 24
+
+
+class Interpreted:
+    """An executor around a runner of GPUs, on whatever device there is."""
+
+    is_asynchronous = True
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+        from octavo.worker.gpu_worker import make_gpu_runner
+
+        model = load_model(model_config, torch.float32, DEVICE)
+        sizes = [1, 2, 4, config.scheduler.max_num_seqs] if HAS_GPU else []
+        num_blocks = (config.cache.num_blocks or NUM_BLOCKS, NUM_SWAP_BLOCKS)
+        self.runner = make_gpu_runner(
+            config, model_config, model, load_backend("triton"), num_blocks, sizes, DEVICE
+        )
+        layout = group_layers(model_config.kv_specs())
+        self.capacity = KVCapacity(*num_blocks, layout, 0, None)  # type: ignore[arg-type]
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        return self.runner.submit(plan)
+
+    def shutdown(self) -> None:
+        pass
+
+
+@cache
+def engines(name: str, num_blocks: int, mode: str) -> tuple[Engine, Engine]:
+    """The device's, with steps that overlap, and the CPU's."""
+    config = make_config(
+        str(model_zoo.model_directory(name)),
+        device="cpu",
+        max_model_len=80,
+        block_size=8,
+        num_blocks=num_blocks,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        preemption_mode=mode,
+        watermark=0.0,
+    )
+    plain = load_engine(config)
+    overlapped = Engine(config, plain.model_config, Interpreted(config, plain.model_config))
+    return overlapped, plain
+
+
+def run(engine: Engine, asks: list) -> list[RequestOutput]:
+    requests = [engine.make_request(prompt, params) for prompt, params in asks]
+    finished: dict[str, RequestOutput] = {}
+    for request in requests:
+        engine.add_request(request)
+        for output in engine.step().finished:
+            finished[output.request_id] = output
+    while engine.has_unfinished:
+        for output in engine.step().finished:
+            finished[output.request_id] = output
+    return [finished[request.request_id] for request in requests]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return model_zoo.random_token_ids(length, seed=seed)
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) -> None:
+    """Greedy, seeded, several samples, beams, stops, penalties; blocks are short."""
+    overlapped, plain = engines(name, 26 if name in TWO_GROUPS else 13, mode)
+    asks = [
+        (prompt(30, 1), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)),
+        (prompt(5, 2), SamplingParams(temperature=1, seed=3, max_tokens=12)),
+        (prompt(12, 3), SamplingParams(temperature=1, seed=4, n=2, max_tokens=6, top_p=0.9)),
+        (prompt(9, 4), BeamSearchParams(beam_width=2, max_tokens=5)),
+        (prompt(3, 5), SamplingParams(temperature=0, max_tokens=7, repetition_penalty=1.5)),
+        (prompt(30, 1), SamplingParams(temperature=0, max_tokens=3, logprobs=2)),
+    ]
+    got, wanted = run(overlapped, asks), run(plain, asks)
+    assert tokens(got) == tokens(wanted)
+    assert [o.outputs[0].finish_reason for o in got] == [o.outputs[0].finish_reason for o in wanted]
+    mine, theirs = got[-1].outputs[0].logprobs, wanted[-1].outputs[0].logprobs
+    assert mine is not None
+    assert theirs is not None
+    assert [entry.logprob for entry in mine] == pytest.approx([e.logprob for e in theirs], rel=1e-4)
+    assert sum(overlapped.scheduler.num_preemptions.values()) > 0
+    assert overlapped.kv.pool.num_held == 0
+
+
+def test_prompt_logprobs() -> None:
+    overlapped, plain = engines("llama3", 13, "recompute")
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    [mine], [theirs] = (run(engine, [(prompt(29, 7), params)]) for engine in (overlapped, plain))
+    assert mine.prompt_logprobs is not None
+    assert theirs.prompt_logprobs is not None
+    assert [e.logprob for e in mine.prompt_logprobs[1:] if e] == pytest.approx(
+        [e.logprob for e in theirs.prompt_logprobs[1:] if e], rel=1e-4
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_a_gpu_serves_as_the_cpu_does(name: str) -> None:
+    """The whole way: memory measured, graphs captured, steps overlapped."""
+    options = {
+        "dtype": "float32",
+        "max_model_len": 80,
+        "max_num_seqs": 8,
+        "kv_cache_memory": 1 << 26,
+    }
+    directory = str(model_zoo.model_directory(name))
+    asks = [prompt(n, n) for n in (3, 16, 33, 50)]
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    outputs = {}
+    for device in ("cuda", "cpu"):
+        llm = LLM(directory, device=device, **options)
+        outputs[device] = [o.outputs[0].token_ids for o in llm.generate(asks, params)]
+    assert outputs["cuda"] == outputs["cpu"]
