@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from observed import FakeClient, admitted, open_request, output_of, snapshot, view
+
+from octavo.engine.events import Counters, Gauges, Preempted
+from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
+from octavo.server.api.errors import add_error_handlers
+from octavo.server.client import EngineClient
+from octavo.server.logs import JsonFormatter, TextFormatter
+from octavo.server.messages import StepReport
+from octavo.server.observation import Observation
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+MODEL = {"model_name": "demo"}
+
+
+@pytest.fixture
+def client() -> FakeClient:
+    return FakeClient()
+
+
+@pytest.fixture
+def seen() -> Observation:
+    return Observation("demo")
+
+
+@pytest.fixture
+def http(client: FakeClient, seen: Observation) -> TestClient:
+    app = FastAPI()
+    add_error_handlers(app)
+    for router in seen.routers(cast(EngineClient, client)):
+        app.include_router(router)
+    return TestClient(app)
+
+
+def report(**values: Any) -> StepReport:
+    return StepReport(1.0, Counters(), Gauges(step_tokens=values.pop("step_tokens", 0)), **values)
+
+
+def value(seen: Observation, name: str, **labels: str) -> float | None:
+    return seen.metrics.registry.get_sample_value(f"octavo_{name}", MODEL | labels)
+
+
+def run_one_request(seen: Observation) -> None:
+    """Arrives at 10, gets blocks at 10.5, tokens at 11, 11.004 and 11.5."""
+    request = open_request()
+    for listener in seen.listeners:
+        listener.request_added(request)
+        listener.stepped(report(admitted=[admitted()], step_tokens=16))
+        request.admission, request.admitted_time = admitted(), 10.5
+        listener.request_admitted(request)
+        request.last_token_time = request.first_token_time = None
+        for now in (11.0, 11.004, 11.5):
+            listener.tokens_arrived(request, 1, now)
+            request.first_token_time = request.first_token_time or now
+            request.last_token_time = now
+        request.num_preemptions = 2
+        listener.request_finished(request, output_of(request, [3], 11.5))
+
+
+def test_latencies_of_a_request(seen: Observation) -> None:
+    run_one_request(seen)
+    for name, seconds in (
+        ("time_to_first_token_seconds", 1.0),  # from arrival: the queue counts
+        ("request_queue_time_seconds", 0.5),
+        ("request_prefill_time_seconds", 0.5),
+        ("request_decode_time_seconds", 0.5),
+        ("request_inference_time_seconds", 1.0),
+        ("e2e_request_latency_seconds", 1.5),
+        ("request_time_per_output_token_seconds", 0.25),
+        ("inter_token_latency_seconds", 0.5),
+        ("request_num_preemptions", 2),
+        ("request_generation_tokens", 3),
+        ("request_prefill_kv_computed_tokens", 16),
+    ):
+        assert value(seen, f"{name}_sum") == pytest.approx(seconds), name
+    assert value(seen, "time_to_first_token_seconds_count") == 1
+    assert value(seen, "inter_token_latency_seconds_count") == 2
+    # 4 ms and 496 ms are told apart far below 10 ms.
+    assert value(seen, "inter_token_latency_seconds_bucket", le="0.003") == 0
+    assert value(seen, "inter_token_latency_seconds_bucket", le="0.005") == 1
+    assert value(seen, "prompt_tokens_by_source_total", source="local_cache_hit") == 16
+    assert value(seen, "prompt_tokens_total") == 32
+    assert value(seen, "request_success_total", finished_reason="length") == 1
+    assert value(seen, "prefix_lookup_end_total", reason="evicted") == 1
+
+
+def test_first_token_counts_once_for_several_samples_and_for_beams(seen: Observation) -> None:
+    metrics, request = seen.metrics, open_request("four", n=4)
+    for _ in range(4):  # the first step gives each sample a token
+        metrics.tokens_arrived(request, 1, 11.0)
+    request.first_token_time = request.last_token_time = 11.0
+    for _ in range(4):
+        metrics.tokens_arrived(request, 1, 11.25)
+    metrics.request_finished(request, output_of(request, [2] * 4, 11.25))
+    assert value(seen, "time_to_first_token_seconds_count") == 1
+    assert value(seen, "inter_token_latency_seconds_count") == 4
+    beams = open_request("beams", beam_width=3)
+    beams.first_token_time = 13.0  # they stream no tokens
+    metrics.request_finished(beams, output_of(beams, [5, 4], 14.0))
+    assert value(seen, "time_to_first_token_seconds_sum") == pytest.approx(1.0 + 3.0)
+    assert value(seen, "request_params_n_sum") == 4 + 3
+
+
+def test_preemptions_and_refusals(seen: Observation) -> None:
+    metrics = seen.metrics
+    swap = Preempted(1.0, "r1", "swap", 7, 0, 0.25)
+    recompute = Preempted(1.0, "r2", "recompute", 0, 90, 0.5)
+    metrics.stepped(report(preempted=[swap, recompute], step_tokens=12))
+    assert value(seen, "num_preemptions_total", mode="swap") == 1
+    assert value(seen, "preemption_cost_seconds_total", mode="recompute") == 0.5
+    assert value(seen, "preempted_blocks_total") == 7
+    assert value(seen, "preempted_tokens_total") == 90
+    assert value(seen, "iteration_tokens_total_sum") == 12
+    for error, reason in (
+        (Overloaded("busy", 1.0), "queue_full"),
+        (RequestTooLong("prompt", "long"), "too_long"),
+        (InvalidRequest("n", "bad"), "invalid"),
+        (Unavailable("draining"), "unavailable"),
+    ):
+        metrics.request_refused(error)
+        assert value(seen, "admission_rejections_total", reason=reason) == 1
+    metrics.request_failed(open_request(), RuntimeError())
+    metrics.engine_died("killed")
+    assert (value(seen, "request_failures_total"), value(seen, "engine_deaths_total")) == (1, 1)
+
+
+def test_exposition(client: FakeClient, seen: Observation, http: TestClient) -> None:
+    run_one_request(seen)
+    client.gauges = Gauges(num_running=3, num_free_blocks=9, num_free_swap_blocks=1)
+    client.counters = Counters(num_lookup_tokens=100, num_hit_tokens=40)
+    text = http.get("/metrics").text
+    assert 'octavo_kv_cache_usage_perc{model_name="demo"} 0.25' in text
+    assert 'octavo_swap_blocks_held{model_name="demo"} 3.0' in text
+    assert 'octavo_prefix_cache_hits_total{model_name="demo"} 40.0' in text
+    assert 'block_size="16"' in text
+    openmetrics = http.get("/metrics", headers={"accept": "application/openmetrics-text"})
+    assert openmetrics.text.endswith("# EOF\n")
+
+
+def metric_names(seen: Observation) -> set[str]:
+    """Names of families, without octavo_."""
+    return {family.name.removeprefix("octavo_") for family in seen.metrics.registry.collect()}
+
+
+def test_documentation_and_dashboard_know_the_metrics(seen: Observation, http: TestClient) -> None:
+    page = (DOCS / "observability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+?) \| (?:gauge|counter|histogram|info) \|", page, re.M)
+    described = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert described == metric_names(seen)
+    dashboard = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+    text = json.dumps(dashboard)
+    used = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"octavo_(\w+)", text)}
+    known = metric_names(seen)
+    known |= {f"{name}_total" for name in known}
+    assert used <= known
+    assert len(dashboard["panels"]) == len({panel["title"] for panel in dashboard["panels"]})
+
+
+def test_debug_endpoint(client: FakeClient, seen: Observation, http: TestClient) -> None:
+    request = open_request()
+    seen.lookups.request_added(request)
+    preempted = Preempted(11.0, "r1", "swap", 3, 0, 0.01)
+    seen.lookups.stepped(report(admitted=[admitted()], preempted=[preempted]))
+    client.picture = snapshot([view("r1", [3, 4, 5], [3, 4, 6])])
+    reply = http.get("/debug/kv/r1").json()
+    assert [seq["block_table"] for seq in reply["now"]["sequences"]] == [[[3, 4, 5]], [[3, 4, 6]]]
+    lookup, preemption = reply["history"]
+    assert (lookup["num_hit_tokens"], lookup["lookup_end"]) == (16, "evicted")
+    assert "overwritten" in lookup["explanation"]
+    assert (preemption["mode"], preemption["num_blocks"]) == ("swap", 3)
+    pool = http.get("/debug/kv").json()
+    assert pool["device"]["num_shared"] == 2
+    assert pool["requests"][0]["request_id"] == "r1"
+    seen.lookups.request_finished(request, output_of(request, [3], 12.0))
+    client.picture = snapshot([])
+    over = http.get("/debug/kv/r1")
+    assert (over.json()["now"], over.json()["finish_reasons"]) == (None, ["length"])
+    assert "secret" not in over.text
+    missing = http.get("/debug/kv/nobody")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["param"] == "request_id"
+
+
+def test_finished_requests_are_forgotten_in_order(seen: Observation) -> None:
+    for number in range(1200):
+        request = open_request(f"r{number}")
+        seen.lookups.request_added(request)
+        if number != 0:  # the first one goes on
+            seen.lookups.request_finished(request, output_of(request, [1], 12.0))
+    known = [number for number in range(1200) if seen.lookups.history(f"r{number}")]
+    assert known == [0, *range(200, 1200)]
+
+
+def test_log_lines(seen: Observation, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    run_one_request(seen)
+    [record] = [r for r in caplog.records if r.message == "finished"]
+    line = json.loads(JsonFormatter().format(record))
+    assert line["request_id"] == "r1"
+    assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (32, 16, 3)
+    assert line["first_token_seconds"] == 1.0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
+    assert "request_id=r1" in TextFormatter().format(record)
+
+
+def test_log_lines_hold_no_secrets() -> None:
+    prompt = "a piece of somebody's prompt"
+    try:
+        raise ValueError(prompt)
+    except ValueError as error:
+        record = logging.getLogger("x").makeRecord(
+            "octavo.x",
+            logging.ERROR,
+            "file.py",
+            1,
+            "broken",
+            (),
+            (ValueError, error, error.__traceback__),
+            extra={"prompt": "a secret", "authorization": "Bearer key", "status": 500},
+        )
+    for formatter in (JsonFormatter(), TextFormatter()):
+        line = formatter.format(record)
+        assert "500" in line
+        assert "ValueError" in line
+        assert "test_metrics.py" in line
+        for secret in ("somebody", "secret", "Bearer"):
+            assert secret not in line
