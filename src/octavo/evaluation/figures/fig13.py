@@ -1,0 +1,62 @@
+"""Figure 13: how many requests each system runs at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.evaluation.drawing import COLOURS, SHORT_NAMES, canvas
+from octavo.evaluation.jobs import Job, Results
+from octavo.evaluation.paper_values import FIGURE_13, FIGURE_13_RATES, SystemName
+from octavo.evaluation.report import Report, Row, Table, Target
+from octavo.evaluation.scale import Scale
+from octavo.evaluation.simulations import Scenario, SteadyState
+from octavo.evaluation.workloads import WorkloadSpec
+
+NAME = "fig13"
+TITLE = "Figure 13: mean number of batched requests"
+TARGETS = {"sharegpt": Target(7, "percent"), "alpaca": Target(15, "percent")}
+TITLES = {"sharegpt": "ShareGPT, 2 requests/s", "alpaca": "Alpaca, 30 requests/s"}
+
+
+def job(source: str, system: SystemName, scale: Scale) -> SteadyState:
+    start, end = scale.window
+    workload = WorkloadSpec(source, FIGURE_13_RATES[source], end)
+    return SteadyState(Scenario("opt-13b", system, workload), start, end)
+
+
+def jobs(scale: Scale) -> list[Job]:
+    return [job(source, system, scale) for source in FIGURE_13 for system in FIGURE_13[source]]
+
+
+def make(results: Results, scale: Scale, folder: Path) -> Report:
+    tables = []
+    with canvas(folder, NAME, columns=2) as (_, panels):
+        for axes, (source, paper) in zip(panels, FIGURE_13.items(), strict=True):
+            ours = {
+                system: results[job(source, system, scale)]["mean_batched_requests"]
+                for system in paper
+            }
+            rows = [
+                Row(SHORT_NAMES[system], ours[system], value, TARGETS[source])
+                for system, value in paper.items()
+            ]
+            tables.append(Table(f"{TITLES[source]}: mean batched requests", rows))
+            for x, (system, value) in enumerate(paper.items()):
+                drawn = axes.bar(x, ours[system], 0.7, color=COLOURS[system])
+                axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2)
+                axes.hlines(value, x - 0.4, x + 0.4, "black", ":", linewidth=2)
+            axes.set_xticks(range(len(paper)), [SHORT_NAMES[s].replace(" ", "\n") for s in paper])
+            axes.grid(axis="x", visible=False)
+            axes.set_title(f"{TITLES[source]}; dotted: the paper", fontsize=9)
+        panels[0].set_ylabel("requests in a step")
+    return Report(
+        NAME,
+        TITLE,
+        "Simulated: OPT-13B on an A100 of 40 GB; mean over steps of the requests that run.",
+        tables,
+        [NAME],
+        [
+            "Alpaca's lengths are drawn from a fit, so the number of short extents that fit "
+            "beside each other differs from that of the real set.",
+        ],
+    )

@@ -1,0 +1,86 @@
+"""Measurements on a GPU, for figures 18 and 19: which files are read, and what they hold.
+
+A directory of *.json, one object a file:
+
+    {"kind": ..., "device": "NVIDIA H200", "model": "OPT-13B, dummy weights", "command": ...,
+     "rows": [...]}
+
+`kind` says what a row is; other kinds are left alone, and files of the same kind are put together.
+
+    "attention-kernel"   {"kernel": "paged" or "contiguous", "batch_size": 8, "context": 64,
+                          "microseconds": 31.5}                                    figure 18a
+    "block-size"         {"trace": "sharegpt", "block_size": 16,
+                          "seconds_per_token": 0.085}                              figure 18b
+    "preemption-cost"    {"method": "recompute", "swap-out" or "swap-in", "block_size": 16,
+                          "milliseconds": 18.0}; of 256 tokens                     figure 19a
+    "preemption"         {"method": "recompute" or "swap", "block_size": 16,
+                          "seconds_per_token": 0.07}                               figure 19b
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+
+# Kind -> the fields that say what was measured, and the field that holds the value.
+KINDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "attention-kernel": (("kernel", "batch_size", "context"), "microseconds"),
+    "block-size": (("trace", "block_size"), "seconds_per_token"),
+    "preemption-cost": (("method", "block_size"), "milliseconds"),
+    "preemption": (("method", "block_size"), "seconds_per_token"),
+}
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """All rows of one kind: (fields that say what was measured) -> value."""
+
+    values: Mapping[Key, float]
+    description: str  # the devices and models, for captions
+
+
+def read_measurements(folder: Path | None, kind: str) -> Measurements | None:
+    """All measurements of a kind; None if there are none, or no folder.
+
+    Raises ConfigError for a broken file; the message names it.
+    """
+    names, value_name = KINDS[kind]
+    values: dict[Key, float] = {}
+    described: dict[str, None] = {}
+    for path in sorted(folder.glob("*.json")) if folder is not None else ():
+        content = _read(path)
+        if content.get("kind") != kind:
+            continue
+        described[f"{content.get('device')}, {content.get('model')}"] = None
+        for number, row in enumerate(_rows(path, content)):
+            try:
+                values[tuple(row[name] for name in names)] = float(row[value_name])
+            except (KeyError, TypeError, ValueError) as error:
+                expected = ", ".join((*names, value_name))
+                raise ConfigError(
+                    "measurements", f"{path}: row {number} needs {expected}"
+                ) from error
+    return Measurements(values, "; ".join(described)) if values else None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("measurements", f"{path}: {error}") from error
+    # Files of other kinds may hold whatever they like.
+    return content if isinstance(content, Mapping) else {}
+
+
+def _rows(path: Path, content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    rows = content.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        raise ConfigError("measurements", f"{path}: rows must be a list of objects")
+    yield from rows

@@ -1,0 +1,44 @@
+"""How much is simulated: short traces by default, the paper's own lengths on request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Seconds of arrivals, and where a steady state is measured in them."""
+
+    name: str
+    sharegpt_seconds: float  # of a sweep
+    sharegpt_175b_seconds: float
+    alpaca_seconds: float
+    # Figures 2, 13 and 15 look at a window of a run.
+    window: tuple[float, float]
+    resolution: float  # a sweep ends when the sustained rate is known to this share
+    measurements: Path | None = None  # a directory with *.json, see `measurements`
+
+    def with_measurements(self, folder: Path) -> Scale:
+        """The same with measurements on a GPU, if there are any."""
+        return replace(self, measurements=folder if folder.is_dir() else None)
+
+    def trace_seconds(self, source: str, model: str) -> float:
+        """How long requests arrive in a sweep."""
+        if source == "sharegpt":
+            return self.sharegpt_175b_seconds if model == "opt-175b" else self.sharegpt_seconds
+        return self.alpaca_seconds
+
+    @property
+    def description(self) -> str:
+        return (
+            f"{self.name}; requests arrive for {self.sharegpt_seconds:g} s on ShareGPT "
+            f"({self.sharegpt_175b_seconds:g} s with OPT-175B) and {self.alpaca_seconds:g} s on "
+            f"other data sets, and all are served; steady states are means over the steps from "
+            f"{self.window[0]:g} to {self.window[1]:g} s"
+        )
+
+
+QUICK = Scale("quick", 1200.0, 900.0, 300.0, (300.0, 600.0), 0.02)
+# As in the paper; the window is that of the artifact.
+FULL = Scale("full", 3600.0, 900.0, 3600.0, (300.0, 900.0), 0.01)
