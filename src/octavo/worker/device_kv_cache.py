@@ -45,9 +45,8 @@ class DeviceKVCache:
         self._staging = staging
         self._device = device
         is_gpu = device.type == "cuda"
-        # Only the null block must be zero; all others are written before they are read.
-        self.blocks = torch.empty((num_blocks + 1, *block_shape), dtype=dtype, device=device)
-        self.blocks[0].zero_()
+        # Kernels read whole tiles and mask what lies behind a sequence: that must be finite.
+        self.blocks = torch.zeros((num_blocks + 1, *block_shape), dtype=dtype, device=device)
         shape = (num_swap_blocks + 1, *block_shape)
         try:
             self.swapped = torch.empty(shape, dtype=dtype, pin_memory=is_gpu)
