@@ -17,6 +17,7 @@ from octavo.cli.chat import chat
 from octavo.cli.generate import generate
 from octavo.cli.memory import memory
 from octavo.cli.models import models
+from octavo.cli.reproduce import reproduce
 from octavo.cli.run_batch import run_batch
 from octavo.cli.serve import serve
 from octavo.errors import OctavoError
@@ -60,5 +61,5 @@ def main() -> None:
     """
 
 
-for command in (generate, chat, serve, run_batch, memory, bench, models):
+for command in (generate, chat, serve, run_batch, memory, bench, models, reproduce):
     main.add_command(command)
