@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
 from octavo.sampling_params import MAX_LOGIT_BIAS, MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_TEMPERATURE
@@ -55,6 +54,7 @@ STOP_SCHEMA = {
     ]
 }
 
+ShortText = Annotated[str, Meta(max_length=MAX_SALT)]
 Prompt = str | list[str | int | list[int]]
 
 
@@ -137,21 +137,14 @@ class GenerationBody(Body, kw_only=True):
         _between(-INT64_MAX - 1, INT64_MAX, "Smaller runs first; for the priority policy."),
     ] = None
     cache_salt: Annotated[
-        str | None,
-        Meta(
-            description="Share cached prefixes only with requests of the same salt.",
-            max_length=MAX_SALT,
-        ),
+        ShortText | None, _doc("Share cached prefixes only with requests of the same salt.")
     ] = None
     return_token_ids: Annotated[
         bool | None, _doc("Also give the token ids of prompt and output.")
     ] = None
     user: Annotated[
-        str | None,
-        Meta(
-            description="Your name for the end user; goes to the request log, if it is on.",
-            max_length=128,
-        ),
+        ShortText | None,
+        _doc("Your name for the end user; goes to the request log, if it is on."),
     ] = None
 
     @classmethod
@@ -258,10 +251,7 @@ class PrefixBody(Body, kw_only=True):
         _doc("Not given: the server makes one.", pattern=f"^{PREFIX_NAME.pattern}$"),
     ] = None
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[
-        str | None,
-        Meta(description="As in the requests that are to find it.", max_length=MAX_SALT),
-    ] = None
+    cache_salt: Annotated[ShortText | None, _doc("As in the requests that are to find it.")] = None
 
 
 _UNSUPPORTED = "octavo does not support it"
@@ -317,5 +307,3 @@ MESSAGE_REFUSALS = {
     "refusal": Refusal("octavo's models do not have it"),
     "annotations": Refusal("octavo's models do not have it", ([],)),
 }
-
-msgspec.json.schema_components([CompletionBody, ChatBody])  # fails here, not when it is asked for
