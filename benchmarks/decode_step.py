@@ -1,0 +1,126 @@
+"""How long a decode step takes at context 1,024, against the roofline: weights and KV over the
+copy bandwidth. The whole engine is timed: scheduling, the device's work, tokens coming back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import Any
+
+from gpu_harness import copy_bandwidth, make_engine, report, weight_bytes
+
+from octavo import SamplingParams
+from octavo.engine.engine import Engine
+
+CONTEXT = 1024
+WARM_UP, STEPS = 12, 48
+BATCHES = {
+    "llama-3-8b": (1, 8, 64, 256),
+    "opt-13b": (1, 8, 64),
+    "qwen3-0.6b": (1, 8, 64, 256),
+}
+TEMPERATURES = {"qwen3-0.6b": 0.6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=list(BATCHES))
+    parser.add_argument("--batches", nargs="*", type=int, help="instead of those of the model")
+    parser.add_argument("--profile", metavar="FILE", help="a table of the kernels of ten steps")
+    parser.add_argument("--no-overlap", action="store_true")
+    arguments = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s")
+    results: dict[str, Any] = {}
+    for model in arguments.models:
+        engine = make_engine(
+            model,
+            max_num_seqs=max(arguments.batches or BATCHES[model]),
+            max_num_batched_tokens=8192,
+            enable_prefix_caching=False,
+            overlap=not arguments.no_overlap,
+            swap_space=0,
+        )
+        for batch in arguments.batches or BATCHES[model]:
+            wall, device = step_times(
+                engine, batch, TEMPERATURES.get(model, 0.0), arguments.profile
+            )
+            num_bytes = weight_bytes(engine.model_config)
+            num_bytes += batch * CONTEXT * engine.executor.capacity.block_bytes // 16
+            share = num_bytes / bandwidth / wall
+            results[f"{model}@{batch}"] = {
+                "ms": round(1e3 * wall, 3),
+                "device_ms": round(1e3 * device, 3),
+                "roofline_share": round(share, 3),
+            }
+            print(
+                f"{model:>12} batch {batch:>4}: {1e3 * wall:7.3f} ms a step, device "
+                f"{1e3 * device:7.3f} ms, {100 * share:5.1f}% of the roofline",
+                flush=True,
+            )
+        engine.executor.shutdown()
+    report("decode_step", copy_tb_s=round(bandwidth / 1e12, 3), context=CONTEXT, steps=results)
+
+
+def step_times(
+    engine: Engine, batch: int, temperature: float, profile: str | None
+) -> tuple[float, float]:
+    """Mean seconds of a step, by the clock and of the device's own work."""
+    vocab_size = engine.model_config.vocab_size
+    rng = random.Random(batch)
+    start = CONTEXT - WARM_UP - STEPS // 2
+    params = SamplingParams(
+        temperature=temperature, max_tokens=400, ignore_eos=True, detokenize=False, seed=1
+    )
+    for _ in range(batch):
+        prompt = [rng.randrange(vocab_size) for _ in range(start)]
+        engine.add_request(engine.make_request(prompt, params))
+    scheduler = engine.scheduler
+    while any(r.first_token_time is None for r in scheduler.requests.values()):
+        engine.step()
+    for _ in range(WARM_UP):
+        engine.step()
+    device: list[float] = []
+    engine.observers.append(lambda plan, result, progress: device.append(result.compute_seconds))
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        engine.step()
+    wall = (time.perf_counter() - began) / STEPS
+    engine.observers.clear()
+    if profile:
+        write_profile(engine, f"{profile}.{batch}")
+    for request_id in list(scheduler.requests):
+        engine.abort_request(request_id)
+    while engine.has_unfinished:
+        engine.step()
+    return wall, statistics.fmean(device)
+
+
+def write_profile(engine: Engine, path: str) -> None:
+    """Device time by kernel over ten steps, and the share of the time in which nothing runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        for _ in range(10):
+            engine.step()
+    spans = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in profiler.events()
+        if e.device_type.name == "CUDA"
+    )
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    idle = 1 - busy / (end - spans[0][0])
+    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40)
+    with open(path, "w") as file:
+        file.write(f"idle {100 * idle:.2f}%\n{table}")
+    print(f"             the device is idle {100 * idle:.2f}% of ten profiled steps")
+
+
+if __name__ == "__main__":
+    main()
