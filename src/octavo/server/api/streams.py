@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -21,8 +22,14 @@ from octavo.server.client import RequestStream, StreamEvent
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-CLIENT_GONE = 499  # nobody reads this status; it is for the log
 RETRY_SECONDS = 1.0
+
+
+class ClientGone(ApiError):
+    """The client has closed its connection. Nobody reads the status; it is for the log."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has closed the connection")
 
 
 def event(value: Any) -> bytes:
@@ -136,7 +143,8 @@ class EventStream(Response):
         headers = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **headers})
         try:
-            await while_connected(receive, self._send_all(send))
+            with contextlib.suppress(ClientGone):
+                await while_connected(receive, self._send_all(send))
         finally:
             close(self._streams)
 
@@ -152,13 +160,13 @@ class EventStream(Response):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do `work`, unless the client goes away: then it is cancelled, and ApiError raised."""
+    """Do `work`, unless the client goes away: then it is cancelled, and ClientGone raised."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(CLIENT_GONE, "the client has closed the connection")
+            raise ClientGone
         return task.result()
     finally:
         watcher.cancel()
