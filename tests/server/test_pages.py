@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from octavo.engine.events import Copied
+from octavo.server.api.errors import add_error_handlers
+from octavo.server.client import EngineClient
+from octavo.server.feed import MAX_EVENTS, MAX_VIEWERS, Feed
+from octavo.server.metrics import Metrics
+from octavo.server.pages import pages_router
+from octavo.server.playpool import TEXTBOOK
+from server.observed import NUM_BLOCKS, FakeClient, admitted, engine_info, snapshot, view
+
+
+def new_feed(client: FakeClient) -> Feed:
+    return Feed(cast(EngineClient, client), Metrics("demo"))
+
+
+def new_app(client: FakeClient) -> TestClient:
+    app = FastAPI()
+    add_error_handlers(app)
+    app.include_router(pages_router(new_feed(client)))
+    return TestClient(app)
+
+
+def parse(data: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """The server-sent events in a piece of a stream."""
+    found = re.findall(r"event: (\w+)\ndata: (.*)\n\n", data.decode())
+    return [(name, json.loads(values)) for name, values in found]
+
+
+async def next_frame(frames: AsyncIterator[bytes]) -> dict[str, Any]:
+    return parse(await asyncio.wait_for(anext(frames), 10))[-1][1]
+
+
+# -------------------------------------------------------------------- the feed
+
+
+def test_frames_tell_what_changed() -> None:
+    async def scenario() -> None:
+        client = FakeClient()
+        feed = new_feed(client)
+        client.picture = snapshot([view("r1", [3, 4], [3, 5])], cached={3, 9})
+        frames = feed.frames()
+        (hello, about), (_, frame) = parse(await asyncio.wait_for(anext(frames), 10))
+        assert (hello, about["num_blocks"]) == ("hello", NUM_BLOCKS)
+        [request] = frame["requests"]
+        assert [seq["tables"] for seq in request["sequences"]] == [[[0, [3, 4]]], [[0, [3, 5]]]]
+        assert frame["counts"]["held"] == 3
+        assert frame["cached"] == [3, 1, 5, 1, 3]  # runs from the null block on: 3 and 9 are
+        # One table grows by a block, the other one's tail is copied.
+        client.picture = snapshot([view("r1", [3, 4, 7], [3, 8])], cached={3, 9})
+        client.counters.num_steps += 1
+        frame = await next_frame(frames)
+        [request] = frame["requests"]
+        assert [seq["tables"] for seq in request["sequences"]] == [[[2, [7]]], [[1, [8]]]]
+        assert "cached" not in frame
+        client.picture = snapshot([])
+        client.counters.num_steps += 1
+        frame = await next_frame(frames)
+        assert (frame["gone"], frame["requests"]) == (["r1"], [])
+        # A new engine: everything is told anew. No engine: that is told.
+        client.info = engine_info(pid=2)
+        client.picture = snapshot([view("r2", [1])])
+        client.counters.num_steps += 1
+        names = [name for name, _ in parse(await asyncio.wait_for(anext(frames), 10))]
+        assert names == ["hello", "frame"]
+        client.picture = None
+        client.counters.num_steps += 1
+        assert parse(await asyncio.wait_for(anext(frames), 10)) == [("lost", {})]
+        await frames.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_events_are_told_in_words_and_bounded() -> None:
+    async def scenario() -> None:
+        client = FakeClient()
+        frames = new_feed(client).frames()
+        await next_frame(frames)
+        [queue] = client.subscribers
+        queue.put_nowait([admitted("r7"), Copied(2.0, [(3, 8)])])
+        events: list[dict[str, Any]] = []
+        while not events:
+            events = (await next_frame(frames))["events"]
+        assert [event["kind"] for event in events] == ["admit", "copy"]
+        assert "16 of 32 tokens from the cache" in events[0]["text"]
+        assert events[1]["text"] == "before a write: 3 → 8"
+        for _ in range(MAX_EVENTS + 20):
+            queue.put_nowait([Copied(2.0, [(3, 8)])])
+        frame = await next_frame(frames)
+        while not frame["events"]:
+            frame = await next_frame(frames)
+        assert len(frame["events"]) <= MAX_EVENTS
+        await frames.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_looks_nothing_is_asked() -> None:
+    async def scenario() -> None:
+        client = FakeClient()
+        feed = new_feed(client)
+        assert (client.num_looks, client.subscribers) == (0, [])
+        one, two = feed.frames(), feed.frames()
+        await next_frame(one)
+        await next_frame(two)
+        assert feed.num_viewers == 2
+        await one.aclose()
+        assert len(client.subscribers) == 1  # one for all viewers, still there for the second
+        await two.aclose()
+        assert (feed.num_viewers, client.subscribers) == (0, [])
+        looks = client.num_looks
+        client.counters.num_steps += 5
+        await asyncio.sleep(0.3)
+        assert client.num_looks == looks
+        # And it works again for the next one.
+        again = feed.frames()
+        await next_frame(again)
+        assert client.num_looks == looks + 1
+        await again.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_too_many_viewers_are_refused() -> None:
+    async def scenario() -> None:
+        feed = new_feed(FakeClient())
+        many = [feed.frames() for _ in range(MAX_VIEWERS)]
+        for frames in many:
+            await next_frame(frames)
+        app = FastAPI()
+        add_error_handlers(app)
+        app.include_router(pages_router(feed))
+        reply = TestClient(app).get("/dashboard/feed")
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
+        for frames in many:
+            await frames.aclose()
+
+    asyncio.run(scenario())
+
+
+# -------------------------------------------------------------------- the documents
+
+
+@pytest.mark.parametrize("path", ["/", "/pool"])
+def test_pages_are_whole_and_run_their_own_scripts_only(path: str) -> None:
+    reply = new_app(FakeClient()).get(path)
+    html, policy = reply.text, reply.headers["content-security-policy"]
+    assert "<!-- s" not in html  # every part has been put in
+    for attribute in re.findall(r'(?:src|href)="([^"]*)"', html):
+        assert attribute.startswith(("/", "#", "data:")), attribute
+    assert not re.search(r"@import|url\(|\son\w+=", html)
+    [script] = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in policy
+    assert "default-src 'none'" in policy
+    assert "innerHTML" not in script
+
+
+def test_play_endpoints() -> None:
+    http = new_app(FakeClient())
+    lesson = http.get("/pool/textbook").json()
+    assert (lesson["operations"], lesson["paged"], lesson["naive"]) == (TEXTBOOK, 12, 16)
+    state = http.post("/pool/play", json={"operations": lesson["operations"]}).json()
+    assert (state["num_held"], state["num_naive"]) == (8, 20)
+    for body, message in (
+        ({"operations": [{"op": "free", "sequence": "Z"}]}, "operations[0].sequence: there is no"),
+        ({"operations": [3]}, "operations: the body is not as expected"),
+        ({"operation": []}, "unknown field `operation`"),
+        ({}, "missing required field `operations`"),
+    ):
+        reply = http.post("/pool/play", json=body)
+        assert reply.status_code == 400
+        assert message in reply.json()["error"]["message"]
