@@ -20,6 +20,7 @@ from octavo.simulation.step_records import Setting, StepRecord, total_seconds
 HELD_OUT = 0.25  # share of the steps that the fit does not see
 LARGEST = 1e6  # how far a coefficient may go from where the fit begins
 PRIOR = 1e-2  # weight of a coefficient's distance from where the fit begins
+NUM_PASSES = 3
 # The amounts of a step that each coefficient prices. One without such steps cannot be learnt.
 AMOUNTS = {
     "step_overhead": "num_tokens",
@@ -77,9 +78,10 @@ def calibrate(
 ) -> Calibration:
     """Fit to three quarters of the steps, and measure the error on the others.
 
-    Least squares of (predicted - measured) / sqrt(measured), so that long steps count for their
-    length. A coefficient that no step tells anything about stays as it was in `start`; where two
-    explain the same steps, those nearer to `start` are taken.
+    Least squares of (predicted - measured) / sqrt(expected), where what is expected comes from the
+    fit before: long steps count for their length, and the predictions' sum has no bias. A
+    coefficient that no step tells anything about stays as it was in `start`; where two explain the
+    same steps, those nearer to `start` are taken.
 
     Raises:
         ConfigError: the device is unknown, there are too few steps, or SciPy is missing.
@@ -158,7 +160,7 @@ class _Fit:
         self._setting = setting
         self._shapes = [record.shape for record in records]
         self._measured = np.array([record.seconds for record in records])
-        self._weights = 1 / np.sqrt(self._measured * self._measured.mean())
+        self._weights = self._weights_for(self._measured)
         self._start = start
         self._names = list(names)
         self._start_values = np.array([getattr(start, name) for name in names])
@@ -171,16 +173,23 @@ class _Fit:
                 "calibrate", "it needs SciPy: pip install octavo[calibrate]"
             ) from error
         reach = math.log(LARGEST)
-        found = least_squares(
-            self._residuals, np.zeros(len(self._names)), bounds=(-reach, reach), x_scale=1.0
-        )
-        return self._coefficients(found.x)
+        logs = np.zeros(len(self._names))
+        for _ in range(NUM_PASSES):
+            logs = least_squares(self._residuals, logs, bounds=(-reach, reach)).x
+            self._weights = self._weights_for(self._predict(logs))
+        return self._coefficients(logs)
+
+    def _weights_for(self, expected: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(1 / np.sqrt(expected * self._measured.mean()))
+
+    def _predict(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        model = cost_model_of(self._setting, self._coefficients(logs))
+        return np.array([model.seconds(shape) for shape in self._shapes])
 
     def _coefficients(self, logs: NDArray[np.float64]) -> Coefficients:
         values = self._start_values * np.exp(logs)
         return replace(self._start, **dict(zip(self._names, values.tolist(), strict=True)))
 
     def _residuals(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        model = cost_model_of(self._setting, self._coefficients(logs))
-        predicted = np.array([model.seconds(shape) for shape in self._shapes])
-        return np.concatenate([(predicted - self._measured) * self._weights, PRIOR * logs])
+        errors = (self._predict(logs) - self._measured) * self._weights
+        return np.concatenate([errors, PRIOR * logs])

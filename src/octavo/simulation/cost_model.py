@@ -50,14 +50,15 @@ class Coefficients:
                 raise ConfigError(f"coefficients.{field.name}", f"{value} is not {kind}")
 
 
-# The software of 2023 on A100s: what the paper's latencies at low rates and its figures 18b and
-# 19 imply. A step of few sequences took about 30 ms with OPT-13B (weights alone: 17 ms), blocks
-# were swapped layer by layer in 80 copies of 2.7 us each.
+# The software of 2023 on A100s, from the paper's own measurements: at low rates a step of OPT-13B
+# takes about 30 ms (12: weights and overhead); attention over 256 tokens in blocks of 16 reaches 55
+# to 60% of the bandwidth, less a quarter for looking blocks up (18a); 256 tokens are recomputed in
+# 36 to 39 ms, and swapped layer by layer, in 80 copies of 2.7 us a block, at 12.6 GB/s (19a).
 PAPER_2023 = Coefficients(
     step_overhead=7.0e-3,
-    seq_overhead=3.0e-4,
+    seq_overhead=5.0e-5,
     weight_efficiency=0.75,
-    gemm_efficiency=0.55,
+    gemm_efficiency=0.66,
     kv_efficiency=0.60,
     attention_efficiency=0.30,
     swap_efficiency=0.39,

@@ -29,7 +29,8 @@ class StepShape:
 class RowLengths:
     """Owns how many tokens each of the worker's rows has computed; follows plans by their deltas.
 
-    It must see every plan from a moment on at which no row was open.
+    It must see every plan from a moment on at which nothing ran; rows of before may still be closed
+    then.
     """
 
     def __init__(self, layer_windows: Sequence[int | None]) -> None:
@@ -53,7 +54,7 @@ class RowLengths:
         for fork in plan.forks:
             rows[fork.child_id] = rows[fork.parent_id]
         for seq_id in plan.closed:
-            del rows[seq_id]
+            rows.pop(seq_id, None)
         for opened in plan.opened:
             rows[opened.seq_id] = opened.num_computed_tokens
         num_tokens = context = pairs = 0
