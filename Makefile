@@ -20,7 +20,7 @@ test: $(STAMP) browser  ## all tests but the slow ones
 	$(BIN)/pytest -n auto -m "not slow"
 
 browser:  ## chromium for the tests of the pages, where it can be had
-	@command -v chromium chromium-browser google-chrome > /dev/null || { \
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || { \
 	    test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get -qq update && \
 	    DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends \
 	        chromium fonts-dejavu-core > /dev/null; \

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium", "google-chrome")
 
 
 @contextlib.contextmanager
