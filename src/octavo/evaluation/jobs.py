@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 import octavo
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
 
 # Code that decides what a job's result is; drawing and the command line do not.
 SOURCE_ROOMS = (
@@ -107,7 +107,7 @@ Results = Mapping[Job, Any]  # what jobs came to
 def run_jobs(jobs: Iterable[Job], store: Store, num_processes: int, show: bool) -> Results:
     """Results of all jobs; those that are not stored are run, the longest first.
 
-    An error in a job is raised here, and those not yet started are dropped.
+    An error in a job is raised here as OctavoError, and those not yet started are dropped.
     """
     results: dict[Job, Any] = {}
     missing = []
@@ -135,7 +135,11 @@ def run_jobs(jobs: Iterable[Job], store: Store, num_processes: int, show: bool) 
 
 
 def _run(job: Job, directory: Path) -> Any:
-    result = json.loads(json.dumps(job.run()))  # as the store would give it
+    try:
+        result = json.loads(json.dumps(job.run()))  # as the store would give it
+    except OctavoError as error:
+        # Its subclasses cannot be pickled: their arguments are not those of `__init__`.
+        raise OctavoError(str(error)) from None
     Store(directory).put(job, result)
     return result
 

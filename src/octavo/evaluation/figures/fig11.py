@@ -42,7 +42,7 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
     return Report(
         NAME,
         TITLE,
-        "Counted on the traces that ship with octavo.",
+        "Counted: lengths in the traces that ship with octavo.",
         [Table("Mean tokens", rows)],
         [NAME],
         [
