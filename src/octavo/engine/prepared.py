@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.core.decoding import BeamSearch, DecodingMethod, EarlyStopping, Sampling
 from octavo.core.step import SamplingSpec
@@ -59,6 +59,11 @@ class PreparedRequest:
             self.beam.early_stopping,
             self.beam.num_return_sequences,
         )
+
+
+    def without_prompt_logprobs(self) -> PreparedRequest:
+        """The same request, for an engine that need not score the prompt (again)."""
+        return replace(self, sampling=replace(self.sampling, num_prompt_logprobs=None))
 
 
 class RequestPreparer:

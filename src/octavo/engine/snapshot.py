@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from octavo.core.block_pool import BlockPool
+from octavo.core.sequence import Request, Sequence
+from octavo.engine.engine import Engine
+
+# By what a decoding method wants at the end of a sequence's tokens.
+METHOD_NAMES = {"token": "sampling", "candidates": "beam_search", "kv": "pin_prefix"}
+
 
 class TierView(msgspec.Struct, frozen=True):
     """A tier's blocks. Byte i of `ref_counts` and `is_cached` is about block i + 1 (0 is the null
@@ -66,3 +73,72 @@ class Snapshot(msgspec.Struct, frozen=True):
     waiting: list[RequestView]  # the first `max_waiting` of them
     num_waiting: int  # all of them
     pins: list[PinView]
+
+
+def take_snapshot(engine: Engine, num_steps: int, max_waiting: int = 100) -> Snapshot:
+    """How an engine stands between two steps."""
+    scheduler, kv = engine.scheduler, engine.kv
+    return Snapshot(
+        engine.clock(),
+        num_steps,
+        kv.block_size,
+        _view_tier(kv.pool),
+        _view_tier(kv.swap_pool),
+        [view_request(request) for request in scheduler.running],
+        [view_request(request) for request in scheduler.swapped],
+        [view_request(request) for request in scheduler.waiting[:max_waiting]],
+        len(scheduler.waiting),
+        [
+            PinView(name, seq.num_tokens, seq.table.block_ids if seq.table is not None else [])
+            for name, seq in kv.pins.items()
+        ],
+    )
+
+
+def view_request(request: Request, with_tokens: bool = False) -> RequestView:
+    """One request; `with_tokens`: also what it has generated so far."""
+    return RequestView(
+        request.request_id,
+        request.status.value,
+        METHOD_NAMES[request.method.wants],
+        request.method.max_sequences,
+        request.method.max_length,
+        request.priority,
+        request.num_prompt_tokens,
+        request.num_cached_tokens,
+        request.num_preemptions,
+        request.arrival_time,
+        [_view_sequence(seq, with_tokens) for seq in request.sequences],
+    )
+
+
+def _view_sequence(seq: Sequence, with_tokens: bool) -> SequenceView:
+    table = seq.table
+    return SequenceView(
+        seq.seq_id,
+        seq.sample_index,
+        seq.num_tokens,
+        seq.num_computed_tokens,
+        table is None or table.on_device,
+        [] if table is None else table.block_ids,
+        seq.cumulative_logprob,
+        seq.output_token_ids if with_tokens else None,
+    )
+
+
+def _view_tier(pool: BlockPool) -> TierView:
+    is_cached = bytearray(pool.num_blocks + 1)
+    for block_id in pool.cached_ids():
+        is_cached[block_id] = 1
+    counts = pool.ref_counts()
+    try:
+        ref_counts = bytes(counts)
+    except ValueError:  # a block with more holders than a byte can say
+        ref_counts = bytes([min(count, 255) for count in counts])
+    return TierView(
+        pool.num_blocks,
+        pool.num_free,
+        pool.num_free_cached,
+        ref_counts,
+        bytes(is_cached[1:]),
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from octavo.core.step import TokenLogprobs
 from octavo.engine.events import Admitted
 from octavo.engine.prepared import PreparedRequest
+from octavo.server import messages as m
 
 
 @dataclass(slots=True)
@@ -20,7 +22,7 @@ class Sample:
     stop_reason: int | str | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OpenRequest:
     """One request. Times are seconds of `time.monotonic`."""
 
@@ -36,6 +38,13 @@ class OpenRequest:
     num_preemptions: int = 0
     num_replays: int = 0  # engine processes that died while it was open
     prompt_scores: list[TokenLogprobs] | None = None
+    # In the engine process that runs now:
+    is_sent: bool = False
+    is_running: bool = False  # it has been admitted
+    num_steps: int = 0  # since then
+    # Engine processes in a row that died while it was running, without its getting any further.
+    num_deaths: int = 0
+    position_at_death: int = -1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -44,3 +53,64 @@ class OpenRequest:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def position(self) -> int:
+        """How far it has come. Beam search, which starts again each time, counts steps."""
+        return self.num_steps if self.request.beam is not None else self.num_output_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what kills engine processes."""
+        return self.num_deaths >= 2
+
+    def note_death(self) -> None:
+        """The engine process has died. What a process does when it dies in the same place again
+        may be this request's doing; if the request has got further, it was something else's."""
+        if self.is_running:
+            has_advanced = self.position > self.position_at_death
+            self.num_deaths = 1 if has_advanced else self.num_deaths + 1
+            self.position_at_death = self.position
+        if self.is_sent:
+            self.num_replays += 1
+        self.is_sent = self.is_running = False
+        self.num_steps = 0
+
+    def add_message(self, ticket: int) -> m.Add:
+        """What makes an engine begin with the request, or go on with it."""
+        request = self.request
+        if any(sample.token_ids for sample in self.samples):
+            samples = [
+                m.ResumedSample(sample.index, sample.token_ids)
+                for sample in self.samples
+                if sample.finish_reason is None
+            ]
+            if self.prompt_scores is not None:
+                request = request.without_prompt_logprobs()
+        else:
+            samples = []
+        return m.Add(ticket, self.request_id, request, self.arrival_time, samples)
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A prefix that is to stay in the cache."""
+
+    name: str
+    token_ids: list[int]
+    cache_salt: str
+    computed: asyncio.Future[None]  # done when it is in the cache for the first time
+    num_deaths: int = 0  # engine processes that died before that
+
+
+class Journal:
+    """Owns what must survive the engine process. Both dictionaries are in order of arrival."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, OpenRequest] = {}
+        self.pins: dict[str, Pin] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not run yet."""
+        return sum(request.admitted_time is None for request in self.requests.values())

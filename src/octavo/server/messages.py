@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from octavo import errors
 from octavo.config import EngineConfig
 from octavo.core.step import TokenLogprobs
 from octavo.engine.events import (
@@ -40,7 +41,6 @@ class ResumedSample(msgspec.Struct, array_like=True):
 
     index: int
     token_ids: list[int]  # the output so far
-    cumulative_logprob: float
 
 
 class Add(msgspec.Struct, tag=True):
@@ -119,7 +119,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     max_logprobs: int
     enable_prefix_caching: bool
     policy: str
-    dtype: str
+    dtype: str  # asked for, or that of the weights' files
     device: str
     weight_bytes: int
     start_seconds: float  # from the start of the process until it was ready
@@ -185,18 +185,15 @@ class Beam(msgspec.Struct, array_like=True):
     index: int
     token_ids: list[int]
     finish_reason: str
-    stop_reason: int | None
     cumulative_logprob: float
     score: float
 
 
 class Finished(msgspec.Struct, array_like=True):
-    """A request is over in the engine."""
+    """A beam search is over. (Sampling is over when the last sample's last delta has come.)"""
 
     request_id: str
-    num_preemptions: int
-    time: float
-    beams: list[Beam] = []  # of beam search, which streams no deltas
+    beams: list[Beam]  # best first
 
 
 class PromptScores(msgspec.Struct, array_like=True):
@@ -215,12 +212,30 @@ class StepReport(msgspec.Struct, tag=True):
     deltas: list[Delta] = []
     finished: list[Finished] = []
     prompt_scores: list[PromptScores] = []
-    admitted: list[Admitted] = []
+    admitted: list[Admitted] = []  # sent one by one; put in here when they arrive
     preempted: list[Preempted] = []
     watched: list[Copied | Evicted | Swapped | Forked] = []
 
 
-Message = EngineInfo | StartFailed | Crashed | Reply | Seen | LogLine | StepReport
+# Admitted comes before the step that computes the request's first tokens, so that it is known who
+# was running when the process died.
+Message = EngineInfo | StartFailed | Crashed | Reply | Seen | LogLine | Admitted | StepReport
+
+
+def report_of(error: Exception) -> ErrorReport:
+    return ErrorReport(type(error).__name__, getattr(error, "field", None), str(error))
+
+
+def error_of(report: ErrorReport) -> errors.OctavoError:
+    """The error of a report, as its own class if it is one of ours."""
+    kind = getattr(errors, report.kind, None)
+    if kind is None or not issubclass(kind, errors.OctavoError):
+        return errors.EngineFailed(f"{report.kind}: {report.message}")
+    fields = () if report.field is None else (report.field,)
+    message = report.message.removeprefix(f"{report.field}: ")
+    error: errors.OctavoError = kind(*fields, message)
+    return error
+
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command: Any = msgspec.msgpack.Decoder(Command).decode

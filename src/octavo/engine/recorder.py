@@ -1,0 +1,151 @@
+"""Turns what the core does into counters and events, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from octavo.core import regrow
+from octavo.core.prefix_matcher import PrefixHit
+from octavo.core.scheduler import Progress
+from octavo.core.sequence import Request, Sequence, Status
+from octavo.core.step import StepPlan, StepResult
+from octavo.engine.engine import Engine
+from octavo.engine.events import (
+    Admitted,
+    Copied,
+    Counters,
+    Evicted,
+    Forked,
+    Gauges,
+    Preempted,
+    Swapped,
+)
+
+
+class Recorder:
+    """Watches one engine. Admissions, preemptions and counters are always recorded, the events of
+    single blocks only while `watching`."""
+
+    def __init__(self, engine: Engine, on_admission: Callable[[Admitted], None]) -> None:
+        """`on_admission` is called before the step that computes the admitted request's tokens."""
+        self.counters = Counters()
+        self.preempted: list[Preempted] = []
+        self.watched: list[Copied | Evicted | Swapped | Forked] = []
+        self._engine = engine
+        self._step_size = (0, 0)  # tokens and sequences of the last step
+        self._on_admission = on_admission
+        self._num_preemptions = 0  # of all requests, as far as they have been found
+        self._preempted_before: dict[str, int] = {}  # how often, by request id
+        engine.observers.append(self._observe)
+        engine.kv.on_allocate = self._note_admission
+
+    @property
+    def watching(self) -> bool:
+        return self._engine.kv.evicted_ids is not None
+
+    @watching.setter
+    def watching(self, on: bool) -> None:
+        self._engine.kv.evicted_ids = [] if on else None
+
+    def clear(self) -> None:
+        """What was recorded has been sent. Counters go on."""
+        self.preempted, self.watched = [], []
+
+    def gauges(self) -> Gauges:
+        """How things stand now."""
+        scheduler, kv = self._engine.scheduler, self._engine.kv
+        return Gauges(
+            len(scheduler.running),
+            len(scheduler.waiting),
+            len(scheduler.swapped),
+            sum(len(request.sequences) for request in scheduler.running),
+            kv.pool.num_free,
+            kv.pool.num_free_cached,
+            kv.swap_pool.num_free,
+            len(kv.pins),
+            *self._step_size,
+        )
+
+    def _observe(self, plan: StepPlan, result: StepResult, progress: Progress) -> None:
+        num_tokens = plan.num_tokens
+        self._step_size = (num_tokens, len(plan.seq_ids))
+        self._count(plan, result, progress)
+        self._find_preempted()
+        if self.watching:
+            self._note_moves(plan)
+
+    def _count(self, plan: StepPlan, result: StepResult, progress: Progress) -> None:
+        kv, scheduler, counters = self._engine.kv, self._engine.scheduler, self.counters
+        counters.num_steps += 1
+        counters.step_seconds += result.compute_seconds + result.swap_seconds
+        counters.num_computed_tokens += self._step_size[0]
+        counters.num_output_tokens += len(progress.advanced)
+        counters.num_lookup_tokens = kv.num_lookup_tokens
+        counters.num_hit_tokens = kv.num_hit_tokens
+        counters.num_swap_preemptions = scheduler.num_preemptions["swap"]
+        counters.num_recompute_preemptions = scheduler.num_preemptions["recompute"]
+        counters.num_copied_blocks += len(plan.copies)
+        counters.num_evicted_blocks = kv.num_evicted_blocks
+        counters.num_swapped_out_blocks += len(plan.swap_out)
+        counters.num_swapped_in_blocks += len(plan.swap_in)
+
+    def _note_admission(self, seq: Sequence, hit: PrefixHit) -> None:
+        request, kv = seq.request, self._engine.kv
+        end: str = hit.ended_by
+        if not kv.enable_prefix_caching:
+            end = "off"
+        elif request.sampling.num_prompt_logprobs is not None:
+            end = "prompt_logprobs"
+        self._on_admission(
+            Admitted(
+                self._engine.clock(),
+                request.request_id,
+                seq.num_tokens,
+                hit.num_tokens,
+                end,
+                kv.num_free_blocks,
+                request.num_preemptions,
+            )
+        )
+
+    def _find_preempted(self) -> None:
+        """The scheduler counts; which requests it was shows in their own counts."""
+        scheduler = self._engine.scheduler
+        total = sum(scheduler.num_preemptions.values())
+        if total == self._num_preemptions:
+            return
+        self._num_preemptions = total
+        before, self._preempted_before = self._preempted_before, {}
+        for request in [*scheduler.swapped, *scheduler.waiting, *scheduler.running]:
+            if request.num_preemptions > before.get(request.request_id, 0):
+                self.preempted.append(self._preemption(request))
+            if request.num_preemptions:
+                self._preempted_before[request.request_id] = request.num_preemptions
+
+    def _preemption(self, request: Request) -> Preempted:
+        """What it costs to bring a request back that was just taken off the device."""
+        costs, now = self._engine.scheduler.costs, self._engine.clock()
+        if request.status is Status.SWAPPED:
+            held = [seq for seq in request.sequences if seq.table is not None]
+            num_blocks = self._engine.kv.num_swap_in_blocks(held)
+            seconds = costs.swap_seconds(num_blocks)
+            return Preempted(now, request.request_id, "swap", num_blocks, 0, seconds)
+        first, *others = request.sequences
+        num_tokens = first.num_tokens
+        num_tokens += sum(seq.num_tokens - regrow.num_common(first, seq) for seq in others)
+        seconds = costs.recompute_seconds(num_tokens)
+        return Preempted(now, request.request_id, "recompute", 0, num_tokens, seconds)
+
+    def _note_moves(self, plan: StepPlan) -> None:
+        now, kv, watched = self._engine.clock(), self._engine.kv, self.watched
+        if plan.forks:
+            watched.append(Forked(now, [(fork.parent_id, fork.child_id) for fork in plan.forks]))
+        if plan.swap_out:
+            watched.append(Swapped(now, "out", plan.swap_out))
+        if plan.swap_in:
+            watched.append(Swapped(now, "in", plan.swap_in))
+        if kv.evicted_ids:
+            watched.append(Evicted(now, kv.evicted_ids))
+            kv.evicted_ids = []
+        if plan.copies:
+            watched.append(Copied(now, plan.copies))

@@ -1,0 +1,113 @@
+"""One engine process: started, talked to, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from octavo.errors import EngineFailed
+from octavo.server import messages as m
+from octavo.server.channel import ChannelProtocol
+
+COMMAND = (sys.executable, "-m", "octavo.server.engine_loop")
+EXIT_SECONDS = 5.0  # for a process to end by itself
+
+
+class EngineProcess:
+    """Owns a child process and the socket to it."""
+
+    def __init__(self, command: Sequence[str], on_message: Callable[[m.Message], None]) -> None:
+        """`command` gets the number of its socket's file descriptor as its last argument."""
+        self._command = command
+        self._on_message = on_message
+        loop = asyncio.get_running_loop()
+        # None: it is gone before it was ready.
+        self._ready: asyncio.Future[m.EngineInfo | None] = loop.create_future()
+        self.gone: asyncio.Future[None] = loop.create_future()  # done when its socket has closed
+        self._crash: str | None = None
+        self._channel = ChannelProtocol(self._receive, self._end)
+        self._child: subprocess.Popen[bytes] | None = None
+
+    async def start(self, start: m.Start, seconds: float) -> m.EngineInfo:
+        """Start it, and wait until the engine is ready.
+
+        Raises what the engine raised, or EngineFailed if the process ended or took too long. No
+        process is left then.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # In a process group of its own, the terminal's Ctrl-C does not reach it.
+            self._child = subprocess.Popen(
+                [*self._command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self._channel, sock=ours)
+        self.send(start)
+        try:
+            info = await asyncio.wait_for(asyncio.shield(self._ready), seconds)
+        except TimeoutError:
+            self.kill()
+            await self.end()
+            raise EngineFailed(f"it was not ready within start_seconds ({seconds:g})") from None
+        except BaseException:  # also if nobody waits any longer
+            self.kill()
+            await self.end()
+            raise
+        if info is None:
+            raise EngineFailed(f"the engine process died while it started: {await self.end()}")
+        return info
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None, "it has not been started"
+        return self._child.pid
+
+    def send(self, command: m.Command) -> None:
+        """Does nothing if the process is gone; `gone` says so soon."""
+        self._channel.send(m.encode(command))
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGKILL)
+
+    async def end(self) -> str:
+        """Close the socket, which ends the process, and wait. Returns how it ended."""
+        self._channel.close()
+        assert self._child is not None, "it has not been started"
+        try:
+            status = await asyncio.to_thread(self._child.wait, EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            status = await asyncio.to_thread(self._child.wait)
+        if self._crash is not None:
+            return self._crash
+        if status < 0:
+            return f"it was ended by signal {-status} ({signal.Signals(-status).name})"
+        return f"it exited with status {status}"
+
+    def _receive(self, payload: bytes) -> None:
+        message = m.decode_message(payload)
+        if isinstance(message, m.EngineInfo):
+            if not self._ready.done():
+                self._ready.set_result(message)
+        elif isinstance(message, m.StartFailed):
+            if not self._ready.done():
+                self._ready.set_exception(m.error_of(message.error))
+        else:
+            if isinstance(message, m.Crashed):
+                self._crash = message.message
+            self._on_message(message)
+
+    def _end(self) -> None:
+        for future in (self._ready, self.gone):
+            if not future.done():
+                future.set_result(None)
