@@ -42,7 +42,7 @@ def _summary(reports: Sequence[Report]) -> str:
         missed = "; ".join(f"{row.label} {row.deviation}" for row in report.missed())
         judged = f"{met} of {total}" if total else "none set"
         lines.append(
-            f"| [{report.title}](#{_anchor(report.title)}) | {report.basis.split(":")[0]} "
+            f"| [{report.title}](#{_anchor(report.title)}) | {report.basis.partition(':')[0]} "
             f"| {judged} | {missed or '-'} |"
         )
     return "\n".join(lines) + "\n"
