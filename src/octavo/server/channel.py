@@ -11,6 +11,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import cast
 
 LENGTH_BYTES = 4
 RECEIVE_BYTES = 1 << 18
@@ -79,8 +80,8 @@ class ChannelProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are none of asyncio's classes.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         for message in self._reader.feed(data):

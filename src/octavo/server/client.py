@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from octavo.model_config import ModelConfig, resolve_model
 from octavo.outputs import RequestOutput
 from octavo.server import messages as m
 from octavo.server.journal import Journal, OpenRequest, Pin, Sample
+from octavo.server.listening import Listener, Subscription
 from octavo.server.messages import EngineInfo, StepReport
 from octavo.server.process import COMMAND
 from octavo.server.stream import RequestStream, StreamEvent
@@ -42,7 +42,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT = 1 << 15  # characters; longer ones are tokenized beside the event loop
-MAX_EVENT_BATCHES = 256  # that wait for a subscriber
 MAX_RETRY_SECONDS = 60.0
 
 
@@ -65,42 +64,6 @@ class PinnedPrefix:
     name: str
     num_tokens: int  # whole blocks
     cache_salt: str
-
-
-class Listener:
-    """Is told what happens, in the API process; the base for metrics. All methods do nothing.
-
-    They are called in the event loop, between messages, and must be quick. Times are of
-    `time.monotonic`.
-    """
-
-    def request_added(self, request: OpenRequest) -> None:
-        """A request was accepted by the engine."""
-
-    def request_refused(self, error: Exception) -> None:
-        """A request was refused: InvalidRequest, RequestTooLong, Overloaded, Unavailable."""
-
-    def request_admitted(self, request: OpenRequest) -> None:
-        """It runs for the first time: `request.admitted_time` is known, `request.admission` too."""
-
-    def tokens_arrived(self, request: OpenRequest, num_tokens: int, now: float) -> None:
-        """A step added tokens to one of its samples. `request.last_token_time` is still that of
-        the step before; None if these are the first."""
-
-    def request_finished(self, request: OpenRequest, output: RequestOutput) -> None:
-        """It has ended, by itself or by abort."""
-
-    def request_failed(self, request: OpenRequest, error: Exception) -> None:
-        """It killed the engine process, or the engine is gone for good."""
-
-    def stepped(self, report: StepReport) -> None:
-        """Every step of the engine: gauges, the counters of this engine process, preemptions."""
-
-    def engine_started(self, info: EngineInfo) -> None:
-        """The first time, and after each restart."""
-
-    def engine_died(self, reason: str) -> None:
-        """The engine process has ended and a new one will be started."""
 
 
 class EngineClient:
@@ -137,6 +100,7 @@ class EngineClient:
         self._listeners = list(listeners)
         self._journal = Journal()
         self._supervisor = Supervisor(config, self._supervision, self._journal, self, command)
+        self._exchange = self._supervisor.exchange
         self._preparer = RequestPreparer(
             self.model_config,
             self.tokenizer,
@@ -145,7 +109,7 @@ class EngineClient:
             config.seed,
         )
         self._streams: dict[str, RequestStream] = {}
-        self._subscribers: list[_Subscriber] = []
+        self._subscribers: list[Subscription] = []
         self._is_draining = False
         self._all_done = asyncio.Event()
         self._info: EngineInfo | None = None
@@ -265,7 +229,7 @@ class EngineClient:
         if stream is None:
             return False
         if stream.entry.is_sent:
-            self._supervisor.tell(m.Abort(request_id))
+            self._exchange.tell(m.Abort(request_id))
         self._end(stream, stream.conclude(time.monotonic()))
         return True
 
@@ -288,12 +252,12 @@ class EngineClient:
         if name in self._journal.pins:
             raise InvalidRequest("name", f"a prefix {name!r} is pinned already")
         pin = Pin(name, token_ids, cache_salt, asyncio.get_running_loop().create_future())
-        self._supervisor.pin(pin)
+        self._exchange.pin(pin)
         try:
             await asyncio.shield(pin.computed)
         except asyncio.CancelledError:
             if self._journal.pins.get(name) is pin:
-                await self._supervisor.unpin(pin)
+                await self._exchange.unpin(pin)
             raise
         return _pinned(pin)
 
@@ -304,7 +268,7 @@ class EngineClient:
         if pin is None or not pin.computed.done():
             known = ", ".join(sorted(prefix.name for prefix in self.list_prefixes())) or "none"
             raise InvalidRequest("name", f"no prefix {name!r} is pinned; pinned: {known}")
-        await self._supervisor.unpin(pin)
+        await self._exchange.unpin(pin)
         return _pinned(pin)
 
     def list_prefixes(self) -> list[PinnedPrefix]:
@@ -315,13 +279,13 @@ class EngineClient:
     async def snapshot(self) -> Snapshot:
         """Blocks, queues and block tables between two steps. Raises Unavailable while there is no
         engine process to ask."""
-        snapshot: Snapshot = await self._supervisor.ask(m.Look)
+        snapshot: Snapshot = await self._exchange.ask(m.Look)
         return snapshot
 
     async def inspect(self, request_id: str) -> RequestView | None:
         """One open request with its tokens; None if the engine does not know it. Raises
         Unavailable while there is no engine process to ask."""
-        view: RequestView | None = await self._supervisor.ask(m.Look, request_id=request_id)
+        view: RequestView | None = await self._exchange.ask(m.Look, request_id=request_id)
         return view
 
     @contextlib.asynccontextmanager
@@ -334,16 +298,16 @@ class EngineClient:
         While nobody subscribes, the engine sends only admissions and preemptions. A subscriber that
         does not keep up loses the oldest batches. The iterator ends when the client is closed.
         """
-        subscriber = _Subscriber()
+        subscriber = Subscription()
         self._subscribers.append(subscriber)
         if len(self._subscribers) == 1:
-            self._supervisor.watch(True)
+            self._exchange.watch(True)
         try:
             yield subscriber
         finally:
             self._subscribers.remove(subscriber)
             if not self._subscribers:
-                self._supervisor.watch(False)
+                self._exchange.watch(False)
 
     # ---------------------------------------------------------------- a request's beginning and end
 
@@ -371,7 +335,7 @@ class EngineClient:
         stream = RequestStream(entry, params, self.tokenizer, lambda: self._abort_stream(stream))
         self._streams[request_id] = stream
         try:
-            await self._supervisor.open(entry)
+            await self._exchange.open(entry)
         except asyncio.CancelledError:
             self._abort_stream(stream)
             raise
@@ -409,7 +373,7 @@ class EngineClient:
     def _end(self, stream: RequestStream, output: RequestOutput) -> None:
         """A request has come to its end; the stream has the output."""
         if self._journal.requests.get(stream.request_id) is stream.entry:
-            self._supervisor.drop(stream.entry)
+            self._exchange.drop(stream.entry)
         self._forget(stream)
         self._note_pace(output.finish_time)
         self._notify("request_finished", stream.entry, output)
@@ -490,7 +454,7 @@ class EngineClient:
         num_before = entry.num_output_tokens
         stop = stream.take(delta)
         if stop is not None:
-            self._supervisor.tell(m.FinishSample(entry.request_id, delta.index, stop))
+            self._exchange.tell(m.FinishSample(entry.request_id, delta.index, stop))
         num_new = entry.num_output_tokens - num_before
         if num_new:
             if entry.first_token_time is None:
@@ -507,34 +471,6 @@ class EngineClient:
         self._notify("tokens_arrived", entry, num_tokens, now)
         entry.last_token_time = now
         self._end(stream, stream.conclude_beams(beams, now))
-
-
-class _Subscriber:
-    """Holds the event batches that a reader has not taken yet."""
-
-    def __init__(self) -> None:
-        self._batches: deque[list[Event]] = deque(maxlen=MAX_EVENT_BATCHES)
-        self._wake = asyncio.Event()
-        self._is_closed = False
-
-    def add(self, events: list[Event]) -> None:
-        self._batches.append(events)
-        self._wake.set()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._wake.set()
-
-    def __aiter__(self) -> AsyncIterator[list[Event]]:
-        return self
-
-    async def __anext__(self) -> list[Event]:
-        while not self._batches:
-            if self._is_closed:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        return self._batches.popleft()
 
 
 def _pinned(pin: Pin) -> PinnedPrefix:

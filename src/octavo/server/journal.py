@@ -44,6 +44,7 @@ class OpenRequest:
     num_steps: int = 0  # since then
     # Engine processes in a row that died while it was running, without its getting any further.
     num_deaths: int = 0
+    num_deaths_alone: int = 0  # of these, while no other suspect was running
     position_at_death: int = -1
 
     @property
@@ -70,6 +71,7 @@ class OpenRequest:
         if self.is_running:
             has_advanced = self.position > self.position_at_death
             self.num_deaths = 1 if has_advanced else self.num_deaths + 1
+            self.num_deaths_alone = 0 if has_advanced else self.num_deaths_alone
             self.position_at_death = self.position
         if self.is_sent:
             self.num_replays += 1

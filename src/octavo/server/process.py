@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from octavo.errors import EngineFailed
 from octavo.server import messages as m
@@ -15,6 +16,14 @@ from octavo.server.channel import ChannelProtocol
 
 COMMAND = (sys.executable, "-m", "octavo.server.engine_loop")
 EXIT_SECONDS = 5.0  # for a process to end by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How an engine process ended."""
+
+    cause: str
+    is_kill_from_outside: bool  # SIGKILL, and it was not us
 
 
 class EngineProcess:
@@ -29,6 +38,7 @@ class EngineProcess:
         self._ready: asyncio.Future[m.EngineInfo | None] = loop.create_future()
         self.gone: asyncio.Future[None] = loop.create_future()  # done when its socket has closed
         self._crash: str | None = None
+        self._was_killed = False
         self._channel = ChannelProtocol(self._receive, self._end)
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -62,7 +72,9 @@ class EngineProcess:
             await self.end()
             raise
         if info is None:
-            raise EngineFailed(f"the engine process died while it started: {await self.end()}")
+            raise EngineFailed(
+                f"the engine process died while it started: {(await self.end()).cause}"
+            )
         return info
 
     @property
@@ -77,10 +89,11 @@ class EngineProcess:
     def kill(self) -> None:
         """End it at once, whatever it does."""
         if self._child is not None and self._child.poll() is None:
+            self._was_killed = True
             self._child.send_signal(signal.SIGKILL)
 
-    async def end(self) -> str:
-        """Close the socket, which ends the process, and wait. Returns how it ended."""
+    async def end(self) -> Death:
+        """Close the socket, which ends the process, and wait. Says how it ended."""
         self._channel.close()
         assert self._child is not None, "it has not been started"
         try:
@@ -89,10 +102,12 @@ class EngineProcess:
             self.kill()
             status = await asyncio.to_thread(self._child.wait)
         if self._crash is not None:
-            return self._crash
+            return Death(self._crash, is_kill_from_outside=False)
         if status < 0:
-            return f"it was ended by signal {-status} ({signal.Signals(-status).name})"
-        return f"it exited with status {status}"
+            name = signal.Signals(-status).name
+            is_outside = -status == signal.SIGKILL and not self._was_killed
+            return Death(f"it was ended by signal {-status} ({name})", is_outside)
+        return Death(f"it exited with status {status}", is_kill_from_outside=False)
 
     def _receive(self, payload: bytes) -> None:
         message = m.decode_message(payload)
