@@ -77,6 +77,8 @@ class GpuWorker:
         self._runner: GpuRunner | None = self._make_runner(
             self.budget.num_blocks, self.budget.num_swap_blocks, self._sizes
         )
+        gc.collect()
+        gc.freeze()  # what has been made lives as long as the engine: no need to look at it again
         logger.info(
             "weights took %.1f s, measuring %.1f s, KV cache and graphs %.1f s",
             loaded - started,

@@ -1,0 +1,229 @@
+"""Throughput and latency of one GPU on the rows of docs/performance.md, beside vLLM's figures.
+
+vLLM 0.26.0 was measured on the same kind of card (one H200) on 2026-11-20: dummy bf16 weights,
+max_model_len 2,048, output lengths forced. Prompts are random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu_harness import TRACES, make_engine, report
+
+from octavo import BeamSearchParams, SamplingParams
+from octavo.bench.traces import TraceRequest, make_prompts, read_trace
+from octavo.engine.engine import Engine
+from octavo.outputs import RequestOutput
+
+Params = SamplingParams | BeamSearchParams
+Ask = tuple[list[int], Params]
+MAX_NUM_SEQS = 512
+MAX_NUM_BATCHED_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One workload on one model, and what vLLM reached: a number of `unit`."""
+
+    model: str
+    make: Callable[[int], list[Ask]]  # from the vocabulary's size
+    peer: float
+    unit: str = "tokens/s"
+
+
+def greedy(output_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=options.pop("temperature", 0.0),
+        max_tokens=output_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        **options,
+    )
+
+
+def trace(name: str, limit: int, **options: Any) -> Callable[[int], list[Ask]]:
+    """Requests of a trace; with n > 1 they are sampled at temperature 1."""
+    if options.get("n", 1) > 1:
+        options["temperature"] = 1.0
+
+    def make(vocab_size: int) -> list[Ask]:
+        requests = read_trace(TRACES / f"bench_{name}_1000.csv", limit)
+        prompts = make_prompts(requests, vocab_size)
+        asks = zip(prompts, requests, range(len(requests)), strict=True)
+        return [(p, greedy(r.output_tokens, seed=i, **options)) for p, r, i in asks]
+
+    return make
+
+
+def random_lengths(vocab_size: int) -> list[Ask]:
+    """256 requests of 100 to 1,024 tokens in and out, with the lengths of nano-vllm's benchmark."""
+    rng = random.Random(0)
+    sizes = []
+    for _ in range(256):
+        sizes.append(rng.randint(100, 1024))
+        for _ in range(sizes[-1]):
+            rng.randint(0, 10_000)
+    requests = [TraceRequest(size, rng.randint(100, 1024)) for size in sizes]
+    prompts = make_prompts(requests, vocab_size)
+    asks = zip(prompts, requests, range(len(requests)), strict=True)
+    return [(p, greedy(r.output_tokens, temperature=0.6, seed=i)) for p, r, i in asks]
+
+
+def beams(width: int) -> Callable[[int], list[Ask]]:
+    def make(vocab_size: int) -> list[Ask]:
+        params = BeamSearchParams(width, max_tokens=64, ignore_eos=True, detokenize=False)
+        prompts = make_prompts([TraceRequest(128, 64)] * 64, vocab_size)
+        return [(prompt, params) for prompt in prompts]
+
+    return make
+
+
+def shared_prefix(vocab_size: int) -> list[Ask]:
+    requests = [TraceRequest(1024, 1), *[TraceRequest(64, 64)] * 512]
+    prefix, *own = make_prompts(requests, vocab_size)
+    return [(prefix + prompt, greedy(64)) for prompt in own]
+
+
+ROWS = {
+    "opt-sharegpt": Row("opt-13b", trace("sharegpt", 1000), 4693),
+    "opt-alpaca": Row("opt-13b", trace("alpaca", 1000), 7360),
+    "opt-n2": Row("opt-13b", trace("alpaca", 500, n=2), 7400),
+    "opt-n4": Row("opt-13b", trace("alpaca", 500, n=4), 9382),
+    "opt-n6": Row("opt-13b", trace("alpaca", 500, n=6), 10094),
+    "opt-beam2": Row("opt-13b", beams(2), 1865),
+    "opt-beam4": Row("opt-13b", beams(4), 1958),
+    "opt-beam6": Row("opt-13b", beams(6), 1942),
+    "opt-prefix": Row("opt-13b", shared_prefix, 64.7, "requests/s"),
+    "llama-sharegpt": Row("llama-3-8b", trace("sharegpt", 1000), 13946),
+    "llama-n4": Row("llama-3-8b", trace("alpaca", 500, n=4), 19496),
+    "llama-beam4": Row("llama-3-8b", beams(4), 3159),
+    "llama-prefix": Row("llama-3-8b", shared_prefix, 195.0, "requests/s"),
+    "qwen-random": Row("qwen3-0.6b", random_lengths, 24103),
+}
+# OPT-13B, the first 500 ShareGPT rows at Poisson rates. Requests a second -> vLLM's normalized
+# latency in ms a token (mean, p99) and time to first token in ms (mean, p99).
+ONLINE = {
+    6: (10.6, 16.4, 29, 72),
+    8: (11.6, 18.1, 32, 77),
+    10: (12.8, 20.5, 35, 79),
+    12: (14.4, 21.2, 40, 93),
+    14: (16.4, 25.5, 44, 103),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", nargs="*", default=list(ROWS))
+    parser.add_argument("--rates", nargs="*", type=int, default=list(ONLINE))
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    models = dict.fromkeys(ROWS[name].model for name in arguments.rows)
+    if arguments.rates:
+        models.setdefault("opt-13b")
+    for model in models:
+        began = time.perf_counter()
+        engine = make_engine(
+            model, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+        )
+        print(f"{model}: ready in {time.perf_counter() - began:.1f} s", flush=True)
+        vocab_size = engine.model_config.vocab_size
+        run_all(engine, trace("alpaca", 64)(vocab_size))  # warm-up
+        for name in arguments.rows:
+            if ROWS[name].model == model:
+                results[name] = measure(engine, name, ROWS[name])
+        if model == "opt-13b":
+            for rate in arguments.rates:
+                results[f"opt-online-{rate}"] = measure_online(engine, rate)
+        engine.executor.shutdown()
+        del engine
+        torch.cuda.empty_cache()
+    report("throughput", rows=results)
+
+
+def measure(engine: Engine, name: str, row: Row) -> dict[str, float]:
+    """Run a row with an empty prefix cache."""
+    engine.kv.reset_prefix_cache()
+    asks = row.make(engine.model_config.vocab_size)
+    preemptions = sum(engine.scheduler.num_preemptions.values())
+    steps = 0
+    device = 0.0
+
+    def count(plan: Any, result: Any, progress: Any) -> None:
+        nonlocal steps, device
+        steps += 1
+        device += result.compute_seconds
+
+    engine.observers.append(count)
+    outputs, seconds = run_all(engine, asks)
+    engine.observers.remove(count)
+    num_tokens = sum(len(sample.token_ids) for o in outputs for sample in o.outputs)
+    value = (len(outputs) if row.unit == "requests/s" else num_tokens) / seconds
+    preemptions = sum(engine.scheduler.num_preemptions.values()) - preemptions
+    print(
+        f"{name:>15}: {seconds:7.2f} s {value:9.1f} {row.unit:<10} {value / row.peer:5.2f}x vLLM, "
+        f"{steps} steps, device {100 * device / seconds:.0f}% busy, {preemptions} preemptions",
+        flush=True,
+    )
+    return {"seconds": round(seconds, 3), "value": round(value, 1), "ratio": value / row.peer}
+
+
+def run_all(engine: Engine, asks: list[Ask]) -> tuple[list[RequestOutput], float]:
+    requests = [engine.make_request(prompt, params) for prompt, params in asks]
+    outputs: list[RequestOutput] = []
+    began = time.perf_counter()
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished:
+        outputs += engine.step().finished
+    return outputs, time.perf_counter() - began
+
+
+def measure_online(engine: Engine, rate: int) -> dict[str, float]:
+    """Requests come as a Poisson process; latencies count from the arrival."""
+    engine.kv.reset_prefix_cache()
+    asks = trace("sharegpt", 500)(engine.model_config.vocab_size)
+    rng = random.Random(777)
+    requests = [engine.make_request(prompt, params) for prompt, params in asks]
+    due, arrivals = 0.0, []
+    for _ in requests:
+        due += rng.expovariate(rate)
+        arrivals.append(due)
+    outputs: list[RequestOutput] = []
+    began = engine.clock()
+    sent = 0
+    while sent < len(requests) or engine.has_unfinished:
+        now = engine.clock() - began
+        while sent < len(requests) and arrivals[sent] <= now:
+            engine.add_request(requests[sent])
+            requests[sent].arrival_time = began + arrivals[sent]
+            sent += 1
+        if engine.has_unfinished:
+            outputs += engine.step().finished
+        else:
+            time.sleep(max(0.0, arrivals[sent] - (engine.clock() - began)))
+    latency = [(o.finish_time - o.arrival_time) / len(o.outputs[0].token_ids) for o in outputs]
+    first = [o.first_token_time - o.arrival_time for o in outputs if o.first_token_time]
+    values = [
+        1e3 * value
+        for series in (latency, first)
+        for value in (statistics.fmean(series), statistics.quantiles(series, n=100)[98])
+    ]
+    peer = ONLINE[rate]
+    print(
+        f"{rate:>4} requests/s: {values[0]:5.1f} ({values[1]:5.1f}) ms a token, first token "
+        f"{values[2]:5.0f} ({values[3]:5.0f}) ms; vLLM {peer[0]} ({peer[1]}), {peer[2]} ({peer[3]})",
+        flush=True,
+    )
+    names = ("normalized_ms", "normalized_p99_ms", "first_token_ms", "first_token_p99_ms")
+    return dict(zip(names, (round(value, 2) for value in values), strict=True))
+
+
+if __name__ == "__main__":
+    main()
