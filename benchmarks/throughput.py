@@ -218,7 +218,8 @@ def measure_online(engine: Engine, rate: int) -> dict[str, float]:
     peer = ONLINE[rate]
     print(
         f"{rate:>4} requests/s: {values[0]:5.1f} ({values[1]:5.1f}) ms a token, first token "
-        f"{values[2]:5.0f} ({values[3]:5.0f}) ms; vLLM {peer[0]} ({peer[1]}), {peer[2]} ({peer[3]})",
+        f"{values[2]:5.0f} ({values[3]:5.0f}) ms; "
+        f"vLLM {peer[0]} ({peer[1]}), {peer[2]} ({peer[3]})",
         flush=True,
     )
     names = ("normalized_ms", "normalized_p99_ms", "first_token_ms", "first_token_p99_ms")
