@@ -36,6 +36,13 @@ class RequestRecord:
     def time_to_first_token(self) -> float:
         return self.first_token - self.arrival
 
+    @property
+    def time_per_output_token(self) -> float | None:
+        """After the first; None for an output of one token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.finish - self.first_token) / (self.output_tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
@@ -104,13 +111,8 @@ class SimulationResult:
     @property
     def time_per_output_token(self) -> Percentiles:
         """After the first; requests of one token have none."""
-        return Percentiles.of(
-            [
-                (request.finish - request.first_token) / (request.output_tokens - 1)
-                for request in self.requests
-                if request.output_tokens > 1
-            ]
-        )
+        values = [request.time_per_output_token for request in self.requests]
+        return Percentiles.of([value for value in values if value is not None])
 
     @property
     def requests_per_second(self) -> float:

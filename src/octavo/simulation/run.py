@@ -33,11 +33,14 @@ class Workload(Protocol):
         """Tokens behind one of the requests' `hash_ids`."""
 
 
+Watcher = Callable[[Sequence[RequestRecord]], bool]
+
+
 def simulate(
     config: SimulationConfig,
     workload: Workload,
     until: float | None = None,
-    finished: Callable[[int], None] = lambda count: None,
+    finished: Watcher = lambda records: False,
 ) -> SimulationResult:
     """Run the real engine, scheduler and KV cache manager on a workload.
 
@@ -50,7 +53,7 @@ def simulate(
         workload: who comes when; nothing of it is checked but that every request fits.
         until: end at the first step that ends at or after this time, in virtual seconds. None: when
             the last request is served.
-        finished: called after steps in which requests finished, with how many.
+        finished: called after steps in which requests finished, with them. True ends it all.
 
     Raises:
         ConfigError, ModelError, OutOfMemory: from `config`, before anything runs.
@@ -66,7 +69,7 @@ class Simulation:
         self,
         config: SimulationConfig,
         workload: Workload,
-        finished: Callable[[int], None] = lambda count: None,
+        finished: Watcher = lambda records: False,
     ) -> None:
         machine = config.prepare()
         self.clock = VirtualClock()
@@ -87,13 +90,14 @@ class Simulation:
         self._arrivals: dict[str, float] = {}
         self._records: list[RequestRecord] = []
         self._samples: list[StepSample] = []
+        self._is_over = False
         self._check_lengths()
 
     def run(self, until: float | None = None) -> SimulationResult:
         """Serve all requests, or those that can be served in time."""
         requests = self._requests
         num_added = 0
-        while until is None or self.clock.now < until:
+        while not self._is_over and (until is None or self.clock.now < until):
             while num_added < len(requests) and _arrival(requests[num_added]) <= self.clock.now:
                 self._add(num_added)
                 num_added += 1
@@ -130,8 +134,9 @@ class Simulation:
         self.engine.add_request(prepared)
 
     def _step(self) -> None:
-        start = self.clock.now
+        start, num_steps = self.clock.now, len(self._memory.steps)
         output = self.engine.step()
+        assert len(self._memory.steps) > num_steps, "requests wait, and none of them can run"
         scheduler = self.engine.scheduler
         self._samples.append(
             StepSample(
@@ -144,8 +149,9 @@ class Simulation:
             )
         )
         if output.finished:
-            self._records += [self._record(request) for request in output.finished]
-            self._finished(len(output.finished))
+            records = [self._record(request) for request in output.finished]
+            self._records += records
+            self._is_over = self._finished(records)
 
     def _record(self, output: RequestOutput) -> RequestRecord:
         assert output.first_token_time is not None, f"{output.request_id} has no token"

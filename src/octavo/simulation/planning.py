@@ -1,0 +1,218 @@
+"""Capacity: the highest rate that a machine serves well enough, and the fewest devices for a rate.
+
+Both are searches over whole simulations. A simulation that can no longer meet its target is ended
+at once; what it would have come to is not known then, but that it misses is certain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.errors import ConfigError, OutOfMemory, RequestTooLong
+from octavo.simulation.config import SimulationConfig
+from octavo.simulation.result import RequestRecord, SimulationResult
+from octavo.simulation.run import Workload, simulate
+
+STEP = 1.5  # how far the search goes at once before the highest rate is bracketed
+PERCENTILE = 99
+MAX_PROBES = 40
+MIN_RATE = 1e-3  # requests/s; a machine that does not even serve this one serves nothing
+
+WorkloadAt = Callable[[float], Workload]  # requests/s -> workload
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is good enough; None: anything. Seconds."""
+
+    normalized_latency: float | None = None  # mean over requests, for each output token
+    time_to_first_token: float | None = None  # of 99% of the requests
+    time_per_output_token: float | None = None  # of 99% of the requests
+
+    def __post_init__(self) -> None:
+        limits = (self.normalized_latency, self.time_to_first_token, self.time_per_output_token)
+        given = [limit for limit in limits if limit is not None]
+        if not given:
+            raise ConfigError("target", "give a latency, a time to first token or a time per token")
+        if not all(0 < limit < math.inf for limit in given):
+            raise ConfigError("target", f"{min(given)} s is not a positive number")
+
+    def is_met(self, result: SimulationResult) -> bool:
+        """Whether all requests were served, and well enough."""
+        first, each = result.time_to_first_token, result.time_per_output_token
+        return not result.num_unfinished and all(
+            limit is None or value <= limit
+            for limit, value in (
+                (self.normalized_latency, result.normalized_latency),
+                (self.time_to_first_token, first.at[PERCENTILE]),
+                (self.time_per_output_token, each.at[PERCENTILE]),
+            )
+        )
+
+
+class Hopeless:
+    """Knows when a run of `num_requests` can no longer meet a target, whatever comes."""
+
+    def __init__(self, target: Target, num_requests: int) -> None:
+        self._target = target
+        self._num_requests = num_requests
+        # If that many values are beyond a limit, so is the percentile.
+        self._max_late = num_requests - int(PERCENTILE / 100 * (num_requests - 1))
+        self._sum = 0.0
+        self._num_late = self._num_slow = 0
+
+    def __call__(self, records: Sequence[RequestRecord]) -> bool:
+        target = self._target
+        for record in records:
+            self._sum += record.normalized_latency
+            first, each = target.time_to_first_token, target.time_per_output_token
+            self._num_late += first is not None and record.time_to_first_token > first
+            self._num_slow += each is not None and (record.time_per_output_token or 0) > each
+        limit = target.normalized_latency
+        too_slow = limit is not None and self._sum > limit * self._num_requests
+        return too_slow or max(self._num_late, self._num_slow) >= self._max_late
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One simulation of a search."""
+
+    rate: float
+    is_met: bool
+    result: SimulationResult  # cut short if the target was missed
+
+
+@dataclass(frozen=True, slots=True)
+class HighestRate:
+    """What a search has found."""
+
+    rate: float  # requests/s, the highest that met the target; 0 if none did
+    probes: list[Probe]  # by rate
+
+
+def probe(config: SimulationConfig, workload_at: WorkloadAt, rate: float, target: Target) -> Probe:
+    workload = workload_at(rate)
+    result = simulate(config, workload, finished=Hopeless(target, len(workload.requests)))
+    return Probe(rate, target.is_met(result), result)
+
+
+def highest_rate(
+    config: SimulationConfig,
+    workload_at: WorkloadAt,
+    target: Target,
+    first: float = 1.0,
+    resolution: float = 0.02,
+    probed: Callable[[Probe], None] = lambda probe: None,
+) -> HighestRate:
+    """Search the highest rate that meets `target`, to a share of `resolution`.
+
+    Args:
+        config: the machine.
+        workload_at: makes the workload of a rate.
+        target: what has to be met.
+        first: requests/s at which the search begins.
+        resolution: how close the lowest rate that misses lies to the highest that meets.
+        probed: called after each simulation.
+
+    Raises what `simulate` raises.
+    """
+    below, above, rate = 0.0, math.inf, first
+    probes: list[Probe] = []
+    while above > (1 + resolution) * below and rate > MIN_RATE and len(probes) < MAX_PROBES:
+        found = probe(config, workload_at, rate, target)
+        probes.append(found)
+        probed(found)
+        if found.is_met:
+            below = rate
+        else:
+            above = rate
+        if math.isinf(above):
+            rate *= STEP
+        elif not below:
+            rate /= STEP
+        else:
+            rate = math.sqrt(below * above)
+    return HighestRate(below, sorted(probes, key=lambda each: each.rate))
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """So many engines, each on `config.num_gpus` devices, that share the requests evenly."""
+
+    config: SimulationConfig
+    num_engines: int
+    result: SimulationResult  # of one engine
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_engines * self.config.num_gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a machine is no choice."""
+
+    config: SimulationConfig
+    reason: str
+
+
+def fewest_gpus(
+    config: SimulationConfig,
+    workload_at: WorkloadAt,
+    rate: float,
+    target: Target,
+    sizes: Iterable[int] = (1, 2, 4, 8),
+    max_gpus: int = 64,
+    probed: Callable[[SimulationConfig, Probe], None] = lambda config, probe: None,
+) -> list[Fleet | Refusal]:
+    """For each number of devices in `sizes` that an engine may have, the fewest engines that serve
+    `rate` requests a second within the target, or why none do.
+    """
+    found: list[Fleet | Refusal] = []
+    for size in sizes:
+        machine = replace(config, num_gpus=size)
+        search = _FleetSearch(machine, workload_at, rate, target, probed)
+        try:
+            found.append(search.run(max_gpus // size))
+        except (OutOfMemory, RequestTooLong) as error:
+            found.append(Refusal(machine, str(error)))
+        except ConfigError as error:
+            if error.field != "num_gpus":
+                raise
+            found.append(Refusal(machine, str(error)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _FleetSearch:
+    """The search for one size of engine."""
+
+    config: SimulationConfig
+    workload_at: WorkloadAt
+    rate: float
+    target: Target
+    probed: Callable[[SimulationConfig, Probe], None]
+
+    def run(self, max_engines: int) -> Fleet | Refusal:
+        """Doubles the number of engines until they do, and halves what is left to search."""
+        too_few, enough, best = 0, 1, None
+        while enough <= max_engines and (best := self._try(enough)) is None:
+            too_few, enough = enough, 2 * enough
+        if best is None:
+            count = max_engines * self.config.num_gpus
+            return Refusal(self.config, f"{count} devices do not meet the target")
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            result = self._try(middle)
+            if result is None:
+                too_few = middle
+            else:
+                enough, best = middle, result
+        return Fleet(self.config, enough, best)
+
+    def _try(self, num_engines: int) -> SimulationResult | None:
+        found = probe(self.config, self.workload_at, self.rate / num_engines, self.target)
+        self.probed(self.config, found)
+        return found.result if found.is_met else None
