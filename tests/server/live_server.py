@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -46,12 +46,18 @@ class LiveServer:
 
 
 @contextlib.contextmanager
-def live_server(*options: str, **environment: str) -> Iterator[LiveServer]:
-    """Start `octavo serve demo` on a free port; its stderr goes to ours."""
+def live_server(
+    *options: str, stderr: IO[str] | None = None, **environment: str
+) -> Iterator[LiveServer]:
+    """Start `octavo serve demo` on a free port; without `stderr`, its log goes to ours."""
     program = "from octavo.cli.main import main; main()"
     command = [sys.executable, "-c", program, "serve", "--port", "0", *OPTIONS, *options]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env=os.environ | environment,
     )
     try:
         assert process.stdout is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
 
@@ -50,7 +51,8 @@ class Metrics(Listener):
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._families: dict[str, Histogram] = {}
-        self._begun: set[str] = set()  # requests whose first token has been seen
+        # By request: when its latest tokens came, and those of the step before (None: no such).
+        self._token_times: dict[str, tuple[float, float | None]] = {}
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token.", SHORT
         )
@@ -165,12 +167,10 @@ class Metrics(Listener):
         self._computed_sizes.observe(num_tokens - num_hits)
 
     def tokens_arrived(self, request: OpenRequest, num_tokens: int, now: float) -> None:
-        if request.last_token_time is None:
-            self._begin(request, now)
-        else:
-            gap = (now - request.last_token_time) / num_tokens
+        before = self._time_before(request, now)
+        if before is not None:
             for _ in range(num_tokens):
-                self._inter_token.observe(gap)
+                self._inter_token.observe((now - before) / num_tokens)
 
     def request_finished(self, request: OpenRequest, output: RequestOutput) -> None:
         name = self._model_name
@@ -179,7 +179,6 @@ class Metrics(Listener):
         self._e2e.observe(now - request.arrival_time)
         first, admitted = request.first_token_time, request.admitted_time
         if first is not None:
-            self._begin(request, first)  # beam search, whose tokens come at the end
             self._decode.observe(now - first)
             if max(lengths) > 1:
                 self._per_token.observe((now - first) / (max(lengths) - 1))
@@ -191,12 +190,12 @@ class Metrics(Listener):
         self._longest_outputs.observe(max(lengths))
         self._widths.observe(_width(request))
         self._preemptions_of.observe(output.num_preemptions)
-        self._begun.discard(request.request_id)
+        self._token_times.pop(request.request_id, None)
         reason = output.outputs[0].finish_reason if output.outputs else "abort"
         self._successes.labels(name, reason).inc()
 
     def request_failed(self, request: OpenRequest, error: Exception) -> None:
-        self._begun.discard(request.request_id)
+        self._token_times.pop(request.request_id, None)
         self._failures.labels(self._model_name).inc()
 
     def engine_died(self, reason: str) -> None:
@@ -216,11 +215,17 @@ class Metrics(Listener):
 
     # ---------------------------------------------------------------- inside
 
-    def _begin(self, request: OpenRequest, now: float) -> None:
-        """The first token has come, of the first of its samples."""
-        if request.request_id not in self._begun:
-            self._begun.add(request.request_id)
+    def _time_before(self, request: OpenRequest, now: float) -> float | None:
+        """When the step before the one of `now` gave a request tokens. Several samples get theirs
+        in one step, at one time; the first of all counts as the request's first token."""
+        known = self._token_times.get(request.request_id)
+        if known is None:
             self._first_token.observe(now - request.arrival_time)
+            known = (now, None)
+        elif known[0] != now:
+            known = (now, known[0])
+        self._token_times[request.request_id] = known
+        return known[1]
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         """Resolved to the model's name, so that observing looks nothing up."""
@@ -236,7 +241,12 @@ def metrics_router(metrics: Metrics) -> APIRouter:
     """GET /metrics, in Prometheus' text format or OpenMetrics, as the client prefers."""
     router = APIRouter()
 
-    @router.get("/metrics", tags=["operation"], summary="Prometheus metrics")
+    @router.get(
+        "/metrics",
+        tags=["operation"],
+        summary="Prometheus metrics",
+        response_class=PlainTextResponse,
+    )
     def read_metrics(request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(metrics.registry), media_type=content_type)

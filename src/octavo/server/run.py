@@ -188,6 +188,7 @@ def http_config(app: FastAPI, listening: Listening) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="warning",  # who starts and stops is said by ourselves
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -18,7 +18,7 @@ from octavo.server.client import PinnedPrefix as Pin
 router = APIRouter(prefix="/v1/prefixes", tags=["Pinned prefixes"])
 
 
-@router.post("", status_code=201, **documented(PrefixBody, PinnedPrefix, status=201))
+@router.post("", **documented(PrefixBody, PinnedPrefix, status=201))
 async def pin_prefix(request: Request) -> Response:
     """Compute a prefix that many prompts will share, and keep it."""
     context = context_of(request)

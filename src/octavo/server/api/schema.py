@@ -29,7 +29,7 @@ shape: `{"error": {"message", "type", "param", "code"}}`."""
 # Of the 422 that octavo never sends.
 FASTAPI_OWN = ("HTTPValidationError", "ValidationError")
 
-_structures: dict[str, type] = {"ErrorReply": ErrorReply}
+_structures: dict[str, type] = {}
 
 
 def documented(
@@ -39,15 +39,12 @@ def documented(
     content: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
     if streams is not None:
         content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": _ref(streams)}
-    error = {"application/json": {"schema": _ref(ErrorReply)}}
-    responses: dict[int, dict[str, Any]] = {
-        status: {"description": "Done.", "content": content}
-    } | {code: {"description": text, "content": error} for code, text in ERRORS.items()}
+    responses = {status: {"description": "Done.", "content": content}}
     extra: dict[str, Any] = {}
     if body is not None:
         schema = {"application/json": {"schema": _ref(body)}}
         extra["requestBody"] = {"required": True, "content": schema}
-    return {"responses": responses, "openapi_extra": extra}
+    return {"responses": responses, "status_code": status, "openapi_extra": extra}
 
 
 def describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:
@@ -55,10 +52,13 @@ def describe(app: FastAPI, needs_key: bool) -> dict[str, Any]:
     whole = get_openapi(
         title="octavo", version=__version__, description=DESCRIPTION, routes=app.routes
     )
+    content = {"application/json": {"schema": _ref(ErrorReply)}}
+    errors = {str(code): {"description": text, "content": content} for code, text in ERRORS.items()}
     for methods in whole["paths"].values():
         for operation in methods.values():
             # FastAPI announces it for every path parameter; octavo never sends it.
             operation["responses"].pop("422", None)
+            operation["responses"] |= errors
     components = whole.setdefault("components", {})
     own = components.get("schemas", {})
     components["schemas"] = {k: v for k, v in own.items() if k not in FASTAPI_OWN} | _schemas()

@@ -1,0 +1,168 @@
+"""Who may do what: keys, tenants, origins, and what is not logged."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.live_server import OPTIONS, TIMEOUT, LiveServer, live_server
+
+KEY, OTHER = "key-of-nobody-special", "key-of-the-acme-company"
+SECRET = "the password of the old wizard is swordfish and nobody may read it in a log"
+ORIGIN = "https://pages.example"
+
+
+@pytest.fixture(scope="module")
+def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "stderr"
+
+
+@pytest.fixture(scope="module")
+def guarded(log_file: Path) -> Iterator[LiveServer]:
+    options = ["--cors-origin", ORIGIN, "--log-requests", "--log-format", "json"]
+    options += ["--trust-request-chat-template", "--served-model-name", "one", "--policy"]
+    options += ["priority", "--served-model-name", "two", "--ignore-unknown-fields"]
+    keys = f"{KEY} {OTHER}:acme"
+    with (
+        log_file.open("w") as log,
+        live_server(*options, stderr=log, OCTAVO_API_KEY=keys) as running,
+    ):
+        yield running
+
+
+def complete(server: LiveServer, key: str, **fields: object) -> httpx.Response:
+    body = {"prompt": SECRET, "max_tokens": 1, "temperature": 0, **fields}
+    return server.post("/v1/completions", body, Authorization=f"Bearer {key}")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/", "/docs", "/debug/kv", "/nothing"])
+def test_everything_needs_the_key(guarded: LiveServer, path: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong-key"}, {"Authorization": KEY}):
+        refused = guarded.get(path, **headers)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert KEY not in refused.text
+    assert guarded.get(path, Authorization=f"Bearer {KEY}").status_code in (200, 404)
+
+
+def test_health_and_version_are_open(guarded: LiveServer) -> None:
+    assert guarded.get("/health").status_code == 200
+    assert guarded.get("/version").status_code == 200
+
+
+def test_a_browser_is_asked_for_the_key(guarded: LiveServer) -> None:
+    asked = guarded.get("/", Accept="text/html")
+    assert asked.headers["www-authenticate"].startswith("Basic")
+    page = httpx.get(guarded.url, auth=("anybody", KEY), timeout=TIMEOUT)
+    assert page.status_code == 200
+
+
+def test_tenants_share_no_cached_prefix(guarded: LiveServer) -> None:
+    def num_cached(key: str, **fields: object) -> int:
+        usage = complete(guarded, key, prompt=SECRET * 2, **fields).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert num_cached(KEY) == 0
+    assert num_cached(KEY) > 0
+    assert num_cached(OTHER) == 0
+    assert num_cached(OTHER) > 0
+    assert num_cached(OTHER, cache_salt="x") == 0
+
+
+def test_tenants_see_their_own_prefixes_alone(guarded: LiveServer) -> None:
+    headers = {"Authorization": f"Bearer {OTHER}"}
+    body = {"prefix": SECRET * 2, "name": "ours"}
+    assert guarded.post("/v1/prefixes", body, **headers).json()["name"] == "ours"
+    mine = guarded.get("/v1/prefixes", Authorization=f"Bearer {KEY}").json()["data"]
+    theirs = guarded.get("/v1/prefixes", **headers).json()["data"]
+    assert ([p["name"] for p in mine], [p["name"] for p in theirs]) == ([], ["ours"])
+    url = f"{guarded.url}/v1/prefixes/ours"
+    foreign = httpx.delete(url, headers={"Authorization": f"Bearer {KEY}"}, timeout=TIMEOUT)
+    assert foreign.status_code == 404
+    assert httpx.delete(url, headers=headers, timeout=TIMEOUT).status_code == 200
+
+
+def test_origins(guarded: LiveServer, server: LiveServer) -> None:
+    preflight = {
+        "Origin": ORIGIN,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    url = f"{guarded.url}/v1/completions"
+    allowed = httpx.options(url, headers=preflight, timeout=TIMEOUT)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == ORIGIN
+    other = httpx.options(url, headers=preflight | {"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+    plain = server.get("/v1/models", Origin=ORIGIN)
+    assert "access-control-allow-origin" not in plain.headers
+
+
+def test_switches(guarded: LiveServer) -> None:
+    """What the plain server refuses and this one was told to allow."""
+    reply = complete(guarded, KEY, model="two", priority=3, unknown=1)
+    assert reply.json()["model"] == "two"
+    chat = {
+        "messages": [{"role": "user", "content": "Once upon a time"}],
+        "chat_template": "{{ messages[0].content }}",
+        "return_token_ids": True,
+        "max_tokens": 1,
+    }
+    headers = {"Authorization": f"Bearer {KEY}"}
+    reply = guarded.post("/v1/chat/completions", chat, **headers)
+    tokens = guarded.post("/tokenize", {"prompt": "Once upon a time"}, **headers).json()["tokens"]
+    assert reply.json()["prompt_token_ids"] == tokens
+    chat["chat_template"] = "{{ messages.__class__.__mro__ }}"
+    refused = guarded.post("/v1/chat/completions", chat, **headers)
+    assert refused.status_code == 400
+    chat["chat_template"] = "{% if %}"
+    broken = guarded.post("/v1/chat/completions", chat, **headers)
+    assert broken.json()["error"]["param"] == "chat_template"
+
+
+def test_nothing_sensitive_is_logged(guarded: LiveServer, log_file: Path) -> None:
+    """Runs last in this file: the log has lines of all requests above."""
+    assert complete(guarded, KEY, user="somebody").status_code == 200
+    assert complete(guarded, KEY, temperature=9).status_code == 400
+    assert complete(guarded, KEY, zzz=SECRET, stop=SECRET).status_code == 200
+    log = log_file.read_text()
+    assert '"path": "/v1/completions"' in log
+    assert '"user": "somebody"' in log
+    assert '"status": 400' in log
+    for secret in ("swordfish", "wizard", KEY, OTHER, "acme"):
+        assert secret not in log
+
+
+def test_a_taken_port_is_said_clearly() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        program = "from octavo.cli.main import main; main()"
+        run = subprocess.run(
+            [sys.executable, "-c", program, "serve", "--port", port, *OPTIONS],
+            capture_output=True,
+            text=True,
+        )
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"error: port: {port} is taken on 127.0.0.1")
+    assert "Traceback" not in run.stderr
+
+
+def test_sigterm_lets_open_requests_end() -> None:
+    with live_server("--log-level", "warning") as server:
+        body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=TIMEOUT) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.process.terminate()
+            text = [line for line in lines if line]
+        assert text[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in text[-2]
+        assert server.process.wait(TIMEOUT) == 0

@@ -1,0 +1,58 @@
+"""Requests made from our own description of the API: none may break the server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+
+from server.live_server import LiveServer
+
+CHECKS = [
+    not_a_server_error,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.status_code_conformance,
+    checks.unsupported_method,
+    checks.negative_data_rejection,
+]
+MAX_TOKENS = 4  # longer outputs take time and tell nothing more
+NUM_EXAMPLES = 20  # of each endpoint, good and bad
+
+
+def keep_short(body: Any) -> None:
+    if isinstance(body, dict) and ("prompt" in body or "messages" in body):
+        for name in ("max_tokens", "max_completion_tokens"):
+            if isinstance(body.get(name), int):
+                body[name] = min(body[name], MAX_TOKENS)
+
+
+def test_no_request_breaks_the_server(server: LiveServer) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    names = []
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        names.append(operation.label)
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            if mode is GenerationMode.NEGATIVE and not operation.body:
+                continue  # there is nothing to get wrong
+
+            @hypothesis.settings(
+                max_examples=NUM_EXAMPLES,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                suppress_health_check=list(hypothesis.HealthCheck),
+            )
+            @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+            def try_out(case: Any) -> None:
+                keep_short(case.body)
+                case.call_and_validate(checks=CHECKS, timeout=60)
+
+            try_out()
+    assert "POST /v1/completions" in names
+    assert server.complete("Once upon a time", max_tokens=2)["choices"][0]["text"]
