@@ -58,11 +58,10 @@ def run_one_request(seen: Observation) -> None:
         listener.stepped(report(admitted=[admitted()], step_tokens=16))
         request.admission, request.admitted_time = admitted(), 10.5
         listener.request_admitted(request)
-        request.last_token_time = request.first_token_time = None
+        request.first_token_time = None
         for now in (11.0, 11.004, 11.5):
-            listener.tokens_arrived(request, 1, now)
             request.first_token_time = request.first_token_time or now
-            request.last_token_time = now
+            listener.tokens_arrived(request, 1, now)
         request.num_preemptions = 2
         listener.request_finished(request, output_of(request, [3], 11.5))
 
@@ -98,14 +97,16 @@ def test_first_token_counts_once_for_several_samples_and_for_beams(seen: Observa
     metrics, request = seen.metrics, open_request("four", n=4)
     for _ in range(4):  # the first step gives each sample a token
         metrics.tokens_arrived(request, 1, 11.0)
-    request.first_token_time = request.last_token_time = 11.0
+    request.first_token_time = 11.0
     for _ in range(4):
         metrics.tokens_arrived(request, 1, 11.25)
     metrics.request_finished(request, output_of(request, [2] * 4, 11.25))
     assert value(seen, "time_to_first_token_seconds_count") == 1
     assert value(seen, "inter_token_latency_seconds_count") == 4
+    assert value(seen, "inter_token_latency_seconds_sum") == pytest.approx(4 * 0.25)
     beams = open_request("beams", beam_width=3)
-    beams.first_token_time = 13.0  # they stream no tokens
+    beams.first_token_time = 13.0
+    metrics.tokens_arrived(beams, 9, 13.0)  # all at once, at the end
     metrics.request_finished(beams, output_of(beams, [5, 4], 14.0))
     assert value(seen, "time_to_first_token_seconds_sum") == pytest.approx(1.0 + 3.0)
     assert value(seen, "request_params_n_sum") == 4 + 3

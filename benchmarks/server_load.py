@@ -1,0 +1,186 @@
+"""Load on a server over loopback: `python benchmarks/server_load.py`.
+
+Starts `octavo serve`, finds its capacity, sends the lengths of a trace at shares of it, and then
+ten times as much as it can take. Afterwards nothing may be lost: each request has completed or was
+refused in good order, the same greedy request gets the same answer as before, and no block is held.
+The last line is JSON; the exit status is 1 if something was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.client_load import Query, Target
+from octavo.bench.serve import ServeReport, find_capacity, run_serve, serve_text, serve_values
+from octavo.bench.traces import read_trace
+from octavo.cli.bench_serve import make_queries
+
+TRACE = Path(__file__).parent / "traces" / "bench_sharegpt_1000.csv"
+PROBE = {"prompt": list(range(100, 140)), "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+SETTLE_SECONDS = 20.0  # for aborted requests to give their blocks back
+SAMPLE_SECONDS = 0.25  # between two looks at the memory
+
+
+class Memory:
+    """Watches the memory of a process and its children: proportional set size, in MiB."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.start = self.last = self.peak = tree_mib(pid)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(SAMPLE_SECONDS):
+            self.last = tree_mib(self._pid)
+            self.peak = max(self.peak, self.last)
+
+
+def tree_mib(pid: int) -> float:
+    """PSS of a process and all its descendants; those that have just ended count nothing."""
+    total, found = 0.0, [pid]
+    for each in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{each}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+            rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
+            total += int(re.findall(r"^Pss:\s+(\d+)", rollup, re.M)[0]) / 1024
+    return total
+
+
+@contextlib.contextmanager
+def served(options: list[str]) -> Iterator[tuple[str, int]]:
+    """A server on a free port: its URL and process id."""
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"at (http://\S+) \(ready", line)
+            if found is None:
+                raise RuntimeError(f"the server did not start; it said {line!r}")
+            yield found[1], process.pid
+        finally:
+            process.terminate()
+
+
+def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.loads(reply.read() or b"null")
+
+
+def blocks_held(url: str) -> int:
+    """Blocks held in both tiers once everything has ended."""
+    state = ask(url, "/debug/kv")
+    return int(state["device"]["num_held"] + state["swap"]["num_held"])
+
+
+async def settle(url: str) -> int:
+    """Wait until no block is held; returns how many still are."""
+    held = await asyncio.to_thread(blocks_held, url)
+    for _ in range(int(SETTLE_SECONDS / 0.5)):
+        if held == 0:
+            break
+        await asyncio.sleep(0.5)
+        held = await asyncio.to_thread(blocks_held, url)
+    return held
+
+
+def losses(overload: ServeReport, held: int, same_answer: bool, num_failed: int) -> list[str]:
+    """What must not have happened."""
+    found = []
+    if num_failed:
+        found.append(f"{num_failed} requests failed: {overload.errors}")
+    if held:
+        found.append(f"{held} blocks are still held")
+    if not same_answer:
+        found.append("the same greedy request has another answer after the load")
+    if not overload.num_completed:
+        found.append("no request completed under overload")
+    return found
+
+
+async def measure(
+    url: str, queries: list[Query], shares: list[float], overload: float, num_overload: int
+) -> dict[str, Any]:
+    """All runs on a server, and what is left on it afterwards."""
+    target = Target(url, "demo")
+    before = ask(url, "/v1/completions", PROBE)["choices"][0]["text"]
+    alone = await run_serve(target, queries[:8], float("inf"), max_concurrency=1)
+    capacity = await find_capacity(target, queries)
+    print(f"capacity: {capacity:.2f} requests/s\n")
+    runs = []
+    reports = []
+    for share in shares:
+        report = await run_serve(target, queries, share * capacity)
+        print(f"at {share:g} of the capacity\n{serve_text(report)}\n")
+        reports.append(report)
+        slower = report.normalized.mean / alone.normalized.mean
+        runs.append({"load": share, "latency_ratio": slower, **serve_values(report)})
+    many = [queries[i % len(queries)] for i in range(num_overload)]
+    flood = await run_serve(target, many, overload * capacity, seed=1)
+    print(f"at {overload:g} times the capacity\n{serve_text(flood)}\n")
+    held = await settle(url)
+    same = ask(url, "/v1/completions", PROBE)["choices"][0]["text"] == before
+    num_failed = flood.num_failed + sum(report.num_failed for report in reports)
+    return {
+        "capacity": capacity,
+        "alone_normalized_latency_ms": 1e3 * alone.normalized.mean,
+        "runs": runs,
+        "overload": {
+            "load": overload,
+            "goodput_ratio": flood.requests_per_second / capacity,
+            **serve_values(flood),
+        },
+        "blocks_held_after": held,
+        "same_answer_after": same,
+        "lost": losses(flood, held, same, num_failed),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--num-requests", type=int, default=200, help="in each run")
+    parser.add_argument("--num-overload", type=int, default=1500)
+    parser.add_argument("--scale", type=float, default=0.25, help="of the trace's lengths")
+    parser.add_argument("--shares", default="0.25,0.5,0.75,0.9", help="of the capacity")
+    parser.add_argument("--overload", type=float, default=10.0)
+    parser.add_argument("--max-waiting", type=int, default=128)
+    parser.add_argument("--num-blocks", type=int, default=1024)
+    args = parser.parse_args()
+    shares = [float(share) for share in args.shares.split(",")]
+    queries = make_queries(read_trace(args.trace, args.num_requests), 4000, 0, args.scale)
+    options = ["demo", "--log-level", "warning", "--max-waiting", str(args.max_waiting)]
+    with served([*options, "--num-blocks", str(args.num_blocks)]) as (url, pid):
+        ask(url, "/v1/completions", PROBE)
+        memory = Memory(pid)
+        result = asyncio.run(measure(url, queries, shares, args.overload, args.num_overload))
+        memory.stop()
+    result["memory_mib"] = {"start": memory.start, "peak": memory.peak, "end": memory.last}
+    for line in result["lost"]:
+        print(f"LOST: {line}", file=sys.stderr)
+    print(json.dumps(result))
+    sys.exit(1 if result["lost"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The pages as a visitor sees them, in a real browser, on a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from server.browser import chromium, opened
+from server.live_server import LiveServer
+
+PHONE = {"viewport": {"width": 390, "height": 844}}
+REQUEST = {"X-Request-Id": "a-long-one"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as running:
+        yield running
+
+
+class LongRequest:
+    """Four samples that go on until nobody listens to them any more."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._server = server
+        self._over = threading.Event()
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._listen)
+
+    def __enter__(self) -> LongRequest:
+        self._thread.start()
+        assert self._begun.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(60)
+
+    def _listen(self) -> None:
+        body = {
+            "prompt": list(range(20, 60)),
+            "n": 4,
+            "max_tokens": 1000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        url = f"{self._server.url}/v1/completions"
+        while not self._over.is_set():
+            with httpx.stream("POST", url, json=body, headers=REQUEST, timeout=120) as reply:
+                for _ in reply.iter_lines():
+                    self._begun.set()
+                    if self._over.is_set():
+                        break
+
+
+def light_of(page: Page) -> float:
+    """How light the page is, 0 to 255."""
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(map(float, re.findall(r"[\d.]+", color)[:3])) / 3
+
+
+def is_wider_than_its_window(page: Page) -> bool:
+    return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+
+
+def look_at_running_request(page: Page) -> None:
+    row = page.locator("#requests button", has_text="a-long-one").first
+    expect(row).to_contain_text("4 samples")
+    row.focus()  # the keyboard is enough: the tables show
+    tables = page.locator("#table-of .chips")
+    expect(tables).to_have_count(4)
+    expect(tables.first.locator(".chip.shared").first).to_be_visible()
+    first = {tables.nth(i).locator(".chip").first.inner_text() for i in range(4)}
+    assert len(first) == 1  # the prompt's first block is one and the same
+    page.locator("#pool").focus()
+    page.keyboard.press("Home")
+    told = page.locator("#told")
+    expect(told).to_contain_text("Block 1:")
+    page.keyboard.press("ArrowRight")
+    expect(told).to_contain_text("Block 2:")
+    held = int(page.locator("#pool-numbers b").first.inner_text())
+    assert 4 <= held <= 512
+    expect(page.locator("#events li", has_text="a-long-one").first).to_be_visible()
+    expect(page.locator("#v-output")).not_to_have_text("0")
+    # Something other than free blocks is drawn.
+    colors = page.evaluate(
+        """() => { const c = document.getElementById("pool");
+        const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+        const seen = new Set(new Uint32Array(d.buffer));
+        return seen.size; }"""
+    )
+    assert colors > 3
+
+
+def test_dashboard_shows_a_running_request(server: LiveServer, browser: Browser) -> None:
+    with opened(browser, f"{server.url}/") as page:
+        expect(page.locator("#link")).to_have_text("live")
+        with LongRequest(server):
+            look_at_running_request(page)
+    # Gone from the pool when nobody listens any more.
+    deadline = 100
+    while server.get("/debug/kv").json()["requests"] and deadline:
+        deadline -= 1
+    assert deadline
+
+
+def test_playground_streams_and_shows_the_tree(server: LiveServer, browser: Browser) -> None:
+    with opened(browser, f"{server.url}/") as page:
+        expect(page.locator("#link")).to_have_text("live")
+        page.fill("#prompt", "Once upon a time")
+        page.fill("#max-tokens", "200")
+        page.fill("#n", "3")
+        page.locator("#prompt").press("Control+Enter")
+        answers = page.locator(".answer")
+        expect(answers).to_have_count(3)
+        expect(page.locator("#stop")).to_be_disabled(timeout=60_000)
+        expect(page.locator("#play-numbers")).to_contain_text("generated")
+        for index in range(3):
+            text = answers.nth(index).inner_text()
+            assert text.startswith("Once upon a time")
+            assert len(text) > 40
+        page.select_option("#method", "beam")
+        expect(page.locator("#n-label")).to_have_text("Beams")
+        page.fill("#n", "4")
+        page.fill("#max-tokens", "60")
+        page.click("#run")
+        expect(answers).to_have_count(4, timeout=60_000)
+        expect(page.locator("#tree rect.tree-block").first).to_be_visible()
+        title = page.locator("#tree-title").inner_text()
+        held, unshared = map(int, re.findall(r"(\d+) blocks.* hold (\d+)", title)[0])
+        assert held < unshared
+        page.get_by_label("Chat").check()
+        page.select_option("#method", "sample")
+        page.fill("#n", "1")
+        page.click("#run")
+        expect(answers).to_have_count(1, timeout=60_000)
+        expect(answers.first).to_contain_text(re.compile(r"\w"))
+
+
+def test_playground_tells_what_is_wrong(server: LiveServer, browser: Browser) -> None:
+    with opened(browser, f"{server.url}/", expected="status of 400") as page:
+        page.fill("#prompt", "")
+        page.click("#run")
+        expect(page.locator("#play-error")).to_contain_text("prompt")
+        expect(page.locator("#run")).to_be_enabled()
+
+
+def test_pool_by_hand(server: LiveServer, browser: Browser) -> None:
+    with opened(browser, f"{server.url}/pool") as page:
+        page.click("#textbook")
+        expect(page.locator("#lesson")).to_contain_text("12 against 16")
+        expect(page.locator("#paged")).to_have_text("8")
+        expect(page.locator("#naive")).to_have_text("20")
+        assert page.locator(".block.shared").count() == 4
+        page.get_by_role("button", name="append 10 more tokens to each beam").click()
+        expect(page.locator("#paged")).to_have_text("12")
+        expect(page.locator("#naive")).to_have_text("24")
+        page.get_by_role("button", name="free A", exact=True).click()
+        expect(page.locator("#paged")).to_have_text("10")
+        page.click("#undo")
+        expect(page.locator("#paged")).to_have_text("12")
+
+
+def test_pool_by_keyboard_alone(server: LiveServer, browser: Browser) -> None:
+    with opened(browser, f"{server.url}/pool") as page:
+
+        def press_until(label: str) -> None:
+            """Tab until the element of this name has the focus, and press Enter there."""
+            for _ in range(40):
+                page.keyboard.press("Tab")
+                name = page.evaluate(
+                    "document.activeElement.ariaLabel || document.activeElement.textContent"
+                )
+                if name == label:
+                    page.keyboard.press("Enter")
+                    return
+            raise AssertionError(f"no way to {label!r} by keyboard")
+
+        press_until("New sequence")
+        press_until("append tokens to A")
+        expect(page.locator("#paged")).to_have_text("1")
+        press_until("fork A")
+        expect(page.locator("#naive")).to_have_text("2")
+        press_until("write to the last block of B")
+        expect(page.locator("#happened")).to_contain_text("copies block 1 into block 2")
+        page.locator(".block").first.focus()
+        page.keyboard.press("ArrowRight")
+        focused = page.evaluate("document.activeElement.ariaLabel")
+        assert focused == "block 2: held by B; 16 of 16 tokens"
+
+
+@pytest.mark.parametrize("path", ["/", "/pool"])
+def test_light_dark_and_phone(server: LiveServer, browser: Browser, path: str) -> None:
+    with opened(browser, f"{server.url}{path}", color_scheme="light") as page:
+        assert light_of(page) > 200
+    with opened(browser, f"{server.url}{path}", color_scheme="dark", **PHONE) as page:
+        assert light_of(page) < 60
+        if path == "/pool":
+            page.click("#textbook")
+            expect(page.locator("#paged")).to_have_text("8")
+        else:
+            expect(page.locator("#link")).to_have_text("live")
+        assert not is_wider_than_its_window(page)
+
+
+def test_every_control_has_a_name(server: LiveServer, browser: Browser) -> None:
+    for path in ("/", "/pool"):
+        with opened(browser, f"{server.url}{path}") as page:
+            nameless = page.evaluate(
+                """() => [...document.querySelectorAll("button, input, select, textarea, canvas")]
+                .filter((e) => !(e.ariaLabel || e.textContent.trim() || e.labels?.length))
+                .map((e) => e.outerHTML)"""
+            )
+            assert json.dumps(nameless) == "[]"
