@@ -63,3 +63,6 @@ def main() -> None:
 
 for command in (generate, chat, serve, run_batch, memory, bench, models, reproduce):
     main.add_command(command)
+
+if __name__ == "__main__":
+    main()
