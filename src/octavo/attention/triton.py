@@ -17,7 +17,14 @@ from octavo.attention.base import (
     RotaryTable,
     Staging,
 )
-from octavo.attention.triton_items import FIELDS, Sequences, decode_items, num_places, prefill_items
+from octavo.attention.triton_items import (
+    FIELDS,
+    Sequences,
+    decode_items,
+    item_capacity,
+    num_places,
+    prefill_items,
+)
 from octavo.kernels.attention_decode import (
     DecodeConfig,
     Scratch,
@@ -25,7 +32,7 @@ from octavo.kernels.attention_decode import (
     decode_config,
 )
 from octavo.kernels.attention_prefill import PrefillConfig, prefill_attention, prefill_config
-from octavo.kernels.kv_write import NewTokens, write_kv
+from octavo.kernels.kv_write import HeadChanges, write_kv
 from octavo.kernels.paged import tile_alignment
 
 PROGRAMS = 1056  # that a decode step's keys are cut into: 8 a multiprocessor of an H200
@@ -98,13 +105,13 @@ class TritonBackend:
     def plan(self, batch: AttentionBatch) -> None:
         seqs = _sequences_of(batch)
         self._tables = list(batch.block_tables)
-        self._tokens = _stage_tokens(batch, seqs)
         self._decodes.clear()
         self._prefills.clear()
         is_decode = seqs.lens == 1
         if is_decode.all():
             self._plan_decodes(seqs, batch.staging)
         else:
+            self._tokens = _stage_tokens(batch, seqs)
             self._plan_decodes(seqs.select(is_decode), batch.staging)
             self._plan_prefills(seqs.select(~is_decode), batch.staging)
 
@@ -115,7 +122,7 @@ class TritonBackend:
             tile = self._decode_configs[shape].tile
             alignment = tile_alignment(tile, self._block_size)
             items = decode_items(seqs, shape.window, tile, alignment, shape.num_pieces)
-            capacity = (staging.max_num_seqs + shape.num_pieces) * FIELDS
+            capacity = item_capacity(staging.max_num_seqs, shape.num_pieces) * FIELDS
             self._decodes[shape] = staging.put(
                 f"attention.decode.{index}", items.reshape(-1), capacity
             )
@@ -145,38 +152,31 @@ class TritonBackend:
             self._caches[layer_id],
             self._shape_of[layer_id],
         )
-        table, tokens = self._tables[self._groups[layer_id]], self._tokens
-        assert tokens is not None, "plan() comes before forward()"
+        table = self._tables[self._groups[layer_id]]
         for x in (query, key, value):
             assert x.dtype == cache.dtype, f"{x.dtype} for a {cache.dtype} cache"
             assert x.stride(2) == 1, "heads must be dense"
             assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
-        query = write_kv(
-            query,
-            key,
-            value,
-            NewTokens(tokens, table, cache),
-            None if rotary is None else (rotary.cos, rotary.sin),
-            head_norms
-            and (
-                (head_norms[0].weight, head_norms[0].eps),
-                (head_norms[1].weight, head_norms[1].eps),
-            ),
-        )
+        changes = _changes(rotary, head_norms)
         output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
         if shape in self._decodes:
             decode_attention(
                 query,
+                key,
+                value,
                 cache,
                 table,
                 self._decodes[shape],
                 self._scratch,
                 output,
+                changes,
                 layer.scale,
                 layer.window,
                 self._decode_configs[shape],
             )
         if shape in self._prefills:
+            assert self._tokens is not None, "staged with the prefills"
+            query = write_kv(query, key, value, self._tokens, table, cache, changes)
             prefill_attention(
                 query,
                 cache,
@@ -202,14 +202,24 @@ def _sequences_of(batch: AttentionBatch) -> Sequences:
 
 
 def _stage_tokens(batch: AttentionBatch, seqs: Sequences) -> Tensor:
-    """int32 [num_tokens * 2]: each token's table row and position; position -1: padding."""
+    """int32 [num_tokens * 2]: each token's table row and position; a decode's position is -1."""
     tokens = np.empty((len(batch.positions), 2), np.int32)
-    tokens[:, 0] = seqs.rows if len(seqs.rows) == len(tokens) else seqs.rows.repeat(seqs.lens)
+    tokens[:, 0] = seqs.rows.repeat(seqs.lens)
     tokens[:, 1] = batch.positions.numpy()
-    if not seqs.contexts.all():
-        tokens[seqs.tokens[seqs.contexts == 0], 1] = -1
+    tokens[seqs.tokens[seqs.lens == 1], 1] = -1
     staging = batch.staging
     return staging.put("attention.tokens", tokens.reshape(-1), 2 * staging.max_num_tokens)
+
+
+def _changes(
+    rotary: RotaryTable | None, head_norms: tuple[HeadNorm, HeadNorm] | None
+) -> HeadChanges:
+    query_norm, key_norm = head_norms or (None, None)
+    return HeadChanges(
+        rotary=None if rotary is None else (rotary.cos, rotary.sin),
+        query_norm=None if query_norm is None else (query_norm.weight, query_norm.eps),
+        key_norm=None if key_norm is None else (key_norm.weight, key_norm.eps),
+    )
 
 
 def _shape_of(layer: LayerSpec) -> _Shape:

@@ -11,6 +11,8 @@ Int32s = NDArray[np.int32]
 
 FIELDS = 8
 MIN_SPLIT = 128  # keys: below it a piece costs more to start than it reads
+# Lengths of a piece to be tried, in fair shares; the last one if none gives few enough pieces.
+_STRETCH = (1.0, 1.07, 1.15, 1.25, 1.35, 1.5, 2 / 3)
 
 
 class Sequences(NamedTuple):
@@ -28,53 +30,49 @@ class Sequences(NamedTuple):
 def decode_items(
     seqs: Sequences, window: int | None, tile: int, alignment: int, num_pieces: int
 ) -> Int32s:
-    """[num_seqs + num_pieces, FIELDS], as `decode_attention` reads them; the rest names no work.
+    """[item_capacity, FIELDS], as `decode_attention` reads them; the last ones may name no work.
 
-    All keys together are cut into about `num_pieces` equal pieces, so the number of items depends
-    on the number of sequences alone; which keys a piece holds, on their lengths.
+    The number of items depends on the number of sequences alone; which keys a piece holds, on
+    their lengths.
     """
     tokens, rows, contexts, _ = seqs
-    starts = np.zeros_like(contexts)
-    if window is not None:
-        starts = np.maximum(contexts - window, 0) // alignment * alignment
-    lens = contexts - starts
-    longest = -(-max(MIN_SPLIT, -(-int(lens.sum()) // num_pieces)) // tile) * tile
-    splits = np.maximum(-(-lens // longest), 1)
-    items = np.empty((len(tokens) + num_pieces, FIELDS), np.int32)
+    positions = contexts - 1
+    starts = None if window is None else np.maximum(contexts - window, 0) // alignment * alignment
+    lens = positions if starts is None else positions - starts  # cached keys that the token sees
+    splits, sizes = _split(lens, tile, num_pieces)
+    # Large pieces first, so that programs end together.
+    order = (-sizes).argsort(kind="stable")
+    items = np.zeros((item_capacity(len(tokens), num_pieces), FIELDS), np.int32)
     num_items = len(tokens)
-    if int(splits.sum()) == num_items:
-        order = np.argsort(-lens, kind="stable")
-        begin, end = starts[order], contexts[order]
-        split: Int32s | int = 0
-        place: Int32s | int = 0
-        num_splits: Int32s | int = 1
-    else:
-        sizes = _round_up(-(-lens // splits), tile)
-        splits = np.maximum(-(-lens // np.maximum(sizes, 1)), 1)
-        # Large pieces first, so that programs end together.
-        by_size = np.argsort(-sizes, kind="stable")
-        counts = splits[by_size]
-        ends = counts.cumsum()
-        order = by_size.repeat(counts)
-        num_items = len(order)
-        split = np.arange(num_items) - (ends - counts).repeat(counts)
-        begin = starts[order] + split * sizes[order]
-        end = np.minimum(begin + sizes[order], contexts[order])
+    split: Int32s | int = 0
+    if splits is not None:
+        counts = splits[order]
         # Only results of split sequences need a place.
         needed = np.where(counts > 1, counts, 0)
-        place = (needed.cumsum() - needed).repeat(counts)
-        num_splits = splits[order]
+        facts = np.stack((counts.cumsum() - counts, needed.cumsum() - needed, counts, order))
+        first, place, num_splits, order = facts.repeat(counts, axis=1)
+        num_items = len(order)
+        split = np.arange(num_items) - first
     used = items[:num_items]
     used[:, 0] = tokens[order]
     used[:, 1] = rows[order]
+    begin = split * sizes[order] if starts is None else split * sizes[order] + starts[order]
+    position = positions[order]
     used[:, 2] = begin
-    used[:, 3] = end
-    used[:, 4] = contexts[order]
-    used[:, 5] = split
-    used[:, 6] = num_splits
-    used[:, 7] = place
+    used[:, 3] = np.minimum(begin + sizes[order], position)
+    used[:, 4] = position
+    used[:, 6] = 1
+    if splits is not None:
+        used[:, 5] = split
+        used[:, 6] = num_splits
+        used[:, 7] = place
     items[num_items:, 0] = -1
     return items
+
+
+def item_capacity(num_seqs: int, num_pieces: int) -> int:
+    """Items that `decode_items` gives for so many sequences, used or not."""
+    return num_seqs + 3 * num_pieces // 2 + 1
 
 
 def num_places(num_pieces: int) -> int:
@@ -82,7 +80,28 @@ def num_places(num_pieces: int) -> int:
 
     A sequence of x > 1 longest pieces is cut into at most ceil(x) < 2 x.
     """
-    return 2 * num_pieces
+    return 3 * num_pieces + 2
+
+
+def _split(lens: Int32s, tile: int, num_pieces: int) -> tuple[Int32s | None, Int32s]:
+    """Into how many pieces each sequence is cut (None: no sequence is), and their size.
+
+    `num_pieces` in all where that is fair, so that all programs run at once: a few too many would
+    cost a second round. Otherwise more and smaller ones, of which several follow each other.
+    """
+    fair = -(-int(lens.sum()) // num_pieces)
+    most = int(lens.max())
+    if max(fair * 2 // 3, MIN_SPLIT) >= most:
+        return None, lens
+    padded = np.maximum(lens, 1)
+    for stretch in _STRETCH:
+        longest = -(-max(int(fair * stretch), MIN_SPLIT) // tile) * tile
+        splits = -(-padded // longest)
+        if int(splits.sum()) <= num_pieces:
+            break
+    # Rounding a piece up to whole tiles may leave nothing for the last one.
+    sizes = -(-padded // (splits * tile)) * tile
+    return -(-padded // sizes), sizes
 
 
 def prefill_items(
@@ -109,7 +128,3 @@ def prefill_items(
     items[:, 5] = position
     items[:, 6] = count
     return items[order]
-
-
-def _round_up(x: Int32s, multiple: int) -> Int32s:
-    return -(-x // multiple) * multiple

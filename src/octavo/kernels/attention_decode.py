@@ -3,6 +3,8 @@
 A piece of work is (a sequence, a stretch of its keys): one program a KV head computes it for all
 query heads of that KV head, which fill the rows of one tile. Where a sequence has several pieces,
 each leaves an unfinished result, and the program that comes last adds them up in their order.
+The program of a sequence's last stretch also writes the new token's K and V, so a decode is one
+kernel.
 Judge: `ReferenceBackend`.
 """
 
@@ -15,10 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.kv_write import HeadChanges
 from octavo.kernels.paged import key_offsets, tile_blocks
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
+from octavo.kernels.rotary import load_heads
 
 ITEM_FIELDS = 8
+_COMBINED = 64  # elements of unfinished results that a thread holds at once
 _LOWEST = tl.constexpr(-1.0e30)  # finite, so that rows which see no key yet make no NaN
 
 
@@ -59,6 +64,7 @@ def _combine(
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Add up the splits of one sequence and KV head; `place`: the first one's first result."""
     row = tl.arange(0, GROUP_PAD)
@@ -67,22 +73,24 @@ def _combine(
     top = tl.full([GROUP_PAD], _LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    for split in tl.range(0, num_splits):
-        result = (place + split * STRIDE + row).to(tl.int64)
+    for first in tl.range(0, num_splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        result = place + split[:, None] * STRIDE + row[None, :]
+        there = (split < num_splits)[:, None] & (row < GROUP)[None, :]
         # Past the L1 cache, which knows nothing of what other programs wrote.
-        high = tl.load(stats + result * 2, mask=row < GROUP, other=_LOWEST, cache_modifier=".cg")
-        part = tl.load(stats + result * 2 + 1, mask=row < GROUP, other=0.0, cache_modifier=".cg")
+        high = tl.load(stats + result * 2, mask=there, other=_LOWEST, cache_modifier=".cg")
+        part = tl.load(stats + result * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
         x = tl.load(
-            sums + result[:, None] * HEAD_DIM + dim[None, :],
-            mask=inside,
+            sums + result.to(tl.int64)[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=there[:, :, None] & (dim < HEAD_DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        new_top = tl.maximum(top, high)
+        new_top = tl.maximum(top, tl.max(high, 0))
         old_weight = tl.exp2(top - new_top)
-        weight = tl.exp2(high - new_top)
-        acc = acc * old_weight[:, None] + x * weight[:, None]
-        total = total * old_weight + part * weight
+        weight = tl.exp2(high - new_top[None, :])
+        acc = acc * old_weight[:, None] + tl.sum(x * weight[:, :, None], 0)
+        total = total * old_weight + tl.sum(part * weight, 0)
         top = new_top
     total = tl.where(row < GROUP, total, 1.0)
     out = (acc / total[:, None]).to(output.dtype.element_ty)
@@ -92,6 +100,8 @@ def _combine(
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     query,
+    key,
+    value,
     cache,
     table,
     items,
@@ -99,7 +109,14 @@ def _decode_kernel(
     stats,
     counters,
     output,
+    cos,
+    sin,
+    query_weight,
+    key_weight,
+    query_eps,
+    key_eps,
     query_stride,
+    kv_stride,
     table_stride,
     block_stride,
     scale,  # times log2(e)
@@ -111,38 +128,61 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
-    wait_previous(PDL)
     head = tl.program_id(0)
+    # No kernel of a step writes items or tables: they may be read before the wait.
     item = items + tl.program_id(1) * FIELDS
     token = tl.load(item)
+    table += tl.load(item + 1).to(tl.int64) * table_stride
+    begin = tl.load(item + 2)
+    end = tl.load(item + 3)
+    position = tl.load(item + 4)
+    split = tl.load(item + 5)
+    num_splits = tl.load(item + 6)
+    first_place = tl.load(item + 7)
+    blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
+    wait_previous(PDL)
     if token >= 0:
-        table += tl.load(item + 1).to(tl.int64) * table_stride
-        begin = tl.load(item + 2)
-        end = tl.load(item + 3)
-        context = tl.load(item + 4)
-        split = tl.load(item + 5)
-        num_splits = tl.load(item + 6)
-        first_place = tl.load(item + 7)
-
         row = tl.arange(0, ROWS)
         dim = tl.arange(0, DIM_PAD)
         lane = tl.arange(0, TILE)
         in_query = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
         query += token.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM)
-        q = tl.load(query + row[:, None] * HEAD_DIM + dim[None, :], mask=in_query, other=0.0)
+        q = load_heads(
+            query, row, row < GROUP, position, cos, sin, query_weight, query_eps,
+            HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+        )  # fmt: skip
         keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
         values = keys + BLOCK_SIZE * HEAD_DIM
 
         top = tl.full([ROWS], _LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
-        blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
+        if (split == num_splits - 1) & (position >= 0):
+            # The new token, which no other program reads, is taken from the projection.
+            one = tl.arange(0, 1)
+            from_token = token.to(tl.int64) * kv_stride + head * HEAD_DIM
+            k_new = load_heads(
+                key + from_token, one, one < 1, position, cos, sin, key_weight, key_eps,
+                HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+            )  # fmt: skip
+            new_inside = (one < 1)[:, None] & (dim < HEAD_DIM)[None, :]
+            v_new = tl.load(value + from_token + dim[None, :], mask=new_inside, other=0.0)
+            block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+            slot = block * block_stride + position % BLOCK_SIZE * HEAD_DIM
+            tl.store(keys + slot + dim[None, :], k_new, mask=new_inside)
+            tl.store(values + slot + dim[None, :], v_new, mask=new_inside)
+            top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+            total = total + 1.0
+            acc = acc + v_new.to(tl.float32)
         for first in tl.range(begin, end, TILE):
             # A tile ahead, so that fetching keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
@@ -160,7 +200,7 @@ def _decode_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             visible = written
             if WINDOW > 0:
-                visible = written & (first + lane >= context - WINDOW)
+                visible = written & (first + lane > position - WINDOW)
             scores = tl.where(visible[None, :], scores, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
@@ -199,37 +239,48 @@ def _decode_kernel(
                     GROUP_PAD,
                     HEAD_DIM,
                     DIM_PAD,
+                    CHUNK,
                 )
                 tl.store(counter, 0)
 
 
 def decode_attention(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     layer_cache: Tensor,
     table: Tensor,
     items: Tensor,
     scratch: Scratch,
     output: Tensor,
+    changes: HeadChanges,
     scale: float,
     window: int | None,
     config: DecodeConfig,
 ) -> None:
-    """Attend for the tokens that `items` names, and write their rows of `output`.
+    """Write K and V of the tokens that `items` names, attend, and write their rows of `output`.
 
     Args:
-        query: [num_tokens, num_heads, head_dim], tokens strided.
+        query, key, value: [num_tokens, num_heads or num_kv_heads, head_dim]; tokens strided, alike
+            in key and value.
         layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
         table: int32 [num_rows, max_blocks].
-        items: int32 [num_items * ITEM_FIELDS], each (token, table row, first key, end of keys,
-            keys of the sequence, split, splits, place of the first split); token -1: no work.
-            The first key is a multiple of `tile_alignment(config.tile, block_size)`.
+        items: int32 [num_items * ITEM_FIELDS], each (token, table row, first key, end of keys, the
+            token's position, split, splits, place of the first split); token -1: no work, position
+            -1: padding. The keys are the cached ones, before the position; the first is a multiple
+            of `tile_alignment(config.tile, block_size)`.
         output: [num_tokens, num_heads * head_dim], dense.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
     group = num_heads // num_kv_heads
+    assert key.stride(0) == value.stride(0), "K and V are strided alike"
+    group_pad = triton.next_power_of_2(group)
+    dim_pad = max(16, triton.next_power_of_2(head_dim))
     _decode_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
         query,
+        key,
+        value,
         layer_cache,
         table,
         items,
@@ -237,19 +288,24 @@ def decode_attention(
         scratch.stats,
         scratch.counters,
         output,
+        *changes.arguments(query),
         query.stride(0),
+        key.stride(0),
         table.stride(0),
         layer_cache.stride(0),
         scale * 1.4426950408889634,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        GROUP_PAD=triton.next_power_of_2(group),
+        GROUP_PAD=group_pad,
         HEAD_DIM=head_dim,
-        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+        DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         TILE=config.tile,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, group_pad),
+        CHUNK=max(1, config.num_warps * 32 * _COMBINED // (group_pad * dim_pad)),
         WINDOW=window or 0,
+        ROTARY_HALF=changes.rotary_half,
+        HAS_NORM=changes.query_norm is not None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FIELDS=ITEM_FIELDS,
         num_warps=config.num_warps,

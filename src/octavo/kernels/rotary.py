@@ -1,0 +1,56 @@
+"""Head norm and rotary embedding of a few heads of one token, inside other kernels.
+
+Judge: RMSNorm and RotaryTable in PyTorch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_heads(
+    heads,
+    row,
+    rows_inside,
+    position,
+    cos,
+    sin,
+    weight,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """[len(row), DIM_PAD]: heads `row` of the dense heads at `heads`, normalised and rotated.
+
+    In their own dtype, rounded after the norm and after the rotation; 0 where there is nothing.
+    """
+    dim = tl.arange(0, DIM_PAD)
+    inside = rows_inside[:, None] & (dim < HEAD_DIM)[None, :]
+    base = heads + row[:, None] * HEAD_DIM
+    x = tl.load(base + dim[None, :], mask=inside, other=0.0)
+    dtype = x.dtype
+    factor = tl.zeros([row.shape[0]], tl.float32)
+    if HAS_NORM:
+        wide = x.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)
+        w = tl.load(weight + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+        x = (wide * factor[:, None] * w[None, :]).to(dtype)
+    if ROTARY_HALF > 0:
+        # Each element also loads the one that it is rotated with: no exchange between threads.
+        rotated = dim < 2 * ROTARY_HALF
+        partner = tl.where(dim < ROTARY_HALF, dim + ROTARY_HALF, dim - ROTARY_HALF)
+        partner = tl.where(rotated, partner, 0)
+        y = tl.load(base + partner[None, :], mask=inside, other=0.0)
+        if HAS_NORM:
+            w = tl.load(weight + partner).to(tl.float32)
+            y = (y.to(tl.float32) * factor[:, None] * w[None, :]).to(dtype)
+        angle = position.to(tl.int64) * ROTARY_HALF + dim % ROTARY_HALF
+        c = tl.load(cos + angle, mask=rotated, other=1.0)
+        s = tl.load(sin + angle, mask=rotated, other=0.0)
+        s = tl.where(dim < ROTARY_HALF, -s, s)
+        x = (x.to(tl.float32) * c[None, :] + y.to(tl.float32) * s[None, :]).to(dtype)
+    return x
