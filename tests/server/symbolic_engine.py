@@ -1,0 +1,97 @@
+"""An engine process without a model: the real engine loop over the symbolic executor.
+
+What a request must get follows from its tokens and its seed (`expected_tokens`), and some tokens do
+harm: the process that computes them dies, raises or hangs. Run with a file descriptor as the last
+argument; the arguments before it are FLAGS.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from core.symbolic import SymbolicExecutor, chain, drawn_token
+from octavo.config import EngineConfig
+from octavo.core.kv_spec import FullAttention, group_layers
+from octavo.core.step import FinishedStep, PendingStep, StepPlan
+from octavo.engine.engine import Engine
+from octavo.errors import ModelError
+from octavo.executor.base import KVCapacity
+from octavo.model_config import ModelConfig, resolve_model
+from octavo.server import engine_loop
+from octavo.worker.memory import MemoryBudget
+
+FLAGS = {
+    "refuse": "the engine cannot be made",
+    "exit": "the process ends while it starts",
+    "exit-if=FILE": "the same, if FILE exists",
+    "step=SECONDS": "how long a step takes",
+    "blocks=NUMBER": "in the pool, and in the swap tier",
+}
+# Tokens that do harm when they are computed.
+DEADLY, RAISING, HANGING = 1000, 1001, 1002
+
+
+class HarmfulExecutor(SymbolicExecutor):
+    """Symbolic, and as dangerous as its tokens say."""
+
+    is_asynchronous = False
+
+    def __init__(self, block_size: int, num_blocks: int, step_seconds: float) -> None:
+        layout = group_layers([FullAttention()])
+        super().__init__(layout.specs, block_size)
+        self._step_seconds = step_seconds
+        budget = MemoryBudget(0, 0, 0, 0, 0, 1, block_size, num_blocks, 0, num_blocks)
+        self.capacity = KVCapacity(num_blocks, num_blocks, layout, 1, budget)
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        time.sleep(self._step_seconds)
+        self._harm(plan)
+        return FinishedStep(self.execute(plan))
+
+    def shutdown(self) -> None:
+        pass
+
+    def _harm(self, plan: StepPlan) -> None:
+        opened = {row.seq_id: row for row in plan.opened}
+        for seq_id in plan.seq_ids:
+            tokens = opened[seq_id].token_ids if seq_id in opened else ()
+            if DEADLY in tokens:
+                os.abort()
+            if RAISING in tokens:
+                raise RuntimeError("a token that raises")
+            if HANGING in tokens:
+                time.sleep(1000)
+
+
+def expected_tokens(prompt: list[int], seed: int, index: int, num_tokens: int) -> list[int]:
+    """What a sample must be, by the definition."""
+    symbol = 0
+    for token_id in prompt:
+        symbol = chain(symbol, token_id)
+    tokens: list[int] = []
+    for _ in range(num_tokens):
+        tokens.append(drawn_token(symbol, seed, index))
+        symbol = chain(symbol, tokens[-1])
+    return tokens
+
+
+def load(config: EngineConfig) -> Engine:
+    flags = dict(flag.partition("=")[::2] for flag in sys.argv[1:-1])
+    if "refuse" in flags:
+        raise ModelError("there is no such model")
+    if "exit" in flags or Path(flags.get("exit-if", "/nonexistent")).exists():
+        os._exit(3)
+    executor = HarmfulExecutor(
+        config.cache.block_size, int(flags.get("blocks", 200)), float(flags.get("step", 0))
+    )
+    model_config = ModelConfig.from_directory(resolve_model(config.model))
+    return Engine(config, model_config, executor)
+
+
+if __name__ == "__main__":
+    sys.exit(engine_loop.main(int(sys.argv[-1]), load))

@@ -1,0 +1,256 @@
+"""The engine in its own process: what a client of it gets, and what is left when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from core.symbolic import EOS, Ask, expected_beams, expected_samples
+from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
+from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.server.client import Listener, Supervision
+from octavo.server.journal import OpenRequest
+from octavo.server.messages import StepReport
+from server.clients import (
+    assert_nothing_is_held,
+    complete,
+    run,
+    sampling,
+    symbolic_client,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_tokens_ends_and_usage() -> None:
+    async def test() -> None:
+        async with symbolic_client() as client:
+            prompt = [1, 2, 3] * 20
+            params = SamplingParams(
+                n=3, max_tokens=20, seed=7, ignore_eos=True, stop_token_ids=[EOS]
+            )
+            output = await (await client.generate(prompt, params)).result()
+            expected = expected_samples(Ask("r", tuple(prompt), "sample", 3, 20, 7))
+            assert [sample.token_ids for sample in output.outputs] == expected
+            for sample in output.outputs:
+                ended = sample.token_ids[-1] == EOS
+                assert sample.finish_reason == ("stop" if ended else "length")
+                assert sample.stop_reason == (EOS if ended else None)
+            again = await complete(client, prompt, 4)
+            assert (output.num_cached_tokens, again.num_cached_tokens) == (0, 59)
+            assert again.first_token_time is not None
+            assert again.arrival_time <= again.first_token_time <= again.finish_time
+            beams = BeamSearchParams(2, max_tokens=9, ignore_eos=True, stop_token_ids=[EOS])
+            stream = await client.generate([4], beams)
+            events = [event async for event in stream]
+            assert isinstance(events[-1], RequestOutput)
+            assert len(events) == 1
+            assert [[4, *beam.token_ids] for beam in events[-1].outputs] == [
+                [4, *tokens] for tokens in expected_beams(Ask("r", (4,), "beam", 2, 9, 0))
+            ]
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_bad_requests_are_refused_before_there_is_a_stream() -> None:
+    async def test() -> None:
+        async with symbolic_client("step=0.002", max_num_seqs=4) as client:
+            with pytest.raises(RequestTooLong, match=r"^prompt: 2048 tokens leave no room"):
+                await client.generate([1] * 2048, sampling(1))
+            with pytest.raises(RequestTooLong, match=r"^n: 5 sequences exceed max_num_seqs") as n:
+                await client.generate([1], sampling(1, n=5))
+            assert n.value.field == "n"
+            with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+                await client.generate([4096], sampling(1))
+            with pytest.raises(InvalidRequest, match=r"^name: no prefix 'x' is pinned"):
+                await client.unpin_prefix("x")
+            with pytest.raises(InvalidRequest, match="shorter than one block"):
+                await client.pin_prefix([1] * 15)
+            first = await client.generate([1], sampling(50), request_id="a")
+            with pytest.raises(InvalidRequest, match="'a' is in use"):
+                await client.generate([1], sampling(1), request_id="a")
+            assert len((await first.result()).outputs[0].token_ids) == 50
+            await complete(client, [1, 2], 3)
+
+    run(test())
+
+
+def test_the_queue_is_bounded() -> None:
+    async def test() -> None:
+        patience = Supervision(max_waiting=3)
+        async with symbolic_client("step=0.002", max_num_seqs=2, supervision=patience) as client:
+            good = [asyncio.create_task(complete(client, [i], 60)) for i in range(2)]
+            while client.gauges.num_running < 2:
+                await asyncio.sleep(0.001)
+            good += [asyncio.create_task(complete(client, [i], 5)) for i in range(2, 5)]
+            while client.gauges.num_waiting < 3:
+                await asyncio.sleep(0.001)
+            with pytest.raises(Overloaded, match="max_waiting is 3") as refusal:
+                await client.generate([1], sampling(1))
+            assert 1 <= refusal.value.retry_after <= 60
+            await asyncio.gather(*good)
+            await complete(client, [1], 1)
+
+    run(test())
+
+
+def test_an_abort_gives_the_blocks_back() -> None:
+    async def test() -> None:
+        async with symbolic_client("step=0.002", max_num_seqs=3) as client:
+            running = await client.generate([1] * 100, sampling(900, n=2))
+            waiting = await client.generate([2] * 100, sampling(900, n=2))
+            await anext(aiter(running))
+            assert not client.abort("nobody")
+            running.abort()
+            output = await running.result()
+            assert {sample.finish_reason for sample in output.outputs} == {"abort"}
+            assert all(0 < len(sample.token_ids) < 900 for sample in output.outputs)
+            async with waiting:
+                await anext(aiter(waiting))
+            with pytest.raises(asyncio.TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await complete(client, [3], 900)
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_events_and_pictures() -> None:
+    async def test() -> None:
+        heard = Recording()
+        # Blocks for two of the requests: the third waits, or one is preempted.
+        async with symbolic_client("blocks=40", listeners=(heard,)) as client:
+            seen: list[Event] = []
+
+            async def watch() -> None:
+                async with client.events() as batches:
+                    subscribed.set()
+                    async for batch in batches:
+                        seen.extend(batch)
+
+            subscribed = asyncio.Event()
+            watching = asyncio.create_task(watch())
+            await subscribed.wait()
+            prompts = [[i] * 100 for i in range(3)]
+            await asyncio.gather(*[complete(client, prompt, 140, n=2) for prompt in prompts])
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            kinds = {type(event) for event in seen}
+            assert kinds >= {Admitted, Copied, Forked, Preempted, Evicted}
+            assert Swapped in kinds or client.counters.num_recompute_preemptions
+            preempted = [event for event in seen if isinstance(event, Preempted)]
+            assert len(preempted) == heard.num_preempted
+            counters = client.counters
+            assert counters.num_output_tokens == 3 * 2 * 140
+            assert counters.num_steps == heard.num_steps
+            assert len(preempted) == (
+                counters.num_swap_preemptions + counters.num_recompute_preemptions
+            )
+            first = next(event for event in seen if isinstance(event, Admitted))
+            assert (first.num_tokens, first.num_hit_tokens) == (100, 0)
+            assert first.lookup_end == "unknown"
+            num_seen = len(seen)
+            async with await client.generate([1, 2, 3], sampling(200, n=2)) as stream:
+                await anext(aiter(stream))
+                picture = await client.snapshot()
+                [view] = picture.running
+                assert (view.request_id, view.max_sequences) == (stream.request_id, 2)
+                held = {b for seq in view.sequences for b in seq.block_ids[0]}
+                shown = {i + 1 for i, c in enumerate(picture.device.ref_counts) if c}
+                assert held == shown
+                detail = await client.inspect(stream.request_id)
+                assert detail is not None
+                assert all(seq.output_token_ids for seq in detail.sequences)
+            assert await client.inspect(stream.request_id) is None
+            assert len(seen) == num_seen
+
+    run(test())
+
+
+class Recording(Listener):
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_preempted = 0
+
+    def stepped(self, report: StepReport) -> None:
+        self.num_steps += 1
+        self.num_preempted += len(report.preempted)
+
+    def request_added(self, request: OpenRequest) -> None:
+        raise RuntimeError("a listener that fails does no harm")
+
+
+def test_drain_finishes_what_is_open() -> None:
+    async def test() -> None:
+        async with symbolic_client("step=0.002") as client:
+            short = asyncio.create_task(complete(client, [1], 30))
+            stream = await client.generate([2], sampling(1500))
+            assert await client.drain(0.5) == 1
+            await short
+            with pytest.raises(Unavailable, match="shutting down"):
+                await client.generate([1], sampling(1))
+            assert not client.health.healthy
+            pid = client.info.pid
+        assert (await stream.result()).outputs[0].finish_reason == "abort"
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    run(test())
+
+
+def test_an_idle_engine_sleeps() -> None:
+    async def test() -> None:
+        async with symbolic_client() as client:
+            await complete(client, [1], 5)
+            before = _cpu_ticks(client.info.pid), time.process_time()
+            await asyncio.sleep(1.0)
+            after = _cpu_ticks(client.info.pid), time.process_time()
+            assert after[0] - before[0] <= 1
+            assert after[1] - before[1] < 0.05
+
+    run(test())
+
+
+def _cpu_ticks(pid: int) -> int:
+    """Hundredths of a second of CPU time."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_the_engine_does_not_outlive_its_parent() -> None:
+    program = f"""
+import asyncio, sys
+sys.path[:0] = [{str(REPOSITORY / "tests")!r}]
+from server.clients import symbolic_client, sampling
+async def main():
+    async with symbolic_client("step=0.002") as client:
+        await client.generate([1], sampling(2000))
+        print(client.info.pid, flush=True)
+        await asyncio.sleep(100)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.send_signal(signal.SIGKILL)
+    for _ in range(1000):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.01)
+                continue
+        break
+    else:
+        raise AssertionError("the engine process is still there")

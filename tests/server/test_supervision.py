@@ -1,0 +1,171 @@
+"""Engine processes die in every way; requests go on, and only what kills them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from core.symbolic import EOS, Ask, expected_beams
+from octavo.errors import EngineFailed, ModelError, RequestFailed, Unavailable
+from octavo.sampling_params import BeamSearchParams
+from octavo.server.client import EngineClient, Supervision
+from server.clients import (
+    assert_nothing_is_held,
+    complete,
+    kill,
+    run,
+    sampling,
+    symbolic_client,
+)
+from server.symbolic_engine import DEADLY, HANGING, RAISING
+
+
+async def load_of_requests(client: EngineClient) -> None:
+    """One, two and three samples, some of them waiting for their turn; all must be right."""
+    await asyncio.gather(
+        *[complete(client, [seed % 5] * (20 + seed), 60, seed, 1 + seed % 3) for seed in range(16)]
+    )
+
+
+def test_killed_again_and_again_under_load() -> None:
+    async def test() -> None:
+        async with symbolic_client("step=0.002", max_num_seqs=12) as client:
+            await asyncio.gather(load_of_requests(client), kill(client, times=4, num_steps=15))
+            assert client.info.num_restarts == 4
+            assert client.health.healthy
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_a_beam_search_starts_again() -> None:
+    async def test() -> None:
+        async with symbolic_client("step=0.005") as client:
+            prompt = [3, 1, 4]
+            params = BeamSearchParams(3, max_tokens=40, ignore_eos=True, stop_token_ids=[EOS])
+            stream = await client.generate(prompt, params)
+            killing = asyncio.create_task(kill(client, times=1, num_steps=4))
+            output = await stream.result()
+            await killing
+            beams = expected_beams(Ask("r", tuple(prompt), "beam", 3, 40, 0))
+            assert [prompt + beam.token_ids for beam in output.outputs] == [
+                prompt + beam for beam in beams
+            ]
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("token", "cause"), [(DEADLY, "signal 6"), (RAISING, "RuntimeError: a token that raises")]
+)
+def test_a_request_that_kills_the_engine_fails_alone(token: int, cause: str) -> None:
+    async def test() -> None:
+        async with symbolic_client("step=0.002", max_num_seqs=12) as client:
+            poison = asyncio.create_task(complete(client, [1, token, 2], 10))
+            await load_of_requests(client)
+            with pytest.raises(RequestFailed, match=cause):
+                await poison
+            assert client.health.healthy
+            await complete(client, [1, 2], 10)
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_alone_it_fails_at_its_second_death() -> None:
+    async def test() -> None:
+        async with symbolic_client() as client:
+            with pytest.raises(RequestFailed, match="died 2 times"):
+                await complete(client, [DEADLY], 10)
+            while client.health.state != "ready":
+                await asyncio.sleep(0.01)
+            assert client.info.num_restarts == 2
+
+    run(test())
+
+
+def test_an_engine_that_hangs_is_replaced() -> None:
+    async def test() -> None:
+        patience = Supervision(stall_seconds=0.4, hang_seconds=1.0)
+        async with symbolic_client("step=0.002", supervision=patience) as client:
+            good = asyncio.create_task(complete(client, [1, 2, 3], 200))
+            while client.gauges.step_seqs == 0:
+                await asyncio.sleep(0.01)
+            stuck = asyncio.create_task(complete(client, [HANGING], 10))
+            while client.health.healthy:
+                await asyncio.sleep(0.01)
+            assert "no step for" in str(client.health.reason)
+            await good
+            with pytest.raises(RequestFailed, match="SIGKILL"):
+                await stuck
+
+    run(test())
+
+
+def test_pinned_prefixes_are_pinned_again() -> None:
+    async def test() -> None:
+        async with symbolic_client() as client:
+            prefix = [5] * 40
+            await client.pin_prefix(prefix, "system")
+            os.kill(client.info.pid, signal.SIGKILL)
+            while client.info.num_restarts == 0:
+                await asyncio.sleep(0.01)
+            output = await complete(client, [*prefix, 6], 5)
+            assert output.num_cached_tokens == 32
+            assert [pin.name for pin in (await client.snapshot()).pins] == ["system"]
+            await client.unpin_prefix("system")
+            assert client.list_prefixes() == []
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_a_prefix_that_kills_the_engine_is_given_up() -> None:
+    async def test() -> None:
+        async with symbolic_client() as client:
+            with pytest.raises(RequestFailed, match="died twice"):
+                await client.pin_prefix([DEADLY] * 16, "poison")
+            while client.health.state != "ready":
+                await asyncio.sleep(0.01)
+            await complete(client, [1, 2], 5)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind", "message"),
+    [
+        ("refuse", ModelError, "there is no such model"),
+        ("exit", EngineFailed, "exited with status 3"),
+    ],
+)
+def test_an_engine_that_cannot_start(flag: str, kind: type[Exception], message: str) -> None:
+    async def test() -> None:
+        with pytest.raises(kind, match=message):
+            async with symbolic_client(flag):
+                pass
+
+    run(test())
+
+
+def test_an_engine_that_cannot_start_again_is_given_up(tmp_path: Path) -> None:
+    async def test() -> None:
+        obstacle = tmp_path / "obstacle"
+        patience = Supervision(max_fruitless_restarts=1)
+        async with symbolic_client(
+            "step=0.002", f"exit-if={obstacle}", supervision=patience
+        ) as client:
+            stream = await client.generate([1, 2, 3], sampling(1000))
+            obstacle.touch()
+            os.kill(client.info.pid, signal.SIGKILL)
+            with pytest.raises(EngineFailed, match="2 times in a row"):
+                await stream.result()
+            assert (client.health.healthy, client.health.state) == (False, "failed")
+            with pytest.raises(Unavailable):
+                await client.generate([1], sampling(1))
+
+    run(test())
