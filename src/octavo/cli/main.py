@@ -20,6 +20,7 @@ from octavo.cli.models import models
 from octavo.cli.reproduce import reproduce
 from octavo.cli.run_batch import run_batch
 from octavo.cli.serve import serve
+from octavo.cli.simulate import calibrate, plan, simulate
 from octavo.errors import OctavoError
 
 EXIT_ERROR = 1  # an OctavoError
@@ -62,6 +63,8 @@ def main() -> None:
 
 
 for command in (generate, chat, serve, run_batch, memory, bench, models, reproduce):
+    main.add_command(command)
+for command in (simulate, plan, calibrate):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
+from octavo.simulation.config import SimulationConfig
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
-from octavo.simulation.gpus import GPU, find_gpu
+from octavo.simulation.gpus import find_gpu
 from octavo.simulation.step_records import Setting, StepRecord, total_seconds
 
 HELD_OUT = 0.25  # share of the steps that the fit does not see
@@ -57,20 +58,25 @@ class Calibration:
     def write(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
-    def coefficients_for(self, model: ModelSize, gpu: GPU) -> Coefficients:
-        """Raises ConfigError if it was made for another model or device."""
+    def apply(self, config: SimulationConfig) -> SimulationConfig:
+        """The same simulation with these coefficients.
+
+        Raises ConfigError if they were fitted for another model or device.
+        """
+        machine = config.prepare()
+        model, gpu = asdict(machine.cost_model.size), machine.cost_model.gpu
         other = [
-            f"{name} is {self.setting.model.get(name)}, and here {value}"
-            for name, value in asdict(model).items()
+            f"{name} was {self.setting.model.get(name)} and is {value}"
+            for name, value in model.items()
             if self.setting.model.get(name) != value
         ]
         if other:
-            raise ConfigError("calibration", f"it was made for another model: {'; '.join(other)}")
+            raise ConfigError("calibration", f"it was made for another model: {', '.join(other)}")
         if self.setting.gpu != gpu.name:
             raise ConfigError(
                 "calibration", f"it was made on {self.setting.gpu}, and this is {gpu.name}"
             )
-        return self.coefficients
+        return replace(config, coefficients=self.coefficients)
 
 
 def calibrate(

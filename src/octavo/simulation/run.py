@@ -12,8 +12,8 @@ from octavo.engine.engine import Engine
 from octavo.errors import RequestTooLong
 from octavo.outputs import RequestOutput
 from octavo.simulation.clock import VirtualClock
-from octavo.simulation.config import Machine, SimulationConfig
-from octavo.simulation.executor import ShapeTracker, SimulatedExecutor
+from octavo.simulation.config import SimulationConfig
+from octavo.simulation.executor import SimulatedExecutor
 from octavo.simulation.result import RequestRecord, SimulationResult, StepSample
 from octavo.simulation.step_shape import PaddedBatches, RowLengths
 
@@ -62,6 +62,11 @@ def simulate(
     return Simulation(config, workload, finished).run(until)
 
 
+def longest_sequence(config: SimulationConfig) -> int:
+    """The most tokens, prompt and output, that a sequence may have. Raises as `simulate` does."""
+    return _make_engine(config, VirtualClock()).max_model_len
+
+
 class Simulation:
     """One run. Owns the clock, the engine and the records."""
 
@@ -71,17 +76,8 @@ class Simulation:
         workload: Workload,
         finished: Watcher = lambda records: False,
     ) -> None:
-        machine = config.prepare()
         self.clock = VirtualClock()
-        executor = SimulatedExecutor(
-            machine.capacity,
-            machine.cost_model,
-            self.clock,
-            _make_tracker(config, machine),
-            config.beam_spacing,
-            config.seed,
-        )
-        self.engine = Engine(config.engine_config, machine.model, executor, clock=self.clock)
+        self.engine = _make_engine(config, self.clock)
         self._memory = MemoryUse.watch(self.engine)
         self._decoding = workload.decoding
         self._requests = workload.requests
@@ -179,10 +175,19 @@ class Simulation:
         )
 
 
-def _make_tracker(config: SimulationConfig, machine: Machine) -> ShapeTracker:
+def _make_engine(config: SimulationConfig, clock: VirtualClock) -> Engine:
+    machine = config.prepare()
     rows = RowLengths(machine.model.layer_windows)
     pads = config.cache.memory_policy == "fastertransformer"
-    return PaddedBatches(rows) if pads else rows
+    executor = SimulatedExecutor(
+        machine.capacity,
+        machine.cost_model,
+        clock,
+        PaddedBatches(rows) if pads else rows,
+        config.beam_spacing,
+        config.seed,
+    )
+    return Engine(config.engine_config, machine.model, executor, clock=clock)
 
 
 def _arrival(request: TraceRequest) -> float:
