@@ -48,4 +48,5 @@ def test_every_command_has_a_help_text() -> None:
             walk(child)
 
     walk(main)
-    assert set(main.commands) == {"generate", "chat", "memory", "bench", "models"}
+    commands = "bench calibrate chat generate memory models plan reproduce run-batch serve simulate"
+    assert set(main.commands) == set(commands.split())

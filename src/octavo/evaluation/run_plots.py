@@ -57,7 +57,7 @@ def _plot_slots(axes: Axes, result: SimulationResult) -> None:
     axes.stackplot(times, parts, labels=PARTS.values(), colors=list(PART_COLOURS.values()))
     axes.set_xlabel("virtual seconds")
     axes.set_ylabel("KV slots")
-    axes.legend(loc="lower right", frameon=True)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
 
 def _plot_queues(axes: Axes, result: SimulationResult) -> None:
@@ -72,6 +72,8 @@ def _plot_queues(axes: Axes, result: SimulationResult) -> None:
 
 
 def _plot_latencies(axes: Axes, result: SimulationResult) -> None:
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     values = {
         "to the first token, s": [each.time_to_first_token for each in result.requests],
         "normalized, s/token": [each.normalized_latency for each in result.requests],
@@ -81,6 +83,9 @@ def _plot_latencies(axes: Axes, result: SimulationResult) -> None:
         shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
         axes.plot(ordered, shares, color=colour, label=label)
     axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
     axes.set_xlabel("latency")
     axes.set_ylabel("share of requests")
     axes.legend()
