@@ -23,9 +23,9 @@ SECONDS = 60.0  # a hang must end a test
 BLOCK_SIZE = 16
 
 
-def run(test: Coroutine[Any, Any, T]) -> T:
+def run(test: Coroutine[Any, Any, T], seconds: float = SECONDS) -> T:
     async def limited() -> T:
-        return await asyncio.wait_for(test, SECONDS)
+        return await asyncio.wait_for(test, seconds)
 
     return asyncio.run(limited())
 
