@@ -10,10 +10,15 @@ STAMP := .venv/installed
 SOURCES := $(wildcard src tests benchmarks examples tools)
 PROMPTS ?= "Once upon a time" "One morning, a little girl" \
     "The dog sees the house. =>"
+# 1,024 KV blocks are enough for the embedded model, and can all be seen on a page.
+SERVE ?= demo --num-blocks 1024
 
-.PHONY: run test browser check size nightly bench clean
+.PHONY: run generate test test-clients browser check size nightly bench clean
 
-run: $(STAMP)  ## generate text with the embedded model
+run: $(STAMP)  ## serve the embedded model, with its picture, at http://127.0.0.1:8000
+	$(BIN)/octavo serve $(SERVE)
+
+generate: $(STAMP)  ## generate text with the embedded model
 	$(BIN)/octavo generate --max-tokens 80 --temperature 0.7 $(PROMPTS)
 
 test: $(STAMP) browser  ## all tests but the slow ones
@@ -28,6 +33,9 @@ browser:  ## chromium for the tests of the pages, where it can be had
 
 nightly: $(STAMP)  ## the slow tests
 	$(BIN)/pytest -n auto -m slow
+
+test-clients: $(STAMP)  ## other people's clients against a server, each in its own environment
+	$(BIN)/python tests/clients/run.py
 
 check: $(STAMP)  ## format, lint, types, who may import whom
 	$(BIN)/ruff format --check $(SOURCES)
