@@ -86,7 +86,7 @@ ENGINE = (
     *("dtype", "max_model_len", "seed", "block_size", "num_blocks", "kv_cache_memory"),
     *("swap_space", "enable_prefix_caching", "memory_policy", "max_num_seqs"),
     *("max_num_batched_tokens", "policy", "aging_seconds", "preemption_mode"),
-    *("enable_chunked_prefill", "max_passes", "watermark"),
+    *("enable_chunked_prefill", "max_passes", "watermark", "overlap"),
 )
 
 
@@ -113,6 +113,7 @@ def make_simulation_config(options: Options, engine: Options, num_gpus: int) -> 
     from octavo.simulation.cost_model import PAPER_2023, Coefficients
 
     made = make_config(options["model"], **engine)
+    overlaps = options["software"] == "octavo" and options["gpu"] != "cpu"
     config = SimulationConfig(
         made.model,
         options["gpu"],
@@ -122,6 +123,7 @@ def make_simulation_config(options: Options, engine: Options, num_gpus: int) -> 
         cache=made.cache,
         scheduler=made.scheduler,
         coefficients=PAPER_2023 if options["software"] == "paper-2023" else Coefficients(),
+        overlap=overlaps if made.overlap is None else made.overlap,
         seed=made.seed,
     )
     if options["calibration"] is None:

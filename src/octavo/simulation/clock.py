@@ -4,13 +4,10 @@ from __future__ import annotations
 
 
 class VirtualClock:
-    """Seconds from the start of a simulation; called like `time.monotonic`."""
+    """Seconds from the start of a simulation; called like `time.monotonic`. Anybody may set it."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def __call__(self) -> float:
         return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds

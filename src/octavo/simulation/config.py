@@ -29,6 +29,7 @@ class SimulationConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     coefficients: Coefficients = field(default_factory=Coefficients)
+    overlap: bool = False  # the next step is planned while one is computed, as on GPUs
     beam_spacing: float = 1.0  # see SimulatedExecutor
     seed: int = 0
 
@@ -47,7 +48,7 @@ class SimulationConfig:
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             seed=self.seed,
-            overlap=False,
+            overlap=self.overlap,
             cache=self.cache,
             scheduler=self.scheduler,
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.core.step import FinishedStep, StepPlan, StepResult
+from octavo.core.step import StepPlan, StepResult
 from octavo.executor.base import KVCapacity
 from octavo.simulation.clock import VirtualClock
 from octavo.simulation.cost_model import CostModel
@@ -20,8 +21,22 @@ class ShapeTracker(Protocol):
     def follow(self, plan: StepPlan) -> StepShape: ...
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """A step under way. The clock runs on to its end when its result is asked for."""
+
+    outcome: StepResult
+    end: float
+    clock: VirtualClock
+
+    def result(self) -> StepResult:
+        self.clock.now = max(self.clock.now, self.end)
+        return self.outcome
+
+
 class SimulatedExecutor:
-    """Obeys no plan, but says how long it would have taken, and lets the clock run on by that.
+    """Obeys no plan, but says how long it would have taken: a step begins when it is submitted and
+    the one before it is over.
 
     Sampled tokens are all the same, so outputs must be forced to their lengths. Parallel samples
     begin with different tokens, as they part at once.
@@ -32,8 +47,6 @@ class SimulatedExecutor:
     large, every beam goes on by itself.
     """
 
-    is_asynchronous = False
-
     def __init__(
         self,
         capacity: KVCapacity,
@@ -42,19 +55,22 @@ class SimulatedExecutor:
         tracker: ShapeTracker,
         beam_spacing: float = 1.0,
         seed: int = 0,
+        is_asynchronous: bool = False,
     ) -> None:
         self.capacity = capacity
-        self.last_shape: StepShape | None = None
+        self.is_asynchronous = is_asynchronous
+        self.spans: list[tuple[float, float]] = []  # when each step began and ended
         self._cost_model = cost_model
         self._clock = clock
         self._tracker = tracker
         self._beam_spacing = beam_spacing
+        self._last_end = 0.0
         self._random = random.Random(seed)
         self._num_draws: dict[int, int] = {}  # of rows that will draw more than one token
         self._num_candidates: dict[int, int] = {}  # of beams
 
-    def submit(self, plan: StepPlan) -> FinishedStep:
-        self.last_shape = shape = self._tracker.follow(plan)
+    def submit(self, plan: StepPlan) -> SimulatedStep:
+        shape = self._tracker.follow(plan)
         result = StepResult(
             plan.step_id,
             [TOKEN] * len(plan.sampled),
@@ -67,8 +83,10 @@ class SimulatedExecutor:
                 result.draws[seq_id] = list(range(self._num_draws.pop(seq_id)))
         for seq_id in plan.expanded:
             result.candidates[seq_id] = self._candidates(self._num_candidates[seq_id])
-        self._clock.advance(result.compute_seconds + result.swap_seconds)
-        return FinishedStep(result)
+        start = max(self._clock.now, self._last_end)
+        self._last_end = start + result.compute_seconds + result.swap_seconds
+        self.spans.append((start, self._last_end))
+        return SimulatedStep(result, self._last_end, self._clock)
 
     def shutdown(self) -> None:
         """There is nothing to give back."""

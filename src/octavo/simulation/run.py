@@ -64,7 +64,7 @@ def simulate(
 
 def longest_sequence(config: SimulationConfig) -> int:
     """The most tokens, prompt and output, that a sequence may have. Raises as `simulate` does."""
-    return _make_engine(config, VirtualClock()).max_model_len
+    return _make_engine(config, VirtualClock())[0].max_model_len
 
 
 class Simulation:
@@ -77,7 +77,7 @@ class Simulation:
         finished: Watcher = lambda records: False,
     ) -> None:
         self.clock = VirtualClock()
-        self.engine = _make_engine(config, self.clock)
+        self.engine, self._executor = _make_engine(config, self.clock)
         self._memory = MemoryUse.watch(self.engine)
         self._decoding = workload.decoding
         self._requests = workload.requests
@@ -130,18 +130,17 @@ class Simulation:
         self.engine.add_request(prepared)
 
     def _step(self) -> None:
-        start, num_steps = self.clock.now, len(self._memory.steps)
         output = self.engine.step()
-        assert len(self._memory.steps) > num_steps, "requests wait, and none of them can run"
+        number = len(self._samples)
+        assert number < len(self._executor.spans), "requests wait, and none of them can run"
         scheduler = self.engine.scheduler
         self._samples.append(
             StepSample(
-                start,
-                self.clock.now,
+                *self._executor.spans[number],
                 len(scheduler.waiting),
                 len(scheduler.swapped),
                 sum(scheduler.num_preemptions.values()),
-                self._memory.steps[-1],
+                self._memory.steps[number],
             )
         )
         if output.finished:
@@ -175,7 +174,7 @@ class Simulation:
         )
 
 
-def _make_engine(config: SimulationConfig, clock: VirtualClock) -> Engine:
+def _make_engine(config: SimulationConfig, clock: VirtualClock) -> tuple[Engine, SimulatedExecutor]:
     machine = config.prepare()
     rows = RowLengths(machine.model.layer_windows)
     pads = config.cache.memory_policy == "fastertransformer"
@@ -186,8 +185,9 @@ def _make_engine(config: SimulationConfig, clock: VirtualClock) -> Engine:
         PaddedBatches(rows) if pads else rows,
         config.beam_spacing,
         config.seed,
+        config.overlap,
     )
-    return Engine(config.engine_config, machine.model, executor, clock=clock)
+    return Engine(config.engine_config, machine.model, executor, clock=clock), executor
 
 
 def _arrival(request: TraceRequest) -> float:

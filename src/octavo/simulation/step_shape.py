@@ -131,6 +131,8 @@ class PaddedBatches:
                 kv_tokens=batch.num_requests * longest,
                 attention_pairs=pairs,
             )
+        if not plan.seq_ids:
+            return shape
         batch = self._batch
         if plan.forks and batch.num_decoded == 0:
             batch.num_requests = max(batch.num_requests, shape.num_seqs)
