@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from octavo.evaluation.paper_software import PAPER_SOFTWARE
 from octavo.evaluation.servers import BLOCK_SIZE, DTYPE, SERVERS
-from octavo.simulation.cost_model import PAPER_2023, CostModel, ModelSize
+from octavo.simulation.cost_model import CostModel, ModelSize
 from octavo.simulation.gpus import find_gpu
 from octavo.simulation.step_shape import StepShape
 
@@ -14,7 +15,7 @@ SERVER = SERVERS["opt-13b"]
 
 def cost_model(block_size: int = BLOCK_SIZE, paged: bool = True) -> CostModel:
     """OPT-13B on the paper's A100; not paged: no block has to be looked up."""
-    coefficients = PAPER_2023 if paged else replace(PAPER_2023, block_lookup_tokens=0.0)
+    coefficients = PAPER_SOFTWARE if paged else replace(PAPER_SOFTWARE, block_lookup_tokens=0.0)
     size = ModelSize.of(SERVER.config, DTYPE)
     return CostModel(size, find_gpu(SERVER.gpu), SERVER.num_gpus, block_size, coefficients)
 

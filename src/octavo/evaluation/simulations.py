@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from octavo.config import CacheConfig, PreemptionMode, SchedulerConfig
+from octavo.evaluation.paper_software import PAPER_SOFTWARE
 from octavo.evaluation.paper_values import SystemName
 from octavo.evaluation.servers import (
     BLOCK_SIZE,
@@ -24,7 +25,6 @@ from octavo.evaluation.servers import (
 )
 from octavo.evaluation.workloads import WorkloadSpec, build
 from octavo.simulation.config import SimulationConfig
-from octavo.simulation.cost_model import PAPER_2023
 from octavo.simulation.run import simulate
 
 DEFAULT_BEAM_SPACING = 1.0
@@ -79,7 +79,7 @@ class Scenario:
                 enable_chunked_prefill=False,
                 max_passes=0,
             ),
-            coefficients=PAPER_2023,
+            coefficients=PAPER_SOFTWARE,
             beam_spacing=self.beam_spacing,
         )
 

@@ -49,10 +49,9 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
             f"ShareGPT: {num_shown:,} of {num_all:,} pairs have fewer than 2,048 tokens together, "
             "the benchmark's filter. These are the authors' own length pairs, a random half of "
             "them; the printed means are of all 79,731 pairs of up to 2,048 tokens.",
-            "Alpaca: the lengths of the whole set were not published. Pairs are drawn from a "
-            "log-normal fit whose shape is that of 1,000 real rows and whose means were set to "
-            "the printed ones, so that its means agree says nothing. The "
-            f"{num_real} real rows that ship have means {measured[0]:.2f} and {measured[1]:.2f}.",
+            "Alpaca: the lengths of the whole set were not published. What is used are "
+            f"{num_real:,} real rows (means {measured[0]:.2f} and {measured[1]:.2f}), scaled to "
+            "the printed means, so that its means agree says nothing.",
         ],
     )
 
@@ -83,7 +82,7 @@ def _draw(folder: Path, sets: dict[str, tuple[TraceRequest, ...]]) -> None:
                     paper, color=colour, linestyle=":", linewidth=2, label=f"the paper: {paper}"
                 )
             axes.set_yscale("log")
-            axes.set_title(TITLES[name] + (" (a fit)" if name == "alpaca" else ""))
+            axes.set_title(TITLES[name] + (" (scaled)" if name == "alpaca" else ""))
             axes.set_xlabel("tokens")
             axes.legend()
         panels[0].set_ylabel("requests, %")

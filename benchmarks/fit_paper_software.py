@@ -1,0 +1,52 @@
+"""Fit the coefficients of `evaluation/paper_software.py` to the steps that the paper implies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from octavo.evaluation.paper_software import FITTED, implied_steps
+from octavo.simulation.cost_model import PAPER_2023, Coefficients
+
+START = {
+    "step_overhead": 7e-3,
+    "seq_overhead": 2e-4,
+    "kv_efficiency": 0.6,
+    "reduce_latency": 5e-5,
+    "reduce_efficiency": 0.3,
+}
+# An efficiency is a share of what the data sheet says.
+LIMITS = {"kv_efficiency": 1.0, "reduce_efficiency": 1.0}
+
+
+def coefficients(logarithms: np.ndarray) -> Coefficients:
+    values = dict(zip(FITTED, map(float, np.exp(logarithms)), strict=True))
+    return replace(PAPER_2023, **values)
+
+
+def main() -> None:
+    steps = list(implied_steps())
+
+    def errors(logarithms: np.ndarray) -> list[float]:
+        found = coefficients(logarithms)
+        return [math.log(step.priced(found) / step.seconds) for step in steps]
+
+    highest = [math.log(LIMITS.get(name, 1e3)) for name in FITTED]
+    start = [math.log(START[name]) for name in FITTED]
+    fit = least_squares(errors, start, bounds=(-30.0, highest))
+    found = coefficients(fit.x)
+    for name in FITTED:
+        print(f"{name:20} {getattr(found, name):.3g}")
+    print(f"root mean square error {100 * math.sqrt(np.mean(np.square(errors(fit.x)))):.1f}%")
+    for step in steps:
+        print(
+            f"{step.model:9} {step.source:9} {step.system:12} batch {step.batch:6.1f}  "
+            f"implied {1e3 * step.seconds:6.1f} ms  priced {1e3 * step.priced(found):6.1f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()
