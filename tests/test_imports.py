@@ -39,7 +39,7 @@ LAW: dict[str, set[str]] = {
     "executor": PLAIN | {"worker"},
     "worker.host_memory": set(),
     "worker.memory": {"config", "core.kv_spec", "errors", "model_config"},
-    "worker": PLAIN | {"attention", "layers", "models"},
+    "worker": PLAIN | {"attention", "kernels", "layers", "models"},
     "models": {
         "attention",
         "config",
@@ -49,7 +49,7 @@ LAW: dict[str, set[str]] = {
         "model_families",
         "json_fields",
     },
-    "layers": {"attention", "errors", "model_config"},
+    "layers": {"attention", "errors", "kernels", "model_config"},
     "attention": {"errors", "kernels"},
     "kernels": set(),
     "bench": PLAIN | {"core", "engine", "executor.base"},

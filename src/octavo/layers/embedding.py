@@ -45,5 +45,6 @@ class LMHead(nn.Module):
         self.linear.weight = embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[num_rows, size] -> float32 logits [num_rows, vocab_size]."""
-        return self.linear.forward(hidden).float()
+        """[num_rows, size] -> logits [num_rows, vocab_size]: float32; on a GPU as they come."""
+        logits = self.linear.forward(hidden)
+        return logits if logits.device.type == "cuda" else logits.float()

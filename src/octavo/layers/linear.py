@@ -8,17 +8,21 @@ multiples of our kernel's time for 1, 16, 64 and 512 tokens, 1,024 by 6,144 weig
   oneDNN, packed   fp32 1.2, 1.1, 1.1, 1.0   bf16 1.3, 1.2, 1.1, 1.0
   F.linear         fp32 2.4, 3.1, 2.7, 2.4   bf16 3.1, 2.0, 1.4, 1.1
 Ours fetches the next weights while it computes with these, and its sums never depend on the batch.
+
+On a GPU a weight stays as it is: kernels/linear.py chooses between our kernels and F.linear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from octavo.layers.cpu_ops import silu_mul
 
 # For how many tokens oneDNN arranges a weight: 16 to 512 gave the same speed at every size, while
 # 1 halves that of larger batches.
@@ -79,7 +83,33 @@ class Linear(nn.Module):
         if self._packed is not None:
             return self._packed.multiply(x, self.bias)
         assert self.weight is not None
+        if x.device.type == "cuda":
+            from octavo.kernels.linear import linear
+
+            return linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def forward_activated(self, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """activation(forward(x)); on a GPU in one kernel where there is one."""
+        if x.device.type == "cuda" and activation in (F.relu, silu_mul):
+            from octavo.kernels.linear import linear
+
+            assert self.weight is not None
+            name: Literal["relu", "silu_mul"] = "relu" if activation is F.relu else "silu_mul"
+            return linear(x, self.weight, self.bias, name)
+        return activation(self.forward(x))
+
+    def forward_parts(self, x: Tensor) -> Tensor:
+        """As forward, for a norm that follows: on a GPU perhaps in parts, which it adds up.
+
+        Parts are float32 [num_parts, num_tokens, out_features].
+        """
+        if x.device.type == "cuda":
+            from octavo.kernels.linear import linear_parts
+
+            assert self.weight is not None
+            return linear_parts(x, self.weight, self.bias)
+        return self.forward(x)
 
 
 class MergedLinear(Linear):

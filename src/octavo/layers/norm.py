@@ -21,8 +21,13 @@ class RMSNorm(nn.Module):
         """(norm(hidden + residual), hidden + residual); without residual (norm(hidden), hidden).
 
         hidden and residual: [num_tokens, size], of the same dtype. The sum is written into
-        `residual`.
+        `residual`. On a GPU hidden may come in parts that are added up (Linear.forward_parts).
         """
+        if hidden.device.type == "cuda":
+            from octavo.kernels import norm
+
+            normed = norm.rms_norm(hidden, self.weight, self.eps, residual)
+            return normed, hidden if residual is None else residual
         if residual is None:
             return rms_norm(hidden, self.weight, self.eps), hidden
         return add_rms_norm(hidden, residual, self.weight, self.eps), residual
@@ -40,6 +45,16 @@ class LayerNorm(nn.Module):
 
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(hidden + residual), hidden + residual), as RMSNorm.forward."""
+        if hidden.device.type == "cuda":
+            from octavo.kernels import norm
+
+            normed = norm.layer_norm(hidden, self.weight, self.bias, self.eps, residual)
+            return normed, hidden if residual is None else residual
         if residual is not None:
             hidden = residual.add_(hidden)
         return F.layer_norm(hidden, self.shape, self.weight, self.bias, self.eps), hidden
+
+
+def add_parts(residual: Tensor, hidden: Tensor) -> Tensor:
+    """residual + hidden, written into residual; hidden may be in parts (Linear.forward_parts)."""
+    return residual.add_(hidden.sum(0) if hidden.dim() == 3 else hidden)

@@ -45,12 +45,16 @@ class GPT2Layer(nn.Module):
     def forward(
         self, hidden: Tensor, residual: Tensor | None, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        """hidden [num_tokens, hidden_size], still to be added to the residual; same out."""
+        """hidden [num_tokens, hidden_size], still to be added to the residual; same out.
+
+        On a GPU hidden may come and go in parts (Linear.forward_parts).
+        """
         hidden, residual = self.input_norm.forward(hidden, residual)
         query, key, value = split_heads(self.qkv.forward(hidden), self.spec)
-        hidden = self.output.forward(attention.forward(self.spec.layer_id, query, key, value))
+        hidden = self.output.forward_parts(attention.forward(self.spec.layer_id, query, key, value))
         hidden, residual = self.post_norm.forward(hidden, residual)
-        return self.down.forward(self.activation(self.up.forward(hidden))), residual
+        inner = self.up.forward_activated(hidden, self.activation)
+        return self.down.forward_parts(inner), residual
 
     def weight_targets(self) -> WeightTargets:
         return {

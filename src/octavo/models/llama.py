@@ -59,13 +59,17 @@ class LlamaLayer(nn.Module):
         attention: AttentionBackend,
         rotary: RotaryTable,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [num_tokens, hidden_size], still to be added to the residual; same out."""
+        """hidden [num_tokens, hidden_size], still to be added to the residual; same out.
+
+        On a GPU hidden may come and go in parts (Linear.forward_parts).
+        """
         hidden, residual = self.input_norm.forward(hidden, residual)
         query, key, value = split_heads(self.qkv.forward(hidden), self.spec)
         attended = attention.forward(self.spec.layer_id, query, key, value, rotary, self.head_norms)
-        hidden = self.output.forward(attended)
+        hidden = self.output.forward_parts(attended)
         hidden, residual = self.post_norm.forward(hidden, residual)
-        return self.down.forward(self.activation(self.gate_up.forward(hidden))), residual
+        inner = self.gate_up.forward_activated(hidden, self.activation)
+        return self.down.forward_parts(inner), residual
 
     def weight_targets(self) -> WeightTargets:
         targets = {

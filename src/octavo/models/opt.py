@@ -9,7 +9,7 @@ from octavo.attention import AttentionBackend, LayerSpec
 from octavo.layers.activation import ACTIVATIONS
 from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
 from octavo.layers.linear import Linear
-from octavo.layers.norm import LayerNorm
+from octavo.layers.norm import LayerNorm, add_parts
 from octavo.model_config import ModelConfig
 from octavo.models.base import (
     CausalLM,
@@ -47,7 +47,8 @@ class OPTLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden [num_tokens, hidden_size], still to be added to the residual; same out.
 
-        With norms after the blocks nothing is pending between layers: residual is None.
+        With norms after the blocks nothing is pending between layers: residual is None. On a GPU
+        hidden may come and go in parts (Linear.forward_parts).
         """
         if self.norm_after:
             hidden, _ = self.attention_norm.forward(self._attend(hidden, attention), hidden)
@@ -59,10 +60,10 @@ class OPTLayer(nn.Module):
 
     def _attend(self, hidden: Tensor, attention: AttentionBackend) -> Tensor:
         query, key, value = split_heads(self.qkv.forward(hidden), self.spec)
-        return self.output.forward(attention.forward(self.spec.layer_id, query, key, value))
+        return self.output.forward_parts(attention.forward(self.spec.layer_id, query, key, value))
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:
-        return self.down.forward(self.activation(self.up.forward(hidden)))
+        return self.down.forward_parts(self.up.forward_activated(hidden, self.activation))
 
     def weight_targets(self) -> WeightTargets:
         return {
@@ -105,7 +106,7 @@ class Model(CausalLM):
             hidden, residual = layer.forward(hidden, residual, attention)
         if self.norm is not None:
             return self.norm.forward(hidden, residual)[0]
-        return hidden if residual is None else residual.add_(hidden)
+        return hidden if residual is None else add_parts(residual, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.logits."""

@@ -1,0 +1,284 @@
+"""Products of few tokens with a large weight matrix on Hopper: y = x W^T, bound by reading W.
+
+A program owns `BN` rows of W (with a gate: the same rows of both halves) and a share of K. One warp
+fetches tiles of W and x by the bulk copy engine, STAGES deep; the other warps multiply them by
+wgmma. The fetching warp starts on W before the kernels before it have ended (pdl.py): W depends on
+none of them. By default rows of W fill the 64 rows of a wgmma and the tokens are its columns, so
+that few tokens cost little; swapped, the tokens fill the 64 rows, and BN may be less than 64.
+
+A long K may be cut into SPLIT shares. Their sums are float32 and are added in a fixed order: by
+the program of a tile that ends last, or by the kernel that reads them next (`PARTS`).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+RELU = gl.constexpr(1)
+SILU_MUL = gl.constexpr(2)
+
+
+@gluon.jit
+def _fetch_weights(weight, tiles, up_tiles, ready, stage, row, up_row, column, GATED: gl.constexpr):
+    tma.async_copy_global_to_shared(weight, [row, column], ready.index(stage), tiles.index(stage))
+    if GATED:
+        tma.async_copy_global_to_shared(
+            weight, [up_row, column], ready.index(stage), up_tiles.index(stage)
+        )
+
+
+@gluon.jit
+def _produce(
+    x,
+    weight,
+    buffers,
+    token,
+    row,
+    up_row,
+    first,
+    count,
+    GATED: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    x_tiles, tiles, up_tiles, ready, free = buffers
+    STAGES: gl.constexpr = tiles.shape[0]
+    BK: gl.constexpr = tiles.shape[2]
+    WEIGHT_BYTES: gl.constexpr = weight.block_type.nbytes * (2 if GATED else 1)
+    BYTES: gl.constexpr = WEIGHT_BYTES + x.block_type.nbytes
+    ahead = gl.minimum(count, STAGES)
+    for i in range(ahead):
+        mbarrier.expect(ready.index(i), BYTES)
+        _fetch_weights(weight, tiles, up_tiles, ready, i, row, up_row, (first + i) * BK, GATED)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for i in range(ahead):
+        tma.async_copy_global_to_shared(
+            x, [token, (first + i) * BK], ready.index(i), x_tiles.index(i)
+        )
+    for i in range(ahead, count):
+        stage = i % STAGES
+        column = (first + i) * BK
+        mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
+        mbarrier.expect(ready.index(stage), BYTES)
+        _fetch_weights(weight, tiles, up_tiles, ready, stage, row, up_row, column, GATED)
+        tma.async_copy_global_to_shared(
+            x, [token, column], ready.index(stage), x_tiles.index(stage)
+        )
+    if PDL and not EARLY:
+        # All of W is on its way: only now may the next kernel's weights compete with ours.
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@gluon.jit
+def _consume(
+    buffers,
+    count,
+    LAYOUT: gl.constexpr,
+    SWAP: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    x_tiles, tiles, up_tiles, ready, free = buffers
+    STAGES: gl.constexpr = tiles.shape[0]
+    BN: gl.constexpr = tiles.shape[1]
+    BM: gl.constexpr = x_tiles.shape[1]
+    acc = gl.zeros([BM, BN] if SWAP else [BN, BM], gl.float32, LAYOUT)
+    up = acc
+    for i in range(count):
+        stage = i % STAGES
+        mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+        xs = x_tiles.index(stage)
+        ws = tiles.index(stage)
+        if SWAP:
+            acc = warpgroup_mma(xs, ws.permute((1, 0)), acc, is_async=True)
+        else:
+            acc = warpgroup_mma(ws, xs.permute((1, 0)), acc, is_async=True)
+        if GATED:
+            us = up_tiles.index(stage)
+            if SWAP:
+                up = warpgroup_mma(xs, us.permute((1, 0)), up, is_async=True)
+            else:
+                up = warpgroup_mma(us, xs.permute((1, 0)), up, is_async=True)
+            acc, up = warpgroup_mma_wait(2, deps=[acc, up])
+        else:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        # The products of the stage before are done: it may be filled again.
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+    if GATED:
+        acc, up = warpgroup_mma_wait(0, deps=[acc, up])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, up
+
+
+@gluon.jit
+def _by_row(values, SWAP: gl.constexpr):
+    """values of the rows of W, broadcast over tokens."""
+    return values[None, :] if SWAP else values[:, None]
+
+
+@gluon.jit
+def _by_token(values, SWAP: gl.constexpr):
+    return values[:, None] if SWAP else values[None, :]
+
+
+@gluon.jit
+def _finish(
+    acc,
+    up,
+    bias,
+    out,
+    shape,
+    adds_bias,
+    SWAP: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    """Bias, activation, and then the tile to its place in out [num_tokens, num_rows]."""
+    token, row, num_tokens, num_rows = shape
+    ROWS: gl.constexpr = acc.shape[1] if SWAP else acc.shape[0]
+    TOKENS: gl.constexpr = acc.shape[0] if SWAP else acc.shape[1]
+    ROW_AXIS: gl.constexpr = 0 if SWAP else 1
+    LAYOUT: gl.constexpr = acc.type.layout
+    if HAS_BIAS:
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
+        shift = gl.load(bias + rows, mask=(rows < num_rows) & adds_bias, other=0.0)
+        acc += _by_row(shift.to(gl.float32), SWAP)
+        if ACTIVATION == SILU_MUL:
+            shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
+            up += _by_row(shift.to(gl.float32), SWAP)
+    if ACTIVATION == RELU:
+        acc = gl.maximum(acc, 0.0)
+    if ACTIVATION == SILU_MUL:
+        acc = acc / (1 + gl.exp(-acc)) * up
+    # From here on neighbouring threads hold neighbouring rows of W, which are adjacent in out.
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = min(32, ROWS // 8)
+    STORE: gl.constexpr = (
+        gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+        if SWAP
+        else gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    )
+    values = gl.convert_layout(acc.to(out.dtype.element_ty), STORE)
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(ROW_AXIS, STORE))
+    tokens = token + gl.arange(0, TOKENS, layout=gl.SliceLayout(1 - ROW_AXIS, STORE))
+    places = _by_token(tokens.to(gl.int64) * num_rows, SWAP) + _by_row(rows, SWAP)
+    inside = _by_token(tokens < num_tokens, SWAP) & _by_row(rows < num_rows, SWAP)
+    gl.store(out + places, values, mask=inside)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_shares"])
+def linear_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    sums,
+    arrivals,
+    num_tokens,
+    num_rows,
+    size,
+    num_shares,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
+    SWAP: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """x W^T, activated, into out [num_tokens, num_rows].
+
+    Args:
+        x, weight: descriptors of [num_tokens, size] and of W [num_rows or 2 * num_rows, size].
+        out: with PARTS float32 [num_shares, num_tokens, num_rows].
+        sums: float32 workspace of SPLIT > 1.
+        arrivals: int32, 0 for every tile; left so.
+    """
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    GATED: gl.constexpr = ACTIVATION == SILU_MUL
+    BN: gl.constexpr = weight.block_type.shape[0]
+    BK: gl.constexpr = weight.block_type.shape[1]
+    BM: gl.constexpr = x.block_type.shape[0]
+    COLUMNS: gl.constexpr = BN if SWAP else BM
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 16]
+    )
+    token = gl.program_id(0) * BM
+    tile = gl.program_id(1)
+    share = gl.program_id(2)
+    row = tile * BN
+    num_columns = gl.cdiv(size, BK)
+    per_share = gl.cdiv(num_columns, num_shares)
+    first = share * per_share
+    count = gl.minimum(first + per_share, num_columns) - first
+
+    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], weight.layout)
+    if GATED:
+        up_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], weight.layout)
+    else:
+        up_tiles = tiles
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()
+    buffers = (x_tiles, tiles, up_tiles, ready, free)
+    up_row = row + num_rows
+    acc, up = gl.warp_specialize(
+        [
+            (_consume, (buffers, count, LAYOUT, SWAP, GATED)),
+            (
+                _produce,
+                (x, weight, buffers, token, row, up_row, first, count, GATED, EARLY, PDL),
+            ),
+        ],
+        [1],
+        [24],
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if SPLIT == 1:
+        if PARTS:
+            out += share.to(gl.int64) * num_tokens * num_rows
+        shape = (token, row, num_tokens, num_rows)
+        _finish(acc, up, bias, out, shape, share == 0, SWAP, ACTIVATION, HAS_BIAS)
+    else:
+        ROW_AXIS: gl.constexpr = 0 if SWAP else 1
+        rows = gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
+        tokens = gl.arange(0, BM, layout=gl.SliceLayout(1 - ROW_AXIS, LAYOUT))
+        inner = (
+            tokens[:, None] * BN + rows[None, :] if SWAP else rows[:, None] * BM + tokens[None, :]
+        )
+        SIZE: gl.constexpr = BM * BN
+        slot = tile * gl.num_programs(0) + gl.program_id(0)
+        base = sums + slot.to(gl.int64) * (SPLIT * SIZE * (2 if GATED else 1)) + inner
+        gl.store(base + share * SIZE, acc)
+        if GATED:
+            gl.store(base + (SPLIT + share) * SIZE, up)
+        gl.thread_barrier()
+        seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
+        if seen == SPLIT - 1:
+            acc = gl.load(base)
+            for i in gl.static_range(1, SPLIT):
+                acc += gl.load(base + i * SIZE)
+            if GATED:
+                up = gl.load(base + SPLIT * SIZE)
+                for i in gl.static_range(1, SPLIT):
+                    up += gl.load(base + (SPLIT + i) * SIZE)
+            shape = (token, row, num_tokens, num_rows)
+            _finish(acc, up, bias, out, shape, True, SWAP, ACTIVATION, HAS_BIAS)
+            gl.store(arrivals + slot, 0)
