@@ -32,6 +32,7 @@ DRAWING = (
     "evaluation/page.py",
     "evaluation/paper_values.py",
     "evaluation/report.py",
+    "evaluation/run_plots.py",
 )
 
 
