@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +19,13 @@ from octavo.core.kv_spec import group_layers
 from octavo.core.step import PendingStep, StepPlan
 from octavo.engine.engine import Engine
 from octavo.executor.base import KVCapacity
+from octavo.kernels.sampling import DeviceDraws
 from octavo.llm import load_engine
 from octavo.model_config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.outputs import RequestOutput
+from octavo.worker import gpu_sampler
+from octavo.worker.sampler import SamplingBatch, draw
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -54,6 +58,34 @@ class Interpreted:
 
     def shutdown(self) -> None:
         pass
+
+
+def plain_sample(logits: torch.Tensor, draws: DeviceDraws) -> torch.Tensor:
+    """What the sampler's kernels do, by the CPU's sampler."""
+    batch = SamplingBatch(
+        num_sampled=len(draws.rows),
+        temperature=draws.temperature.numpy(),
+        top_k=draws.top_k.numpy(),
+        top_p=draws.top_p.numpy(),
+        min_p=np.exp(draws.log_min_p.numpy()),
+        seeds=draws.seeds.numpy(),
+        sample_indices=draws.sample_indices.numpy(),
+        positions=draws.positions.numpy(),
+        num_draws=np.ones(len(draws.rows), np.int64),
+    )
+    return draw(logits[draws.rows].float(), batch)[0]
+
+
+def plain_best(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(logits.float().log_softmax(-1).topk(number))
+
+
+@pytest.fixture(autouse=True)
+def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter would take minutes; tests/kernels judges these kernels by themselves."""
+    if not HAS_GPU:
+        monkeypatch.setattr(gpu_sampler, "sample", plain_sample)
+        monkeypatch.setattr(gpu_sampler, "best_tokens", plain_best)
 
 
 @cache

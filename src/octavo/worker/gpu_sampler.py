@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import TokenLogprobs
-from octavo.worker.logit_edits import edit_logits
+from octavo.kernels.candidates import MAX_CANDIDATES, best_tokens
+from octavo.kernels.sampling import DeviceDraws, sample
+from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
-from octavo.worker.sampler import SamplingBatch, draw
+from octavo.worker.sampler import SamplingBatch
 from octavo.worker.staging import DeviceStaging
 
 Int64s = NDArray[np.int64]
@@ -94,64 +97,108 @@ def _to_host(values: Tensor) -> Tensor:
 
 
 class GpuSampler:
-    """Draws the tokens of one step after another; see sampler.py for what is drawn."""
+    """Draws the tokens of one step after another; sampler.py says what is drawn."""
 
     def __init__(self, staging: DeviceStaging) -> None:
         self._staging = staging
         self._batch: SamplingBatch | None = None
+        self._owners = np.zeros(0, np.int64)
+        self._draws: DeviceDraws | None = None
 
     def stage(self, batch: SamplingBatch) -> None:
-        """Take in how the rows of the step's logits become tokens."""
+        """Bring to the device how the rows of the step's logits become tokens."""
         self._batch = batch
+        n = batch.num_sampled
+        num_draws = batch.num_draws[:n]
+        # Draw i belongs to row owners[i]; the j-th draw of a row is for its j-th next sample.
+        owners = self._owners = np.repeat(np.arange(n), num_draws)
+        number = np.arange(len(owners)) - np.searchsorted(owners, owners)
+        is_random = batch.temperature[:n] > 0
+        has_limits = (batch.top_k[:n] > 0) | (batch.top_p[:n] < 1)
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(batch.min_p[owners])
+        self._draws = DeviceDraws(
+            rows=self._put("rows", owners),
+            temperature=self._put("temperature", batch.temperature[owners]),
+            top_k=self._put("top_k", batch.top_k[owners]),
+            top_p=self._put("top_p", batch.top_p[owners]),
+            log_min_p=self._put("log_min_p", log_min_p),
+            seeds=self._put("seeds", batch.seeds[owners]),
+            sample_indices=self._put("sample_indices", batch.sample_indices[owners] + number),
+            positions=self._put("positions", batch.positions[owners]),
+            is_greedy=not is_random.any(),
+            is_limited=bool((is_random & has_limits).any()),
+        )
+
+    def _put(self, name: str, values: NDArray[Any]) -> Tensor:
+        return self._staging.put(f"draws.{name}", values, self._staging.max_num_seqs)
 
     def __call__(self, logits: Tensor) -> Choice:
         """Rows that draw, then expanded ones: [num_rows, vocab_size]."""
-        batch = self._batch
+        batch, draws = self._batch, self._draws
         assert batch is not None, "stage() comes first"
+        assert draws is not None, "stage() comes first"
         n = batch.num_sampled
-        edited = logits.float()
-        edit_logits(edited, batch.edited)
-        token_ids, owners = draw(edited[:n], _sampled(batch))
-        choice = Choice(n, owners, token_ids)
+        token_ids = sample(logits[:n], draws)
+        edited = [edit for edit in batch.edited if edit.index < n]
+        if edited:
+            self._redraw(token_ids, logits, edited)
+        choice = Choice(n, self._owners, token_ids)
         if batch.num_logprobs:
-            self._score(choice, logits, batch, token_ids, owners)
+            self._score(choice, logits, batch, token_ids)
         if batch.num_candidates:
-            self._expand(choice, logits[n:], batch)
+            values, ids = _expand(logits[n:], batch)
+            choice.expand(values, ids, batch.num_candidates)
         return choice
 
+    def _redraw(self, token_ids: Tensor, logits: Tensor, edited: list[EditedRow]) -> None:
+        """Draw again for rows whose logits are not taken as they are."""
+        draws, device = self._draws, logits.device
+        assert draws is not None
+        rows = np.array([edit.index for edit in edited])
+        copy = logits[torch.from_numpy(rows).to(device)].float()
+        edit_logits(copy, [replace(edit, index=i) for i, edit in enumerate(edited)])
+        where = np.flatnonzero(np.isin(self._owners, rows))
+        owners = np.searchsorted(rows, self._owners[where])
+        index = torch.from_numpy(where).to(device)
+        token_ids[index] = sample(
+            copy,
+            DeviceDraws(
+                torch.from_numpy(owners).to(device),
+                draws.temperature[index],
+                draws.top_k[index],
+                draws.top_p[index],
+                draws.log_min_p[index],
+                draws.seeds[index],
+                draws.sample_indices[index],
+                draws.positions[index],
+                draws.is_greedy,
+                draws.is_limited,
+            ),
+        )
+
     def _score(
-        self,
-        choice: Choice,
-        logits: Tensor,
-        batch: SamplingBatch,
-        token_ids: Tensor,
-        owners: Int64s,
+        self, choice: Choice, logits: Tensor, batch: SamplingBatch, token_ids: Tensor
     ) -> None:
         rows = [row for row in batch.num_logprobs if row < batch.num_sampled]
         tokens = token_ids.cpu().numpy()
-        chosen = [tokens[owners == row].tolist() for row in rows]
+        chosen = [tokens[self._owners == row].tolist() for row in rows]
         num_top = [batch.num_logprobs[row] for row in rows]
         scores = gather_logprobs(logits, rows, chosen, num_top)
         choice.logprobs = dict(zip(rows, scores, strict=True))
 
-    def _expand(self, choice: Choice, logits: Tensor, batch: SamplingBatch) -> None:
-        scores = logits.float().log_softmax(dim=-1)
-        n = batch.num_sampled
-        edit_logits(scores, [replace(e, index=e.index - n) for e in batch.edited if e.index >= n])
-        best = scores.topk(min(max(batch.num_candidates), scores.shape[1]), dim=-1)
-        choice.expand(best.values, best.indices, batch.num_candidates)
 
+def _expand(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids of the best next tokens of expanded rows, best first.
 
-def _sampled(batch: SamplingBatch) -> SamplingBatch:
+    As in transformers' beam search, edits act on log-probabilities, without renormalising.
+    """
     n = batch.num_sampled
-    return SamplingBatch(
-        num_sampled=n,
-        temperature=np.ascontiguousarray(batch.temperature[:n]),
-        top_k=np.ascontiguousarray(batch.top_k[:n]),
-        top_p=np.ascontiguousarray(batch.top_p[:n]),
-        min_p=np.ascontiguousarray(batch.min_p[:n]),
-        seeds=np.ascontiguousarray(batch.seeds[:n]),
-        sample_indices=np.ascontiguousarray(batch.sample_indices[:n]),
-        positions=np.ascontiguousarray(batch.positions[:n]),
-        num_draws=np.ascontiguousarray(batch.num_draws[:n]),
-    )
+    edited = [replace(edit, index=edit.index - n) for edit in batch.edited if edit.index >= n]
+    number = min(max(batch.num_candidates), logits.shape[1])
+    if not edited and number <= MAX_CANDIDATES:
+        return best_tokens(logits, number)
+    scores = logits.float().log_softmax(dim=-1)
+    edit_logits(scores, edited)
+    best = scores.topk(number, dim=-1)
+    return best.values, best.indices
