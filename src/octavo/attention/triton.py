@@ -26,6 +26,7 @@ from octavo.attention.triton_items import (
     prefill_items,
 )
 from octavo.kernels.attention_decode import (
+    MOST_PROGRAMS,
     DecodeConfig,
     Scratch,
     decode_attention,
@@ -34,8 +35,6 @@ from octavo.kernels.attention_decode import (
 from octavo.kernels.attention_prefill import PrefillConfig, prefill_attention, prefill_config
 from octavo.kernels.kv_write import HeadChanges, write_kv
 from octavo.kernels.paged import tile_alignment
-
-PROGRAMS = 1056  # that a decode step's keys are cut into: 8 a multiprocessor of an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,6 @@ class _Shape:
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def num_pieces(self) -> int:
-        return -(-PROGRAMS // self.num_kv_heads)
 
 
 class TritonBackend:
@@ -85,18 +80,12 @@ class TritonBackend:
         shapes = {layer.layer_id: _shape_of(layer) for layer in layers}
         self._shape_of = shapes
         self._shapes = list(dict.fromkeys(shapes.values()))
-        dtype = kv_cache.dtype
-        self._decode_configs: dict[_Shape, DecodeConfig] = {
-            shape: decode_config(dtype, shape.head_dim) for shape in self._shapes
-        }
-        self._prefill_configs: dict[_Shape, PrefillConfig] = {
-            shape: prefill_config(dtype, shape.head_dim) for shape in self._shapes
-        }
+        self._dtype = kv_cache.dtype
         self._scratch = _make_scratch(self._shapes, self._device)
         self._tokens: Tensor | None = None
         self._tables: list[Tensor] = []
-        self._decodes: dict[_Shape, Tensor] = {}
-        self._prefills: dict[_Shape, Tensor] = {}
+        self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig]] = {}
+        self._prefills: dict[_Shape, tuple[Tensor, PrefillConfig]] = {}
 
     @staticmethod
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -118,25 +107,26 @@ class TritonBackend:
     def _plan_decodes(self, seqs: Sequences, staging: Staging) -> None:
         if not len(seqs.lens):
             return
+        num_seqs = len(seqs.lens)
         for index, shape in enumerate(self._shapes):
-            tile = self._decode_configs[shape].tile
-            alignment = tile_alignment(tile, self._block_size)
-            items = decode_items(seqs, shape.window, tile, alignment, shape.num_pieces)
-            capacity = item_capacity(staging.max_num_seqs, shape.num_pieces) * FIELDS
-            self._decodes[shape] = staging.put(
-                f"attention.decode.{index}", items.reshape(-1), capacity
-            )
+            kv_heads = shape.num_kv_heads
+            config = decode_config(self._dtype, shape.head_dim, num_seqs * kv_heads)
+            alignment = tile_alignment(config.tile, self._block_size)
+            num_pieces = max(1, config.num_programs // kv_heads)
+            items = decode_items(seqs, shape.window, config.tile, alignment, num_pieces)
+            most_pieces = max(1, MOST_PROGRAMS // kv_heads)
+            capacity = item_capacity(staging.max_num_seqs, most_pieces) * FIELDS
+            name = f"attention.decode.{index}"
+            self._decodes[shape] = staging.put(name, items.reshape(-1), capacity), config
 
     def _plan_prefills(self, seqs: Sequences, staging: Staging) -> None:
         for index, shape in enumerate(self._shapes):
-            config = self._prefill_configs[shape]
+            config = prefill_config(self._dtype, shape.head_dim, shape.group)
             alignment = tile_alignment(config.tile, self._block_size)
-            items = prefill_items(
-                seqs, shape.window, config.tile, alignment, config.rows // shape.group
-            )
-            self._prefills[shape] = staging.put(
-                f"attention.prefill.{index}", items.reshape(-1), staging.max_num_tokens * FIELDS
-            )
+            tokens_per_item = config.rows // shape.group
+            items = prefill_items(seqs, shape.window, config.tile, alignment, tokens_per_item)
+            name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * FIELDS
+            self._prefills[shape] = staging.put(name, items.reshape(-1), capacity), config
 
     def forward(
         self,
@@ -160,32 +150,27 @@ class TritonBackend:
         changes = _changes(rotary, head_norms)
         output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
         if shape in self._decodes:
+            decodes, decode = self._decodes[shape]
             decode_attention(
                 query,
                 key,
                 value,
                 cache,
                 table,
-                self._decodes[shape],
+                decodes,
                 self._scratch,
                 output,
                 changes,
                 layer.scale,
                 layer.window,
-                self._decode_configs[shape],
+                decode,
             )
         if shape in self._prefills:
             assert self._tokens is not None, "staged with the prefills"
             query = write_kv(query, key, value, self._tokens, table, cache, changes)
+            prefills, prefill = self._prefills[shape]
             prefill_attention(
-                query,
-                cache,
-                table,
-                self._prefills[shape],
-                output,
-                layer.scale,
-                layer.window,
-                self._prefill_configs[shape],
+                query, cache, table, prefills, output, layer.scale, layer.window, prefill
             )
         return output
 
@@ -228,7 +213,7 @@ def _shape_of(layer: LayerSpec) -> _Shape:
 
 def _make_scratch(shapes: Sequence[_Shape], device: torch.device) -> Scratch:
     """Room for the unfinished results of any step, once."""
-    places = [num_places(shape.num_pieces) for shape in shapes]
+    places = [num_places(max(1, MOST_PROGRAMS // shape.num_kv_heads)) for shape in shapes]
     rows = [place * shape.num_heads for place, shape in zip(places, shapes, strict=True)]
     sums = max(n * shape.head_dim for n, shape in zip(rows, shapes, strict=True))
     heads = max(n * shape.num_kv_heads for n, shape in zip(places, shapes, strict=True))

@@ -23,7 +23,9 @@ from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.rotary import load_heads
 
 ITEM_FIELDS = 8
-_COMBINED = 64  # elements of unfinished results that a thread holds at once
+MOST_PROGRAMS = 528  # that any configuration cuts the keys for
+_SMS = 132  # multiprocessors that the configurations were measured on
+_COMBINED = 32  # elements of unfinished results that a thread holds at once
 _LOWEST = tl.constexpr(-1.0e30)  # finite, so that rows which see no key yet make no NaN
 
 
@@ -34,6 +36,7 @@ class DecodeConfig:
     tile: int
     num_warps: int
     num_stages: int
+    num_programs: int  # that the keys are cut for
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,14 @@ class Scratch:
     counters: Tensor  # int32 [num_places, num_kv_heads], flat
 
 
-def decode_config(dtype: torch.dtype, head_dim: int) -> DecodeConfig:
+def decode_config(dtype: torch.dtype, head_dim: int, num_pairs: int) -> DecodeConfig:
+    """num_pairs: sequences times KV heads."""
     padded = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
-        return DecodeConfig(tile=max(16, 2048 // padded), num_warps=4, num_stages=2)
-    return DecodeConfig(tile=max(16, 8192 // padded), num_warps=4, num_stages=3)
+        return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MOST_PROGRAMS)
+    if num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS:
+        return DecodeConfig(max(16, 16384 // padded), 4, num_stages=3, num_programs=_SMS)
+    return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=MOST_PROGRAMS)
 
 
 @triton.jit
@@ -149,6 +155,8 @@ def _decode_kernel(
     num_splits = tl.load(item + 6)
     first_place = tl.load(item + 7)
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
+    keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
+    values = keys + BLOCK_SIZE * HEAD_DIM
     wait_previous(PDL)
     if token >= 0:
         row = tl.arange(0, ROWS)
@@ -160,8 +168,6 @@ def _decode_kernel(
             query, row, row < GROUP, position, cos, sin, query_weight, query_eps,
             HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
         )  # fmt: skip
-        keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
-        values = keys + BLOCK_SIZE * HEAD_DIM
 
         top = tl.full([ROWS], _LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)

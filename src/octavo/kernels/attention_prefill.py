@@ -29,15 +29,20 @@ class PrefillConfig:
     tile: int
     num_warps: int
     num_stages: int
+    heads_first: bool = True
 
 
-def prefill_config(dtype: torch.dtype, head_dim: int) -> PrefillConfig:
+def prefill_config(dtype: torch.dtype, head_dim: int, group: int) -> PrefillConfig:
+    """group: query heads a KV head."""
     padded = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
-        return PrefillConfig(rows=32, tile=max(16, 2048 // padded), num_warps=4, num_stages=1)
+        rows = max(16, triton.next_power_of_2(group))
+        return PrefillConfig(rows, tile=max(16, 2048 // padded), num_warps=4, num_stages=1)
     if padded > 128:
         return PrefillConfig(rows=128, tile=32, num_warps=8, num_stages=2)
-    return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3)
+    if group == 1:
+        return PrefillConfig(rows=128, tile=32, num_warps=8, num_stages=3)
+    return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -115,12 +120,13 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
     wait_previous(PDL)
-    head = tl.program_id(0)
-    item = items + tl.program_id(1) * FIELDS
+    head = tl.program_id(0 if HEADS_FIRST else 1)
+    item = items + tl.program_id(1 if HEADS_FIRST else 0) * FIELDS
     token = tl.load(item)
     table += tl.load(item + 1).to(tl.int64) * table_stride
     begin = tl.load(item + 2)
@@ -197,7 +203,9 @@ def prefill_attention(
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
-    _prefill_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
+    num_items = len(items) // ITEM_FIELDS
+    grid = (num_kv_heads, num_items) if config.heads_first else (num_items, num_kv_heads)
+    _prefill_kernel[grid](
         query,
         layer_cache,
         table,
@@ -217,6 +225,7 @@ def prefill_attention(
         WINDOW=window or 0,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FIELDS=ITEM_FIELDS,
+        HEADS_FIRST=config.heads_first,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(query.device),
