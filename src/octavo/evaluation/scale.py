@@ -39,6 +39,6 @@ class Scale:
         )
 
 
-QUICK = Scale("quick", 900.0, 900.0, 200.0, (300.0, 600.0), 0.04)
+QUICK = Scale("quick", 600.0, 600.0, 150.0, (200.0, 400.0), 0.08)
 # As in the paper; the window is that of the artifact.
 FULL = Scale("full", 3600.0, 900.0, 3600.0, (300.0, 900.0), 0.01)

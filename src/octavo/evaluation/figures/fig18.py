@@ -37,7 +37,7 @@ TITLES = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 def job(source: str, block_size: int, scale: Scale) -> Latency:
     seconds = scale.trace_seconds(source, "opt-13b")
     workload = WorkloadSpec(source, FIGURE_18B_RATES[source], seconds)
-    return Latency(Scenario("opt-13b", "vllm", workload, block_size))
+    return Latency(Scenario("opt-13b", "vllm", workload, block_size, "recompute"))
 
 
 def jobs(scale: Scale) -> list[Job]:
