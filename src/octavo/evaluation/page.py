@@ -15,15 +15,28 @@ SOSP 2023 ([arXiv 2309.06180](https://arxiv.org/abs/2309.06180)). This page is w
 
     octavo reproduce all --out docs
 
-without a GPU. Single figures: `octavo reproduce fig12`; with traces of one hour, as in the paper:
-`--full`. In the figures, dotted lines are the paper's, in the same colours as ours.
+without a GPU, and kept results make single figures (`octavo reproduce fig12`) quick to draw again;
+`--full` simulates the paper's hour of traffic. In the figures, dotted lines are the paper's, in
+the same colours as ours.
 
-Simulations run octavo's own engine, scheduler and KV cache manager on a virtual clock; Orca and
-FasterTransformer are memory and batching policies of the same engine. Time comes from one cost
-model for all figures, models and systems: FLOPs and bytes of a step over what the data sheet of
-the GPU says, times efficiencies, plus overheads. Nothing is fitted to a single figure, but for the
-one number that says how beams descend from each other (figure 15), which is fitted on width 2.
-"Sustained" is the rate at which the mean of latency over output length reaches 0.5 s/token.
+**What is simulated.** Simulations run octavo's own engine, scheduler and KV cache manager on a
+virtual clock. Orca and FasterTransformer are memory policies of the same engine. As in the authors'
+artifact, prompts are computed whole, a step has 2,560 tokens and 256 sequences at most, requests
+are served first come first served, and one of a single sequence that is preempted is computed
+again, others are swapped. What the memory holds (table 1, figures 2, 13 and 15) follows from the
+policies and the lengths.
+
+**Where time comes from.** One cost model for all figures, models and systems: bytes and FLOPs of a
+step over the data sheet of the GPU, times efficiencies, plus overheads. Five of its coefficients
+were fitted to the 24 step times that figures 12 and 13 imply (`evaluation/paper_software.py`; mean
+error 7%), so figure 12's rates are no predictions, though no single system or panel has a number
+of its own; figures 14, 16 and 17 are. One more number, how beams descend from each other, was
+fitted to figure 15 at width 2.
+
+**What is compared.** "Sustained" is the rate at which the mean of latency over output length
+reaches 0.5 s/token. Rates depend on how long requests arrive: a queue that grows takes time to be
+seen, so a trace of ten minutes seems to sustain some percent more than one of an hour; ratios
+hardly change.
 """
 
 
