@@ -90,7 +90,7 @@ async def stream_all(client: EngineClient, slowly: bool) -> list[dict[str, Any]]
         output: RequestOutput | None = None
         async for event in stream:
             if slowly:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.02)
             if isinstance(event, RequestOutput):
                 output = event
                 continue

@@ -1,4 +1,4 @@
-"""The wire between the two processes: a pair of connected sockets, messages with their length first.
+"""The wire between the two processes: a pair of connected sockets; each message after its length.
 
 A pair has no name, so nobody else can connect; it is closed by the system when either process ends,
 however it ends; and what was sent before the end can still be read after it.

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from octavo.config import EngineConfig
-from octavo.engine.events import Admitted, Counters, Event, Gauges
+from octavo.engine.events import Counters, Event, Gauges
 from octavo.engine.prepared import Params, Prompt, RequestPreparer
 from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest, OctavoError, Overloaded, Unavailable
 from octavo.model_config import ModelConfig, resolve_model
-from octavo.outputs import RequestOutput
 from octavo.server import messages as m
+from octavo.server.delivery import Delivery
 from octavo.server.journal import Journal, OpenRequest, Pin, Sample
 from octavo.server.listening import Listener, Subscription
-from octavo.server.messages import EngineInfo, StepReport
+from octavo.server.messages import EngineInfo
 from octavo.server.process import COMMAND
 from octavo.server.stream import RequestStream, StreamEvent
 from octavo.server.supervisor import Supervision, Supervisor
@@ -38,8 +34,6 @@ __all__ = [
     "StreamEvent",
     "Supervision",
 ]
-
-logger = logging.getLogger(__name__)
 
 LONG_PROMPT = 1 << 15  # characters; longer ones are tokenized beside the event loop
 MAX_RETRY_SECONDS = 60.0
@@ -97,10 +91,12 @@ class EngineClient:
         if (directory / "tokenizer.json").exists():
             self.tokenizer = Tokenizer.from_directory(directory)
         self._supervision = supervision or Supervision()
-        self._listeners = list(listeners)
         self._journal = Journal()
-        self._supervisor = Supervisor(config, self._supervision, self._journal, self, command)
-        self._exchange = self._supervisor.exchange
+        self._delivery = Delivery(listeners)
+        self._supervisor = Supervisor(
+            config, self._supervision, self._journal, self._delivery, command
+        )
+        self._exchange = self._delivery.exchange = self._supervisor.exchange
         self._preparer = RequestPreparer(
             self.model_config,
             self.tokenizer,
@@ -108,18 +104,7 @@ class EngineClient:
             config.max_logprobs,
             config.seed,
         )
-        self._streams: dict[str, RequestStream] = {}
-        self._subscribers: list[Subscription] = []
         self._is_draining = False
-        self._all_done = asyncio.Event()
-        self._info: EngineInfo | None = None
-        self._gauges = Gauges()
-        self._counters = Counters()  # of the engine process that runs
-        self._earlier_counters = Counters()  # of those before it
-        self._last_step_time: float | None = None
-        self._seconds_per_request = 1.0  # between the ends of two, smoothed
-        self._last_end_time: float | None = None
-        self._new_admissions: list[Admitted] = []
 
     async def start(self) -> None:
         """Start the engine process and wait until it is ready.
@@ -131,30 +116,31 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine process; open requests end as aborted. A second call does nothing."""
-        for request_id in list(self._streams):
-            self.abort(request_id)
+        for stream in list(self._delivery.streams.values()):
+            stream.abort()
         await self._supervisor.close()
-        for subscriber in self._subscribers:
-            subscriber.close()
+        for subscription in self._delivery.subscriptions:
+            subscription.close()
 
     async def drain(self, seconds: float) -> int:
         """Refuse new requests, and wait for the open ones, at most this long. Returns how many are
         still open; `close` aborts them."""
         self._is_draining = True
-        if self._streams:
-            self._all_done.clear()
+        if self._delivery.streams:
+            self._delivery.all_ended.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_done.wait(), seconds)
-        return len(self._streams)
+                await asyncio.wait_for(self._delivery.all_ended.wait(), seconds)
+        return len(self._delivery.streams)
 
     def add_listener(self, listener: Listener) -> None:
-        self._listeners.append(listener)
+        self._delivery.listeners.append(listener)
 
     @property
     def info(self) -> EngineInfo:
         """Of the engine process that runs, or ran last. Only after `start`."""
-        assert self._info is not None, "start() has not returned"
-        return self._info
+        info = self._delivery.info
+        assert info is not None, "start() has not returned"
+        return info
 
     @property
     def health(self) -> Health:
@@ -165,15 +151,17 @@ class EngineClient:
             reason = f"the engine is {state}" if state != "failed" else "the engine is given up"
         elif stalled >= self._supervision.stall_seconds:
             what = "no engine process" if state == "restarting" else "no step"
-            reason = f"{what} for {stalled:.0f} s while {len(self._streams)} requests are open"
+            reason = (
+                f"{what} for {stalled:.0f} s while {len(self._delivery.streams)} requests are open"
+            )
         elif self._is_draining:
             reason = "the server is shutting down"
-        since_step = self._last_step_time
+        since_step = self._delivery.last_step_time
         return Health(
             reason is None,
             reason,
             "draining" if self._is_draining and state == "ready" else state,
-            len(self._streams),
+            len(self._delivery.streams),
             self._supervisor.num_restarts,
             None if since_step is None else time.monotonic() - since_step,
         )
@@ -181,12 +169,12 @@ class EngineClient:
     @property
     def gauges(self) -> Gauges:
         """How things stood after the last step."""
-        return self._gauges
+        return self._delivery.gauges
 
     @property
     def counters(self) -> Counters:
         """Totals over all engine processes."""
-        return _sum(self._earlier_counters, self._counters)
+        return self._delivery.counters
 
     @property
     def open_requests(self) -> dict[str, OpenRequest]:
@@ -218,20 +206,17 @@ class EngineClient:
                 prompt, params, request_id, priority, cache_salt, arrival_time
             )
         except OctavoError as error:
-            self._notify("request_refused", error)
+            self._delivery.notify("request_refused", error)
             raise
-        self._notify("request_added", stream.entry)
+        self._delivery.notify("request_added", stream.entry)
         return stream
 
     def abort(self, request_id: str) -> bool:
         """End an open request now. False if there is none of this name."""
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return False
-        if stream.entry.is_sent:
-            self._exchange.tell(m.Abort(request_id))
-        self._end(stream, stream.conclude(time.monotonic()))
-        return True
+        stream = self._delivery.streams.get(request_id)
+        if stream is not None:
+            stream.abort()
+        return stream is not None
 
     # ---------------------------------------------------------------- pinned prefixes
 
@@ -298,18 +283,19 @@ class EngineClient:
         While nobody subscribes, the engine sends only admissions and preemptions. A subscriber that
         does not keep up loses the oldest batches. The iterator ends when the client is closed.
         """
-        subscriber = Subscription()
-        self._subscribers.append(subscriber)
-        if len(self._subscribers) == 1:
+        subscription = Subscription()
+        subscriptions = self._delivery.subscriptions
+        subscriptions.append(subscription)
+        if len(subscriptions) == 1:
             self._exchange.watch(True)
         try:
-            yield subscriber
+            yield subscription
         finally:
-            self._subscribers.remove(subscriber)
-            if not self._subscribers:
+            subscriptions.remove(subscription)
+            if not subscriptions:
                 self._exchange.watch(False)
 
-    # ---------------------------------------------------------------- a request's beginning and end
+    # ---------------------------------------------------------------- inside
 
     async def _open(
         self,
@@ -323,24 +309,28 @@ class EngineClient:
         self._check_open()
         self._check_room()
         token_ids = await self._tokenize(prompt)
+        self._check_open()  # tokenizing may have taken a while
+        # The engine may hold less than the model could use.
+        self._preparer.max_model_len = self.info.max_model_len
         prepared = self._preparer.prepare(token_ids, params, priority, cache_salt)
+        streams = self._delivery.streams
         if request_id is None:
             request_id = uuid.uuid4().hex
-        if request_id in self._streams:
+        if request_id in streams:
             raise InvalidRequest("request_id", f"{request_id!r} is in use")
-        self._check_open()  # tokenizing may have taken a while
         samples = [Sample(index) for index in range(prepared.n)] if prepared.beam is None else []
         text = prompt if isinstance(prompt, str) else None
         entry = OpenRequest(request_id, prepared, text, arrival_time, samples)
-        stream = RequestStream(entry, params, self.tokenizer, lambda: self._abort_stream(stream))
-        self._streams[request_id] = stream
+        stream = RequestStream(entry, params, self.tokenizer, self._delivery.abort)
+        streams[request_id] = stream
         try:
             await self._exchange.open(entry)
         except asyncio.CancelledError:
-            self._abort_stream(stream)
+            stream.abort()
             raise
         except OctavoError:
-            self._forget(stream)
+            if streams.get(request_id) is stream:
+                self._delivery.forget(stream)
             raise
         return stream
 
@@ -360,123 +350,12 @@ class EngineClient:
         limit = self._supervision.max_waiting
         num_waiting = self._journal.num_waiting
         if num_waiting >= limit:
-            seconds = num_waiting * self._seconds_per_request
+            seconds = num_waiting * self._delivery.seconds_per_request
             raise Overloaded(
                 f"{num_waiting} requests wait already, and max_waiting is {limit}",
                 min(MAX_RETRY_SECONDS, max(1.0, seconds)),
             )
 
-    def _abort_stream(self, stream: RequestStream) -> None:
-        if self._streams.get(stream.request_id) is stream:
-            self.abort(stream.request_id)
-
-    def _end(self, stream: RequestStream, output: RequestOutput) -> None:
-        """A request has come to its end; the stream has the output."""
-        if self._journal.requests.get(stream.request_id) is stream.entry:
-            self._exchange.drop(stream.entry)
-        self._forget(stream)
-        self._note_pace(output.finish_time)
-        self._notify("request_finished", stream.entry, output)
-
-    def _forget(self, stream: RequestStream) -> None:
-        self._streams.pop(stream.request_id, None)
-        if not self._streams:
-            self._all_done.set()
-
-    def _note_pace(self, now: float) -> None:
-        if self._last_end_time is not None:
-            gap = now - self._last_end_time
-            self._seconds_per_request += 0.1 * (gap - self._seconds_per_request)
-        self._last_end_time = now
-
-    def _notify(self, method: str, *values: object) -> None:
-        """A listener that fails must not take a request down with it."""
-        for listener in self._listeners:
-            try:
-                getattr(listener, method)(*values)
-            except Exception:
-                logger.exception("%s.%s failed", type(listener).__name__, method)
-
-    # ---------------------------------------------------------------- what the supervisor reports
-
-    def engine_ready(self, info: EngineInfo) -> None:
-        self._info = info = msgspec.structs.replace(
-            info, num_restarts=self._supervisor.num_restarts
-        )
-        self._preparer.max_model_len = info.max_model_len
-        self._notify("engine_started", info)
-
-    def engine_died(self, cause: str) -> None:
-        self._earlier_counters = self.counters
-        self._counters, self._gauges = Counters(), Gauges()
-        self._notify("engine_died", cause)
-
-    def admitted(self, admitted: Admitted) -> None:
-        self._new_admissions.append(admitted)
-        stream = self._streams.get(admitted.request_id)
-        if stream is not None and stream.entry.admission is None:
-            stream.entry.admission = admitted
-            stream.entry.admitted_time = admitted.time
-            self._notify("request_admitted", stream.entry)
-
-    def reported(self, report: StepReport) -> None:
-        self._last_step_time = now = time.monotonic()
-        self._gauges, self._counters = report.gauges, report.counters
-        report.admitted, self._new_admissions = self._new_admissions, []
-        for preempted in report.preempted:
-            if (stream := self._streams.get(preempted.request_id)) is not None:
-                stream.entry.num_preemptions += 1
-        for scores in report.prompt_scores:
-            if (stream := self._streams.get(scores.request_id)) is not None:
-                stream.entry.prompt_scores = scores.scores
-        for delta in report.deltas:
-            if (stream := self._streams.get(delta.request_id)) is not None:
-                self._take(stream, delta, now)
-        for finished in report.finished:
-            if (stream := self._streams.get(finished.request_id)) is not None:
-                self._take_beams(stream, finished.beams, now)
-        self._notify("stepped", report)
-        if self._subscribers:
-            events: list[Event] = [*report.admitted, *report.preempted, *report.watched]
-            if events:
-                for subscriber in self._subscribers:
-                    subscriber.add(events)
-
-    def failed(self, entry: OpenRequest, error: OctavoError) -> None:
-        stream = self._streams.get(entry.request_id)
-        if stream is not None:
-            stream.fail(error)
-            self._forget(stream)
-        self._notify("request_failed", entry, error)
-
-    def _take(self, stream: RequestStream, delta: m.Delta, now: float) -> None:
-        entry = stream.entry
-        num_before = entry.num_output_tokens
-        stop = stream.take(delta)
-        if stop is not None:
-            self._exchange.tell(m.FinishSample(entry.request_id, delta.index, stop))
-        num_new = entry.num_output_tokens - num_before
-        if num_new:
-            if entry.first_token_time is None:
-                entry.first_token_time = now
-            self._notify("tokens_arrived", entry, num_new, now)
-            entry.last_token_time = now
-        if all(sample.finish_reason is not None for sample in entry.samples):
-            self._end(stream, stream.conclude(now))
-
-    def _take_beams(self, stream: RequestStream, beams: list[m.Beam], now: float) -> None:
-        entry = stream.entry
-        num_tokens = sum(len(beam.token_ids) for beam in beams)
-        entry.first_token_time = now
-        self._notify("tokens_arrived", entry, num_tokens, now)
-        entry.last_token_time = now
-        self._end(stream, stream.conclude_beams(beams, now))
-
 
 def _pinned(pin: Pin) -> PinnedPrefix:
     return PinnedPrefix(pin.name, len(pin.token_ids), pin.cache_salt)
-
-
-def _sum(a: Counters, b: Counters) -> Counters:
-    pairs: Any = zip(msgspec.structs.astuple(a), msgspec.structs.astuple(b), strict=True)
-    return Counters(*(x + y for x, y in pairs))

@@ -27,7 +27,8 @@ class Owner(Protocol):
 
     def engine_died(self, cause: str) -> None: ...
 
-    def admitted(self, admitted: Admitted) -> None: ...
+    def admitted(self, entry: OpenRequest | None, admitted: Admitted) -> None:
+        """A request got its first blocks; None if it is no longer open."""
 
     def reported(self, report: m.StepReport) -> None: ...
 
@@ -109,7 +110,7 @@ class Exchange:
         """There will be no other process: all that is open fails."""
         for entry in list(self._journal.requests.values()):
             self.fail(entry, error)
-        for pin in list(self._journal.pins.values()):
+        for pin in [pin for pin in self._journal.pins.values() if not pin.computed.done()]:
             self._drop_pin(pin, error)
 
     # ---------------------------------------------------------------- what the client asks for
@@ -219,11 +220,13 @@ class Exchange:
 
     def _take_admission(self, admitted: Admitted) -> None:
         entry = self._journal.requests.get(admitted.request_id)
+        if entry is not None and not entry.is_accepted:
+            entry = None  # it was about an earlier request of the same name
         if entry is not None:
             entry.is_running = True
             if entry.request.beam is not None:
                 self._searching[entry.request_id] = entry
-        self._owner.admitted(admitted)
+        self._owner.admitted(entry, admitted)
 
     def _take_reply(self, ticket: int, error: OctavoError | None) -> None:
         pin = self._pinning.pop(ticket, None)
@@ -237,6 +240,7 @@ class Exchange:
 
     def _take_acceptance(self, entry: OpenRequest, error: OctavoError | None) -> None:
         future = self._accepted.pop(entry.request_id, None)
+        entry.is_accepted = error is None
         if future is None or future.done():
             if error is not None:  # an earlier engine had accepted it
                 self.fail(entry, error)

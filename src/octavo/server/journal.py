@@ -40,6 +40,7 @@ class OpenRequest:
     prompt_scores: list[TokenLogprobs] | None = None
     # In the engine process that runs now:
     is_sent: bool = False
+    is_accepted: bool = False
     is_running: bool = False  # it has been admitted
     num_steps: int = 0  # since then
     # Engine processes in a row that died while it was running, without its getting any further.
@@ -75,7 +76,7 @@ class OpenRequest:
             self.position_at_death = self.position
         if self.is_sent:
             self.num_replays += 1
-        self.is_sent = self.is_running = False
+        self.is_sent = self.is_accepted = self.is_running = False
         self.num_steps = 0
 
     def add_message(self, ticket: int) -> m.Add:

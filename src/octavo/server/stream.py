@@ -35,7 +35,7 @@ class RequestStream:
         entry: OpenRequest,
         params: SamplingParams | BeamSearchParams,
         tokenizer: Tokenizer | None,
-        abort: Callable[[], None],
+        abort: Callable[[RequestStream], None],
     ) -> None:
         self.entry = entry
         self.request_id = entry.request_id
@@ -94,7 +94,7 @@ class RequestStream:
     def abort(self) -> None:
         """End the request now, if it has not ended; the iterator then yields the RequestOutput with
         what there is, finish_reason "abort" where a sample had not finished."""
-        self._abort()
+        self._abort(self)
 
     async def __aenter__(self) -> RequestStream:
         return self
@@ -105,21 +105,21 @@ class RequestStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._abort()
+        self._abort(self)
 
     # ---------------------------------------------------------------- for the client
 
     @property
-    def has_ended(self) -> bool:
-        """Whether nothing more can come from the engine."""
-        return self._output is not None or self._error is not None
+    def output(self) -> RequestOutput | None:
+        """None before the end."""
+        return self._output
 
-    def take(self, delta: m.Delta) -> str | None:
-        """Take in what a step brought. Returns the stop string if one ends the sample before the
-        engine would have ended it."""
+    def take(self, delta: m.Delta) -> tuple[int, str | None]:
+        """Take in what a step brought. Returns how many tokens that adds, and the stop string if
+        one ends the sample before the engine would have ended it."""
         sample = self.entry.samples[delta.index]
         if sample.finish_reason is not None:
-            return None  # was under way when the stop string was found
+            return 0, None  # was under way when the stop string was found
         token_ids, logprobs = delta.token_ids, delta.logprobs
         reason, stop_reason = delta.finish_reason, delta.stop_reason
         found: str | None = None
@@ -154,17 +154,17 @@ class RequestStream:
                 sample.stop_reason,
             )
         )
-        return found if is_early else None
+        return len(token_ids), found if is_early else None
 
-    def conclude(self, now: float) -> RequestOutput:
+    def conclude(self, now: float) -> None:
         """All samples have ended, or are cut off here."""
         for sample in self.entry.samples:
             if sample.finish_reason is None:
                 self._cut_off(sample)
-        return self._end(now, [self._sample_output(sample) for sample in self.entry.samples])
+        self._end(now, [self._sample_output(sample) for sample in self.entry.samples])
 
-    def conclude_beams(self, beams: list[m.Beam], now: float) -> RequestOutput:
-        return self._end(now, [self._beam_output(beam) for beam in beams])
+    def conclude_beams(self, beams: list[m.Beam], now: float) -> None:
+        self._end(now, [self._beam_output(beam) for beam in beams])
 
     def fail(self, error: Exception) -> None:
         self._error = error
@@ -197,7 +197,7 @@ class RequestStream:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
-    def _end(self, now: float, outputs: list[SequenceOutput]) -> RequestOutput:
+    def _end(self, now: float, outputs: list[SequenceOutput]) -> None:
         entry = self.entry
         self._output = RequestOutput(
             self.request_id,
@@ -212,7 +212,6 @@ class RequestStream:
             now,
         )
         self._wake()
-        return self._output
 
     def _sample_output(self, sample: Sample) -> SequenceOutput:
         scored = self.entry.request.sampling.num_logprobs is not None

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from msgspec.structs import replace
+
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineFailed, Unavailable
 from octavo.server import messages as m
@@ -108,7 +110,7 @@ class Supervisor:
         self._process = process
         self._seconds_without_step = 0.0
         self.state = "ready"
-        self._owner.engine_ready(info)
+        self._owner.engine_ready(replace(info, num_restarts=self.num_restarts))
         self.exchange.begin(process)
 
     async def _keep(self) -> None:
