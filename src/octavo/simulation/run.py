@@ -115,6 +115,17 @@ class Simulation:
                     f"request {number} has {request.prompt_tokens} + {request.output_tokens} "
                     f"tokens, but a sequence may have {limit} here",
                 )
+            if self._decoding.n > 1 or self._decoding.beam_width is not None:
+                self._check_width(number, request)
+
+    def _check_width(self, number: int, request: TraceRequest) -> None:
+        """Several sequences of a request must fit together."""
+        params = self._decoding.params(request.output_tokens, number)
+        try:
+            made = self.engine.make_request([0] * request.prompt_tokens, params)
+        except RequestTooLong as error:
+            raise RequestTooLong("workload", f"request {number}: {error}") from error
+        self.engine.discard_request(made)
 
     def _make_prompts(self, hash_block_size: int, seed: int) -> Iterator[list[int]]:
         if self.engine.kv.enable_prefix_caching:

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.errors import ConfigError, ModelError
+from octavo.simulation.cost_model import PAPER_2023, Coefficients, CostModel, ModelSize
+from octavo.simulation.gpus import GPU, GPUS, find_gpu
+from octavo.simulation.models import find_model, model_names
+from octavo.simulation.step_shape import StepShape
+
+NOTHING = StepShape(0, 0, 0, 0, 0)
+# Everything at its peak, and no overhead: seconds are amounts over rates.
+IDEAL = Coefficients(
+    **{
+        field.name: 1.0 if field.name.endswith("_efficiency") else 0.0
+        for field in fields(Coefficients)
+    }
+)
+# 100 bytes/s, 1,000 FLOPs, 50 bytes/s between devices, 10 bytes/s to the host.
+TOY_GPU = GPU("toy", 1, 100.0, 1000.0, 50.0, 10.0)
+TOY_MODEL = ModelSize(
+    weight_bytes=400,
+    token_flops=20.0,
+    logit_flops=10.0,
+    pair_flops=5.0,
+    kv_token_bytes=8,
+    block_token_bytes=8,
+    hidden_bytes=4,
+    num_layers=3,
+)
+
+
+def toy(num_gpus: int = 1, **coefficients: float) -> CostModel:
+    return CostModel(TOY_MODEL, TOY_GPU, num_gpus, 2, replace(IDEAL, **coefficients))
+
+
+def test_units_by_hand() -> None:
+    decode = StepShape(num_seqs=2, num_tokens=2, num_sampled=2, kv_tokens=50, attention_pairs=0)
+    # Weights 4 s (products only 0.06 s), KV 50 x 8 / 100.
+    assert toy().seconds(decode) == pytest.approx(4 + 4)
+    # Products 300 x 20 / 1,000 + 0.01, attention 100 x 5 / 1,000, KV 24.
+    prefill = StepShape(1, 300, 1, 300, 100)
+    assert toy().seconds(prefill) == pytest.approx(6 + 0.01 + 0.5 + 24)
+    # A block of 2 tokens has 16 bytes; a copy reads and writes them.
+    assert toy().seconds(replace(NOTHING, num_copied_blocks=1)) == pytest.approx(0.32)
+    assert toy(swap_block_latency=0.5).swap_seconds(
+        replace(NOTHING, num_swapped_blocks=2)
+    ) == pytest.approx(2 * (1.6 + 0.5))
+    assert toy(step_overhead=1.0, seq_overhead=0.25).seconds(decode) == pytest.approx(9.5)
+    # Finding a block costs as much as reading 4 tokens: three times the time with blocks of 2.
+    assert toy(block_lookup_tokens=4.0).seconds(decode) == pytest.approx(4 + 12)
+
+
+def test_tensor_parallel_by_hand() -> None:
+    """Two devices halve all but the 6 all-reduces: of 4 bytes a token, all of which pass a link."""
+    decode = StepShape(2, 2, 2, 50, 0)
+    reduces = 6 * (0.01 + 2 * 4 / 50)
+    assert toy(2, reduce_latency=0.01).seconds(decode) == pytest.approx((4 + 4) / 2 + reduces)
+
+
+AMOUNTS = [field.name for field in fields(StepShape)]
+
+
+@given(
+    amounts=st.fixed_dictionaries({name: st.integers(0, 3000) for name in AMOUNTS}),
+    more=st.fixed_dictionaries({name: st.integers(0, 3000) for name in AMOUNTS}),
+    num_gpus=st.sampled_from([1, 4]),
+)
+def test_more_of_anything_never_takes_less_time(
+    amounts: dict[str, int], more: dict[str, int], num_gpus: int
+) -> None:
+    size = ModelSize.of(find_model("opt-13b"), "float16")
+    model = CostModel(size, GPUS["a100-40gb"], num_gpus)
+    larger = {name: amounts[name] + more[name] for name in AMOUNTS}
+    assert model.seconds(StepShape(**amounts)) <= model.seconds(StepShape(**larger))
+
+
+@given(st.sampled_from([field.name for field in fields(Coefficients)]))
+def test_a_better_coefficient_never_takes_more_time(name: str) -> None:
+    size = ModelSize.of(find_model("opt-13b"), "float16")
+    shape = StepShape(30, 200, 30, 10_000, 15_000, 5, 5)
+    factor = 2.0 if name.endswith("_efficiency") else 0.5
+    better = replace(PAPER_2023, **{name: factor * getattr(PAPER_2023, name)})
+    gpu = GPUS["a100-40gb"]
+    assert CostModel(size, gpu, 4, 16, better).seconds(shape) <= CostModel(
+        size, gpu, 4, 16, PAPER_2023
+    ).seconds(shape)
+
+
+def test_the_paper_s_models() -> None:
+    """800 KiB of KV for a token of OPT-13B; 2 FLOPs for each weight and token."""
+    size = ModelSize.of(find_model("opt-13b"), "float16")
+    assert size.kv_token_bytes == 819_200
+    assert size.weight_bytes == pytest.approx(25.7e9, rel=0.01)
+    assert size.token_flops == pytest.approx(2 * 12.6e9, rel=0.01)
+    # 4 x 40 layers x 5,120: a query-key product and a weighted value.
+    assert size.pair_flops == 4 * 40 * 5120
+    assert ModelSize.of(find_model("opt-175b"), "float16").kv_token_bytes == 4_718_592
+    assert {"opt-13b", "opt-66b", "opt-175b", "llama-13b"} <= set(model_names())
+
+
+def test_tied_embeddings_are_read_once() -> None:
+    size = ModelSize.of(find_model("qwen3-0.6b"), "bfloat16")
+    config = find_model("qwen3-0.6b")
+    assert size.weight_bytes == 2 * config.num_parameters()
+
+
+def test_unknown_names_are_answered_with_the_list() -> None:
+    with pytest.raises(ConfigError, match="gpu: 'b200' is not one of a100-40gb, a100-80gb, h100"):
+        find_gpu("b200")
+    with pytest.raises(ModelError, match=r"nor one of llama-13b, .*opt-13b"):
+        find_model("opt-14b")
+
+
+def test_a_device_of_one_s_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    values = {"name": "mine", "memory": 1 << 30, "memory_bandwidth": 1e12, "flops": 1e14}
+    values |= {"link_bandwidth": 1e11, "host_bandwidth": 3e10}
+    file.write_text(json.dumps(values))
+    assert find_gpu(str(file)).memory_bandwidth == 1e12
+    for broken, message in [
+        (values | {"flops": "many"}, "flops is 'many', not a float"),
+        (values | {"flops": 0}, "gpu.flops: 0 is not a positive number"),
+        ({"name": "mine"}, "must be a JSON object with name, memory, memory_bandwidth"),
+    ]:
+        file.write_text(json.dumps(broken))
+        with pytest.raises(ConfigError, match=message):
+            find_gpu(str(file))
+
+
+def test_coefficients_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"coefficients.gemm_efficiency: 0 is not positive"):
+        Coefficients(gemm_efficiency=0)
+    with pytest.raises(ConfigError, match=r"coefficients.step_overhead: -1 is not 0 or more"):
+        Coefficients(step_overhead=-1)

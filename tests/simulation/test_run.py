@@ -1,0 +1,279 @@
+"""The simulator: what it decides, what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from model_zoo import model_directory
+from octavo.bench.throughput import Decoding
+from octavo.bench.traces import TraceRequest
+from octavo.config import CacheConfig, SchedulerConfig
+from octavo.core.step import StepPlan
+from octavo.errors import ConfigError, OutOfMemory, RequestTooLong
+from octavo.executor.local import LocalExecutor
+from octavo.model_config import ModelConfig
+from octavo.simulation.config import SimulationConfig
+from octavo.simulation.cost_model import PAPER_2023
+from octavo.simulation.executor import SimulatedExecutor, SimulatedStep
+from octavo.simulation.planning import Fleet, Hopeless, Refusal, Target, fewest_gpus, highest_rate
+from octavo.simulation.report import fewest
+from octavo.simulation.run import Simulation, simulate
+
+UNCACHED = CacheConfig(num_blocks=983, enable_prefix_caching=False)
+OPT = SimulationConfig("opt-13b", "a100-40gb", cache=UNCACHED, coefficients=PAPER_2023)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    requests: tuple[TraceRequest, ...]
+    decoding: Decoding = field(default_factory=Decoding)
+    hash_block_size: int = 16
+
+
+def steady(count: int, gap: float, prompt: int = 100, output: int = 20, **decoding: Any) -> Traffic:
+    """One request every `gap` seconds."""
+    requests = (TraceRequest(prompt + i % 7, output + i % 5, i * gap) for i in range(count))
+    return Traffic(tuple(requests), Decoding(**decoding))
+
+
+def test_one_request_by_hand() -> None:
+    """A prompt and 4 decodes; the second request comes to an empty engine."""
+    traffic = Traffic((TraceRequest(100, 5, 2.0), TraceRequest(100, 5, 50.0)))
+    result = simulate(OPT, traffic)
+    model = OPT.prepare().cost_model
+    rows = [step.memory.num_tokens for step in result.steps]
+    assert rows == [100, 1, 1, 1, 1] * 2
+    first, second = result.requests
+    assert first.arrival == 2.0
+    assert result.steps[0].start == 2.0
+    assert result.steps[5].start == 50.0
+    assert first.latency == pytest.approx(second.latency)
+    assert first.first_token == result.steps[0].end
+    assert first.finish == result.steps[4].end
+    assert first.normalized_latency == pytest.approx((result.steps[4].end - 2.0) / 5)
+    assert first.time_per_output_token == pytest.approx((first.finish - first.first_token) / 4)
+    assert result.steps[0].seconds > model.gpu.memory_bandwidth**-1 * model.size.weight_bytes
+    assert result.mean_batched_requests == 1
+    assert (result.num_unfinished, result.block_size, result.num_blocks) == (0, 16, 983)
+    assert len(result.between(50.0).requests) == 1
+    assert len(result.between(0.0, 50.0).steps) == 5
+
+
+def test_equal_arguments_give_equal_results() -> None:
+    traffic = steady(40, 0.02, beam_width=3)
+    assert simulate(OPT, traffic) == simulate(OPT, traffic)
+
+
+def real_executor(config: SimulationConfig) -> type[SimulatedExecutor]:
+    """Computes with the real executor; time is still the simulator's."""
+
+    class RealExecutor(SimulatedExecutor):
+        def submit(self, plan: StepPlan) -> SimulatedStep:
+            if not self.spans:
+                model_config = ModelConfig.from_directory(config.model)
+                self.real = LocalExecutor(config.engine_config, model_config)
+                assert self.real.capacity.num_blocks == self.capacity.num_blocks
+            step = super().submit(plan)
+            return replace(step, outcome=self.real.submit(plan).result())
+
+    return RealExecutor
+
+
+def decisions(plans: list[StepPlan]) -> Iterator[Any]:
+    """Plans without the tokens that were drawn."""
+    for plan in plans:
+        opened = [
+            (row.seq_id, len(row.token_ids), row.num_computed_tokens, row.num_draws)
+            for row in plan.opened
+        ]
+        writes = [(write.seq_id, write.position) for write in plan.token_writes]
+        yield replace(plan, opened=[], token_writes=[]), opened, writes
+
+
+@pytest.mark.parametrize(
+    ("cache", "scheduler", "decoding"),
+    [
+        ({}, {"preemption_mode": "recompute"}, Decoding()),
+        ({}, {"preemption_mode": "swap", "enable_chunked_prefill": False}, Decoding(n=2)),
+        ({"memory_policy": "orca-oracle", "num_blocks": 70}, {}, Decoding(n=2)),
+        ({"memory_policy": "fastertransformer"}, {}, Decoding()),
+    ],
+    ids=["recompute", "swap", "orca", "fastertransformer"],
+)
+def test_the_simulator_decides_as_the_engine_does(
+    cache: dict[str, Any],
+    scheduler: dict[str, Any],
+    decoding: Decoding,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same plans, block by block, as with a real executor of the same speed."""
+    config = SimulationConfig(
+        str(model_directory("llama")),
+        "cpu",
+        max_model_len=96,
+        cache=CacheConfig(
+            **{
+                "block_size": 4,
+                "num_blocks": 60,
+                "enable_prefix_caching": "memory_policy" not in cache,
+                **cache,
+            }
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96, **scheduler),
+    )
+    requests = tuple(
+        TraceRequest(10 + 7 * i % 40, 5 + 11 * i % 30, 1e-4 * i, (i % 3,)) for i in range(16)
+    )
+    traffic = Traffic(requests, replace(decoding, temperature=1.0), hash_block_size=8)
+
+    def plans() -> list[Any]:
+        simulation = Simulation(config, traffic)
+        seen: list[StepPlan] = []
+        simulation.engine.observers.append(lambda plan, result, progress: seen.append(plan))
+        assert simulation.run().num_unfinished == 0
+        if "preemption_mode" in scheduler:
+            assert simulation.engine.scheduler.num_preemptions[scheduler["preemption_mode"]] > 0
+        return list(decisions(seen))
+
+    simulated = plans()
+    monkeypatch.setattr("octavo.simulation.run.SimulatedExecutor", real_executor(config))
+    assert plans() == simulated
+
+
+def test_overlap_plans_a_step_ahead() -> None:
+    """The same work; a request that comes to a busy engine waits for one step more."""
+    ahead = replace(OPT, overlap=True)
+    assert simulate(ahead, steady(1, 1.0)).requests == simulate(OPT, steady(1, 1.0)).requests
+    plain, overlapped = simulate(OPT, steady(30, 0.05)), simulate(ahead, steady(30, 0.05))
+    assert overlapped.time_to_first_token.mean > plain.time_to_first_token.mean
+    spans = [(step.start, step.end) for step in overlapped.steps]
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+def test_samples_share_and_part() -> None:
+    result = simulate(OPT, steady(20, 0.05, prompt=400, n=4))
+    assert result.mean_batched_sequences > 3 * result.mean_batched_requests
+    assert 0.4 < result.sharing_saves < 0.75
+
+
+def test_beams_share_more_the_closer_their_candidates() -> None:
+    """Of tied candidates all come from the best beam; far apart, every beam goes its own way."""
+    traffic = steady(10, 0.2, output=60, beam_width=4)
+    saves = [
+        simulate(replace(OPT, beam_spacing=spacing), traffic).sharing_saves
+        for spacing in (0.01, 1.0, 100.0)
+    ]
+    assert saves == sorted(saves, reverse=True)
+    assert saves[0] > saves[-1] + 0.05
+
+
+def test_equal_hashes_are_found() -> None:
+    requests = tuple(TraceRequest(80, 4, 5.0 * i, (1, 2, 3, 10 + i)) for i in range(4))
+    config = replace(OPT, cache=CacheConfig(num_blocks=983))
+    result = simulate(config, Traffic(requests))
+    # The blocks of the first three hashes; what follows is each request's own.
+    assert [request.num_cached_tokens for request in result.requests] == [0, 48, 48, 48]
+    assert result.prefix_hit_rate == pytest.approx(3 * 48 / (4 * 80))
+
+
+def test_reserving_systems_serve_fewer_at_once() -> None:
+    """Figure 13's order, in small."""
+    traffic = steady(400, 0.01, prompt=160, output=340)
+    batches = {}
+    for policy in ("paged", "orca-oracle", "orca-pow2", "orca-max"):
+        cache = replace(UNCACHED, memory_policy=policy)
+        result = simulate(replace(OPT, cache=cache), traffic, until=60.0)
+        batches[policy] = result.between(20.0).mean_batched_requests
+        slots = result.mean_slots
+        assert slots is not None
+        assert slots.total == pytest.approx(983 * 16)
+    assert list(batches.values()) == sorted(batches.values(), reverse=True)
+    assert batches["orca-max"] == 7
+
+
+def test_a_batch_of_fastertransformer_ends_together() -> None:
+    cache = replace(UNCACHED, memory_policy="fastertransformer")
+    requests = tuple(TraceRequest(50, output, 0.0) for output in (10, 100, 40))
+    result = simulate(replace(OPT, cache=cache), Traffic(requests))
+    assert {request.finish for request in result.requests} == {result.seconds}
+    assert len(result.steps) == 100
+    # Those that are done are computed on: all decodes take as long, but for the growing context.
+    decodes = [step.seconds for step in result.steps[1:]]
+    assert decodes == sorted(decodes)
+
+
+def test_it_ends_when_told() -> None:
+    traffic = steady(100, 0.1)
+    result = simulate(OPT, traffic, until=3.0)
+    assert result.steps[-2].end < 3.0 <= result.seconds
+    assert 0 < result.num_unfinished < 100
+    result = simulate(OPT, traffic, finished=lambda records: True)
+    assert len(result.requests) == 1
+
+
+def test_what_can_never_run_is_refused() -> None:
+    with pytest.raises(RequestTooLong, match=r"request 1 has 2000 \+ 100 tokens, but .* 2048 here"):
+        simulate(OPT, Traffic((TraceRequest(9, 9), TraceRequest(2000, 100))))
+    with pytest.raises(
+        RequestTooLong, match=r"request 1: max_tokens: 10 sequence\(s\) of up to 1800"
+    ):
+        simulate(OPT, Traffic((TraceRequest(9, 9), TraceRequest(100, 1700)), Decoding(n=10)))
+    with pytest.raises(OutOfMemory, match="a KV cache of one block does not fit"):
+        simulate(replace(OPT, cache=CacheConfig(), gpu="cpu"), steady(1, 1.0))
+    with pytest.raises(ConfigError, match="num_gpus: 40 heads cannot be divided among 3"):
+        simulate(replace(OPT, num_gpus=3), steady(1, 1.0))
+    with pytest.raises(ConfigError, match="num_gpus: 0 is less than 1"):
+        replace(OPT, num_gpus=0)
+
+
+def test_the_highest_rate_meets_the_target_and_a_little_more_misses_it() -> None:
+    target = Target(normalized_latency=0.05)
+    found = highest_rate(OPT, lambda rate: steady(100, 1 / rate), target, resolution=0.1)
+    rates = {probe.rate: probe.is_met for probe in found.probes}
+    assert rates[found.rate]
+    missed = [rate for rate, is_met in rates.items() if not is_met]
+    assert found.rate < min(missed) <= 1.1 * found.rate
+    # What was cut short would have missed.
+    whole = simulate(OPT, steady(100, 1 / min(missed)))
+    assert whole.normalized_latency > 0.05
+    impossible = highest_rate(OPT, lambda rate: steady(3, 1 / rate), Target(1e-6))
+    assert impossible.rate == 0
+
+
+def test_hopeless_is_certain() -> None:
+    result = simulate(OPT, steady(100, 0.01))
+    for limit in (0.5, 0.9, 1.1):
+        late = result.time_to_first_token.at[99] * limit
+        slow = result.time_per_output_token.at[99] * limit
+        mean = result.normalized_latency * limit
+        for target in (Target(mean), Target(None, late), Target(None, None, slow)):
+            hopeless = Hopeless(target, 100)
+            gave_up = any([hopeless([record]) for record in result.requests])
+            assert gave_up == (not target.is_met(result)) == (limit < 1)
+
+
+def test_fewest_devices() -> None:
+    """OPT-66B needs four of them for its weights alone."""
+    config = SimulationConfig("opt-66b", "a100-40gb", cache=replace(UNCACHED, num_blocks=None))
+    found = fewest_gpus(config, lambda rate: steady(60, 1 / rate), 4.0, Target(0.1), (1, 4, 5, 8))
+    kinds = [type(choice) for choice in found]
+    assert kinds == [Refusal, Fleet, Refusal, Fleet]
+    best = fewest(found)
+    assert best is not None
+    assert (best.config.num_gpus, best.num_gpus % 4) == (4, 0)
+    with pytest.raises(ConfigError, match="target: give a latency"):
+        Target()
+    with pytest.raises(ConfigError, match="target: -1 s is not a positive number"):
+        Target(-1)
+
+
+def test_nothing_finished_is_infinitely_slow() -> None:
+    result = simulate(OPT, steady(1, 1.0), until=1e-9)
+    assert result.normalized_latency == math.inf
+    assert result.to_values()["normalized_latency"] is None

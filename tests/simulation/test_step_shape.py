@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan
+from octavo.simulation.step_shape import PaddedBatches, RowLengths, StepShape, windowed_pairs
+
+
+def opened(seq_id: int, num_prompt_tokens: int, num_computed: int = 0) -> OpenedRow:
+    tokens = tuple(range(num_prompt_tokens))
+    return OpenedRow(seq_id, tokens, num_prompt_tokens, num_computed, SamplingSpec(), 0, 0)
+
+
+def plan(work: dict[int, int], **changes: object) -> StepPlan:
+    """`work`: sequence -> tokens that it computes."""
+    return StepPlan(0, list(work), list(work.values()), list(work), [], **changes)  # type: ignore[arg-type]
+
+
+@given(start=st.integers(0, 60), count=st.integers(1, 60), window=st.integers(1, 70))
+def test_what_a_window_sees(start: int, count: int, window: int) -> None:
+    end = start + count
+    expected = sum(min(position + 1, window) for position in range(start, end))
+    assert windowed_pairs(start, end, window) == expected
+
+
+def test_amounts_by_hand() -> None:
+    rows = RowLengths([None])
+    # 10 prompt tokens, 4 of them cached; and a prompt of 3.
+    prefill = rows.follow(plan({1: 6, 2: 3}, opened=[opened(1, 10, 4), opened(2, 3)]))
+    pairs = (5 + 6 + 7 + 8 + 9 + 10) + (1 + 2 + 3)
+    assert prefill == StepShape(2, 9, 2, 13, pairs)
+    decode = rows.follow(
+        plan({1: 1, 3: 1}, forks=[Fork(1, 3, 1)], closed=[2], copies=[(1, 2)], swap_out=[(3, 1)])
+    )
+    assert decode == StepShape(2, 2, 2, 22, 0, num_copied_blocks=1, num_swapped_blocks=1)
+    assert rows.num_rows == 2
+
+
+def test_windows_bound_what_is_read() -> None:
+    """Two of three layers see 8 tokens."""
+    rows = RowLengths([None, 8, 8])
+    prefill = rows.follow(plan({1: 20}, opened=[opened(1, 20)]))
+    assert prefill.kv_tokens == pytest.approx((20 + 2 * 20) / 3)
+    assert prefill.attention_pairs == pytest.approx((210 + 2 * windowed_pairs(0, 20, 8)) / 3)
+    decode = rows.follow(plan({1: 1}))
+    assert decode.kv_tokens == pytest.approx((21 + 2 * 8) / 3)
+
+
+def test_batches_are_padded_to_the_longest() -> None:
+    batches = PaddedBatches(RowLengths([None]))
+    rows = [opened(1, 10), opened(2, 30)]
+    prefill = batches.follow(plan({1: 10, 2: 30}, opened=rows))
+    assert prefill == StepShape(2, 60, 2, 60, 2 * 30 * 31 // 2)
+    assert batches.follow(plan({1: 1, 2: 1})) == StepShape(2, 2, 2, 62, 0)
+    # The first is done, but computed on.
+    assert batches.follow(plan({2: 1}, closed=[1])) == StepShape(2, 2, 2, 64, 0)
+    # Then the next batch, of one.
+    assert batches.follow(plan({3: 5}, closed=[2], opened=[opened(3, 5)])).num_tokens == 5
+    assert batches.follow(plan({3: 1})).kv_tokens == 6
+
+
+def test_padded_samples_count_after_the_prompt() -> None:
+    batches = PaddedBatches(RowLengths([None]))
+    batches.follow(plan({1: 10}, opened=[opened(1, 10)]))
+    forks = [Fork(1, 2, 1), Fork(1, 3, 2)]
+    assert batches.follow(plan({1: 1, 2: 1, 3: 1}, forks=forks)).kv_tokens == 33
+
+
+def test_a_row_is_followed_from_any_idle_moment() -> None:
+    """Rows of before may still be closed."""
+    rows = RowLengths([None])
+    assert rows.follow(plan({7: 2}, closed=[1, 2], opened=[opened(7, 2)])).num_tokens == 2
+
+
+def test_it_agrees_with_a_plain_count() -> None:
+    draw = random.Random(0)
+    rows, lengths = RowLengths([None]), dict.fromkeys(range(5), 0)
+    work = {seq: draw.randint(1, 9) for seq in lengths}
+    steps = [plan(work, opened=[opened(seq, 9) for seq in lengths])]
+    steps += [plan({seq: 1 for seq in lengths if draw.random() < 0.7}) for _ in range(20)]
+    for step in steps:
+        context = 0
+        for seq, count in zip(step.seq_ids, step.num_scheduled_tokens, strict=True):
+            lengths[seq] += count
+            context += lengths[seq]
+        assert rows.follow(step).kv_tokens == context
