@@ -28,6 +28,7 @@ from server.clients import (
     sampling,
     symbolic_client,
 )
+from server.symbolic_engine import expected_tokens
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -122,6 +123,26 @@ def test_an_abort_gives_the_blocks_back() -> None:
                 async with asyncio.timeout(0.1):
                     await complete(client, [3], 900)
             await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_a_name_can_be_used_again_at_once() -> None:
+    """What is still on its way for the first request must not reach the second."""
+
+    async def test() -> None:
+        async with symbolic_client("step=0.001") as client:
+            for seed in range(20):
+                prompt = [seed % 7] * 3
+                stream = await client.generate(prompt, sampling(200, seed), request_id="same")
+                for _ in range(seed % 4):
+                    await anext(aiter(stream))
+                stream.abort()
+                params = sampling(5, seed + 1)
+                second = await client.generate([6, *prompt], params, request_id="same")
+                output = await second.result()
+                expected = expected_tokens([6, *prompt], seed + 1, 0, 5)
+                assert output.outputs[0].token_ids == expected
 
     run(test())
 
