@@ -94,7 +94,11 @@ class Viewer:
             "prompt_tokens": view.num_prompt_tokens,
             "cached_tokens": view.num_cached_tokens,
             "preemptions": view.num_preemptions,
-            "sequences": [_sequence(seq, known.get(seq.seq_id)) for seq in view.sequences],
+            "sequences": [
+                # Beams have no number of their own; they are counted as they stand.
+                _sequence(seq, place if view.method == "beam_search" else seq.index, known)
+                for place, seq in enumerate(view.sequences)
+            ],
         }
 
     def _gone(self, snapshot: Snapshot) -> list[str]:
@@ -202,12 +206,12 @@ class Feed:
         return counters.num_steps, gauges, num_open, num_new
 
 
-def _sequence(seq: SequenceView, known: list[list[int]] | None) -> dict[str, Any]:
+def _sequence(seq: SequenceView, index: int, known: Tables) -> dict[str, Any]:
     """A sequence with what was added to its tables: [entries that stay, the entries after them]."""
-    before = known or [[] for _ in seq.block_ids]
+    before = known.get(seq.seq_id) or [[] for _ in seq.block_ids]
     return {
         "id": seq.seq_id,
-        "index": seq.index,
+        "index": index,
         "tokens": seq.num_tokens,
         "computed": seq.num_computed_tokens,
         "tier": "device" if seq.on_device else "swap",

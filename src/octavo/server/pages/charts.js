@@ -48,7 +48,9 @@ function makeChart(canvas, series, format) {
     if (known.length) context.fillText(format(most), 0, top - 2);
     if (points.length === 0) return;
     const now = points[points.length - 1].t;
-    series.forEach((one, number) => {
+    // The first series is the main one, so it is drawn last, on top of the others.
+    [...series].reverse().forEach((one) => {
+      const number = series.indexOf(one);
       context.strokeStyle = color(one.color);
       context.lineWidth = 1.75;
       context.lineJoin = "round";

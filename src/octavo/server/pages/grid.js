@@ -14,7 +14,7 @@ function makeGrid(canvas, onPoint, leader = null) {
     const style = getComputedStyle(document.documentElement);
     const get = (name) => style.getPropertyValue(name).trim();
     colors = {
-      free: get("--free"), cached: get("--cached"), mark: get("--mark"), card: get("--card"),
+      free: get("--free"), cached: get("--cached"), mark: get("--mark"), on: get("--on-block"),
       light: get("--light"), accent: get("--accent"), warm: get("--warm"),
     };
   }
@@ -75,7 +75,7 @@ function makeGrid(canvas, onPoint, leader = null) {
     box(x + inset, y + inset, size - 2 * inset);
     context.stroke();
     if (cell >= 18) {
-      context.fillStyle = colors.mark;
+      context.fillStyle = colors.on;
       context.font = `600 ${Math.round(size * 0.5)}px system-ui, sans-serif`;
       context.textAlign = "center";
       context.textBaseline = "middle";

@@ -28,7 +28,7 @@
     const place = byId("answers");
     while (place.children.length <= index) {
       const box = make("div", "answer");
-      box.style.setProperty("--hue", 175);
+      box.style.setProperty("--hue", feed.model.hue(latest));
       if (kind() === "completion") box.append(make("span", "prompt-echo", byId("prompt").value));
       box.append(make("span"));
       place.append(box);
