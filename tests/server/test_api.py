@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -465,11 +466,23 @@ def test_models_health_version_and_description(server: LiveServer, client: opena
     assert client.models.retrieve("demo").id == "demo"
     assert server.get("/health").json() == {"status": "ok"}
     assert server.get("/version").json().keys() == {"version"}
+    info = server.get("/tokenizer_info").json()
+    assert info["eos_token"]
+    assert "messages" in info["chat_template"]
     described = server.get("/openapi.json").json()
     assert "/v1/completions" in described["paths"]
     codes = {c for p in described["paths"].values() for o in p.values() for c in o["responses"]}
     assert "422" not in codes
     assert "<script>" in server.get("/docs").text
+
+
+def test_the_api_process_has_no_torch(server: LiveServer) -> None:
+    maps = Path(f"/proc/{server.process.pid}/maps")
+    if not maps.exists():
+        pytest.skip("this system does not show what a process has loaded")
+    loaded = maps.read_text()
+    assert "tokenizers" in loaded
+    assert "torch" not in loaded
 
 
 def test_a_client_that_goes_away_leaves_nothing_running(server: LiveServer) -> None:

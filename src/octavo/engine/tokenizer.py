@@ -50,6 +50,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens)
+        self.chat_template = template  # its source
         self._template = None if template is None else ChatTemplate(template, self._special_tokens)
         self._special_ids = frozenset(
             token_id

@@ -165,6 +165,16 @@ class Tokens(msgspec.Struct):
     token_strs: list[str] | UnsetType = UNSET
 
 
+class TokenizerInfo(msgspec.Struct):
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    vocab_size: int
+    model_max_length: int
+
+
 class Text(msgspec.Struct):
     prompt: str
 

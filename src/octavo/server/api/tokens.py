@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize"""
+"""POST /tokenize and /detokenize, GET /tokenizer_info"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.errors import InvalidRequest
 from octavo.server.api.context import Context, context_of, reply
 from octavo.server.api.conversations import conversation_prompt
 from octavo.server.api.errors import refused
-from octavo.server.api.replies import Text, Tokens
+from octavo.server.api.replies import Text, TokenizerInfo, Tokens
 from octavo.server.api.requests import DetokenizeBody, TokenizeBody
 from octavo.server.api.schema import documented
 
@@ -62,3 +62,21 @@ async def detokenize(request: Request) -> Response:
                 "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
             )
     return reply(Text(tokenizer.decode(body.tokens, bool(body.skip_special_tokens))))
+
+
+@router.get("/tokenizer_info", **documented(None, TokenizerInfo))
+async def tokenizer_info(request: Request) -> Response:
+    """What a client needs to prepare prompts as the server does."""
+    context = context_of(request)
+    tokenizer = context.tokenizer("tokenizer")
+    special = tokenizer.special_tokens
+    info = TokenizerInfo(
+        bos_token=special.get("bos_token"),
+        eos_token=special.get("eos_token"),
+        pad_token=special.get("pad_token"),
+        unk_token=special.get("unk_token"),
+        chat_template=tokenizer.chat_template,
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=context.client.info.max_model_len,
+    )
+    return reply(info)

@@ -1,0 +1,103 @@
+"""Other people's clients against a real server: `make test-clients`.
+
+Each client has an environment of its own, made at the first run under OCTAVO_CLIENT_ENVIRONMENTS
+(.venv/clients if it is not set). Needs a package index, and for OpenAI's other client node and npm.
+Prints a line for each client; the exit status is 1 if one of them failed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE.parent))
+
+from octavo.demo import demo_model_path  # noqa: E402
+from server.live_server import live_server  # noqa: E402
+
+SECONDS = 600  # for one client's test
+LAST_LINES = 25  # of what a failed one has said
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client library, and the program that tries it; it gets a URL and the model directory."""
+
+    name: str
+    script: str
+    requirements: tuple[str, ...]
+
+    @property
+    def is_node(self) -> bool:
+        return self.script.endswith(".mjs")
+
+
+CLIENTS = (
+    Client("openai (node)", "openai_node.mjs", ("openai@^7.55.0",)),
+    Client("langchain-openai", "use_langchain.py", ("langchain-openai>=1.7,<2",)),
+    # Later ones want a certifi that not every index has.
+    Client("litellm", "use_litellm.py", ("litellm>=1.100,<1.107",)),
+    Client("lm-eval", "use_lm_eval.py", ("lm-eval[api]>=0.4.13,<0.5", "transformers>=5")),
+    # torch first: a bare guidellm takes the build for GPUs, where the index has that one.
+    Client("guidellm", "use_guidellm.py", ("torch==2.13.0", "guidellm>=0.8.1,<0.9")),
+)
+
+
+def prepare(client: Client, environments: Path) -> list[str]:
+    """The command that runs the client's program; its environment is made if it is not there."""
+    place = environments / Path(client.script).stem
+    done = place / f"installed {' '.join(client.requirements)}".replace("/", "_")
+    if client.is_node:
+        place.mkdir(parents=True, exist_ok=True)
+        # node looks for libraries beside the program.
+        program = place / client.script
+        program.write_text((HERE / client.script).read_text(encoding="utf-8"), encoding="utf-8")
+        if not done.exists():
+            install = ["npm", "install", "--silent", "--no-save", "--prefix", str(place)]
+            subprocess.run([*install, *client.requirements], check=True)
+            done.touch()
+        return ["node", str(program)]
+    python = place / "bin" / "python"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+        for requirement in client.requirements:
+            subprocess.run([python, "-m", "pip", "install", "--quiet", requirement], check=True)
+        done.touch()
+    return [str(python), str(HERE / client.script)]
+
+
+def main() -> int:
+    chosen = sys.argv[1:]
+    environments = Path(os.environ.get("OCTAVO_CLIENT_ENVIRONMENTS", ROOT / ".venv" / "clients"))
+    model = demo_model_path()
+    num_failed = 0
+    with live_server("--log-level", "warning", "--num-blocks", "1024") as server:
+        for client in CLIENTS:
+            if chosen and client.name not in chosen:
+                continue
+            try:
+                command = prepare(client, environments)
+                run = subprocess.run(
+                    [*command, server.url, str(model)],
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS,
+                )
+                said, ok = run.stdout + run.stderr, run.returncode == 0
+            except (OSError, subprocess.SubprocessError) as error:
+                said, ok = str(error), False
+            num_failed += not ok
+            last = run.stdout.strip().splitlines()[-1:] if ok else []
+            print(f"{client.name:<18}{'ok' if ok else 'FAILED':<8}{''.join(last)}", flush=True)
+            if not ok:
+                print("\n".join(f"    {line}" for line in said.splitlines()[-LAST_LINES:]))
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
