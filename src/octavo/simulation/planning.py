@@ -121,7 +121,12 @@ def highest_rate(
     below, above, rate = 0.0, math.inf, first
     probes: list[Probe] = []
     while above > (1 + resolution) * below and rate > MIN_RATE and len(probes) < MAX_PROBES:
-        found = probe(config, workload_at, rate, target)
+        try:
+            found = probe(config, workload_at, rate, target)
+        except ConfigError as error:
+            if error.field != "rate" or not probes:
+                raise
+            break  # so low that nobody comes
         probes.append(found)
         probed(found)
         if found.is_met:
