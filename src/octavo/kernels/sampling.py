@@ -70,12 +70,14 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     if not draws.is_greedy:
         limited = draws.is_limited
         if limited:
+            # Few draws have a multiprocessor each; of many, two share one.
+            warps = 16 if num_draws <= 128 else 8
             find_limits[(num_draws,)](
                 *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),
                 *(draws.log_min_p, peaks, limits, *sizes),
                 CHUNKS=chunks,
-                BLOCK=min(4096, triton.next_power_of_2(vocab_size)),
-                num_warps=16,
+                BLOCK=max(64, min(512 * warps, triton.next_power_of_2(vocab_size))),
+                num_warps=warps,
                 **pdl,
             )
         setting = (logits, draws.rows, draws.temperature, draws.log_min_p, peaks, limits)

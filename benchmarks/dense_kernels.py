@@ -1,0 +1,275 @@
+"""Dense kernels on one GPU: products against cuBLAS, layers, norms, and the sampler.
+
+Times are of CUDA-graph replays over weights beyond the L2 cache, back to back, so that kernels may
+overlap as in a model. Prints a table per part; the last line is JSON.
+
+    PYTHONPATH=src python benchmarks/dense_kernels.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.activation import silu_mul
+from octavo.kernels.candidates import best_tokens
+from octavo.kernels.linear import Activation, linear, linear_parts
+from octavo.kernels.norm import layer_norm, rms_norm
+from octavo.kernels.sampling import DeviceDraws, sample
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+BYTES_AT_ONCE = 300_000_000  # of weights: several times the L2 cache
+SECONDS = 3e-3  # of device time per measurement
+EPS = 1e-5
+
+# name: rows of W (of each half), columns of W, activation
+Shape = tuple[int, int, Activation]
+MODELS: dict[str, tuple[str, int, list[Shape]]] = {
+    "Llama-3-8B": (
+        "rms",
+        8,
+        [
+            (6144, 4096, None),
+            (4096, 4096, None),
+            (14336, 4096, "silu_mul"),
+            (4096, 14336, None),
+        ],
+    ),
+    "OPT-13B": (
+        "layer",
+        6,
+        [(15360, 5120, None), (5120, 5120, None), (20480, 5120, "relu"), (5120, 20480, None)],
+    ),
+    "Qwen3-0.6B": (
+        "rms",
+        28,
+        [(4096, 1024, None), (1024, 2048, None), (3072, 1024, "silu_mul"), (1024, 3072, None)],
+    ),
+}
+HEADS: list[Shape] = [(128256, 4096, None), (50272, 5120, None), (151936, 1024, None)]
+TOKENS = (1, 8, 16, 32, 64, 128, 256)
+
+
+def microseconds(work: Callable[[], object], launches: int, expected: float) -> float:
+    """Median of five; `expected` seconds of `work` decide how often it is repeated."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    repeats = max(1, int(SECONDS / expected))
+    times = []
+    for _ in range(5):
+        start.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / repeats / launches * 1e3)
+    return sorted(times)[2]
+
+
+def weight_of(shape: Shape) -> Tensor:
+    rows, size, activation = shape
+    rows *= 2 if activation == "silu_mul" else 1
+    return torch.randn(rows, size, device=DEVICE, dtype=DTYPE).mul_(size**-0.5)
+
+
+def copy_bandwidth() -> float:
+    source = torch.empty(1 << 31, device=DEVICE, dtype=torch.uint8).random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / microseconds(lambda: target.copy_(source), 1, 1e-3) / 1e6
+
+
+def products() -> dict[str, dict[str, list[float]]]:
+    """TB/s of weights, [ours, cuBLAS], for every shape and number of tokens."""
+    result: dict[str, dict[str, list[float]]] = {}
+    for shape in [shape for _, _, shapes in MODELS.values() for shape in shapes] + HEADS:
+        rows, size, activation = shape
+        bytes_ = weight_of(shape).numel() * 2
+        weights = [weight_of(shape) for _ in range(min(24, max(2, BYTES_AT_ONCE // bytes_)))]
+        # What a norm follows may come in parts.
+        of_norm = activation is None and rows in (1024, 4096, 5120) and shape != (4096, 1024, None)
+        name = f"{size} -> {rows}" + (f" {activation}" if activation else "")
+        result[name] = {}
+        for num_tokens in TOKENS:
+            x = torch.randn(num_tokens, size, device=DEVICE, dtype=DTYPE)
+
+            def ours(
+                x: Tensor = x,
+                weights: list[Tensor] = weights,
+                of_norm: bool = of_norm,
+                activation: Activation = activation,
+            ) -> None:
+                for weight in weights:
+                    if of_norm:
+                        linear_parts(x, weight)
+                    else:
+                        linear(x, weight, None, activation)
+
+            def cublas(x: Tensor = x, weights: list[Tensor] = weights) -> None:
+                for weight in weights:
+                    F.linear(x, weight)
+
+            expected = len(weights) * bytes_ / 3e12
+            times = [microseconds(work, len(weights), expected) for work in (ours, cublas)]
+            result[name][str(num_tokens)] = [round(bytes_ / us / 1e6, 2) for us in times]
+        cells = " | ".join(f"{ours:.2f} / {blas:.2f}" for ours, blas in result[name].values())
+        print(f"| {name} | {cells} |", flush=True)
+        del weights
+    return result
+
+
+def layers() -> dict[str, dict[str, list[float]]]:
+    """Microseconds a layer without attention: [ours, cuBLAS with our norms, with torch's]."""
+    result: dict[str, dict[str, list[float]]] = {}
+    for model, (norm, num_layers, shapes) in MODELS.items():
+        weights = [[weight_of(shape) for shape in shapes] for _ in range(num_layers)]
+        hidden_size, attended = shapes[1][0], shapes[1][1]
+        scale = torch.ones(hidden_size, device=DEVICE, dtype=DTYPE)
+        activation = shapes[2][2]
+        bytes_ = sum(weight.numel() * 2 for weight in weights[0])
+        result[model] = {}
+        for num_tokens in TOKENS:
+            x, residual = torch.randn(2, num_tokens, hidden_size, device=DEVICE, dtype=DTYPE)
+
+            def normed(
+                hidden: Tensor,
+                residual: Tensor = residual,
+                norm: str = norm,
+                scale: Tensor = scale,
+            ) -> Tensor:
+                if norm == "rms":
+                    return rms_norm(hidden, scale, EPS, residual)
+                return layer_norm(hidden, scale, scale, EPS, residual)
+
+            def normed_by_torch(
+                hidden: Tensor,
+                residual: Tensor = residual,
+                norm: str = norm,
+                scale: Tensor = scale,
+            ) -> Tensor:
+                residual.add_(hidden)
+                if norm == "rms":
+                    return F.rms_norm(residual, scale.shape, scale, EPS)
+                return F.layer_norm(residual, scale.shape, scale, scale, EPS)
+
+            def ours(
+                hidden: Tensor = x,
+                weights: list[list[Tensor]] = weights,
+                attended: int = attended,
+                activation: Activation = activation,
+                normed: Callable[[Tensor], Tensor] = normed,
+            ) -> None:
+                for qkv, output, up, down in weights:
+                    inside = linear(normed(hidden), qkv)[:, :attended]
+                    hidden = linear_parts(inside, output)
+                    hidden = linear_parts(linear(normed(hidden), up, None, activation), down)
+
+            def cublas(
+                norm: Callable[[Tensor], Tensor],
+                gated: Callable[[Tensor], Tensor],
+                hidden: Tensor = x,
+                weights: list[list[Tensor]] = weights,
+                attended: int = attended,
+                activation: Activation = activation,
+            ) -> None:
+                for qkv, output, up, down in weights:
+                    hidden = F.linear(F.linear(norm(hidden), qkv)[:, :attended], output)
+                    inside = F.linear(norm(hidden), up)
+                    inside = F.relu(inside) if activation == "relu" else gated(inside)
+                    hidden = F.linear(inside, down)
+
+            def gated_by_torch(gate_up: Tensor) -> Tensor:
+                gate, up = gate_up.chunk(2, dim=-1)
+                return F.silu(gate) * up
+
+            expected = num_layers * bytes_ / 2e12
+            works = (
+                ours,
+                lambda normed=normed, cublas=cublas: cublas(normed, silu_mul),
+                lambda normed=normed_by_torch, cublas=cublas: cublas(normed, gated_by_torch),
+            )
+            times = [microseconds(work, num_layers, expected) for work in works]
+            result[model][str(num_tokens)] = [round(us, 1) for us in times]
+        cells = " | ".join(
+            " / ".join(f"{us:.1f}" for us in times) for times in result[model].values()
+        )
+        print(f"| {model} | {cells} |", flush=True)
+        del weights
+    return result
+
+
+def draws(
+    num_rows: int, temperature: float, top_k: int, top_p: float, *, is_greedy: bool, limited: bool
+) -> DeviceDraws:
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_rows,), value, dtype=dtype, device=DEVICE)
+
+    rows = torch.arange(num_rows, device=DEVICE)
+    return DeviceDraws(
+        rows=rows,
+        temperature=full(temperature, torch.float32),
+        top_k=full(top_k, torch.int64),
+        top_p=full(top_p, torch.float64),
+        log_min_p=full(-torch.inf, torch.float32),
+        seeds=rows,
+        sample_indices=full(0, torch.int64),
+        positions=rows * 7,
+        is_greedy=is_greedy,
+        is_limited=limited,
+    )
+
+
+def sampler() -> dict[str, dict[str, float]]:
+    """Microseconds for all rows; logits bfloat16, normal with deviation 2."""
+    result: dict[str, dict[str, float]] = {}
+    for num_rows, vocab_size in ((64, 151936), (256, 151936), (256, 50272)):
+        logits = [
+            torch.randn(num_rows, vocab_size, device=DEVICE).mul_(2).to(DTYPE) for _ in range(2)
+        ]
+        settings = {
+            "greedy": draws(num_rows, 0.0, 0, 1.0, is_greedy=True, limited=False),
+            "temperature 0.6": draws(num_rows, 0.6, 0, 1.0, is_greedy=False, limited=False),
+            "top_k 50": draws(num_rows, 0.8, 50, 1.0, is_greedy=False, limited=True),
+            "top_p 0.95": draws(num_rows, 0.8, 0, 0.95, is_greedy=False, limited=True),
+        }
+        works: dict[str, Callable[[Tensor], object]] = {
+            name: lambda values, chosen=chosen: sample(values, chosen)
+            for name, chosen in settings.items()
+        }
+        works["best 12"] = lambda values: best_tokens(values, 12)
+        works["best 12 by torch"] = lambda values: values.float().log_softmax(-1).topk(12)
+        name = f"{num_rows} x {vocab_size}"
+        result[name] = {
+            label: round(
+                microseconds(lambda work=work, logits=logits: [work(x) for x in logits], 2, 4e-4), 1
+            )
+            for label, work in works.items()
+        }
+        print(f"sampler {name}: {result[name]}", flush=True)
+    return result
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    summary = {
+        "device": torch.cuda.get_device_name(),
+        "copy_tb_s": round(copy_bandwidth(), 2),
+        "products_tb_s": products(),
+        "layer_us": layers(),
+        "sampler_us": sampler(),
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
