@@ -42,8 +42,7 @@ def load_heads(
     if ROTARY_HALF > 0:
         # Each element also loads the one that it is rotated with: no exchange between threads.
         rotated = dim < 2 * ROTARY_HALF
-        partner = tl.where(dim < ROTARY_HALF, dim + ROTARY_HALF, dim - ROTARY_HALF)
-        partner = tl.where(rotated, partner, 0)
+        partner = (dim + ROTARY_HALF) % (2 * ROTARY_HALF)
         y = tl.load(base + partner[None, :], mask=inside, other=0.0)
         if HAS_NORM:
             w = tl.load(weight + partner).to(tl.float32)
