@@ -65,6 +65,8 @@ def test_a_sweep_finds_the_knee(monkeypatch: pytest.MonkeyPatch, first: float) -
 
 def test_crossing() -> None:
     points = {1.0: {"latency": 0.1}, 2.0: {"latency": 0.4}, 3.0: {"latency": 0.9}}
+    noisy = {0.5: {"latency": 0.6}, **points}
+    assert crossing(noisy, 0.5) == crossing(points, 0.5)
     assert crossing(points, 0.2) == pytest.approx(1.5)
     assert crossing(points, 0.4) == pytest.approx(2.0)
     assert crossing(points, 5.0) is None

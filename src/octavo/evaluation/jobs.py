@@ -33,6 +33,7 @@ DRAWING = (
     "evaluation/paper_values.py",
     "evaluation/report.py",
     "evaluation/run_plots.py",
+    "evaluation/scale.py",
 )
 
 

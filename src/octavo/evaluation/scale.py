@@ -11,9 +11,13 @@ class Scale:
     """Seconds of arrivals, and where a steady state is measured in them."""
 
     name: str
-    sharegpt_seconds: float  # of a sweep
+    # Sweeps of basic sampling. The systems of a plot have the same, and the slowest need many
+    # requests, too.
+    sharegpt_seconds: float
     sharegpt_175b_seconds: float
-    alpaca_seconds: float
+    alpaca_seconds: float  # and translation
+    gang_seconds: float  # sweeps with several sequences a request
+    block_size_seconds: float  # figures 18b and 19b: single rates
     # Figures 2, 13 and 15 look at a window of a run.
     window: tuple[float, float]
     resolution: float  # a sweep ends when the sustained rate is known to this share
@@ -32,13 +36,14 @@ class Scale:
     @property
     def description(self) -> str:
         return (
-            f"{self.name}; requests arrive for {self.sharegpt_seconds:g} s on ShareGPT "
-            f"({self.sharegpt_175b_seconds:g} s with OPT-175B) and {self.alpaca_seconds:g} s on "
-            f"other data sets, and all are served; steady states are means over the steps from "
-            f"{self.window[0]:g} to {self.window[1]:g} s"
+            f"{self.name}. Requests arrive for {self.sharegpt_seconds:g} s on ShareGPT "
+            f"({self.sharegpt_175b_seconds:g} s with OPT-175B), {self.alpaca_seconds:g} s on "
+            f"Alpaca and WMT16, {self.gang_seconds:g} s in figure 14 and "
+            f"{self.block_size_seconds:g} s in figures 18 and 19, and all are served; steady "
+            f"states are means over the steps from {self.window[0]:g} to {self.window[1]:g} s"
         )
 
 
-QUICK = Scale("quick", 600.0, 600.0, 150.0, (200.0, 400.0), 0.08)
+QUICK = Scale("quick", 1800.0, 900.0, 300.0, 150.0, 600.0, (200.0, 400.0), 0.08)
 # As in the paper; the window is that of the artifact.
-FULL = Scale("full", 3600.0, 900.0, 3600.0, (300.0, 900.0), 0.01)
+FULL = Scale("full", 3600.0, 900.0, 3600.0, 3600.0, 3600.0, (300.0, 900.0), 0.02)

@@ -184,10 +184,9 @@ def measure(scenario: Scenario) -> dict[str, Any]:
 
 
 def crossing(points: dict[float, dict[str, Any]], limit: float) -> float | None:
-    """The rate at which latency passes `limit` for the first time, between two points on a line
-    over the logarithm of latency. None if it never does."""
-    rates = sorted(points)
-    for low, high in pairwise(rates):
+    """The rate from which on latency stays above `limit`, between two points on a line over the
+    logarithm of latency. None if there are no such two points."""
+    for low, high in reversed(list(pairwise(sorted(points)))):
         before, after = points[low]["latency"], points[high]["latency"]
         if before < limit <= after:
             share = math.log(limit / before) / math.log(after / before)

@@ -35,8 +35,7 @@ TITLES = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 
 
 def job(source: str, block_size: int, scale: Scale) -> Latency:
-    seconds = scale.trace_seconds(source, "opt-13b")
-    workload = WorkloadSpec(source, FIGURE_18B_RATES[source], seconds)
+    workload = WorkloadSpec(source, FIGURE_18B_RATES[source], scale.block_size_seconds)
     return Latency(Scenario("opt-13b", "vllm", workload, block_size, "recompute"))
 
 

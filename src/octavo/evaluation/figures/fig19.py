@@ -34,8 +34,7 @@ METHOD_COLOURS = {"recompute": BLUE, "swap": ORANGE}
 
 
 def job(method: PreemptionMode, block_size: int, scale: Scale) -> Latency:
-    seconds = scale.trace_seconds("sharegpt", "opt-13b")
-    workload = WorkloadSpec("sharegpt", FIGURE_18B_RATES["sharegpt"], seconds)
+    workload = WorkloadSpec("sharegpt", FIGURE_18B_RATES["sharegpt"], scale.block_size_seconds)
     return Latency(Scenario("opt-13b", "vllm", workload, block_size, method))
 
 
