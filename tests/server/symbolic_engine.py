@@ -17,8 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from core.symbolic import SymbolicExecutor, chain, drawn_token
 from octavo.config import EngineConfig
 from octavo.core.kv_spec import FullAttention, group_layers
+from octavo.core.sequence import Request
 from octavo.core.step import FinishedStep, PendingStep, StepPlan
 from octavo.engine.engine import Engine
+from octavo.engine.prepared import PreparedRequest
 from octavo.errors import ModelError
 from octavo.executor.base import KVCapacity
 from octavo.model_config import ModelConfig, resolve_model
@@ -34,6 +36,7 @@ FLAGS = {
 }
 # Tokens that do harm when they are computed.
 DEADLY, RAISING, HANGING = 1000, 1001, 1002
+UNACCEPTABLE = 1003  # the process raises as soon as it gets a request with it
 
 
 class HarmfulExecutor(SymbolicExecutor):
@@ -68,6 +71,13 @@ class HarmfulExecutor(SymbolicExecutor):
                 time.sleep(1000)
 
 
+class FragileEngine(Engine):
+    def accept(self, prepared: PreparedRequest, request_id: str) -> Request:
+        if UNACCEPTABLE in prepared.prompt_token_ids:
+            raise RuntimeError("a token that raises early")
+        return super().accept(prepared, request_id)
+
+
 def expected_tokens(prompt: list[int], seed: int, index: int, num_tokens: int) -> list[int]:
     """What a sample must be, by the definition."""
     symbol = 0
@@ -90,7 +100,7 @@ def load(config: EngineConfig) -> Engine:
         config.cache.block_size, int(flags.get("blocks", 200)), float(flags.get("step", 0))
     )
     model_config = ModelConfig.from_directory(resolve_model(config.model))
-    return Engine(config, model_config, executor)
+    return FragileEngine(config, model_config, executor)
 
 
 if __name__ == "__main__":

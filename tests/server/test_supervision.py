@@ -21,7 +21,7 @@ from server.clients import (
     sampling,
     symbolic_client,
 )
-from server.symbolic_engine import DEADLY, HANGING, RAISING
+from server.symbolic_engine import DEADLY, HANGING, RAISING, UNACCEPTABLE
 
 
 async def load_of_requests(client: EngineClient) -> None:
@@ -60,7 +60,7 @@ def test_a_beam_search_starts_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "cause"), [(DEADLY, "signal 6"), (RAISING, "RuntimeError: a token that raises")]
+    ("token", "cause"), [(DEADLY, "signal 6"), (RAISING, "that raises"), (UNACCEPTABLE, "early")]
 )
 def test_a_request_that_kills_the_engine_fails_alone(token: int, cause: str) -> None:
     async def test() -> None:

@@ -241,6 +241,7 @@ class EngineClient:
         try:
             await asyncio.shield(pin.computed)
         except asyncio.CancelledError:
+            pin.computed.cancel()
             if self._journal.pins.get(name) is pin:
                 await self._exchange.unpin(pin)
             raise

@@ -253,10 +253,13 @@ class Exchange:
     def _take_pin_reply(self, pin: Pin, error: OctavoError | None) -> None:
         self.has_advanced = True
         pin.num_deaths = 0
-        if error is not None:
-            self._drop_pin(pin, error)
-        elif not pin.computed.done():
-            pin.computed.set_result(None)
+        if error is None:
+            if not pin.computed.done():
+                pin.computed.set_result(None)
+            return
+        if pin.computed.done():  # an earlier engine had it
+            logger.error("prefix %r could not be pinned again: %s", pin.name, error)
+        self._drop_pin(pin, error)
 
     def _resolve(self, ticket: int, value: Any, error: Exception | None) -> None:
         future = self._asked.pop(ticket, None)
@@ -268,8 +271,8 @@ class Exchange:
             future.set_exception(error)
 
     def _drop_pin(self, pin: Pin, error: OctavoError) -> None:
-        logger.error("prefix %r could not be pinned: %s", pin.name, error)
-        self._journal.pins.pop(pin.name, None)
+        if self._journal.pins.get(pin.name) is pin:
+            del self._journal.pins[pin.name]
         if not pin.computed.done():
             pin.computed.set_exception(error)
 

@@ -29,6 +29,10 @@ class Suspects:
     def note_death(self, death: Death) -> OpenRequest | None:
         """A process has died. Returns the request that must not be tried again, if one is found."""
         entries = self._journal.requests.values()
+        # Requests are accepted in their order: the first that was not may be what it died of.
+        in_hand = next((e for e in entries if e.is_sent and not e.is_accepted), None)
+        if in_hand is not None:
+            in_hand.is_running = True
         running = [entry for entry in entries if entry.is_running]
         alone = running[0] if len(running) == 1 else self.first
         for entry in entries:
