@@ -202,14 +202,10 @@ class EngineClient:
         """
         arrival_time = time.monotonic()
         try:
-            stream = await self._open(
-                prompt, params, request_id, priority, cache_salt, arrival_time
-            )
+            return await self._open(prompt, params, request_id, priority, cache_salt, arrival_time)
         except OctavoError as error:
             self._delivery.notify("request_refused", error)
             raise
-        self._delivery.notify("request_added", stream.entry)
-        return stream
 
     def abort(self, request_id: str) -> bool:
         """End an open request now. False if there is none of this name."""

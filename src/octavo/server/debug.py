@@ -46,7 +46,8 @@ class Lookups(Listener):
         history.num_prompt_tokens = request.num_prompt_tokens
 
     def stepped(self, report: StepReport) -> None:
-        for event in (*report.admitted, *report.preempted):
+        events: list[Admitted | Preempted] = [*report.admitted, *report.preempted]
+        for event in events:
             history = self._histories.get(event.request_id)
             if history is not None:
                 history.events.append(event)

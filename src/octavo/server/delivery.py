@@ -99,6 +99,9 @@ class Delivery:
         self._counters, self.gauges, self._admissions = Counters(), Gauges(), []
         self.notify("engine_died", cause)
 
+    def accepted(self, entry: OpenRequest) -> None:
+        self.notify("request_added", entry)
+
     def admitted(self, entry: OpenRequest | None, admitted: Admitted) -> None:
         self._admissions.append(admitted)
         if entry is not None and entry.admission is None:

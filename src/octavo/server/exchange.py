@@ -27,6 +27,9 @@ class Owner(Protocol):
 
     def engine_died(self, cause: str) -> None: ...
 
+    def accepted(self, entry: OpenRequest) -> None:
+        """For the first time; a later engine may accept it again."""
+
     def admitted(self, entry: OpenRequest | None, admitted: Admitted) -> None:
         """A request got its first blocks; None if it is no longer open."""
 
@@ -245,6 +248,7 @@ class Exchange:
             if error is not None:  # an earlier engine had accepted it
                 self.fail(entry, error)
         elif error is None:
+            self._owner.accepted(entry)
             future.set_result(None)
         else:
             self.drop(entry)
