@@ -26,3 +26,21 @@ def fill_pending(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
     """
     n = len(token_ids)
     _fill_pending[(triton.cdiv(n, _BLOCK),)](token_ids, rows, last_tokens, n, BLOCK=_BLOCK)
+
+
+@triton.jit
+def _keep_tokens(token_ids, rows, last_tokens, num_tokens, BLOCK: tl.constexpr):
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < num_tokens
+    token = tl.load(token_ids + offset, mask=inside, other=0)
+    row = tl.load(rows + offset, mask=inside, other=0)
+    tl.store(last_tokens + row, token, mask=inside)
+
+
+def keep_tokens(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
+    """last_tokens[rows[i]] becomes token_ids[i]; only row 0, which is nobody's, may repeat.
+
+    token_ids int64 [n], rows int32 [n], last_tokens int64 [num_rows], all dense.
+    """
+    n = len(token_ids)
+    _keep_tokens[(triton.cdiv(n, _BLOCK),)](token_ids, rows, last_tokens, n, BLOCK=_BLOCK)

@@ -1,19 +1,17 @@
-"""Captured CUDA graphs of decode steps: one launch instead of hundreds.
+"""Captured CUDA graphs: one launch instead of hundreds.
 
 A step in which every sequence computes one token is padded to the next size of the ladder and
 replayed. A graph reads its batch from the staged arrays and the device's block tables, whose
-addresses never change, and leaves the hidden states in a buffer that all graphs share.
+addresses never change. Graphs run one after another and keep nothing between their runs, so they
+share one pool of memory.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
-from torch import Tensor
-
-WARM_UPS = 1  # runs before a capture: kernels are compiled and loaded, workspaces taken
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -25,40 +23,46 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-class DecodeGraphs:
-    """Owns one graph a batch size."""
+class Graphs:
+    """Owns the captured graphs, by key, and their memory."""
 
-    def __init__(self, sizes: list[int], run: Callable[[int], None]) -> None:
-        """`run(size)` computes a padded decode step of that size from the staged arrays."""
-        self._sizes = sizes
-        self._run = run
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        self.sizes = sizes
+        self._device = device
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._seen: set[Hashable] = set()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest size that takes so many sequences."""
-        return self._sizes[bisect_left(self._sizes, num_seqs)]
+        return self.sizes[bisect_left(self.sizes, num_seqs)]
 
-    def capture(self, prepare: Callable[[int], None]) -> None:
-        """Capture all sizes, the largest first: the others fit into its memory.
+    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Do `work`, the same launches for the same key every time.
 
-        `prepare(size)` stages a batch of padding.
+        The first time it runs as it is, so that kernels are compiled and loaded; the second time
+        it is captured; from then on it is replayed.
         """
-        pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):
-            prepare(size)
-            for _ in range(WARM_UPS):
-                self._run(size)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._run(size)
-            self._graphs[size] = graph
-        torch.cuda.synchronize()
+        graph = self._graphs.get(key)
+        if graph is None and key not in self._seen:
+            self._seen.add(key)
+            work()
+            return
+        if graph is None:
+            graph = self._graphs[key] = self._capture(work)
+        graph.replay()
 
-    def replay(self, size: int) -> None:
-        """Compute a step whose batch of `size` sequences has been staged."""
-        self._graphs[size].replay()
-
-
-def copy_hidden(hidden: Tensor, buffer: Tensor) -> None:
-    """Leave a step's hidden states [n, size] at the head of the buffer."""
-    buffer[: len(hidden)].copy_(hidden)
+    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # Other threads may use the device meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return graph

@@ -15,7 +15,7 @@ class Moment:
         self._time = 0.0
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device))
         else:
             self._time = perf_counter()  # a CPU has done it by now
 

@@ -9,6 +9,7 @@ from its text (penalties, bad words) and where log-probabilities were asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,13 +18,13 @@ from torch import Tensor
 
 from octavo.attention import AttentionBackend
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
-from octavo.kernels.rows import fill_pending
+from octavo.kernels.rows import fill_pending, keep_tokens
 from octavo.models.base import CausalLM
 from octavo.worker.block_tables import DeviceTables
-from octavo.worker.decode_graphs import DecodeGraphs
+from octavo.worker.decode_graphs import Graphs
 from octavo.worker.device_clock import Moment
 from octavo.worker.device_kv_cache import DeviceKVCache
-from octavo.worker.gpu_sampler import Choice, GpuSampler
+from octavo.worker.gpu_sampler import Choice, DrawMode, GpuSampler
 from octavo.worker.input_batch import Drawn, InputBatch
 from octavo.worker.prompt_scores import score_prompts
 from octavo.worker.staging import DeviceStaging
@@ -60,10 +61,9 @@ class GpuRunner:
         )
         self._sampler = GpuSampler(staging)
         self._under_way: GpuStep | None = None
-        self._graphs = DecodeGraphs(graph_sizes, self._run_captured) if graph_sizes else None
-        if self._graphs is not None:
-            with torch.inference_mode():
-                self._graphs.capture(self._stage_padding)
+        self._drawn = torch.zeros(staging.max_num_seqs, dtype=torch.int64, device=device)
+        self._graphs = Graphs(graph_sizes, device) if graph_sizes else None
+        self._capture()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> GpuStep:
@@ -83,7 +83,7 @@ class GpuRunner:
             hidden = self._forward(plan, size)
             chunks = parts.input_batch.prompt_chunks(plan)
             scores = score_prompts(parts.model, hidden, chunks, parts.vocab_size)
-            choice = self._choose(plan, hidden)
+            choice = self._choose(plan, hidden, size)
         drawn = parts.input_batch.advance(plan)
         choice.read_back()
         step = GpuStep(
@@ -91,6 +91,19 @@ class GpuRunner:
         )
         self._under_way = step
         return step
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        """Capture a decode step of every size, the largest first: the others fit into its memory.
+
+        How tokens are drawn is captured when it is first needed.
+        """
+        if self._graphs is None:
+            return
+        for size in reversed(self._graphs.sizes):
+            self._stage_padding(size)
+            self._graphs.run(size, partial(self._run_captured, size))
+            self._graphs.run(size, partial(self._run_captured, size))
 
     # ---------------------------------------------------------------- inputs
 
@@ -130,8 +143,11 @@ class GpuRunner:
         last = batch.last_tokens(plan, ending).numpy()
         in_order = size is not None and ending == plan.seq_ids
         self._last = None if in_order else staging.put("last", last, staging.max_num_seqs)
-        sampled_rows = batch.rows_of(plan.sampled)
-        self._sampled_rows = staging.put("sampled_rows", sampled_rows, staging.max_num_seqs)
+        if not in_order or plan.expanded:
+            sampled_rows = batch.rows_of(plan.sampled).astype(np.int32)
+            self._sampled_rows = staging.put("sampled_rows", sampled_rows, staging.max_num_seqs)
+        else:
+            self._sampled_rows = self._rows
         self._sampler.stage(batch.sampling_batch(plan.sampled, plan.expanded))
 
     def _stage_padding(self, size: int) -> None:
@@ -150,7 +166,7 @@ class GpuRunner:
         """Hidden states of the step's tokens, [num_tokens, hidden_size]."""
         if size is None or self._graphs is None:
             return self._run()
-        self._graphs.replay(size)
+        self._graphs.run(size, partial(self._run_captured, size))
         return self._hidden[: len(plan.seq_ids)]
 
     def _run(self) -> Tensor:
@@ -162,16 +178,28 @@ class GpuRunner:
     def _run_captured(self, size: int) -> None:
         self._hidden[:size].copy_(self._run())
 
-    def _choose(self, plan: StepPlan, hidden: Tensor) -> Choice:
+    def _choose(self, plan: StepPlan, hidden: Tensor, size: int | None) -> Choice:
         """Draw the next tokens, and keep them where the next step finds them."""
         parts = self._parts
         if not plan.sampled and not plan.expanded:
             return Choice.nothing(parts.device)
+        mode = self._sampler.mode
+        if mode is not None and self._last is None and size is not None and self._graphs:
+            n = len(plan.sampled)
+            self._graphs.run((size, mode), partial(self._draw_captured, size, mode))
+            return Choice(n, np.arange(n), self._drawn[:n])
         ending = hidden if self._last is None else hidden[self._last]
         choice = self._sampler(parts.model.logits(ending))
         if plan.sampled:
-            self._last_tokens.index_copy_(0, self._sampled_rows, choice.first)
+            keep_tokens(choice.first, self._sampled_rows[: len(plan.sampled)], self._last_tokens)
         return choice
+
+    def _draw_captured(self, size: int, mode: DrawMode) -> None:
+        """A token for each row of a captured step; rows of padding all keep theirs in row 0."""
+        logits = self._parts.model.logits(self._hidden[:size])
+        token_ids = self._sampler.draw_padded(logits, mode)
+        keep_tokens(token_ids, self._parts.staging.padded("rows", size), self._last_tokens)
+        self._drawn[:size].copy_(token_ids)
 
 
 class GpuStep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from octavo.worker.sampler import SamplingBatch
 from octavo.worker.staging import DeviceStaging
 
 Int64s = NDArray[np.int64]
+DrawMode = Literal["greedy", "random", "limited"]
 
 
 class Choice:
@@ -104,6 +105,9 @@ class GpuSampler:
         self._batch: SamplingBatch | None = None
         self._owners = np.zeros(0, np.int64)
         self._draws: DeviceDraws | None = None
+        self._each_row: Tensor | None = None
+        # How all rows are drawn, each once and by itself; None if there is more to it.
+        self.mode: DrawMode | None = None
 
     def stage(self, batch: SamplingBatch) -> None:
         """Bring to the device how the rows of the step's logits become tokens."""
@@ -128,6 +132,39 @@ class GpuSampler:
             positions=self._put("positions", batch.positions[owners]),
             is_greedy=not is_random.any(),
             is_limited=bool((is_random & has_limits).any()),
+        )
+        is_plain = not (batch.edited or batch.num_logprobs or batch.num_candidates)
+        self.mode = None
+        if is_plain and len(owners) == n:
+            self.mode = "greedy" if self._draws.is_greedy else "random"
+            self.mode = "limited" if self._draws.is_limited else self.mode
+
+    def draw_padded(self, logits: Tensor, mode: DrawMode) -> Tensor:
+        """A token for each row, int64 [num_rows], by what is staged when the kernels run.
+
+        Rows beyond those that were staged get tokens of no meaning.
+        """
+        num_rows = len(logits)
+        if self._each_row is None:
+            self._each_row = torch.arange(self._staging.max_num_seqs, device=logits.device)
+
+        def staged(name: str) -> Tensor:
+            return self._staging.padded(f"draws.{name}", num_rows)
+
+        return sample(
+            logits,
+            DeviceDraws(
+                self._each_row[:num_rows],
+                staged("temperature"),
+                staged("top_k"),
+                staged("top_p"),
+                staged("log_min_p"),
+                staged("seeds"),
+                staged("sample_indices"),
+                staged("positions"),
+                is_greedy=mode == "greedy",
+                is_limited=mode == "limited",
+            ),
         )
 
     def _put(self, name: str, values: NDArray[Any]) -> Tensor:

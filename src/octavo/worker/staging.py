@@ -16,9 +16,11 @@ _ALIGNMENT = 256  # bytes
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    hosts: list[Tensor]  # a pinned buffer's part each
+    hosts: list[NDArray[Any]]  # a pinned buffer's part each
     device: Tensor
+    capacity: int
     end: int  # of its bytes in the buffers
+    views: dict[int, Tensor]  # heads of `device` by their length: making one takes microseconds
 
 
 class DeviceStaging:
@@ -67,19 +69,28 @@ class DeviceStaging:
         region = self._regions.get(name)
         if region is None:
             region = self._reserve(name, values.dtype, capacity)
-        assert len(values) <= len(region.device), (
-            f"{name}: {len(values)} values, but room for {len(region.device)}"
-        )
-        region.hosts[self._current].numpy()[: len(values)] = values
-        self._used = max(self._used, region.end)
-        return region.device[: len(values)]
+        n = len(values)
+        assert n <= region.capacity, f"{name}: {n} values, but room for {region.capacity}"
+        region.hosts[self._current][:n] = values
+        if region.end > self._used:
+            self._used = region.end
+        view = region.views.get(n)
+        if view is None:
+            view = region.views[n] = region.device[:n]
+        return view
+
+    def padded(self, name: str, length: int) -> Tensor:
+        """The head of what has been put under `name`; beyond the last values, older ones."""
+        region = self._regions[name]
+        assert length <= region.capacity, f"{name}: {length} is beyond {region.capacity}"
+        return region.device[:length]
 
     def flush(self) -> None:
         """Copy what was put; the device computes with it from here on."""
         used = self._used
         self._device[:used].copy_(self._hosts[self._current][:used], non_blocking=True)
         if self._copied:
-            self._copied[self._current].record()
+            self._copied[self._current].record(torch.cuda.current_stream(self._device.device))
 
     def _reserve(self, name: str, dtype: np.dtype[Any], capacity: int) -> _Region:
         start, num_bytes = self._reserved, capacity * dtype.itemsize
@@ -88,5 +99,6 @@ class DeviceStaging:
         self._reserved = -(-end // _ALIGNMENT) * _ALIGNMENT
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         parts = [buffer[start:end].view(kind) for buffer in (self._device, *self._hosts)]
-        region = self._regions[name] = _Region(parts[1:], parts[0], end)
+        hosts = [part.numpy() for part in parts[1:]]
+        region = self._regions[name] = _Region(hosts, parts[0], capacity, end, {})
         return region
