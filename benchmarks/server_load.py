@@ -18,18 +18,21 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from octavo.bench.client_load import Query, Target
-from octavo.bench.serve import ServeReport, find_capacity, run_serve, serve_text, serve_values
-from octavo.bench.traces import read_trace
+from octavo.bench.serve import find_capacity, run_serve, serve_text, serve_values
+from octavo.bench.traces import TraceRequest, read_trace
 from octavo.cli.bench_serve import make_queries
 
 TRACE = Path(__file__).parent / "traces" / "bench_sharegpt_1000.csv"
 PROBE = {"prompt": list(range(100, 140)), "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 SETTLE_SECONDS = 20.0  # for aborted requests to give their blocks back
 SAMPLE_SECONDS = 0.25  # between two looks at the memory
+MOST_GROWTH_MIB = 256.0  # of the server's memory while it is overloaded
+VOCAB_SIZE = 4000  # token ids that the demo model knows
 
 
 class Memory:
@@ -104,43 +107,55 @@ async def settle(url: str) -> int:
     return held
 
 
-def losses(overload: ServeReport, held: int, same_answer: bool, num_failed: int) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests with a trace's lengths; every run gets prompts of its own."""
+
+    requests: list[TraceRequest]
+    scale: float
+
+    def queries(self, count: int, seed: int) -> list[Query]:
+        many = [self.requests[i % len(self.requests)] for i in range(count)]
+        return make_queries(many, VOCAB_SIZE, seed, self.scale)
+
+
+def losses(result: dict[str, Any]) -> list[str]:
     """What must not have happened."""
-    found = []
-    if num_failed:
-        found.append(f"{num_failed} requests failed: {overload.errors}")
-    if held:
-        found.append(f"{held} blocks are still held")
-    if not same_answer:
+    flood, memory = result["overload"], result["memory_mib"]
+    growth = memory["peak"] - memory["start"]
+    failures = [run["errors"] for run in [*result["runs"], flood] if run["failed"]]
+    found = [f"requests failed: {errors}" for errors in failures]
+    if result["blocks_held_after"]:
+        found.append(f"{result['blocks_held_after']} blocks are still held")
+    if not result["same_answer_after"]:
         found.append("the same greedy request has another answer after the load")
-    if not overload.num_completed:
+    if not flood["completed"]:
         found.append("no request completed under overload")
+    if growth > MOST_GROWTH_MIB:
+        found.append(f"the server's memory grew by {growth:.0f} MiB")
     return found
 
 
 async def measure(
-    url: str, queries: list[Query], shares: list[float], overload: float, num_overload: int
+    url: str, workload: Workload, count: int, shares: list[float], overload: float, num_flood: int
 ) -> dict[str, Any]:
     """All runs on a server, and what is left on it afterwards."""
     target = Target(url, "demo")
+    infinite = float("inf")
     before = ask(url, "/v1/completions", PROBE)["choices"][0]["text"]
-    alone = await run_serve(target, queries[:8], float("inf"), max_concurrency=1)
-    capacity = await find_capacity(target, queries)
+    alone = await run_serve(target, workload.queries(8, 1), infinite, max_concurrency=1)
+    capacity = await find_capacity(target, workload.queries(count, 2))
     print(f"capacity: {capacity:.2f} requests/s\n")
     runs = []
-    reports = []
-    for share in shares:
-        report = await run_serve(target, queries, share * capacity)
+    for number, share in enumerate(shares):
+        report = await run_serve(target, workload.queries(count, 10 + number), share * capacity)
         print(f"at {share:g} of the capacity\n{serve_text(report)}\n")
-        reports.append(report)
         slower = report.normalized.mean / alone.normalized.mean
         runs.append({"load": share, "latency_ratio": slower, **serve_values(report)})
-    many = [queries[i % len(queries)] for i in range(num_overload)]
-    flood = await run_serve(target, many, overload * capacity, seed=1)
+    flood = await run_serve(target, workload.queries(num_flood, 3), overload * capacity)
     print(f"at {overload:g} times the capacity\n{serve_text(flood)}\n")
     held = await settle(url)
-    same = ask(url, "/v1/completions", PROBE)["choices"][0]["text"] == before
-    num_failed = flood.num_failed + sum(report.num_failed for report in reports)
+    after = ask(url, "/v1/completions", PROBE)["choices"][0]["text"]
     return {
         "capacity": capacity,
         "alone_normalized_latency_ms": 1e3 * alone.normalized.mean,
@@ -151,8 +166,7 @@ async def measure(
             **serve_values(flood),
         },
         "blocks_held_after": held,
-        "same_answer_after": same,
-        "lost": losses(flood, held, same, num_failed),
+        "same_answer_after": after == before,
     }
 
 
@@ -168,14 +182,16 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=1024)
     args = parser.parse_args()
     shares = [float(share) for share in args.shares.split(",")]
-    queries = make_queries(read_trace(args.trace, args.num_requests), 4000, 0, args.scale)
+    workload = Workload(read_trace(args.trace), args.scale)
     options = ["demo", "--log-level", "warning", "--max-waiting", str(args.max_waiting)]
     with served([*options, "--num-blocks", str(args.num_blocks)]) as (url, pid):
         ask(url, "/v1/completions", PROBE)
         memory = Memory(pid)
-        result = asyncio.run(measure(url, queries, shares, args.overload, args.num_overload))
+        sizes = (args.num_requests, shares, args.overload, args.num_overload)
+        result = asyncio.run(measure(url, workload, *sizes))
         memory.stop()
     result["memory_mib"] = {"start": memory.start, "peak": memory.peak, "end": memory.last}
+    result["lost"] = losses(result)
     for line in result["lost"]:
         print(f"LOST: {line}", file=sys.stderr)
     print(json.dumps(result))
