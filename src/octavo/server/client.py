@@ -203,7 +203,7 @@ class EngineClient:
         arrival_time = time.monotonic()
         try:
             return await self._open(prompt, params, request_id, priority, cache_salt, arrival_time)
-        except OctavoError as error:
+        except (InvalidRequest, Overloaded, Unavailable) as error:
             self._delivery.notify("request_refused", error)
             raise
 
