@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from octavo.evaluation.drawing import COLOURS, MARKERS, NAMES, PAPER_LINE, SHORT_NAMES
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RATIO = Target(20, "percent")
+TIE = 0.02  # two rates this close are the same, as far as a sweep can tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Panel:
     def in_order(self, results: Results) -> bool:
         """Whether the systems stand in the order of `sweeps`, the best first."""
         rates = [self.sustained(results, system) for system in self.sweeps]
-        return rates == sorted(rates, reverse=True)
+        return all(better > (1 - TIE) * worse for better, worse in pairwise(rates))
 
     def draw(self, axes: Axes, results: Results) -> None:
         highest = 0.0

@@ -33,7 +33,7 @@ def panels(scale: Scale) -> list[Panel]:
             scenario = Scenario(
                 "opt-13b",
                 system,
-                workload(kind, width, highest, scale.gang_seconds),
+                workload(kind, width, highest, scale.busy_seconds),
                 beam_spacing=FITTED_SPACING,
             )
             sweeps[system] = Sweep(scenario, highest, scale.resolution)

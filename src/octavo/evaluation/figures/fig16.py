@@ -23,7 +23,7 @@ def panels(scale: Scale) -> list[Panel]:
     for prefix, rates in FIGURE_16.items():
         sweeps = {}
         for system, rate in rates.items():
-            workload = WorkloadSpec("translation", rate, scale.alpaca_seconds, prefix_tokens=prefix)
+            workload = WorkloadSpec("translation", rate, scale.busy_seconds, prefix_tokens=prefix)
             scenario = Scenario("llama-13b", system, workload, prefix_caching=system == "vllm")
             sweeps[system] = Sweep(scenario, rate, scale.resolution)
         found.append(Panel(SHOTS[prefix], sweeps, dict(rates), FIGURE_16_POINTS.get(prefix, {})))
