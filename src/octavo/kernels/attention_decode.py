@@ -11,6 +11,7 @@ Judge: `ReferenceBackend`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.kv_write import HeadChanges
-from octavo.kernels.paged import key_offsets, tile_blocks
+from octavo.kernels.paged import key_offsets, power_of_2, tile_blocks
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.rotary import load_heads
 
@@ -48,9 +49,10 @@ class Scratch:
     counters: Tensor  # int32 [num_places, num_kv_heads], flat
 
 
+@cache
 def decode_config(dtype: torch.dtype, head_dim: int, num_pairs: int) -> DecodeConfig:
     """num_pairs: sequences times KV heads."""
-    padded = max(16, triton.next_power_of_2(head_dim))
+    padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
         return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MOST_PROGRAMS)
     if num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS:
@@ -281,8 +283,8 @@ def decode_attention(
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
     group = num_heads // num_kv_heads
     assert key.stride(0) == value.stride(0), "K and V are strided alike"
-    group_pad = triton.next_power_of_2(group)
-    dim_pad = max(16, triton.next_power_of_2(head_dim))
+    group_pad = power_of_2(group)
+    dim_pad = max(16, power_of_2(head_dim))
     _decode_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
         query,
         key,

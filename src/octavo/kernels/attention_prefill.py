@@ -8,13 +8,14 @@ Judge: `ReferenceBackend`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.paged import key_offsets, tile_blocks
+from octavo.kernels.paged import key_offsets, power_of_2, tile_blocks
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 
 ITEM_FIELDS = 8
@@ -29,14 +30,14 @@ class PrefillConfig:
     tile: int
     num_warps: int
     num_stages: int
-    heads_first: bool = True
 
 
+@cache
 def prefill_config(dtype: torch.dtype, head_dim: int, group: int) -> PrefillConfig:
     """group: query heads a KV head."""
-    padded = max(16, triton.next_power_of_2(head_dim))
+    padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
-        rows = max(16, triton.next_power_of_2(group))
+        rows = max(16, power_of_2(group))
         return PrefillConfig(rows, tile=max(16, 2048 // padded), num_warps=4, num_stages=1)
     if padded > 128:
         return PrefillConfig(rows=128, tile=32, num_warps=8, num_stages=2)
@@ -120,13 +121,12 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
     wait_previous(PDL)
-    head = tl.program_id(0 if HEADS_FIRST else 1)
-    item = items + tl.program_id(1 if HEADS_FIRST else 0) * FIELDS
+    head = tl.program_id(0)
+    item = items + tl.program_id(1) * FIELDS
     token = tl.load(item)
     table += tl.load(item + 1).to(tl.int64) * table_stride
     begin = tl.load(item + 2)
@@ -203,9 +203,7 @@ def prefill_attention(
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
-    num_items = len(items) // ITEM_FIELDS
-    grid = (num_kv_heads, num_items) if config.heads_first else (num_items, num_kv_heads)
-    _prefill_kernel[grid](
+    _prefill_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
         query,
         layer_cache,
         table,
@@ -218,14 +216,13 @@ def prefill_attention(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
-        DIM_PAD=max(16, triton.next_power_of_2(head_dim)),
+        DIM_PAD=max(16, power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
         ROWS=config.rows,
         TILE=config.tile,
         WINDOW=window or 0,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         FIELDS=ITEM_FIELDS,
-        HEADS_FIRST=config.heads_first,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(query.device),

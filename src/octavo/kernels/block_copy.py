@@ -34,6 +34,6 @@ def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
     assert pairs.is_contiguous(), "pairs are dense"
     words = cache.view(len(cache), -1).view(torch.int32)
     num_words = words.shape[1]
-    _copy_kernel[(len(pairs), triton.cdiv(num_words, _CHUNK))](
+    _copy_kernel[(len(pairs), -(-num_words // _CHUNK))](
         words, pairs, num_words, CHUNK=_CHUNK, num_warps=8
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.paged import power_of_2
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.rotary import load_heads
 
@@ -132,8 +133,8 @@ def write_kv(
     num_kv_heads = key.shape[1]
     assert key.stride(0) == value.stride(0), "K and V are strided alike"
     rotated = query.new_empty(query.shape) if changes.any else query
-    query_parts = triton.cdiv(num_heads, _HEADS_TILE) if changes.any else 0
-    kv_parts = triton.cdiv(num_kv_heads, _HEADS_TILE)
+    query_parts = -(-num_heads // _HEADS_TILE) if changes.any else 0
+    kv_parts = -(-num_kv_heads // _HEADS_TILE)
     _write_kernel[(num_tokens, query_parts + kv_parts)](
         query,
         key,
@@ -150,7 +151,7 @@ def write_kv(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        DIM_PAD=triton.next_power_of_2(head_dim),
+        DIM_PAD=power_of_2(head_dim),
         BLOCK_SIZE=layer_cache.shape[3],
         ROTARY_HALF=changes.rotary_half,
         HAS_NORM=changes.query_norm is not None,

@@ -1,0 +1,363 @@
+"""The attention kernels and the moves of KV blocks on one GPU, beside PyTorch's and the copy rate.
+
+Blocks of 16 tokens, scattered; bf16, heads of 128. Launches are replayed from a CUDA graph and take
+turns over layers that together exceed the L2 cache. Prints tables, and last one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from gpu_harness import copy_bandwidth, report
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
+from octavo.attention.triton_items import Sequences, prefill_items
+from octavo.core.step import StepPlan
+from octavo.kernels.attention_prefill import prefill_attention, prefill_config
+from octavo.kernels.block_copy import copy_blocks
+from octavo.kernels.kv_write import HeadChanges, write_kv
+from octavo.worker.device_kv_cache import DeviceKVCache
+from octavo.worker.staging import DeviceStaging
+
+BLOCK_SIZE, HEAD_DIM = 16, 128
+GPU = torch.device("cuda")
+# name: query heads, KV heads, layers, whether heads are rotated
+MODELS = {
+    "llama-3-8b 32/8": (32, 8, 32, True),
+    "opt-13b 40/40": (40, 40, 40, False),
+    "qwen3-0.6b 16/8": (16, 8, 28, True),
+}
+DECODES = [(64, 1024), (64, 4096), (64, 8192), (256, 1024), (256, 4096), (1, 8192)]
+SMALL_DECODES = [(1, 1024), (8, 1024)]
+PREFILLS = [(8, 512), (1, 2048), (4, 2048), (1, 8192)]
+BEYOND_L2 = 400 << 20  # bytes
+
+Table = dict[str, dict[str, float]]
+
+
+class DirectStaging:
+    """Each array its own copy; addresses hold for one plan."""
+
+    max_num_seqs, max_num_tokens = 1024, 65536
+
+    def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
+        return torch.from_numpy(values).to(GPU)
+
+
+@dataclass
+class Work:
+    """Sequences with `new` new tokens each, their cache, and a backend that has planned them."""
+
+    model: str
+    num_seqs: int
+    context: int
+    new: int
+
+    def __post_init__(self) -> None:
+        self.heads, self.kv_heads, _, rotated = MODELS[self.model]
+        n, blocks = self.num_seqs, -(-self.context // BLOCK_SIZE)
+        self.kv_bytes = n * self.context * self.kv_heads * 2 * HEAD_DIM * 2
+        self.num_layers = min(16, max(2, -(-BEYOND_L2 // self.kv_bytes)))
+        kind = load_backend("triton")
+        block = kind.kv_block_shape(BLOCK_SIZE, self.kv_heads, HEAD_DIM)
+        shape = (n * blocks + 1, self.num_layers, *block)
+        self.cache = torch.empty(shape, dtype=torch.bfloat16, device=GPU)
+        for part in self.cache.split(max(1, (1 << 28) // self.cache[0].numel())):
+            part.normal_()
+        self.table = (torch.randperm(n * blocks, device=GPU) + 1).int().view(n, blocks)
+        fused = torch.randn(n * self.new, self.heads + 2 * self.kv_heads, HEAD_DIM, device=GPU)
+        self.heads_of_tokens = fused.bfloat16().split([self.heads, *(2 * [self.kv_heads])], dim=1)
+        self.rotary = rotary_table(self.context) if rotated else None
+        layers = [
+            LayerSpec(i, self.heads, self.kv_heads, HEAD_DIM, HEAD_DIM**-0.5)
+            for i in range(self.num_layers)
+        ]
+        places = [LayerPlace(0, i) for i in range(self.num_layers)]
+        self.backend = kind(layers, places, self.cache, BLOCK_SIZE)
+        self.batch = self._batch()
+        self.backend.plan(self.batch)
+
+    def _batch(self) -> AttentionBatch:
+        n, new = self.num_seqs, self.new
+        return AttentionBatch(
+            query_lens=torch.full((n,), new, dtype=torch.int32),
+            context_lens=torch.full((n,), self.context, dtype=torch.int32),
+            query_starts=torch.arange(n + 1, dtype=torch.int32) * new,
+            positions=torch.arange(self.context - new, self.context).repeat(n),
+            block_tables=[self.table],
+            slots=[],
+            rows=torch.arange(n, dtype=torch.int32),
+            staging=DirectStaging(),
+        )
+
+    def forward(self, layer: int) -> Tensor:
+        return self.backend.forward(layer, *self.heads_of_tokens, self.rotary)
+
+
+def rotary_table(positions: int) -> RotaryTable:
+    inverse = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+    angles = torch.arange(positions).float()[:, None] * inverse
+    return RotaryTable(angles.cos().to(GPU), angles.sin().to(GPU))
+
+
+def seconds(launch: Callable[[int], object], num_layers: int, launches: int) -> float:
+    """Of one launch: the median of replays of a graph that goes round the layers."""
+    launch(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            launch(i % num_layers)
+    # For a while after a large allocation all is slower.
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.15:
+        graph.replay()
+        torch.cuda.synchronize()
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / launches)
+    return statistics.median(times)
+
+
+def measure_decode() -> tuple[Table, Table]:
+    """(TB/s of K and V, microseconds a launch) of one layer's decode, write included."""
+    rates: Table = {}
+    times: Table = {}
+    for model in MODELS:
+        rates[model], times[model] = {}, {}
+        for num_seqs, context in DECODES + SMALL_DECODES:
+            work = Work(model, num_seqs, context, new=1)
+            launches = max(work.num_layers, min(48, int(4e9 / work.kv_bytes)))
+            elapsed = seconds(work.forward, work.num_layers, launches)
+            case = f"{num_seqs}x{context}"
+            rates[model][case] = round(work.kv_bytes / elapsed / 1e12, 2)
+            times[model][case] = round(elapsed * 1e6, 1)
+    return rates, times
+
+
+def measure_prefill() -> dict[str, Table]:
+    """TFLOP/s of causal attention, paged, and PyTorch's on dense tensors; TB/s of the writing."""
+    ways = {
+        "prefill, TFLOP/s": paged_prefill,
+        "prefill, SDPA by FlashAttention 2, dense": sdpa(SDPBackend.FLASH_ATTENTION),
+        "prefill, SDPA by cuDNN, dense": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "prefill, varlen_attn, dense": varlen,
+    }
+    results: dict[str, Table] = {way: {model: {} for model in MODELS} for way in ways}
+    writing: Table = {model: {} for model in MODELS}
+    for model in MODELS:
+        for num_seqs, context in PREFILLS:
+            case = f"{num_seqs}x{context}"
+            work = Work(model, num_seqs, context, new=context)
+            flops = 2 * num_seqs * context**2 * work.heads * HEAD_DIM
+            for way, make in ways.items():
+                elapsed = seconds(make(work), work.num_layers, 8)
+                results[way][model][case] = round(flops / elapsed / 1e12)
+            moved = 2 * sum(x.numel() for x in work.heads_of_tokens[1:])
+            moved += 2 * work.heads_of_tokens[0].numel() if work.rotary else 0
+            elapsed = seconds(kv_write(work), work.num_layers, 8)
+            writing[model][case] = round(2 * moved / elapsed / 1e12, 2)
+    return results | {"KV write, TB/s read and written": writing}
+
+
+def paged_prefill(work: Work) -> Callable[[int], None]:
+    group, query = work.heads // work.kv_heads, work.heads_of_tokens[0]
+    config = prefill_config(torch.bfloat16, HEAD_DIM, group)
+    starts = work.batch.query_starts.numpy()[:-1]
+    rows, lens = work.batch.rows, work.batch.query_lens
+    assert rows is not None
+    seqs = Sequences(starts, rows.numpy(), work.batch.context_lens.numpy(), lens.numpy())
+    items = prefill_items(seqs, None, config.tile, BLOCK_SIZE, config.rows // group)
+    on_device = torch.from_numpy(items.reshape(-1)).to(GPU)
+    output = query.new_empty(len(query), work.heads * HEAD_DIM)
+
+    def attend(layer: int) -> None:
+        cache, scale = work.cache[:, layer], HEAD_DIM**-0.5
+        prefill_attention(query, cache, work.table, on_device, output, scale, None, config)
+
+    return attend
+
+
+def kv_write(work: Work) -> Callable[[int], Tensor]:
+    rows = torch.arange(work.num_seqs).repeat_interleave(work.new)
+    tokens = torch.stack((rows, work.batch.positions), 1).int().flatten().to(GPU)
+    rotary = None if work.rotary is None else (work.rotary.cos, work.rotary.sin)
+    changes = HeadChanges(rotary, None, None)
+
+    def write(layer: int) -> Tensor:
+        cache = work.cache[:, layer]
+        return write_kv(*work.heads_of_tokens, tokens, work.table, cache, changes)
+
+    return write
+
+
+def sdpa(backend: SDPBackend) -> Callable[[Work], Callable[[int], Tensor]]:
+    """PyTorch's attention of prompts of one length; K and V repeated, where heads share them."""
+
+    def make(work: Work) -> Callable[[int], Tensor]:
+        group = work.heads // work.kv_heads
+        query, key, value = (
+            x.unflatten(0, (work.num_seqs, work.new)).transpose(1, 2).contiguous()
+            for x in work.heads_of_tokens
+        )
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+
+        def attend(layer: int) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        return attend
+
+    return make
+
+
+def varlen(work: Work) -> Callable[[int], object]:
+    """PyTorch's packed FlashAttention; K and V repeated for it, where heads share them."""
+    query, key, value = work.heads_of_tokens
+    query = query.contiguous()
+    key, value = (x.repeat_interleave(work.heads // work.kv_heads, 1) for x in (key, value))
+    starts = work.batch.query_starts.to(GPU)
+    causal: dict[str, Any] = {"is_causal": True}
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        causal = {"window_size": (-1, 0)}
+    return lambda layer: varlen_attn(
+        query, key, value, starts, starts, work.new, work.new, **causal
+    )
+
+
+def measure_copies() -> Table:
+    """Copy-on-write: TB/s read and written, beside an indexed copy in PyTorch."""
+    results: Table = {}
+    for model, (_, kv_heads, layers, _) in MODELS.items():
+        words = layers * kv_heads * 2 * BLOCK_SIZE * HEAD_DIM
+        num_blocks = max(160, int(4e9 / words / 2))
+        cache = torch.empty(num_blocks, words, dtype=torch.bfloat16, device=GPU).normal_()
+        results[model] = {}
+        for count in (1, 8, 64):
+            pairs = torch.randperm(num_blocks, device=GPU)[: 2 * count].view(count, 2).int()
+            sources, targets = pairs.long().unbind(1)
+            moved = 4 * count * words
+            ours = seconds(lambda _, c=cache, p=pairs: copy_blocks(c, p), 1, 10)
+            theirs = seconds(
+                lambda _, c=cache, s=sources, t=targets: c.index_copy_(0, t, c[s]), 1, 10
+            )
+            results[model][f"{count} blocks"] = round(moved / ours / 1e12, 2)
+            results[model][f"{count} blocks, torch"] = round(moved / theirs / 1e12, 2)
+    return results
+
+
+def measure_swaps() -> Table:
+    """GB/s of a request of 1,024 scattered tokens, beside one copy of as many bytes."""
+    results: Table = {}
+    for model, (_, kv_heads, layers, _) in MODELS.items():
+        shape = (layers, kv_heads, 2, BLOCK_SIZE, HEAD_DIM)
+        count = 1024 // BLOCK_SIZE
+        staging = DeviceStaging(GPU, max_num_seqs=16, max_num_tokens=1024)
+        cache = DeviceKVCache(4 * count, 4 * count, shape, torch.bfloat16, staging, GPU)
+        num_bytes = count * cache.blocks[0].nbytes
+        rng = np.random.default_rng(0)
+        on_device, on_host = (1 + rng.permutation(4 * count)[:count] for _ in range(2))
+        out = list(zip(on_device.tolist(), on_host.tolist(), strict=True))
+        back = [(host, device) for device, host in out]
+        results[model] = {
+            "out": _swap_rate(cache, num_bytes, swap_out=out),
+            "in": _swap_rate(cache, num_bytes, swap_in=back),
+        }
+        dense, host = cache.blocks[1 : count + 1], cache.swapped[1 : count + 1]
+        results[model]["out, one copy"] = _rate(lambda d=dense, h=host: h.copy_(d, True), num_bytes)
+        results[model]["in, one copy"] = _rate(lambda d=dense, h=host: d.copy_(h, True), num_bytes)
+    return results
+
+
+def _swap_rate(cache: DeviceKVCache, num_bytes: int, **moves: list[tuple[int, int]]) -> float:
+    plan = StepPlan(0, [], [], [], [], **moves)
+    cache.stage(plan)
+    return _rate(lambda: cache.move(plan), num_bytes)
+
+
+def _rate(move: Callable[[], object], num_bytes: int) -> float:
+    """GB/s by the clock of the host, from the call to the end of the move."""
+    times = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        move()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return round(num_bytes / statistics.median(times[2:]) / 1e9, 1)
+
+
+def measure_plan() -> Table:
+    """Microseconds of `plan` on the host, for decodes of mixed lengths."""
+    results: Table = {}
+    for num_seqs in (1, 64, 256):
+        work = Work("llama-3-8b 32/8", num_seqs, 1024, new=1)
+        lens = np.random.default_rng(0).integers(1, 1024, num_seqs).astype(np.int32)
+        work.batch.context_lens.copy_(torch.from_numpy(lens))
+        staging = DeviceStaging(GPU, 256, 8192)
+        batch = AttentionBatch(
+            work.batch.query_lens,
+            work.batch.context_lens,
+            work.batch.query_starts,
+            work.batch.positions,
+            work.batch.block_tables,
+            [],
+            work.batch.rows,
+            staging,
+        )
+        times = []
+        for _ in range(50):
+            staging.begin()
+            started = time.perf_counter()
+            work.backend.plan(batch)
+            times.append(time.perf_counter() - started)
+        results[f"{num_seqs} decodes"] = {"us": round(statistics.median(times) * 1e6, 1)}
+    return results
+
+
+def show(title: str, table: Table) -> None:
+    print(title)
+    for row, cells in table.items():
+        print(f"  {row:<18}" + "  ".join(f"{name} {value:g}" for name, value in cells.items()))
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        ceiling = round(copy_bandwidth() / 1e12, 2)
+        print(f"copy on the device: {ceiling} TB/s")
+        rates, times = measure_decode()
+        results = {
+            "decode, TB/s of K and V": rates,
+            "decode, us": times,
+            **measure_prefill(),
+            "block copy, TB/s": measure_copies(),
+            "swap of 1,024 tokens, GB/s": measure_swaps(),
+            "plan": measure_plan(),
+        }
+    for title, table in results.items():
+        show(title, table)
+    report("kernels", copy_tb_s=ceiling, results=results)
+
+
+if __name__ == "__main__":
+    main()
