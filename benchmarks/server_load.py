@@ -144,7 +144,7 @@ async def measure(
     infinite = float("inf")
     before = ask(url, "/v1/completions", PROBE)["choices"][0]["text"]
     alone = await run_serve(target, workload.queries(8, 1), infinite, max_concurrency=1)
-    capacity = await find_capacity(target, workload.queries(count, 2))
+    capacity = await find_capacity(target, workload.queries(4 * count, 2))
     print(f"capacity: {capacity:.2f} requests/s\n")
     runs = []
     for number, share in enumerate(shares):

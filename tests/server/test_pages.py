@@ -10,15 +10,20 @@ from typing import Any, cast
 
 import pytest
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
 from octavo.engine.events import Copied
 from octavo.server.api.errors import add_error_handlers
+from octavo.server.api.gate import Gate
+from octavo.server.api.keys import ApiKeys
 from octavo.server.client import EngineClient
 from octavo.server.feed import MAX_EVENTS, MAX_VIEWERS, Feed
 from octavo.server.metrics import Metrics
+from octavo.server.observation import Observation
 from octavo.server.pages import pages_router
 from octavo.server.playpool import TEXTBOOK
+from octavo.server.settings import ServerSettings
 from server.observed import NUM_BLOCKS, FakeClient, admitted, engine_info, snapshot, view
 
 
@@ -166,6 +171,27 @@ def test_pages_are_whole_and_run_their_own_scripts_only(path: str) -> None:
     assert f"script-src 'sha256-{digest}';" in policy
     assert "default-src 'none'" in policy
     assert "innerHTML" not in script
+
+
+def test_everything_is_behind_the_api_key() -> None:
+    client = cast(EngineClient, FakeClient())
+    app = FastAPI()
+    routers = Observation("demo").routers(client)
+    for router in routers:
+        app.include_router(router)
+    app.add_middleware(Gate, settings=ServerSettings(("demo",), ApiKeys(["key-12345"])))
+    http = TestClient(app)
+    routes = [route for router in routers for route in router.routes]
+    paths = [route.path for route in routes if isinstance(route, APIRoute)]
+    assert {"/", "/pool", "/dashboard/feed", "/metrics", "/debug/kv"} <= set(paths)
+    for path in paths:
+        method = "POST" if path == "/pool/play" else "GET"
+        assert http.request(method, path).status_code == 401, path
+    page = http.get("/", headers={"accept": "text/html"})
+    assert page.headers["www-authenticate"].startswith("Basic")  # a browser asks its user
+    assert http.get("/", auth=("", "key-12345")).status_code == 200
+    bearer = {"authorization": "Bearer key-12345"}
+    assert http.get("/metrics", headers=bearer).status_code == 200
 
 
 def test_play_endpoints() -> None:

@@ -19,7 +19,7 @@ from octavo.bench.percentiles import SHOWN, Percentiles
 from octavo.errors import ConfigError
 
 # How the capacity is found that an overload is a multiple of.
-CAPACITY_REQUESTS = 128
+CAPACITY_REQUESTS = 256
 CAPACITY_CONCURRENCY = 64
 
 
