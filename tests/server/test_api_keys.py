@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def guarded(log_file: Path) -> Iterator[LiveServer]:
     options = ["--cors-origin", ORIGIN, "--log-requests", "--log-format", "json"]
     options += ["--trust-request-chat-template", "--served-model-name", "one", "--policy"]
     options += ["priority", "--served-model-name", "two", "--ignore-unknown-fields"]
+    options += ["--max-num-seqs", "2", "--max-waiting", "2"]
     keys = f"{KEY} {OTHER}:acme"
     with (
         log_file.open("w") as log,
@@ -125,6 +127,34 @@ def test_switches(guarded: LiveServer) -> None:
     chat["chat_template"] = "{% if %}"
     broken = guarded.post("/v1/chat/completions", chat, **headers)
     assert broken.json()["error"]["param"] == "chat_template"
+
+
+def test_more_than_may_wait_is_refused_in_good_order(guarded: LiveServer) -> None:
+    """Two run and two may wait; of twelve at once each is answered or told to come again."""
+
+    async def ask_all() -> list[httpx.Response]:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
+        async with httpx.AsyncClient(timeout=TIMEOUT, headers=headers) as client:
+            url = f"{guarded.url}/v1/completions"
+            return await asyncio.gather(*(client.post(url, json=body) for _ in range(12)))
+
+    replies = asyncio.run(ask_all())
+    refused = [reply for reply in replies if reply.status_code == 429]
+    answered = [reply for reply in replies if reply.status_code == 200]
+    assert len(answered) >= 2
+    assert len(refused) + len(answered) == 12
+    assert refused
+    for reply in refused:
+        assert int(reply.headers["retry-after"]) >= 1
+        assert reply.json()["error"]["type"] == "rate_limit_error"
+    for reply in answered:
+        assert reply.json()["usage"]["completion_tokens"] == 200
+    batch = {"prompt": ["a"] * 30, "max_tokens": 100, "ignore_eos": True}
+    whole = guarded.post("/v1/completions", batch, Authorization=f"Bearer {KEY}")
+    assert whole.status_code == 429, "a batch is accepted whole or not at all"
+    held = guarded.get("/debug/kv", Authorization=f"Bearer {KEY}").json()["device"]["num_held"]
+    assert held == 0
 
 
 def test_nothing_sensitive_is_logged(guarded: LiveServer, log_file: Path) -> None:
