@@ -3,18 +3,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.evaluation import jobs
-from octavo.evaluation.jobs import Store, job_key, run_jobs
+from octavo.evaluation.jobs import COMPUTED, SIMULATED, Store, job_key, run_jobs, source_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class Square:
     """Leaves a mark each time it runs."""
+
+    ROOMS: ClassVar[tuple[str, ...]] = SIMULATED
 
     number: int
     marks: str
@@ -63,7 +65,7 @@ def test_a_key_knows_the_values_and_the_code(monkeypatch: pytest.MonkeyPatch) ->
     key = job_key(Square(1, "a"))
     assert key == job_key(Square(1, "a"))
     assert key != job_key(Square(2, "a"))
-    monkeypatch.setattr(jobs, "source_fingerprint", lambda: "other code")
+    monkeypatch.setattr(jobs, "source_fingerprint", lambda rooms: "other code")
     assert key != job_key(Square(1, "a"))
 
 
@@ -71,3 +73,7 @@ def test_the_store_needs_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cache_dir"):
         Store(tmp_path / "file" / "below")
+
+
+def test_code_that_computes_tokens_is_not_simulations_business() -> None:
+    assert source_fingerprint(SIMULATED) != source_fingerprint(COMPUTED)

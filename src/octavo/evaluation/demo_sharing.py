@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from octavo.evaluation.jobs import COMPUTED
 from octavo.evaluation.sources import alpaca
 from octavo.evaluation.workloads import shuffled
 
@@ -20,6 +21,8 @@ class DemoSharing:
 
     Real log-probabilities decide which beams live on.
     """
+
+    ROOMS: ClassVar[tuple[str, ...]] = COMPUTED
 
     n: int = 1
     beam_width: int | None = None

@@ -7,28 +7,30 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tqdm import tqdm
 
 import octavo
 from octavo.errors import ConfigError, OctavoError
 
-# Code that decides what a job's result is; drawing and the command line do not.
-SOURCE_ROOMS = (
-    *("attention", "bench", "core", "demo", "engine", "evaluation"),
-    *("executor", "layers", "models", "simulation", "worker"),
-)
-DRAWING = (
-    "evaluation/figures",
+# Code that decides what a simulation comes to, besides the modules at octavo's root.
+SIMULATED = ("bench", "core", "engine", "evaluation", "simulation", "worker/memory.py")
+# The same for a job that computes tokens.
+COMPUTED = (*SIMULATED, "attention", "demo", "executor", "layers", "models", "worker")
+# Of these rooms, what only runs jobs or shows what they came to.
+SHOWING = (
     "evaluation/drawing.py",
+    "evaluation/figures",
+    "evaluation/jobs.py",
     "evaluation/page.py",
     "evaluation/paper_values.py",
     "evaluation/report.py",
@@ -39,6 +41,8 @@ DRAWING = (
 
 class Job(Protocol):
     """A frozen dataclass of plain values, so that it can be hashed and sent to a process."""
+
+    ROOMS: ClassVar[tuple[str, ...]]  # the code that its result depends on
 
     @property
     def seconds(self) -> float:
@@ -56,19 +60,23 @@ def default_cache_directory() -> Path:
 
 
 @cache
-def source_fingerprint() -> str:
-    """A digest of the code that results depend on."""
+def source_fingerprint(rooms: tuple[str, ...]) -> str:
+    """A digest of the code in some rooms."""
     root = Path(octavo.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if name.split("/")[0] in SOURCE_ROOMS and not name.startswith(DRAWING):
+        if ("/" not in name or name.startswith(rooms)) and not name.startswith(SHOWING):
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
 def job_key(job: Job) -> str:
-    values = {"job": type(job).__name__, "values": asdict(job), "code": source_fingerprint()}  # type: ignore[call-overload]
+    values = {
+        "job": type(job).__name__,
+        "values": asdict(job),
+        "code": source_fingerprint(job.ROOMS),
+    }  # type: ignore[call-overload]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -147,9 +155,11 @@ def _run(job: Job, directory: Path) -> Any:
 
 
 def _pool(num_processes: int) -> ProcessPoolExecutor:
-    # Not forked: a job may use torch, whose threads do not survive that.
+    # Not forked: a job may use torch, whose threads do not survive that. Ctrl-C ends the processes
+    # at once; what they were at is lost, and nothing that was stored.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(max(1, num_processes), mp_context=context)
+    initializer = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return ProcessPoolExecutor(max(1, num_processes), context, initializer)
 
 
 @contextmanager

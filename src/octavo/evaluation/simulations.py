@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from octavo.config import CacheConfig, PreemptionMode, SchedulerConfig
+from octavo.evaluation.jobs import SIMULATED
 from octavo.evaluation.paper_software import PAPER_SOFTWARE
 from octavo.evaluation.paper_values import SystemName
 from octavo.evaluation.servers import (
@@ -88,6 +89,8 @@ class Scenario:
 class SteadyState:
     """What a system looks like in a window of a run: means over its steps."""
 
+    ROOMS: ClassVar[tuple[str, ...]] = SIMULATED
+
     scenario: Scenario
     start: float
     end: float
@@ -114,6 +117,8 @@ class SteadyState:
 class Latency:
     """Normalized latency at one rate."""
 
+    ROOMS: ClassVar[tuple[str, ...]] = SIMULATED
+
     scenario: Scenario
 
     @property
@@ -130,6 +135,8 @@ class Sweep:
 
     `first` is where the search for the knee begins; what it finds does not depend on it.
     """
+
+    ROOMS: ClassVar[tuple[str, ...]] = SIMULATED
 
     scenario: Scenario
     first: float  # requests/s
