@@ -123,6 +123,8 @@ def test_an_abort_gives_the_blocks_back() -> None:
                 async with asyncio.timeout(0.1):
                     await complete(client, [3], 900)
             await assert_nothing_is_held(client)
+            gauges = client.gauges
+            assert (gauges.num_running, gauges.num_waiting, gauges.num_free_blocks) == (0, 0, 200)
 
     run(test())
 

@@ -33,7 +33,7 @@ class Gauges(msgspec.Struct, array_like=True):
     num_free_cached_blocks: int = 0
     num_free_swap_blocks: int = 0
     num_pinned_prefixes: int = 0
-    step_tokens: int = 0  # computed in this step
+    step_tokens: int = 0  # computed in this step; 0 in a report without one
     step_seqs: int = 0
 
 

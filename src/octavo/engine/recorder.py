@@ -51,6 +51,10 @@ class Recorder:
         """What was recorded has been sent. Counters go on."""
         self.preempted, self.watched = [], []
 
+    def forget_step(self) -> None:
+        """The next report is about no step."""
+        self._step_size = (0, 0)
+
     def gauges(self) -> Gauges:
         """How things stand now."""
         scheduler, kv = self._engine.scheduler, self._engine.kv

@@ -92,6 +92,9 @@ class Delivery:
 
     def engine_ready(self, info: m.EngineInfo) -> None:
         self.info = info
+        self.gauges = Gauges(
+            num_free_blocks=info.num_blocks, num_free_swap_blocks=info.num_swap_blocks
+        )
         self.notify("engine_started", info)
 
     def engine_died(self, cause: str) -> None:

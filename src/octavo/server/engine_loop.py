@@ -55,11 +55,16 @@ class EngineLoop:
             commands = self._channel.receive(wait=not self._engine.has_unfinished)
             if commands is None:
                 return
+            has_changed = False
             for command in commands:
                 decoded = m.decode_command(command)
                 self._handlers[type(decoded)](decoded)
+                has_changed = has_changed or not isinstance(decoded, m.Look | m.Watch)
             if self._engine.has_unfinished:
                 self._report(self._engine.step())
+            elif has_changed:  # the last request was aborted, say: tell how things stand now
+                self._recorder.forget_step()
+                self._report(StepOutput())
 
     def _send(self, message: m.Message) -> None:
         self._channel.send(m.encode(message))

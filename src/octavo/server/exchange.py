@@ -129,6 +129,8 @@ class Exchange:
 
     def drop(self, entry: OpenRequest) -> None:
         """A request has ended, or nobody wants it any more."""
+        if self._journal.requests.get(entry.request_id) is not entry:
+            return  # refused while its client was leaving
         del self._journal.requests[entry.request_id]
         self._accepted.pop(entry.request_id, None)
         self._searching.pop(entry.request_id, None)

@@ -204,7 +204,8 @@ class PromptScores(msgspec.Struct, array_like=True):
 
 
 class StepReport(msgspec.Struct, tag=True):
-    """What one step brought, to everybody. Sent after every step."""
+    """What one step brought, to everybody. Sent after every step, and when there is none to be
+    taken after requests have left."""
 
     time: float  # of time.monotonic
     counters: Counters

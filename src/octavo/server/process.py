@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from octavo.errors import EngineFailed
 from octavo.server import messages as m
 from octavo.server.channel import ChannelProtocol
+
+logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "octavo.server.engine_loop")
 EXIT_SECONDS = 5.0  # for a process to end by itself
@@ -49,17 +52,15 @@ class EngineProcess:
         process is left then.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            # In a process group of its own, the terminal's Ctrl-C does not reach it.
-            self._child = subprocess.Popen(
-                [*self._command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self._channel, sock=ours)
+        try:
+            self._child = self._spawn(theirs)
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: self._channel, sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self.send(start)
         try:
             info = await asyncio.wait_for(asyncio.shield(self._ready), seconds)
@@ -76,6 +77,17 @@ class EngineProcess:
                 f"the engine process died while it started: {(await self.end()).cause}"
             )
         return info
+
+    def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the program; in a process group of its own, so that the terminal's Ctrl-C does not
+        reach it."""
+        return subprocess.Popen(
+            [*self._command, str(connection.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what libraries print goes to the log, too
+            pass_fds=[connection.fileno()],
+            process_group=0,
+        )
 
     @property
     def pid(self) -> int:
@@ -115,8 +127,11 @@ class EngineProcess:
             if not self._ready.done():
                 self._ready.set_result(message)
         elif isinstance(message, m.StartFailed):
+            error = m.error_of(message.error)
+            if isinstance(error, EngineFailed):  # no mistake of the user's
+                logger.error("%s", message.traceback)
             if not self._ready.done():
-                self._ready.set_exception(m.error_of(message.error))
+                self._ready.set_exception(error)
         else:
             if isinstance(message, m.Crashed):
                 self._crash = message.message

@@ -79,7 +79,7 @@ class Supervisor:
             self.state = "failed"
             raise
         self._keeper = asyncio.create_task(self._keep())
-        self._keeper.add_done_callback(_report_bug)
+        self._keeper.add_done_callback(self._check_keeper)
 
     async def close(self) -> None:
         """End the engine process for good."""
@@ -182,7 +182,10 @@ class Supervisor:
         logger.critical("%s; the engine is given up", message)
         self.exchange.give_up(EngineFailed(message))
 
-
-def _report_bug(keeper: asyncio.Task[None]) -> None:
-    if not keeper.cancelled() and (error := keeper.exception()) is not None:
+    def _check_keeper(self, keeper: asyncio.Task[None]) -> None:
+        """A bug in the supervision must not leave clients waiting."""
+        if keeper.cancelled() or (error := keeper.exception()) is None:
+            return
+        self.state = "failed"
         logger.critical("the supervision of the engine process has ended", exc_info=error)
+        self.exchange.give_up(EngineFailed(f"the supervision has failed: {error!r}"))
