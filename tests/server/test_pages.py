@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
 from octavo.engine.events import Copied
+from octavo.engine.snapshot import Snapshot
 from octavo.server.api.errors import add_error_handlers
 from octavo.server.api.gate import Gate
 from octavo.server.api.keys import ApiKeys
@@ -134,6 +135,31 @@ def test_nobody_looks_nothing_is_asked() -> None:
         await next_frame(again)
         assert client.num_looks == looks + 1
         await again.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_ends_the_stream_with_its_error() -> None:
+    async def scenario() -> None:
+        client = FakeClient()
+        feed = new_feed(client)
+        frames = feed.frames()
+        await next_frame(frames)
+        client.picture = cast(Snapshot, "no snapshot")
+        client.counters.num_steps += 1
+        with pytest.raises(Exception, match="has no attribute"):
+            await next_frame(frames)
+        assert (feed.num_viewers, client.subscribers) == (0, [])
+        # What went wrong in the watching task ends the stream, too; a later page starts anew.
+        client.picture = snapshot([])
+        frames = feed.frames()
+        await next_frame(frames)
+        client.num_looks = cast(int, None)
+        client.counters.num_steps += 1
+        with pytest.raises(ExceptionGroup) as caught:
+            await next_frame(frames)
+        assert caught.group_contains(TypeError)
+        assert feed.num_viewers == 0
 
     asyncio.run(scenario())
 

@@ -37,6 +37,7 @@ class Viewer:
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
+        self.is_over = False  # nothing more will come
         self.snapshot: Snapshot | None = None  # None: there is no engine to ask
         self.events: list[Event] = []
         self._num_events = 0
@@ -152,10 +153,14 @@ class Feed:
         self._viewers.add(viewer)
         if self._task is None:
             self._task = asyncio.create_task(self._watch())
+        task = self._task
         try:
             while True:
                 await viewer.news.wait()
                 viewer.news.clear()
+                if viewer.is_over:
+                    await task  # raises what ended it
+                    return
                 yield viewer.encode(self._client.info, self._client.counters, self._metrics)
         finally:
             self._viewers.discard(viewer)
@@ -171,9 +176,14 @@ class Feed:
                 await task
 
     async def _watch(self) -> None:
-        async with self._client.events() as batches, asyncio.TaskGroup() as group:
-            group.create_task(self._hear(batches))
-            group.create_task(self._look())
+        try:
+            async with self._client.events() as batches, asyncio.TaskGroup() as group:
+                group.create_task(self._hear(batches))
+                group.create_task(self._look())
+        finally:
+            for viewer in self._viewers:
+                viewer.is_over = True
+                viewer.news.set()
 
     async def _hear(self, batches: AsyncIterator[list[Event]]) -> None:
         async for batch in batches:
