@@ -19,7 +19,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, size))
     if num_tokens:
-        _silu_mul_kernel[(triton.cdiv(size, BLOCK), num_tokens)](
+        _silu_mul_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
             gate_up,
             out,
             gate_up.stride(0),
@@ -34,8 +34,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 @triton.jit
 def _silu_mul_kernel(gate_up, out, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     allow_next(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     wait_previous(PDL)
     start = gate_up + row * row_stride + columns

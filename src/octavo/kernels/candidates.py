@@ -32,8 +32,8 @@ def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     assert 0 < number <= min(MAX_CANDIDATES, vocab_size)
     device = logits.device
-    width = triton.next_power_of_2(number)
-    chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
+    width = max(2, triton.next_power_of_2(number))  # Triton 3.6 has no topk of 1
+    chunk = max(width, min(CHUNK, triton.next_power_of_2(vocab_size)))
     num_chunks = triton.cdiv(vocab_size, chunk)
     values = torch.empty((num_rows, number), dtype=torch.float32, device=device)
     ids = torch.empty((num_rows, number), dtype=torch.int32, device=device)

@@ -25,15 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 RELU = gl.constexpr(1)
 SILU_MUL = gl.constexpr(2)
+# Names that changed between Triton 3.6 and 3.9.
+_fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
 def _fetch_weights(weight, tiles, up_tiles, ready, stage, row, up_row, column, GATED: gl.constexpr):
-    tma.async_copy_global_to_shared(weight, [row, column], ready.index(stage), tiles.index(stage))
+    _fetch_tile(weight, [row, column], ready.index(stage), tiles.index(stage))
     if GATED:
-        tma.async_copy_global_to_shared(
-            weight, [up_row, column], ready.index(stage), up_tiles.index(stage)
-        )
+        _fetch_tile(weight, [up_row, column], ready.index(stage), up_tiles.index(stage))
 
 
 @gluon.jit
@@ -62,18 +63,14 @@ def _produce(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
-        tma.async_copy_global_to_shared(
-            x, [token, (first + i) * BK], ready.index(i), x_tiles.index(i)
-        )
+        _fetch_tile(x, [token, (first + i) * BK], ready.index(i), x_tiles.index(i))
     for i in range(ahead, count):
         stage = i % STAGES
         column = (first + i) * BK
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
         _fetch_weights(weight, tiles, up_tiles, ready, stage, row, up_row, column, GATED)
-        tma.async_copy_global_to_shared(
-            x, [token, column], ready.index(stage), x_tiles.index(stage)
-        )
+        _fetch_tile(x, [token, column], ready.index(stage), x_tiles.index(stage))
     if PDL and not EARLY:
         # All of W is on its way: only now may the next kernel's weights compete with ours.
         tl.extra.cuda.gdc_launch_dependents()
@@ -269,7 +266,7 @@ def linear_kernel(
         gl.store(base + share * SIZE, acc)
         if GATED:
             gl.store(base + (SPLIT + share) * SIZE, up)
-        gl.thread_barrier()
+        _barrier()
         seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
         if seen == SPLIT - 1:
             acc = gl.load(base)

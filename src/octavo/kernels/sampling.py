@@ -213,7 +213,6 @@ def _draw_kernel(
             parts = tl.load(places, mask=chunks < num_chunks, other=0)
             ends = tl.cumsum(parts, 0)
             target = (noise * tl.sum(parts, 0).to(tl.float64)).to(tl.int64)
-            # The clamps keep the token of a row of NaN, which has no weights, in the vocabulary.
             chunk = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), num_chunks - 1)
             before = tl.sum(tl.where(chunks < chunk, parts, 0), 0)
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -224,5 +223,6 @@ def _draw_kernel(
                 values, inside, draw, peak, temperature, log_min_p, limits, LIMITED
             )
             passed = tl.sum((tl.cumsum(weights, 0) <= target - before).to(tl.int32), 0)
-            token = tl.minimum(chunk * CHUNK + passed, vocab_size - 1).to(tl.int64)
-    tl.store(token_ids + draw, token)
+            token = (chunk * CHUNK + passed).to(tl.int64)
+    # A row of NaN has neither a largest logit nor weights; its token stays in the vocabulary.
+    tl.store(token_ids + draw, tl.minimum(token, vocab_size - 1))
