@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -474,6 +476,22 @@ def test_models_health_version_and_description(server: LiveServer, client: opena
     codes = {c for p in described["paths"].values() for o in p.values() for c in o["responses"]}
     assert "422" not in codes
     assert "<script>" in server.get("/docs").text
+
+
+def test_a_stream_outlives_the_engine_process(server: LiveServer) -> None:
+    body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+    whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    url = f"{server.url}/v1/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=TIMEOUT) as reply:
+        lines = reply.iter_lines()
+        text = next(lines)
+        pid = server.process.pid
+        [engine] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(engine), signal.SIGKILL)
+        events = [line.removeprefix("data: ") for line in (text, *lines) if line]
+    assert events.pop() == "[DONE]"
+    assert text_of([json.loads(event) for event in events]) == whole
+    assert server.get("/health").status_code == 200
 
 
 def test_the_api_process_has_no_torch(server: LiveServer) -> None:

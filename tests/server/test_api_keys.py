@@ -184,15 +184,27 @@ def test_a_taken_port_is_said_clearly() -> None:
     assert "Traceback" not in run.stderr
 
 
-def test_sigterm_lets_open_requests_end() -> None:
+def test_signals() -> None:
+    """The first lets open requests end and admits no others; the second ends them."""
     with live_server("--log-level", "warning") as server:
-        body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
         url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=TIMEOUT) as reply:
-            lines = reply.iter_lines()
+        body = {"prompt": "Once upon a time", "ignore_eos": True, "stream": True}
+        with (
+            httpx.stream("POST", url, json=body | {"max_tokens": 60}, timeout=TIMEOUT) as short,
+            httpx.stream("POST", url, json=body | {"max_tokens": 2000}, timeout=TIMEOUT) as long,
+        ):
+            lines = long.iter_lines()
             next(lines)
             server.process.terminate()
-            text = [line for line in lines if line]
-        assert text[-1] == "data: [DONE]"
-        assert '"finish_reason":"length"' in text[-2]
+            ended = [line for line in short.iter_lines() if line]
+            assert '"finish_reason":"length"' in ended[-2]
+            assert ended[-1] == "data: [DONE]"
+            refused = server.post("/v1/completions", {"prompt": "a"})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "unavailable"
+            assert server.get("/health").status_code == 503
+            server.process.terminate()
+            ended = [line for line in lines if line]
+        assert '"error":{"message":"the request was ended by the server"' in ended[-2]
+        assert ended[-1] == "data: [DONE]"
         assert server.process.wait(TIMEOUT) == 0

@@ -18,7 +18,6 @@ from octavo.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/version"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-POLICY_VIOLATION = 1008  # why a websocket is closed
 
 logger = logging.getLogger("octavo.server.requests")
 
@@ -92,9 +91,7 @@ class _Passage:
 
     async def fail(self, error: ApiError) -> None:
         """Answer with `error`; if the answer has begun, the connection is closed by uvicorn."""
-        if self._scope["type"] == "websocket":
-            await self._send({"type": "websocket.close", "code": POLICY_VIOLATION})
-        elif self._status is None:
+        if self._status is None:
             await error.response()(self._scope, self._receive, self.send)
 
     def log(self) -> None:
