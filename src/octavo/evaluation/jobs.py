@@ -43,6 +43,7 @@ class Job(Protocol):
     """A frozen dataclass of plain values, so that it can be hashed and sent to a process."""
 
     ROOMS: ClassVar[tuple[str, ...]]  # the code that its result depends on
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def seconds(self) -> float:
@@ -76,7 +77,7 @@ def job_key(job: Job) -> str:
         "job": type(job).__name__,
         "values": asdict(job),
         "code": source_fingerprint(job.ROOMS),
-    }  # type: ignore[call-overload]
+    }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -100,7 +101,7 @@ class Store:
         return None
 
     def put(self, job: Job, result: Any) -> None:
-        values = {"job": type(job).__name__, "values": asdict(job), "result": result}  # type: ignore[call-overload]
+        values = {"job": type(job).__name__, "values": asdict(job), "result": result}
         # Written aside and renamed: a reader never sees half a file.
         handle, name = tempfile.mkstemp(dir=self.directory, suffix=".part")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
