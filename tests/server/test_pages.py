@@ -18,7 +18,7 @@ from octavo.engine.snapshot import Snapshot
 from octavo.server.api.errors import add_error_handlers
 from octavo.server.api.gate import Gate
 from octavo.server.api.keys import ApiKeys
-from octavo.server.client import EngineClient
+from octavo.server.client import EngineClient, Health
 from octavo.server.feed import MAX_EVENTS, MAX_VIEWERS, Feed
 from octavo.server.metrics import Metrics
 from octavo.server.observation import Observation
@@ -160,6 +160,20 @@ def test_a_failure_ends_the_stream_with_its_error() -> None:
             await next_frame(frames)
         assert caught.group_contains(TypeError)
         assert feed.num_viewers == 0
+
+    asyncio.run(scenario())
+
+
+def test_streams_end_with_the_server() -> None:
+    async def scenario() -> None:
+        client = FakeClient()
+        feed = new_feed(client)
+        frames = feed.frames()
+        await next_frame(frames)
+        client.health = Health(False, "closed", "closed", 0, 0, None)
+        with pytest.raises(StopAsyncIteration):
+            await next_frame(frames)
+        assert (feed.num_viewers, client.subscribers) == (0, [])
 
     asyncio.run(scenario())
 

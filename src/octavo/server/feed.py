@@ -130,6 +130,10 @@ class Viewer:
         return told
 
 
+class _Closed(Exception):
+    """The server ends, and so do the streams."""
+
+
 class Feed:
     """Owns the viewers, and the one task that asks the engine on their behalf."""
 
@@ -180,6 +184,8 @@ class Feed:
             async with self._client.events() as batches, asyncio.TaskGroup() as group:
                 group.create_task(self._hear(batches))
                 group.create_task(self._look())
+        except* _Closed:
+            pass
         finally:
             for viewer in self._viewers:
                 viewer.is_over = True
@@ -194,6 +200,8 @@ class Feed:
         last_state: tuple[Any, ...] = ()
         last_time = 0.0
         while True:
+            if self._client.health.state == "closed":
+                raise _Closed
             now = time.monotonic()
             state = self._state()
             if state != last_state or now - last_time >= IDLE_SECONDS:
