@@ -177,7 +177,7 @@ class Scheduler:
             if seq.finish_reason is not None:
                 continue  # it ended while the step ran
             method = seq.request.method
-            if scored:
+            if scored and (seq.seq_id in result.draws or seq.seq_id in result.logprobs):
                 self._take_draws(seq, token_id, result)
             elif method.wants == "token":
                 progress.advanced.append(seq)
@@ -253,28 +253,21 @@ class Scheduler:
                 continue
             sequences = request.sequences
             later -= len(sequences)
-            # The common case, a decode into a block of its own, needs no help from anybody. The
-            # last token of a prompt is no such case: it may be followed by several draws.
-            if len(sequences) == 1 and request.method.wants == "token":
-                seq = sequences[0]
-                table = seq.table
-                end = seq.num_computed_tokens + 1
-                if (
-                    table is not None
-                    and end == len(seq.token_ids) + seq.num_pending
-                    and seq.num_prompt_tokens < end <= table.writable_until
-                    and end < request.method.max_length
-                ):
+            # The common case, decodes into blocks of their own, needs no help from anybody.
+            if request.method.wants == "token" and _decodes_freely(request):
+                draft.budget -= len(sequences)
+                for seq in sequences:
+                    end = seq.num_computed_tokens + 1
                     seq.num_computed_tokens = end
                     seq.num_pending += 1
-                    draft.budget -= 1
                     seq_ids.append(seq.seq_id)
                     counts.append(1)
                     draft.sampled.append(seq.seq_id)
                     draft.drawn.append(seq)
-                    if end == table.writable_until:
+                    table = seq.table
+                    if table is not None and end == table.writable_until:
                         draft.filled.append((seq, table, end))
-                    continue
+                continue
             self._continue(request, draft, draft.budget - later)
 
     def _continue(self, request: Request, draft: PlanDraft, room: int) -> None:
@@ -571,6 +564,25 @@ class Scheduler:
             self.waiting = [r for r in self.waiting if not r.is_finished]
         if Status.SWAPPED in left:
             self.swapped = [r for r in self.swapped if not r.is_finished]
+
+
+def _decodes_freely(request: Request) -> bool:
+    """Whether each sequence has one token to compute, and may write without asking.
+
+    The last token of a prompt does not count: it may be followed by several draws.
+    """
+    max_length = request.method.max_length
+    for seq in request.sequences:
+        table = seq.table
+        end = seq.num_computed_tokens + 1
+        if (
+            table is None
+            or end != len(seq.token_ids) + seq.num_pending
+            or not seq.num_prompt_tokens < end <= table.writable_until
+            or end >= max_length
+        ):
+            return False
+    return not request.catching_up
 
 
 def _rank(request: Request) -> tuple[float, ...]:
