@@ -11,11 +11,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from octavo.layers.activation import ACTIVATIONS, GATED_ACTIVATIONS
 from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
-from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.linear import Linear
+from octavo.layers.norm import LayerNorm, RMSNorm, add_parts
 from octavo.model_families import GATED_ACTIVATIONS as GATED_NAMES
 from octavo.model_families import PLAIN_ACTIVATIONS as PLAIN_NAMES
 
 DTYPES = [torch.float32, torch.bfloat16]
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -75,6 +80,26 @@ def test_gated_activations(name: str, dtype: torch.dtype) -> None:
     before = gate_up.clone()
     close(GATED_ACTIVATIONS[GATED_NAMES[name]](gate_up), ACT2FN[name](gate) * up)
     assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_product_with_its_activation_and_in_parts(name: str, device: str) -> None:
+    linear = Linear(1024, 192, bias=True).to(device, torch.bfloat16)
+    assert linear.weight is not None
+    assert linear.bias is not None
+    linear.weight.normal_(std=1024**-0.5)
+    linear.bias.normal_()
+    for num_tokens in (1, 5, 200):
+        x = torch.randn(num_tokens, 1024).to(device, torch.bfloat16)
+        plain = F.linear(x.float(), linear.weight.float(), linear.bias.float())
+        activation = ACTIVATIONS[name]
+        close(linear.forward_activated(x, activation), activation(plain).to(torch.bfloat16))
+        residual = torch.randn(num_tokens, 192).to(device, torch.bfloat16)
+        wanted = (plain + residual.float()).to(torch.bfloat16)
+        total = add_parts(residual, linear.forward_parts(x))
+        assert total is residual
+        close(total, wanted)
 
 
 def test_position_embedding_offset() -> None:

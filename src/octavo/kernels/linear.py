@@ -49,7 +49,7 @@ def linear(
     num_tokens, size = x.shape
     code = ACTIVATION_CODES[activation]
     num_rows = weight.shape[0] // 2 if activation == "silu_mul" else weight.shape[0]
-    if num_tokens == 1 and x.dtype == weight.dtype and weight.is_contiguous():
+    if num_tokens == 1 and _is_dense(x, weight):
         out = x.new_empty((1, num_rows))
         linear_one(x, weight, bias, out, code)
         return out
@@ -83,15 +83,17 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activatio
     return silu_mul(y) if activation == "silu_mul" else y
 
 
+def _is_dense(x: Tensor, weight: Tensor) -> bool:
+    return x.dtype == weight.dtype and x.stride(1) == 1 and weight.is_contiguous()
+
+
 def _is_fast(x: Tensor, weight: Tensor) -> bool:
     """Whether linear_hopper.py takes such operands: the copy engine wants 16-byte rows."""
     return (
         x.dtype in _FAST_DTYPES
-        and weight.dtype == x.dtype
-        and weight.is_contiguous()
         and x.device.type == "cuda"
+        and _is_dense(x, weight)
         and x.shape[1] % 64 == 0
-        and x.stride(1) == 1
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0
