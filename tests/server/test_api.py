@@ -347,6 +347,10 @@ def test_an_answer_can_be_begun_for_the_assistant(server: LiveServer) -> None:
         server.post("/v1/chat/completions", body | {"add_generation_prompt": True}), 400
     )
     assert error["param"] == "add_generation_prompt"
+    for name in ("self", "messages"):
+        variables = {"messages": messages, "chat_template_kwargs": {name: 1}}
+        error = error_of(server.post("/v1/chat/completions", variables), 400)
+        assert error["param"] == f"chat_template_kwargs.{name}"
 
 
 # ---------------------------------------------------------------- the cache

@@ -50,19 +50,19 @@ async def _prompts(context: Context, body: CompletionBody) -> list[list[int]]:
     """The token ids of each prompt."""
     many = _as_list(body.prompt)
     if not many:
-        raise refused("prompt", "it is empty", "invalid_value")
+        raise refused("prompt", "it is empty")
     limit = context.settings.max_prompts
     if len(many) > limit:
-        raise refused("prompt", f"{len(many)} prompts are more than {limit}", "invalid_value")
+        raise refused("prompt", f"{len(many)} prompts are more than {limit}")
     kind = type(many[0])
     add_special = body.add_special_tokens is not False
     prompts: list[list[int]] = []
     for index, each in enumerate(many):
         where = "prompt" if len(many) == 1 else f"prompt[{index}]"
         if type(each) is not kind:
-            raise refused(where, "prompts must be all text or all token ids", "invalid_value")
+            raise refused(where, "prompts must be all text or all token ids")
         if not each:
-            raise refused(where, "it is empty", "invalid_value")
+            raise refused(where, "it is empty")
         if isinstance(each, str):
             prompts.append(await context.tokenize(each, where, add_special))
         else:
@@ -82,7 +82,7 @@ def _as_list(prompt: Prompt) -> list[str | list[int]]:
 
 def _token_id(value: object, where: str) -> int:
     if type(value) is not int:
-        raise refused(where, "token ids must be integers, and not mixed with text", "invalid_value")
+        raise refused(where, "token ids must be integers, and not mixed with text")
     return value
 
 

@@ -11,8 +11,8 @@ from octavo.server.api.context import Context
 from octavo.server.api.errors import refused
 from octavo.server.api.requests import ChatMessage
 
-# Variables that octavo sets itself.
-RESERVED = frozenset({"messages", "add_generation_prompt"})
+# Variables that octavo sets itself; `self` is Jinja's.
+RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
 # Stands for where the last message ends; templates may trim white space around it.
 END_MARK = "\ue0ff"
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import traceback
 from http import HTTPStatus
 from typing import Annotated
@@ -72,7 +73,7 @@ class ApiError(Exception):
         self.reply = ErrorReply(ErrorDetail(message, TYPES.get(status, BAD_REQUEST), param, code))
         self.headers = dict(headers or {})
         if retry_after is not None:
-            self.headers["retry-after"] = str(max(1, round(retry_after)))
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
 
     def response(self) -> Response:
         return Response(
@@ -80,7 +81,7 @@ class ApiError(Exception):
         )
 
 
-def refused(param: str, message: str, code: str | None = None) -> ApiError:
+def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, f"{param}: {message}", param, code)
 
@@ -123,7 +124,7 @@ def _of_parameter(error: RequestValidationError) -> ApiError:
     """What FastAPI finds wrong in a path or a query, which it would call 422."""
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    return refused(name, str(first["msg"]), "invalid_value")
+    return refused(name, str(first["msg"]))
 
 
 def _of_http_exception(error: HTTPException) -> ApiError:

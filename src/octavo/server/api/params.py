@@ -71,7 +71,7 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Para
     """
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
-        raise refused("max_tokens", "0 gives nothing, unless echo is on", "invalid_value")
+        raise refused("max_tokens", "0 gives nothing, unless echo is on")
     if body.beam_width is not None:
         return _beam_params(body, max(max_tokens, 1))
     num_prompt = body.prompt_logprobs
@@ -83,15 +83,13 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Para
 def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> Params:
     """Raises InvalidRequest or ApiError, which name the field."""
     if body.top_logprobs is not None and not body.logprobs and body.top_logprobs != 0:
-        raise refused("top_logprobs", "it needs logprobs: true", "invalid_value")
+        raise refused("top_logprobs", "it needs logprobs: true")
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens
     elif body.max_tokens not in (None, max_tokens):
         raise refused(
-            "max_tokens",
-            f"{body.max_tokens} contradicts max_completion_tokens ({max_tokens})",
-            "invalid_value",
+            "max_tokens", f"{body.max_tokens} contradicts max_completion_tokens ({max_tokens})"
         )
     if body.beam_width is not None:
         return _beam_params(body, max_tokens)
@@ -103,13 +101,11 @@ def check_streaming(body: GenerationBody) -> None:
     """Refuse what contradicts `stream`."""
     options = body.stream_options
     if options is not None and not body.stream:
-        raise refused("stream_options", "they need stream: true", "invalid_value")
+        raise refused("stream_options", "they need stream: true")
     if options is not None and options.continuous_usage_stats and not options.include_usage:
-        raise refused(
-            "stream_options.continuous_usage_stats", "it needs include_usage", "invalid_value"
-        )
+        raise refused("stream_options.continuous_usage_stats", "it needs include_usage")
     if body.stream and body.prompt_logprobs is not None:
-        raise refused("prompt_logprobs", "they cannot be streamed", "invalid_value")
+        raise refused("prompt_logprobs", "they cannot be streamed")
 
 
 def _sampling_params(
@@ -121,7 +117,7 @@ def _sampling_params(
 ) -> SamplingParams:
     for name in ("length_penalty", "early_stopping"):
         if getattr(body, name) is not None:
-            raise refused(name, "it needs beam_width", "invalid_value")
+            raise refused(name, "it needs beam_width")
     given = {name: getattr(body, name) for name in DRAWING}
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
@@ -138,7 +134,7 @@ def _beam_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchPara
     for name, harmless in NEUTRAL.items():
         value = getattr(body, name, None)
         if value is not None and value not in harmless:
-            raise refused(name, "beam search does not draw, so it has no use", "invalid_value")
+            raise refused(name, "beam search does not draw, so it has no use")
     count = 1 if body.n is None else body.n
     if count > body.beam_width:
         raise InvalidRequest("n", f"{count} is more than beam_width ({body.beam_width})")

@@ -27,13 +27,13 @@ async def pin_prefix(request: Request) -> Response:
     tenant = tenant_of(request)
     name = f"prefix-{uuid.uuid4().hex[:12]}" if body.name is None else body.name
     if PREFIX_NAME.fullmatch(name) is None:
-        raise refused("name", f"{name!r} is not letters, digits, '.', '_' or '-'", "invalid_value")
+        raise refused("name", f"{name[:64]!r} is not 1 to 64 letters, digits, '.', '_' or '-'")
     token_ids = body.prefix
     if isinstance(token_ids, str):
         add_special = body.add_special_tokens is not False
         token_ids = await context.tokenize(token_ids, "prefix", add_special)
     if not token_ids:
-        raise refused("prefix", "it is empty", "invalid_value")
+        raise refused("prefix", "it is empty")
     try:
         pin = await context.client.pin_prefix(
             token_ids, tenant.scoped(name), tenant.cache_salt(body.cache_salt)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request, Response
 
 from octavo.errors import InvalidRequest
-from octavo.server.api.context import Context, context_of, reply
+from octavo.server.api.context import LONG_TEXT, Context, context_of, reply
 from octavo.server.api.conversations import conversation_prompt
 from octavo.server.api.errors import refused
 from octavo.server.api.replies import Text, TokenizerInfo, Tokens
@@ -30,14 +32,14 @@ async def tokenize(request: Request) -> Response:
 
 async def _token_ids(context: Context, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
-        raise refused("prompt", "give either prompt or messages", "invalid_value")
+        raise refused("prompt", "give either prompt or messages")
     if body.prompt is not None:
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name) is not None:
-                raise refused(name, "it needs messages", "invalid_value")
+                raise refused(name, "it needs messages")
         return await context.tokenize(body.prompt, "prompt", body.add_special_tokens is not False)
     if not body.messages:
-        raise refused("messages", "there are none", "invalid_value")
+        raise refused("messages", "there are none")
     return await conversation_prompt(
         context,
         body.messages,
@@ -61,7 +63,10 @@ async def detokenize(request: Request) -> Response:
             raise InvalidRequest(
                 "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
             )
-    return reply(Text(tokenizer.decode(body.tokens, bool(body.skip_special_tokens))))
+    skip = bool(body.skip_special_tokens)
+    if len(body.tokens) < LONG_TEXT:
+        return reply(Text(tokenizer.decode(body.tokens, skip)))
+    return reply(Text(await asyncio.to_thread(tokenizer.decode, body.tokens, skip)))
 
 
 @router.get("/tokenizer_info", **documented(None, TokenizerInfo))
