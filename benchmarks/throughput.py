@@ -24,7 +24,7 @@ from octavo.outputs import RequestOutput
 
 Params = SamplingParams | BeamSearchParams
 Ask = tuple[list[int], Params]
-MAX_NUM_SEQS = 512
+MAX_NUM_SEQS = 1024
 MAX_NUM_BATCHED_TOKENS = 8192
 
 
@@ -133,8 +133,6 @@ def main() -> None:
             model, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
         )
         print(f"{model}: ready in {time.perf_counter() - began:.1f} s", flush=True)
-        vocab_size = engine.model_config.vocab_size
-        run_all(engine, trace("alpaca", 64)(vocab_size))  # warm-up
         for name in arguments.rows:
             if ROWS[name].model == model:
                 results[name] = measure(engine, name, ROWS[name])
@@ -148,9 +146,10 @@ def main() -> None:
 
 
 def measure(engine: Engine, name: str, row: Row) -> dict[str, float]:
-    """Run a row with an empty prefix cache."""
-    engine.kv.reset_prefix_cache()
+    """Run a row with an empty prefix cache, after a few of its requests as a warm-up."""
     asks = row.make(engine.model_config.vocab_size)
+    run_all(engine, asks[:2])
+    engine.kv.reset_prefix_cache()
     preemptions = sum(engine.scheduler.num_preemptions.values())
     steps = 0
     device = 0.0

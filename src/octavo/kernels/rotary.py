@@ -47,7 +47,8 @@ def load_heads(
         if HAS_NORM:
             w = tl.load(weight + partner).to(tl.float32)
             y = (y.to(tl.float32) * factor[:, None] * w[None, :]).to(dtype)
-        angle = position.to(tl.int64) * ROTARY_HALF + dim % ROTARY_HALF
+        # Padding has no position; what it reads must be in the table all the same.
+        angle = tl.maximum(position, 0).to(tl.int64) * ROTARY_HALF + dim % ROTARY_HALF
         c = tl.load(cos + angle, mask=rotated, other=1.0)
         s = tl.load(sin + angle, mask=rotated, other=0.0)
         s = tl.where(dim < ROTARY_HALF, -s, s)

@@ -187,7 +187,7 @@ class GpuRunner:
         if mode is not None and self._last is None and size is not None and self._graphs:
             n = len(plan.sampled)
             self._graphs.run((size, mode), partial(self._draw_captured, size, mode))
-            return Choice(n, np.arange(n), self._drawn[:n])
+            return Choice(n, self._drawn[:n])
         ending = hidden if self._last is None else hidden[self._last]
         choice = self._sampler(parts.model.logits(ending))
         if plan.sampled:

@@ -25,30 +25,32 @@ DrawMode = Literal["greedy", "random", "limited"]
 class Choice:
     """What a step has drawn, on the device and, after `read_back`, soon on the host."""
 
-    def __init__(self, num_sampled: int, owners: Int64s, token_ids: Tensor) -> None:
-        """`owners`: for each draw its row, ascending; token_ids int64 [len(owners)]."""
+    def __init__(
+        self, num_sampled: int, token_ids: Tensor, firsts: tuple[Int64s, Tensor] | None = None
+    ) -> None:
+        """token_ids int64 [num_draws], row by row.
+
+        `firsts`: where each row's draws begin, on host and device; None: each row has one.
+        """
         self._num_sampled = num_sampled
-        self._owners = owners
         self._token_ids = token_ids
         self._best: tuple[Tensor, Tensor] | None = None
         self._num_candidates: list[int] = []
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
-        # Where each row's draws begin; most rows have one.
-        self._firsts: Int64s | None = None
-        if len(owners) != num_sampled:
-            self._firsts = np.searchsorted(owners, np.arange(num_sampled))
+        self._firsts = None if firsts is None else firsts[0]
+        self._device_firsts = None if firsts is None else firsts[1]
 
     @classmethod
     def nothing(cls, device: torch.device) -> Choice:
         """Of a step that ends no row."""
-        return cls(0, np.zeros(0, np.int64), torch.zeros(0, dtype=torch.int64, device=device))
+        return cls(0, torch.zeros(0, dtype=torch.int64, device=device))
 
     @property
     def first(self) -> Tensor:
         """int64 [num_sampled] on the device: the first draw of each row."""
-        if self._firsts is None:
+        if self._device_firsts is None:
             return self._token_ids
-        return self._token_ids[torch.from_numpy(self._firsts).to(self._token_ids.device)]
+        return self._token_ids[self._device_firsts]
 
     def expand(self, values: Tensor, token_ids: Tensor, wanted: list[int]) -> None:
         """Keep the candidates of expanded rows, best first: [num_rows, max(wanted)] each."""
@@ -106,6 +108,7 @@ class GpuSampler:
         self._owners = np.zeros(0, np.int64)
         self._draws: DeviceDraws | None = None
         self._each_row: Tensor | None = None
+        self._firsts: tuple[Int64s, Tensor] | None = None
         # How all rows are drawn, each once and by itself; None if there is more to it.
         self.mode: DrawMode | None = None
 
@@ -133,6 +136,10 @@ class GpuSampler:
             is_greedy=not is_random.any(),
             is_limited=bool((is_random & has_limits).any()),
         )
+        self._firsts = None
+        if len(owners) != n:
+            firsts = np.searchsorted(owners, np.arange(n))
+            self._firsts = (firsts, self._put("firsts", firsts))
         is_plain = not (batch.edited or batch.num_logprobs or batch.num_candidates)
         self.mode = None
         if is_plain and len(owners) == n:
@@ -180,7 +187,7 @@ class GpuSampler:
         edited = [edit for edit in batch.edited if edit.index < n]
         if edited:
             self._redraw(token_ids, logits, edited)
-        choice = Choice(n, self._owners, token_ids)
+        choice = Choice(n, token_ids, self._firsts)
         if batch.num_logprobs:
             self._score(choice, logits, batch, token_ids)
         if batch.num_candidates:
