@@ -13,7 +13,7 @@ SMALL = ("--scale", "0.05", "--num-blocks", "24", "--max-waiting", "8", "--share
 
 
 def test_overload_loses_nothing() -> None:
-    sizes = ("--num-requests", "16", "--num-overload", "120")
+    sizes = ("--num-requests", "16", "--num-overload", "80")
     run = subprocess.run(
         [sys.executable, str(SCRIPT), *SMALL, *sizes], capture_output=True, text=True, timeout=300
     )
@@ -23,7 +23,7 @@ def test_overload_loses_nothing() -> None:
     assert result["blocks_held_after"] == 0
     [half] = result["runs"]
     assert (half["completed"] + half["refused"], half["failed"]) == (16, 0)
-    flood = result["overload"]
-    assert (flood["completed"] + flood["refused"], flood["failed"]) == (120, 0)
-    assert flood["completed"] > 0
-    assert flood["refused"] > 0
+    for flood in result["overloads"]:
+        assert (flood["completed"] + flood["refused"], flood["failed"]) == (80, 0)
+        assert flood["completed"] > 0
+        assert flood["refused"] > 0
