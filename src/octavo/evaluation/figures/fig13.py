@@ -43,10 +43,11 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
             tables.append(Table(f"{TITLES[source]}: mean batched requests", rows))
             for x, (system, value) in enumerate(paper.items()):
                 drawn = axes.bar(x, ours[system], 0.7, color=COLOURS[system])
-                axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2)
+                axes.bar_label(drawn, fmt="%.2f", fontsize=8, label_type="center", color="white")
                 axes.hlines(value, x - 0.4, x + 0.4, "black", ":", linewidth=2)
             axes.set_xticks(range(len(paper)), [SHORT_NAMES[s].replace(" ", "\n") for s in paper])
             axes.grid(axis="x", visible=False)
+            axes.margins(y=0.1)
             axes.set_title(f"{TITLES[source]}; dotted: the paper", fontsize=9)
         panels[0].set_ylabel("requests in a step")
     return Report(

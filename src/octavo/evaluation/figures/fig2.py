@@ -83,6 +83,7 @@ def _draw(folder: Path, ours: dict[SystemName, list[float]]) -> None:
                             ha="center",
                             va="center",
                             fontsize=7,
+                            color="white" if colour == BLUE and side < 0 else "black",
                         )
                     bottom += value
         axes.set_xticks(range(len(ours)), [SHORT_NAMES[system] for system in ours])
