@@ -11,19 +11,18 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from attention_work import BLOCK_SIZE, GPU, HEAD_DIM, MODELS, Work, seconds
 from gpu_harness import copy_bandwidth, report
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
+from octavo.attention import AttentionBatch
 from octavo.attention.triton_items import Sequences, prefill_items
 from octavo.core.step import StepPlan
 from octavo.kernels.attention_prefill import prefill_attention, prefill_config
@@ -32,109 +31,10 @@ from octavo.kernels.kv_write import HeadChanges, write_kv
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.staging import DeviceStaging
 
-BLOCK_SIZE, HEAD_DIM = 16, 128
-GPU = torch.device("cuda")
-# name: query heads, KV heads, layers, whether heads are rotated
-MODELS = {
-    "llama-3-8b 32/8": (32, 8, 32, True),
-    "opt-13b 40/40": (40, 40, 40, False),
-    "qwen3-0.6b 16/8": (16, 8, 28, True),
-}
 DECODES = [(64, 1024), (64, 4096), (64, 8192), (256, 1024), (256, 4096), (1, 8192)]
 SMALL_DECODES = [(1, 1024), (8, 1024)]
 PREFILLS = [(8, 512), (1, 2048), (4, 2048), (1, 8192)]
-BEYOND_L2 = 400 << 20  # bytes
-
 Table = dict[str, dict[str, float]]
-
-
-class DirectStaging:
-    """Each array its own copy; addresses hold for one plan."""
-
-    max_num_seqs, max_num_tokens = 1024, 65536
-
-    def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
-        return torch.from_numpy(values).to(GPU)
-
-
-@dataclass
-class Work:
-    """Sequences with `new` new tokens each, their cache, and a backend that has planned them."""
-
-    model: str
-    num_seqs: int
-    context: int
-    new: int
-
-    def __post_init__(self) -> None:
-        self.heads, self.kv_heads, _, rotated = MODELS[self.model]
-        n, blocks = self.num_seqs, -(-self.context // BLOCK_SIZE)
-        self.kv_bytes = n * self.context * self.kv_heads * 2 * HEAD_DIM * 2
-        self.num_layers = min(16, max(2, -(-BEYOND_L2 // self.kv_bytes)))
-        kind = load_backend("triton")
-        block = kind.kv_block_shape(BLOCK_SIZE, self.kv_heads, HEAD_DIM)
-        shape = (n * blocks + 1, self.num_layers, *block)
-        self.cache = torch.empty(shape, dtype=torch.bfloat16, device=GPU)
-        for part in self.cache.split(max(1, (1 << 28) // self.cache[0].numel())):
-            part.normal_()
-        self.table = (torch.randperm(n * blocks, device=GPU) + 1).int().view(n, blocks)
-        fused = torch.randn(n * self.new, self.heads + 2 * self.kv_heads, HEAD_DIM, device=GPU)
-        self.heads_of_tokens = fused.bfloat16().split([self.heads, *(2 * [self.kv_heads])], dim=1)
-        self.rotary = rotary_table(self.context) if rotated else None
-        layers = [
-            LayerSpec(i, self.heads, self.kv_heads, HEAD_DIM, HEAD_DIM**-0.5)
-            for i in range(self.num_layers)
-        ]
-        places = [LayerPlace(0, i) for i in range(self.num_layers)]
-        self.backend = kind(layers, places, self.cache, BLOCK_SIZE)
-        self.batch = self._batch()
-        self.backend.plan(self.batch)
-
-    def _batch(self) -> AttentionBatch:
-        n, new = self.num_seqs, self.new
-        return AttentionBatch(
-            query_lens=torch.full((n,), new, dtype=torch.int32),
-            context_lens=torch.full((n,), self.context, dtype=torch.int32),
-            query_starts=torch.arange(n + 1, dtype=torch.int32) * new,
-            positions=torch.arange(self.context - new, self.context).repeat(n),
-            block_tables=[self.table],
-            slots=[],
-            rows=torch.arange(n, dtype=torch.int32),
-            staging=DirectStaging(),
-        )
-
-    def forward(self, layer: int) -> Tensor:
-        return self.backend.forward(layer, *self.heads_of_tokens, self.rotary)
-
-
-def rotary_table(positions: int) -> RotaryTable:
-    inverse = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
-    angles = torch.arange(positions).float()[:, None] * inverse
-    return RotaryTable(angles.cos().to(GPU), angles.sin().to(GPU))
-
-
-def seconds(launch: Callable[[int], object], num_layers: int, launches: int) -> float:
-    """Of one launch: the median of replays of a graph that goes round the layers."""
-    launch(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            launch(i % num_layers)
-    # For a while after a large allocation all is slower.
-    began = time.perf_counter()
-    while time.perf_counter() - began < 0.15:
-        graph.replay()
-        torch.cuda.synchronize()
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / launches)
-    return statistics.median(times)
 
 
 def measure_decode() -> tuple[Table, Table]:

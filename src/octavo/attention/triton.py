@@ -1,4 +1,10 @@
-"""The GPU backend: Triton kernels that read the blocks in place."""
+"""The GPU backend: Triton kernels that read the blocks in place.
+
+A step's decodes are one kernel a layer; its prompts are two more (K and V into blocks, attention).
+What the programs do is listed by `plan` on the host (triton_items.py) and read from device memory,
+and the grid of a decode depends on the number of sequences alone, so that a captured graph serves
+any lengths. docs/performance.md has the figures; the kernels' pages say what else was tried.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +57,14 @@ class _Shape:
         return self.num_heads // self.num_kv_heads
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    spec: LayerSpec
+    shape: _Shape
+    group: int
+    cache: Tensor  # [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided
+
+
 class TritonBackend:
     """Owns the pieces of work of a step; a block holds [num_kv_heads, K or V, tokens, elements].
 
@@ -67,21 +81,14 @@ class TritonBackend:
         if kv_cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"the triton attention backend has no kernels for {kv_cache.dtype}")
         assert kv_cache.is_contiguous(), "the cache is one dense allocation"
-        self._device = kv_cache.device
         self._block_size = block_size
-        self._layers = {layer.layer_id: layer for layer in layers}
-        self._groups = {
-            layer.layer_id: place.group for layer, place in zip(layers, layer_places, strict=True)
-        }
-        self._caches = {
-            layer.layer_id: kv_cache[:, place.index]
+        self._layers = {
+            layer.layer_id: _Layer(layer, _shape_of(layer), place.group, kv_cache[:, place.index])
             for layer, place in zip(layers, layer_places, strict=True)
         }
-        shapes = {layer.layer_id: _shape_of(layer) for layer in layers}
-        self._shape_of = shapes
-        self._shapes = list(dict.fromkeys(shapes.values()))
+        self._shapes = list(dict.fromkeys(layer.shape for layer in self._layers.values()))
         self._dtype = kv_cache.dtype
-        self._scratch = _make_scratch(self._shapes, self._device)
+        self._scratch = _make_scratch(self._shapes, kv_cache.device)
         self._tokens: Tensor | None = None
         self._tables: list[Tensor] = []
         self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig]] = {}
@@ -137,12 +144,8 @@ class TritonBackend:
         rotary: RotaryTable | None = None,
         head_norms: tuple[HeadNorm, HeadNorm] | None = None,
     ) -> Tensor:
-        layer, cache, shape = (
-            self._layers[layer_id],
-            self._caches[layer_id],
-            self._shape_of[layer_id],
-        )
-        table = self._tables[self._groups[layer_id]]
+        layer = self._layers[layer_id]
+        spec, shape, cache, table = layer.spec, layer.shape, layer.cache, self._tables[layer.group]
         for x in (query, key, value):
             assert x.dtype == cache.dtype, f"{x.dtype} for a {cache.dtype} cache"
             assert x.stride(2) == 1, "heads must be dense"
@@ -161,8 +164,8 @@ class TritonBackend:
                 self._scratch,
                 output,
                 changes,
-                layer.scale,
-                layer.window,
+                spec.scale,
+                spec.window,
                 decode,
             )
         if shape in self._prefills:
@@ -170,13 +173,13 @@ class TritonBackend:
             query = write_kv(query, key, value, self._tokens, table, cache, changes)
             prefills, prefill = self._prefills[shape]
             prefill_attention(
-                query, cache, table, prefills, output, layer.scale, layer.window, prefill
+                query, cache, table, prefills, output, spec.scale, spec.window, prefill
             )
         return output
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
         block, offset = divmod(slot, self._block_size)
-        cells = self._caches[layer_id][block]
+        cells = self._layers[layer_id].cache[block]
         return cells[:, 0, offset].clone(), cells[:, 1, offset].clone()
 
 

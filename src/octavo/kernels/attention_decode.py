@@ -1,11 +1,19 @@
 """Attention of sequences with one new token, split over the context.
 
 A piece of work is (a sequence, a stretch of its keys): one program a KV head computes it for all
-query heads of that KV head, which fill the rows of one tile. Where a sequence has several pieces,
-each leaves an unfinished result, and the program that comes last adds them up in their order.
-The program of a sequence's last stretch also writes the new token's K and V, so a decode is one
-kernel.
-Judge: `ReferenceBackend`.
+query heads of that KV head, which fill the rows of one tile. The program of a sequence's last
+stretch also writes the new token's K and V, so a decode is one kernel. Where a sequence has several
+pieces, each leaves an unfinished result, and the program that comes last adds them up in their
+order: same lengths, same bits. Judge: `ReferenceBackend`.
+
+Measured on one H200 (bf16, heads of 128, blocks of 16; in parts of the rate that is kept):
+  what is kept: 32 keys a tile, 2 warps, 3 tiles in flight, 4 programs a multiprocessor
+  16 keys, 1 warp    0.87 to 0.98    32 keys, 1 warp    0.97 to 1.02, 0.8 where few sequences
+  64 keys, 4 warps   0.85 to 1.00    keys cut for 1,056 programs   0.92 at 64 x 1,024, else 1.00
+  1 x 8,192: 0.65; there one program a multiprocessor with 128 keys a tile leaves less to add up
+  the first tiles asked for (prefetch) before the kernel before has ended: 0.90 to 1.00
+Ids of blocks are carried from tile to tile: loaded in the same round, Triton would bring them
+through shared memory, 4 bytes a copy and as many copies as the keys themselves need.
 """
 
 from __future__ import annotations
@@ -146,7 +154,7 @@ def _decode_kernel(
 ):
     allow_next(PDL)
     head = tl.program_id(0)
-    # No kernel of a step writes items or tables: they may be read before the wait.
+    # Items and tables are complete before a step's first kernel: they may be read before the wait.
     item = items + tl.program_id(1) * FIELDS
     token = tl.load(item)
     table += tl.load(item + 1).to(tl.int64) * table_stride
