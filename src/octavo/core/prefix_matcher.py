@@ -50,7 +50,7 @@ class PrefixMatcher:
     def match(self, seq: Sequence, limit: int) -> PrefixHit:
         """The longest hit of at most `limit` tokens."""
         self.name_blocks(seq, seq.num_tokens // self._block_size)
-        found, has_all_windows = self._longest_cached(seq.prefix_nodes[: limit // self._block_size])
+        found = self._longest_cached(seq.prefix_nodes[: limit // self._block_size])
         num_full = len(found)
         hit = self.no_hit()
         hit.num_tokens = num_full * self._block_size
@@ -62,10 +62,7 @@ class PrefixMatcher:
             hit.in_progress = seq.prefix_nodes[num_full].key in self._in_progress
         if not hit.in_progress:
             self._extend_into_block(seq, hit, limit)
-        if not has_all_windows:
-            hit.ended_by = "window"
-        else:
-            hit.ended_by = self._reason_of_end(seq, hit, limit)
+        hit.ended_by = self._reason_of_end(seq, hit, limit)
         return hit
 
     def _reason_of_end(self, seq: Sequence, hit: PrefixHit, limit: int) -> HitEnd:
@@ -74,8 +71,12 @@ class PrefixMatcher:
         if hit.partial is not None:
             return "differs"
         num_full = len(hit.block_ids[0])
-        missing = seq.prefix_nodes[num_full : num_full + 1]  # none for a tail under a block
-        return "evicted" if missing and self._cache.was_evicted(missing[0]) else "unknown"
+        if num_full == len(seq.prefix_nodes):
+            return "unknown"  # less than a block is left
+        following = seq.prefix_nodes[num_full]
+        if self._cache.find(following) is not None:
+            return "window"
+        return "evicted" if self._cache.was_evicted(following) else "unknown"
 
     def name_blocks(self, seq: Sequence, num_full: int) -> None:
         """Extend the sequence's chain of nodes over its first `num_full` blocks."""
@@ -107,9 +108,8 @@ class PrefixMatcher:
             self._roots[salt] = self._cache.root(salt)
         return self._roots[salt]
 
-    def _longest_cached(self, nodes: list[PrefixNode]) -> tuple[list[CachedPrefix | None], bool]:
-        """The longest run of leading blocks that every group can start from, and whether no window
-        shortened it.
+    def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:
+        """The longest run of leading blocks that every group can start from.
 
         None stands for a block that all groups' windows have left behind.
         """
@@ -121,12 +121,10 @@ class PrefixMatcher:
             if full and (entry is None or any(entry.block_ids[g] is None for g in full)):
                 break
             found.append(entry)
-        is_whole = True
         # A window needs only its own blocks before the end of the hit: shorten until all agree.
         while (missing := self._last_missing(found, windows)) is not None:
             del found[missing:]
-            is_whole = False
-        return found, is_whole
+        return found
 
     def _last_missing(self, found: list[CachedPrefix | None], groups: list[int]) -> int | None:
         """The last block that a hit of `found` needs in one of `groups` and lacks."""
