@@ -11,7 +11,7 @@ of work in it and how long it took. A `StepRecorder` writes such a file while an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
@@ -75,8 +75,16 @@ class StepRecorder:
     nobody knows when it began; so is the first one.
     """
 
-    def __init__(self, engine: Engine, path: str | Path, gpu: str, num_gpus: int = 1) -> None:
-        """`gpu`: the name by which `octavo calibrate` and `simulate` know the device.
+    def __init__(
+        self,
+        engine: Engine,
+        path: str | Path,
+        gpu: str,
+        num_gpus: int = 1,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """`gpu`: the name by which `octavo calibrate` and `simulate` know the device. `clock`: in
+        seconds; that of the process, say, where other programs take its processor away.
 
         Raises ConfigError if the engine is busy, or the file cannot be written.
         """
@@ -93,6 +101,7 @@ class StepRecorder:
         except OSError as error:
             raise ConfigError("path", f"{path} cannot be written: {error.strerror}") from error
         self._engine = engine
+        self._clock = clock
         self._rows = RowLengths(model.layer_windows)
         self._last_end: float | None = None
 
@@ -110,7 +119,7 @@ class StepRecorder:
         self._write()
 
     def _observe(self, plan: StepPlan, result: StepResult, progress: Progress) -> None:
-        shape, end, start = self._rows.follow(plan), perf_counter(), self._last_end
+        shape, end, start = self._rows.follow(plan), self._clock(), self._last_end
         if start is not None and shape.num_tokens:
             values = asdict(shape) | {
                 "seconds": end - start,
