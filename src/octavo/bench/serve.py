@@ -19,8 +19,8 @@ from octavo.bench.percentiles import SHOWN, Percentiles
 from octavo.errors import ConfigError
 
 # How the capacity is found that an overload is a multiple of.
-CAPACITY_REQUESTS = 256
-CAPACITY_CONCURRENCY = 64
+CAPACITY_REQUESTS = 512
+CAPACITY_CONCURRENCY = 128
 
 
 @dataclass(slots=True)
