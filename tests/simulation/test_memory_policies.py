@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -55,6 +56,22 @@ def test_the_same_tokens_as_paged(model: str, policy: str) -> None:
 def test_the_same_tokens_while_steps_overlap() -> None:
     with load("gpt2", "orca-pow2", overlap=True) as llm:
         assert everything(llm) == paged_tokens("gpt2")
+
+
+@pytest.mark.parametrize("policy", ["orca-max", "fastertransformer"])
+def test_stop_strings_end_a_sample_early(policy: str) -> None:
+    """Also the last one of a batch: its results come out with the next step."""
+    prompts = [random_token_ids(n, seed=n) for n in (5, 9)]
+    params = SamplingParams(n=2, seed=3, max_tokens=30, ignore_eos=True)
+    with load("gpt2", "paged") as llm:
+        texts = [o.text for r in llm.generate(prompts, params, use_tqdm=False) for o in r.outputs]
+        params = replace(params, stop=[text[10:13] for text in texts])
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    with load("gpt2", policy) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.engine.kv.num_free_blocks == llm.engine.kv.pool.num_blocks
+    assert [r.outputs for r in outputs] == [r.outputs for r in expected]
+    assert {o.finish_reason for r in outputs for o in r.outputs} == {"stop"}
 
 
 @pytest.mark.parametrize(
