@@ -40,7 +40,6 @@ class Viewer:
         self.is_over = False  # nothing more will come
         self.snapshot: Snapshot | None = None  # None: there is no engine to ask
         self.events: list[Event] = []
-        self._num_events = 0
         self._info: EngineInfo | None = None
         self._requests: dict[str, RequestView] = {}
         self._tables: dict[str, Tables] = {}
@@ -112,22 +111,13 @@ class Viewer:
         return gone
 
     def _new_events(self) -> list[dict[str, Any]]:
-        told = []
         since_boot = time.time() - time.monotonic()
-        for event in self.events:
-            self._num_events += 1
-            kind, title, text = describe(event)
-            told.append(
-                {
-                    "number": self._num_events,
-                    "time": event.time + since_boot,
-                    "kind": kind,
-                    "title": title,
-                    "text": text,
-                }
-            )
-        self.events = []
-        return told
+        events, self.events = self.events, []
+        return [
+            dict(zip(("kind", "title", "text"), describe(event), strict=True))
+            | {"time": event.time + since_boot}
+            for event in events
+        ]
 
 
 class _Closed(Exception):

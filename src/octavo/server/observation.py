@@ -26,8 +26,8 @@ class Observation:
 
     model_name: str
     metrics: Metrics = field(init=False)
-    lookups: Lookups = field(default_factory=lambda: Lookups())
-    log: RequestLog = field(default_factory=lambda: RequestLog())
+    lookups: Lookups = field(default_factory=Lookups)
+    log: RequestLog = field(default_factory=RequestLog)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.model_name)

@@ -8,13 +8,13 @@ const feed = (() => {
     requests: new Map(), // id -> what the frames say of it, `done` when it is over
     cached: new Uint8Array(0), // by block id
     pins: {}, // name -> block ids
-    events: [], // the latest first
+    events: [], // the latest first, numbered
     hue: (id) => hues.get(id) ?? 175,
   };
   const hues = new Map();
   const listeners = [];
   const MAX_EVENTS = 200;
-  let numSeen = 0;
+  let numSeen = 0, numEvents = 0;
   let abort = null;
 
   // A colour for each request; neighbours in time are far apart on the wheel.
@@ -62,6 +62,7 @@ const feed = (() => {
     if (frame.cached !== undefined) takeCached(frame.cached);
     if (frame.pins !== undefined) model.pins = frame.pins;
     if (frame.events.length) {
+      for (const event of frame.events) event.number = ++numEvents;
       model.events = [...frame.events.reverse(), ...model.events].slice(0, MAX_EVENTS);
     }
     forgetOld();
@@ -102,7 +103,7 @@ const feed = (() => {
     if (name === "hello") {
       model.hello = JSON.parse(data);
       model.requests.clear();
-      model.events = [];
+      hues.clear();
       setLink("live", "live");
     } else if (name === "frame") takeFrame(JSON.parse(data));
     else if (name === "lost") setLink("engine restarting", "lost");
