@@ -11,8 +11,8 @@ Int32s = NDArray[np.int32]
 
 FIELDS = 8
 MIN_SPLIT = 128  # keys: below it a piece costs more to start than it reads
-# Lengths of a piece to be tried, in fair shares; the last one if none gives few enough pieces.
-_STRETCH = (1.0, 1.07, 1.15, 1.25, 1.35, 1.5, 2 / 3)
+# Lengths of a piece to be tried, in fair shares.
+_STRETCHES = (1.0, 1.07, 1.15, 1.25, 1.35, 1.5)
 
 
 class Sequences(NamedTuple):
@@ -46,26 +46,26 @@ def decode_items(
     num_items = len(tokens)
     split: Int32s | int = 0
     if splits is not None:
-        counts = splits[order]
+        counts = splits.take(order)
         # Only results of split sequences need a place.
         needed = np.where(counts > 1, counts, 0)
-        facts = np.stack((counts.cumsum() - counts, needed.cumsum() - needed, counts, order))
-        first, place, num_splits, order = facts.repeat(counts, axis=1)
-        num_items = len(order)
-        split = np.arange(num_items) - first
+        which = np.arange(num_items).repeat(counts)
+        num_items = len(which)
+        split = np.arange(num_items) - (counts.cumsum() - counts).take(which)
+        items[:num_items, 5] = split
+        items[:num_items, 6] = counts.take(which)
+        items[:num_items, 7] = (needed.cumsum() - needed).take(which)
+        order = order.take(which)
+    else:
+        items[:num_items, 6] = 1
     used = items[:num_items]
-    used[:, 0] = tokens[order]
-    used[:, 1] = rows[order]
-    begin = split * sizes[order] if starts is None else split * sizes[order] + starts[order]
-    position = positions[order]
+    used[:, 0] = tokens.take(order)
+    used[:, 1] = rows.take(order)
+    size, position = sizes.take(order), positions.take(order)
+    begin = split * size if starts is None else split * size + starts.take(order)
     used[:, 2] = begin
-    used[:, 3] = np.minimum(begin + sizes[order], position)
+    used[:, 3] = np.minimum(begin + size, position)
     used[:, 4] = position
-    used[:, 6] = 1
-    if splits is not None:
-        used[:, 5] = split
-        used[:, 6] = num_splits
-        used[:, 7] = place
     items[num_items:, 0] = -1
     return items
 
@@ -94,14 +94,26 @@ def _split(lens: Int32s, tile: int, num_pieces: int) -> tuple[Int32s | None, Int
     if max(fair * 2 // 3, MIN_SPLIT) >= most:
         return None, lens
     padded = np.maximum(lens, 1)
-    for stretch in _STRETCH:
-        longest = -(-max(int(fair * stretch), MIN_SPLIT) // tile) * tile
-        splits = -(-padded // longest)
-        if int(splits.sum()) <= num_pieces:
-            break
+    splits = _cut(padded, fair * _STRETCHES[-1], tile)
+    if int(splits.sum()) > num_pieces:
+        splits = _cut(padded, fair * 2 / 3, tile)
+    else:
+        for stretch in _STRETCHES[:-1]:
+            finer = _cut(padded, fair * stretch, tile)
+            if int(finer.sum()) <= num_pieces:
+                splits = finer
+                break
     # Rounding a piece up to whole tiles may leave nothing for the last one.
-    sizes = -(-padded // (splits * tile)) * tile
-    return -(-padded // sizes), sizes
+    tiles = splits * tile
+    sizes = (padded + (tiles - 1)) // tiles * tile
+    return (padded + (sizes - 1)) // sizes, sizes
+
+
+def _cut(lens: Int32s, longest: float, tile: int) -> Int32s:
+    """Into how many pieces of at most about `longest` keys each sequence is cut."""
+    size = -(-max(int(longest), MIN_SPLIT) // tile) * tile
+    splits: Int32s = (lens + (size - 1)) // size
+    return splits
 
 
 def prefill_items(

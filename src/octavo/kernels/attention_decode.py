@@ -290,7 +290,7 @@ def decode_attention(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
     group = num_heads // num_kv_heads
-    assert key.stride(0) == value.stride(0), "K and V are strided alike"
+    assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V are strided alike"
     group_pad = power_of_2(group)
     dim_pad = max(16, power_of_2(head_dim))
     _decode_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
