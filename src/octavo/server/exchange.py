@@ -92,6 +92,8 @@ class Exchange:
             self._fail_convicted(convicted, death)
         is_blamed = convicted is not None
         for pin in self._pinning.values():
+            if pin.computed.done():
+                continue  # an earlier engine has computed it without harm
             pin.num_deaths += 1
             if pin.num_deaths >= 2:
                 is_blamed = True
@@ -258,7 +260,6 @@ class Exchange:
 
     def _take_pin_reply(self, pin: Pin, error: OctavoError | None) -> None:
         self.has_advanced = True
-        pin.num_deaths = 0
         if error is None:
             if not pin.computed.done():
                 pin.computed.set_result(None)
