@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
+from msgspec import structs
 
 from octavo.engine.events import Copied
 from octavo.engine.snapshot import Snapshot
@@ -71,6 +72,16 @@ def test_frames_tell_what_changed() -> None:
         [request] = frame["requests"]
         assert [seq["tables"] for seq in request["sequences"]] == [[[2, [7]]], [[1, [8]]]]
         assert "cached" not in frame
+        # Preempted by recompute, it holds nothing; then it holds blocks again.
+        waiting = view("r1", [3, 4])
+        waiting = structs.replace(
+            waiting, sequences=[structs.replace(waiting.sequences[0], block_ids=[])]
+        )
+        for picture, tables in ((waiting, []), (view("r1", [3, 6]), [[0, [3, 6]]])):
+            client.picture = snapshot([picture], cached={3, 9})
+            client.counters.num_steps += 1
+            [request] = (await next_frame(frames))["requests"]
+            assert request["sequences"][0]["tables"] == tables
         client.picture = snapshot([])
         client.counters.num_steps += 1
         frame = await next_frame(frames)

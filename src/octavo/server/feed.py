@@ -216,7 +216,9 @@ class Feed:
 
 def _sequence(seq: SequenceView, index: int, known: Tables) -> dict[str, Any]:
     """A sequence with what was added to its tables: [entries that stay, the entries after them]."""
-    before = known.get(seq.seq_id) or [[] for _ in seq.block_ids]
+    before = known.get(seq.seq_id)
+    if not before or not seq.block_ids:  # it held no blocks, or holds none now
+        before = [[] for _ in seq.block_ids]
     return {
         "id": seq.seq_id,
         "index": index,

@@ -3,9 +3,9 @@
 // `blocks` is an array indexed by block id (0 is no block): {holders, cached, pinned} where holders
 // is a list of {request, hue, sequence, index}. `onPoint(id)` hears of the block under the pointer
 // or the keyboard's cursor, null if none.
-// A grid with a `leader`, another grid, draws its blocks as large as that one.
+// A grid with a `leader`, another grid, is no taller than that one and has no larger blocks.
 function makeGrid(canvas, onPoint, leader = null) {
-  const MAX_HEIGHT = 440;
+  const MAX_HEIGHT = 440, LEAST_HEIGHT = 160, LARGEST = 28, SMALLEST = 4;
   const context = canvas.getContext("2d");
   const state = { numBlocks: 0, blocks: [], lit: null, cursor: 0, hasFocus: false };
   let columns = 1, cell = 10, colors = {}, scheduled = false;
@@ -21,9 +21,10 @@ function makeGrid(canvas, onPoint, leader = null) {
 
   function layOut() {
     const width = canvas.parentElement.clientWidth;
-    for (cell = leader ? leader.cell() : 28; cell > 4 && !leader; cell--) {
+    const most = leader ? Math.max(LEAST_HEIGHT, leader.height()) : MAX_HEIGHT;
+    for (cell = leader ? leader.cell() : LARGEST; cell > SMALLEST; cell--) {
       columns = Math.max(1, Math.floor(width / cell));
-      if (Math.ceil(state.numBlocks / columns) * cell <= MAX_HEIGHT) break;
+      if (Math.ceil(state.numBlocks / columns) * cell <= most) break;
     }
     columns = Math.max(1, Math.floor(width / cell));
     const height = Math.max(cell, Math.ceil(state.numBlocks / columns) * cell);
@@ -135,6 +136,7 @@ function makeGrid(canvas, onPoint, leader = null) {
   readColors();
   return {
     cell: () => cell,
+    height: () => canvas.clientHeight,
     update(numBlocks, blocks) {
       state.numBlocks = numBlocks;
       state.blocks = blocks;
