@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.core.step import PendingStep, StepPlan
 from octavo.executor.base import Executor, KVCapacity
@@ -53,8 +53,7 @@ class SlotUse:
         return 1 - self.token_states / self.total if self.total else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
+class Tail(NamedTuple):
     """The last block of one sequence's table."""
 
     block_id: int

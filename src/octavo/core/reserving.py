@@ -7,7 +7,6 @@ that nothing is shared: each sample or beam has an extent of its own, and a fork
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -46,9 +45,9 @@ class ReservingKVCacheManager(KVCacheManager):
         self.pool = pool
         self._reservations: dict[str, _Reservation] = {}
 
-    @abstractmethod
     def reserved_tokens(self, num_prompt_tokens: int, max_length: int) -> int:
         """Tokens that a sequence gets room for, if it can grow to `max_length`."""
+        raise NotImplementedError
 
     # ---------------------------------------------------------------- sizes
 
@@ -121,6 +120,8 @@ class ReservingKVCacheManager(KVCacheManager):
             reservation.spares.append(table.block_ids)
         else:
             self._release_table(table)
+            if is_shared and reservation.spares and not _may_fork(request):
+                self._release(reservation.spares.pop())  # one less to part
         seq.table = None
         if not reservation.num_holders:
             for extent in self._reservations.pop(request.request_id).spares:
