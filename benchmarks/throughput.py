@@ -195,18 +195,24 @@ def measure_online(engine: Engine, rate: int) -> dict[str, float]:
         due += rng.expovariate(rate)
         arrivals.append(due)
     outputs: list[RequestOutput] = []
-    began = engine.clock()
     sent = 0
-    while sent < len(requests) or engine.has_unfinished:
-        now = engine.clock() - began
-        while sent < len(requests) and arrivals[sent] <= now:
+
+    def take_in() -> None:
+        nonlocal sent
+        while sent < len(requests) and arrivals[sent] <= engine.clock() - began:
             engine.add_request(requests[sent])
             requests[sent].arrival_time = began + arrivals[sent]
             sent += 1
+
+    engine.intake = take_in
+    began = engine.clock()
+    while sent < len(requests) or engine.has_unfinished:
+        take_in()
         if engine.has_unfinished:
             outputs += engine.step().finished
         else:
             time.sleep(max(0.0, arrivals[sent] - (engine.clock() - began)))
+    engine.intake = None
     latency = [(o.finish_time - o.arrival_time) / len(o.outputs[0].token_ids) for o in outputs]
     first = [o.first_token_time - o.arrival_time for o in outputs if o.first_token_time]
     values = [

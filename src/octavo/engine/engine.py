@@ -15,6 +15,7 @@ from octavo.core.sequence import Request
 from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
 from octavo.engine.delivery import Delivery
 from octavo.engine.interrupts import InterruptsAfter
+from octavo.engine.pacing import Pacer
 from octavo.engine.prepared import Params, PreparedRequest, Prompt, RequestPreparer
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, EngineFailed, InvalidRequest, RequestTooLong
@@ -66,6 +67,10 @@ class Engine:
         overlap = executor.is_asynchronous if config.overlap is None else config.overlap
         self._depth = 2 if overlap else 1  # steps under way at once
         self._under_way: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._pacer = Pacer()
+        # Called before a step is planned, as late as the device allows: whoever serves clients adds
+        # and aborts requests here, and newcomers need not wait for one step more.
+        self.intake: Callable[[], None] | None = None
         self.observers: list[Callable[[StepPlan, StepResult, Progress], None]] = []
 
     # ---------------------------------------------------------------- requests
@@ -149,19 +154,31 @@ class Engine:
         """
         self._check_alive()
         with InterruptsAfter():
-            while len(self._under_way) < self._depth:
-                plan = self.scheduler.schedule()
-                if plan is None:
-                    break
-                self._under_way.append((plan, self._guarded(plan, self.executor.submit, plan)))
+            while len(self._under_way) < self._depth and self._start_step():
+                pass
             if not self._under_way:
                 return StepOutput()
             plan, pending = self._under_way.popleft()
             result = self._guarded(plan, pending.result)
+            self._pacer.finished(plan, result)
             progress = self.scheduler.update(plan, result)
             for observe in self.observers:
                 observe(plan, result, progress)
             return self._delivery.report(progress)
+
+    def _start_step(self) -> bool:
+        """Plan a step and start it. False if there is nothing to do."""
+        if self.intake is not None:
+            if self._under_way:
+                self._pacer.linger()
+            self.intake()
+        began = self._pacer.began()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        self._under_way.append((plan, self._guarded(plan, self.executor.submit, plan)))
+        self._pacer.planned(plan, began, is_first=len(self._under_way) == 1)
+        return True
 
     def _guarded(self, plan: StepPlan, action: Callable[..., Result], *args: StepPlan) -> Result:
         """Call the executor, and remember that the engine has failed if it fails."""
