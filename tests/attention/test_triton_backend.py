@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import Bench, Case
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, load_backend
+from octavo.attention.base import AttentionBackend
 
 pytest.importorskip("triton")
 
@@ -85,3 +91,81 @@ def test_the_same_batch_gives_the_same_bits(dtype: torch.dtype) -> None:
     first = torch.cat(Bench("triton", case, device="cuda").run())
     for _ in range(5):
         assert torch.equal(torch.cat(Bench("triton", case, device="cuda").run()), first)
+
+
+class FixedStaging:
+    """A place for each name, for good, as captured graphs need it."""
+
+    max_num_seqs, max_num_tokens = 8, 64
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._places: dict[str, Tensor] = {}
+        self.lengths: dict[str, int] = {}
+
+    def put(self, name: str, values: NDArray[np.int32], capacity: int) -> Tensor:
+        place = self._places.setdefault(
+            name, torch.zeros(capacity, dtype=torch.int32, device=self._device)
+        )
+        self.lengths[name] = values.size
+        return place[: values.size].copy_(torch.from_numpy(values))
+
+
+def decodes(contexts: list[int], table: Tensor, staging: FixedStaging) -> AttentionBatch:
+    """One new token each; 0: padding."""
+    n = len(contexts)
+    lens = torch.tensor(contexts, dtype=torch.int32)
+    return AttentionBatch(
+        query_lens=torch.ones(n, dtype=torch.int32),
+        context_lens=lens,
+        query_starts=torch.arange(n + 1, dtype=torch.int32),
+        positions=(lens - 1).clamp(min=0).long(),
+        block_tables=[table],
+        slots=[],
+        rows=torch.where(lens > 0, torch.arange(n), 0).int(),
+        staging=staging,
+    )
+
+
+def backend_over(device: str, num_seqs: int, max_blocks: int) -> tuple[AttentionBackend, Tensor]:
+    """(a backend over random K and V, a scrambled table)."""
+    torch.manual_seed(0)
+    kind = load_backend("triton")
+    num_blocks = num_seqs * max_blocks
+    cache = torch.randn(num_blocks + 1, 1, *kind.kv_block_shape(16, 2, 64), device=device)
+    backend = kind([LayerSpec(0, 8, 2, 64, 0.125)], [LayerPlace(0, 0)], cache.bfloat16(), 16)
+    table = torch.randperm(num_blocks).view(num_seqs, max_blocks) + 1
+    return backend, table.int().to(device)
+
+
+def test_what_a_decode_stages_depends_on_the_number_of_sequences_alone() -> None:
+    backend, table = backend_over("cpu", num_seqs=4, max_blocks=300)
+    staging = FixedStaging("cpu")
+    seen = []
+    for contexts in ([1, 2, 3, 4], [4800, 0, 0, 0], [700, 1, 4000, 0], [4800] * 4):
+        backend.plan(decodes(contexts, table, staging))
+        seen.append(dict(staging.lengths))
+    assert len(seen[0]) == 1
+    assert all(lengths == seen[0] for lengths in seen)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_captured_decode_serves_other_lengths() -> None:
+    backend, table = backend_over("cuda", num_seqs=4, max_blocks=300)
+    staging = FixedStaging("cuda")
+    inputs = torch.randn(4, 12, 64, device="cuda").bfloat16()
+    query, key, value = inputs.split([8, 2, 2], dim=1)
+    backend.plan(decodes([1, 2, 3, 4], table, staging))
+    backend.forward(0, query, key, value)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = backend.forward(0, query, key, value)
+    for contexts in ([700, 1, 4000, 0], [4800, 0, 0, 0], [16, 17, 4799, 4800]):
+        inputs.copy_(torch.randn(4, 12, 64))
+        backend.plan(decodes(contexts, table, staging))
+        expected = backend.forward(0, query, key, value).clone()
+        output.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(output, expected)
+        assert not output[[context == 0 for context in contexts]].any()
