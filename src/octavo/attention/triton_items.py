@@ -71,7 +71,10 @@ def decode_items(
 
 
 def item_capacity(num_seqs: int, num_pieces: int) -> int:
-    """Items that `decode_items` gives for so many sequences, used or not."""
+    """Items that `decode_items` gives for so many sequences, used or not.
+
+    A sequence is cut into less than 1 + its keys / (2/3 of a fair share) pieces.
+    """
     return num_seqs + 3 * num_pieces // 2 + 1
 
 
@@ -89,14 +92,14 @@ def _split(lens: Int32s, tile: int, num_pieces: int) -> tuple[Int32s | None, Int
     `num_pieces` in all where that is fair, so that all programs run at once: a few too many would
     cost a second round. Otherwise more and smaller ones, of which several follow each other.
     """
-    fair = -(-int(lens.sum()) // num_pieces)
-    most = int(lens.max())
-    if max(fair * 2 // 3, MIN_SPLIT) >= most:
-        return None, lens
     padded = np.maximum(lens, 1)
+    fair = -(-int(padded.sum()) // num_pieces)
+    short = -(-2 * fair // 3)
+    if max(short, MIN_SPLIT) >= int(lens.max()):
+        return None, lens
     splits = _cut(padded, fair * _STRETCHES[-1], tile)
     if int(splits.sum()) > num_pieces:
-        splits = _cut(padded, fair * 2 / 3, tile)
+        splits = _cut(padded, short, tile)
     else:
         for stretch in _STRETCHES[:-1]:
             finer = _cut(padded, fair * stretch, tile)
