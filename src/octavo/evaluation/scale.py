@@ -44,6 +44,6 @@ class Scale:
         )
 
 
-QUICK = Scale("quick", 1200.0, 900.0, 300.0, 150.0, 600.0, (200.0, 400.0), 0.08)
+QUICK = Scale("quick", 1200.0, 900.0, 300.0, 150.0, 600.0, (300.0, 900.0), 0.08)
 # As in the paper; the window is that of the artifact.
 FULL = Scale("full", 3600.0, 900.0, 3600.0, 3600.0, 3600.0, (300.0, 900.0), 0.02)
