@@ -25,19 +25,23 @@ REDUCES_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: after attention
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What the data sheet does not say. Efficiencies are shares of the peak."""
+    """What the data sheet does not say. Efficiencies are shares of the peak.
 
-    step_overhead: float = 1.0e-3  # s; host and launches
+    The defaults are those of octavo's kernels on an H200 (docs/performance.md: whole layers of
+    OPT-13B, decodes of 1,024 tokens, prompts of 2,048); overheads and all-reduces are guesses.
+    """
+
+    step_overhead: float = 5.0e-4  # s; host and launches
     seq_overhead: float = 2.0e-6  # s for each sequence of a step
-    weight_efficiency: float = 0.85  # reading weights
-    gemm_efficiency: float = 0.60  # matrix products of linear layers
-    kv_efficiency: float = 0.75  # reading KV
-    attention_efficiency: float = 0.45  # attention of prompts
+    weight_efficiency: float = 0.79  # reading weights
+    gemm_efficiency: float = 0.65  # matrix products of linear layers
+    kv_efficiency: float = 0.88  # reading KV
+    attention_efficiency: float = 0.33  # attention of prompts
     reduce_efficiency: float = 0.50
     reduce_latency: float = 1.5e-5  # s for each all-reduce
-    copy_efficiency: float = 0.60  # copies of blocks on the device
-    swap_efficiency: float = 0.80
-    swap_block_latency: float = 2.0e-6  # s for each block swapped
+    copy_efficiency: float = 0.78  # copies of blocks on the device
+    swap_efficiency: float = 0.84
+    swap_block_latency: float = 0.0  # s for each block swapped
     # Finding a block costs as much as reading this many of its tokens: why blocks may be too small.
     block_lookup_tokens: float = 0.0
 

@@ -77,7 +77,7 @@ class SimulationResult:
     def between(self, start: float, end: float = math.inf) -> SimulationResult:
         """The same for the steps that began in [start, end), and the requests that arrived then.
 
-        Preemptions are those of the steps; the prefix cache's counts are not divided.
+        Counts of preemptions, of unfinished requests and of the prefix cache are not divided.
         """
         steps = [step for step in self.steps if start <= step.start < end]
         return SimulationResult(
