@@ -97,8 +97,8 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
             "With several sequences a request, paged memory runs at the limit of 256 sequences in "
             "a step, not at that of memory, so what a sequence costs decides. The cost model "
             "learned that from requests of one sequence (figure 12), and charges each sample and "
-            "beam the same; software that pays part of it once a request would gain more from sharing, "
-            "which is the likely reason why the advantage over Orca (Oracle) is smaller here than "
-            "the text's.",
+            "beam the same; software that pays part of it once a request would gain more from "
+            "sharing, which is the likely reason why the advantage over Orca (Oracle) is smaller "
+            "here than the text's.",
         ],
     )
