@@ -61,7 +61,9 @@ def test_one_request_by_hand() -> None:
     assert result.steps[0].seconds > model.gpu.memory_bandwidth**-1 * model.size.weight_bytes
     assert result.mean_batched_requests == 1
     assert (result.num_unfinished, result.block_size, result.num_blocks) == (0, 16, 983)
-    assert len(result.between(50.0).requests) == 1
+    window = result.between(50.0)
+    assert len(window.requests) == 1
+    assert window.requests_per_second == pytest.approx(1 / second.latency)
     assert len(result.between(0.0, 50.0).steps) == 5
 
 

@@ -98,6 +98,11 @@ class SimulationResult:
         return self.steps[-1].end if self.steps else 0.0
 
     @property
+    def duration(self) -> float:
+        """From the beginning of the first step to the end of the last one."""
+        return self.seconds - self.steps[0].start if self.steps else 0.0
+
+    @property
     def normalized_latency(self) -> float:
         """The paper's measure: the mean over requests of seconds per output token. Infinite if
         no request finished."""
@@ -116,12 +121,12 @@ class SimulationResult:
 
     @property
     def requests_per_second(self) -> float:
-        return len(self.requests) / self.seconds if self.steps else 0.0
+        return len(self.requests) / self.duration if self.steps else 0.0
 
     @property
     def output_tokens_per_second(self) -> float:
         total = sum(request.output_tokens for request in self.requests)
-        return total / self.seconds if self.steps else 0.0
+        return total / self.duration if self.steps else 0.0
 
     @property
     def mean_batched_requests(self) -> float:
