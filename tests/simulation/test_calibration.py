@@ -30,9 +30,9 @@ TRUE = Coefficients(
 SETTING = Setting(asdict(ModelSize.of(find_model("opt-13b"), "float16")), "a100-40gb", 1, 16)
 
 
-def made_up_steps(count: int, noise: float = 0.0) -> list[StepRecord]:
+def made_up_steps(count: int, noise: float = 0.0, setting: Setting = SETTING) -> list[StepRecord]:
     """Decodes, prompts, and both, priced by `TRUE`."""
-    draw, model = random.Random(0), cost_model_of(SETTING, TRUE)
+    draw, model = random.Random(0), cost_model_of(setting, TRUE)
     records = []
     for _ in range(count):
         num_seqs = draw.randint(1, 200)
@@ -61,6 +61,14 @@ def test_known_coefficients_are_found_again() -> None:
     assert len(calibration.fitted) == 8
     assert abs(calibration.on_held_out.total) < 0.002
     assert calibration.on_held_out.p90 < 0.01
+
+
+def test_several_devices() -> None:
+    """What a step costs at least, and what an all-reduce does, cannot be told apart; sums can."""
+    setting = replace(SETTING, num_gpus=4)
+    calibration = calibrate(setting, made_up_steps(300, setting=setting))
+    assert {"reduce_efficiency", "reduce_latency"} <= set(calibration.fitted)
+    assert abs(calibration.on_held_out.total) < 0.002
 
 
 def test_noise_leaves_the_sum_unbiased() -> None:

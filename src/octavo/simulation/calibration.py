@@ -33,6 +33,7 @@ AMOUNTS = {
     "copy_efficiency": "num_copied_blocks",
     "swap_efficiency": "num_swapped_blocks",
 }
+ON_SEVERAL = {"reduce_efficiency": "num_tokens", "reduce_latency": "num_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,10 @@ def calibrate(
     """
     start = start or Coefficients()
     fitted, held_out = _split(records)
+    amounts = AMOUNTS | (ON_SEVERAL if setting.num_gpus > 1 else {})
     names = [
         name
-        for name, amount in AMOUNTS.items()
+        for name, amount in amounts.items()
         if any(getattr(record, amount) for record in fitted)
     ]
     if len(fitted) < 2 * len(names) or not held_out:
