@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -95,14 +95,16 @@ class StepRecorder:
         size = asdict(ModelSize.of(model, dtype))
         setting = Setting(size, gpu, num_gpus, engine.kv.block_size)
         self._path = Path(path)
-        self._lines = [json.dumps({"octavo_steps": FORMAT, **asdict(setting)})]
+        self._head = json.dumps({"octavo_steps": FORMAT, **asdict(setting)})
+        # What is measured is kept as it comes, and counted at the end: that would take time, too.
+        self._seen: list[tuple[StepPlan, float | None, float, float]] = []
         try:
-            self._write()  # now, rather than fail when all is measured
+            self._path.write_text("", encoding="utf-8")  # now, rather than fail at the end
         except OSError as error:
             raise ConfigError("path", f"{path} cannot be written: {error.strerror}") from error
         self._engine = engine
         self._clock = clock
-        self._rows = RowLengths(model.layer_windows)
+        self._layer_windows = model.layer_windows
         self._last_end: float | None = None
 
     def __enter__(self) -> Self:
@@ -119,18 +121,20 @@ class StepRecorder:
         self._write()
 
     def _observe(self, plan: StepPlan, result: StepResult, progress: Progress) -> None:
-        shape, end, start = self._rows.follow(plan), self._clock(), self._last_end
-        if start is not None and shape.num_tokens:
-            values = asdict(shape) | {
-                "seconds": end - start,
-                "compute_seconds": result.compute_seconds,
-                "swap_seconds": result.swap_seconds,
-            }
-            self._lines.append(json.dumps(values))
+        end, start = self._clock(), self._last_end
+        seconds = None if start is None else end - start
+        self._seen.append((plan, seconds, result.compute_seconds, result.swap_seconds))
         self._last_end = end if self._engine.has_unfinished else None
 
     def _write(self) -> None:
-        self._path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+        rows = RowLengths(self._layer_windows)
+        lines = [self._head]
+        for plan, seconds, compute_seconds, swap_seconds in self._seen:
+            shape = rows.follow(plan)
+            if seconds is not None and shape.num_tokens:
+                times = (seconds, compute_seconds, swap_seconds)
+                lines.append(json.dumps(asdict(StepRecord(*astuple(shape), *times))))
+        self._path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def computing_dtype(config: EngineConfig, model: ModelConfig) -> str:
