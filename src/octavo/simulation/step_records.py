@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -133,7 +133,8 @@ class StepRecorder:
             shape = rows.follow(plan)
             if seconds is not None and shape.num_tokens:
                 times = (seconds, compute_seconds, swap_seconds)
-                lines.append(json.dumps(asdict(StepRecord(*astuple(shape), *times))))
+                names = ("seconds", "compute_seconds", "swap_seconds")
+                lines.append(json.dumps(asdict(shape) | dict(zip(names, times, strict=True))))
         self._path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
