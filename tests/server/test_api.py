@@ -465,6 +465,14 @@ def test_request_ids(server: LiveServer) -> None:
     assert len(bad.headers["x-request-id"]) == 32
     assert server.get("/v1/nothing", **{"X-Request-Id": "x"}).headers["x-request-id"] == "x"
 
+    async def ask_twice() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=TIMEOUT, headers={"X-Request-Id": "twin"}) as client:
+            url = f"{server.url}/v1/completions"
+            return await asyncio.gather(*(client.post(url, json=body) for _ in range(4)))
+
+    twins = asyncio.run(ask_twice())
+    assert [reply.status_code for reply in twins] == [200] * 4, "one id may be used twice at once"
+
 
 def test_models_health_version_and_description(server: LiveServer, client: openai.OpenAI) -> None:
     [model] = client.models.list().data

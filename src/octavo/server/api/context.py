@@ -33,6 +33,7 @@ class Context:
     settings: ServerSettings
     texts: TokenTexts
     created: int = field(default_factory=lambda: int(time.time()))  # of the model, for clients
+    opening: set[str] = field(default_factory=set)  # names of requests on their way to the engine
 
     async def body(self, request: Request, kind: type[B]) -> B:
         return await read_body(request, kind, self.settings.ignore_unknown_fields)

@@ -32,10 +32,8 @@ BAD_REQUEST = "invalid_request_error"
 TYPES = {
     400: BAD_REQUEST,
     401: "authentication_error",
-    403: "permission_error",
     404: "not_found_error",
     405: BAD_REQUEST,
-    408: "timeout_error",
     413: BAD_REQUEST,
     429: "rate_limit_error",
     500: "server_error",

@@ -52,17 +52,19 @@ async def open_streams(
     if body.priority and context.client.info.policy != "priority":
         raise refused("priority", "it needs a server with --policy priority", "unsupported_field")
     salt = tenant_of(request).cache_salt(body.cache_salt)
+    names = _engine_ids(request, len(prompts))
+    context.opening.update(names)
     tasks = [
         asyncio.ensure_future(
             context.client.generate(
                 prompt,
                 params,
-                request_id=request_id,
+                request_id=name,
                 priority=body.priority or 0,
                 cache_salt=salt,
             )
         )
-        for prompt, request_id in zip(prompts, _engine_ids(request, len(prompts)), strict=True)
+        for prompt, name in zip(prompts, names, strict=True)
     ]
     try:
         await asyncio.wait(tasks)
@@ -72,6 +74,8 @@ async def open_streams(
         await asyncio.wait(tasks)
         close([task.result() for task in tasks if not task.cancelled() and not task.exception()])
         raise
+    finally:
+        context.opening.difference_update(names)
     errors = [task.exception() for task in tasks]
     failed = [index for index, error in enumerate(errors) if error is not None]
     if not failed:
@@ -184,7 +188,8 @@ def _engine_ids(request: Request, count: int) -> list[str]:
     """Names of a request's prompts; clients may use the same request id twice at once."""
     request_id = request_id_of(request)
     names = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
-    if context_of(request).client.open_requests.keys().isdisjoint(names):
+    context = context_of(request)
+    if context.opening.isdisjoint(names) and context.client.open_requests.keys().isdisjoint(names):
         return names
     mark = uuid.uuid4().hex[:8]
     return [f"{name}-{mark}" for name in names]
