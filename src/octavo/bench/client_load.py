@@ -135,10 +135,10 @@ async def send_all(
     With `max_concurrency`, one whose time has come waits until fewer are open; that wait is no
     part of its latency, but of the client's.
     """
-    aiohttp = import_aiohttp()
+    http = import_aiohttp()
     seats = asyncio.Semaphore(max_concurrency or len(queries) or 1)
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=target.timeout)
-    connector = aiohttp.TCPConnector(limit=0)
+    timeout = http.ClientTimeout(total=None, sock_read=target.timeout)
+    connector = http.TCPConnector(limit=0)
     start = time.perf_counter()
 
     async def one(session: aiohttp.ClientSession, query: Query, at: float) -> Call:
@@ -148,7 +148,7 @@ async def send_all(
         finished(call)
         return call
 
-    async with aiohttp.ClientSession(
+    async with http.ClientSession(
         target.url.rstrip("/"),
         headers=target.headers,
         connector=connector,
