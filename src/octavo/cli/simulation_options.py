@@ -108,9 +108,10 @@ def simulation_options(*groups: list[Any]) -> Callable[[Command], Command]:
 
 def make_simulation_config(options: Options, engine: Options, num_gpus: int) -> SimulationConfig:
     from octavo.config import make_config
+    from octavo.evaluation.paper_software import PAPER_SOFTWARE
     from octavo.simulation.calibration import read_calibration
     from octavo.simulation.config import SimulationConfig
-    from octavo.simulation.cost_model import PAPER_2023, Coefficients
+    from octavo.simulation.cost_model import Coefficients
 
     made = make_config(options["model"], **engine)
     overlaps = options["software"] == "octavo" and options["gpu"] != "cpu"
@@ -122,7 +123,7 @@ def make_simulation_config(options: Options, engine: Options, num_gpus: int) -> 
         max_model_len=made.max_model_len,
         cache=made.cache,
         scheduler=made.scheduler,
-        coefficients=PAPER_2023 if options["software"] == "paper-2023" else Coefficients(),
+        coefficients=PAPER_SOFTWARE if options["software"] == "paper-2023" else Coefficients(),
         overlap=overlaps if made.overlap is None else made.overlap,
         seed=made.seed,
     )
