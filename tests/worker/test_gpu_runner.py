@@ -27,6 +27,7 @@ from octavo.model_config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.outputs import RequestOutput
 from octavo.worker import gpu_sampler
+from octavo.worker.graphs import Graphs
 from octavo.worker.sampler import SamplingBatch, draw
 
 HAS_GPU = torch.cuda.is_available()
@@ -47,10 +48,10 @@ class Interpreted:
         from octavo.worker.gpu_worker import make_gpu_runner
 
         model = load_model(model_config, torch.float32, DEVICE)
-        sizes = [1, 2, 4, config.scheduler.max_num_seqs] if HAS_GPU else []
+        graphs = Graphs([1, 2, 4, config.scheduler.max_num_seqs], [4, 16, 24], DEVICE)
         num_blocks = (config.cache.num_blocks or NUM_BLOCKS, NUM_SWAP_BLOCKS)
         self.runner = make_gpu_runner(
-            config, model_config, model, load_backend("triton"), num_blocks, sizes, DEVICE
+            config, model_config, model, load_backend("triton"), num_blocks, graphs, DEVICE
         )
         layout = group_layers(model_config.kv_specs())
         self.capacity = KVCapacity(*num_blocks, layout, 0, None)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from octavo.attention.base import (
     HostStaging,
     LayerPlace,
     LayerSpec,
+    PaddedSizes,
     RotaryTable,
     Staging,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "HostStaging",
     "LayerPlace",
     "LayerSpec",
+    "PaddedSizes",
     "RotaryTable",
     "Staging",
     "load_backend",

@@ -109,6 +109,15 @@ class HostStaging:
 
 
 @dataclass(frozen=True, slots=True)
+class PaddedSizes:
+    """What a captured step of prompts and decodes is padded to; it may hold less of each."""
+
+    num_tokens: int
+    num_singles: int  # sequences with one new token
+    num_chunks: int  # sequences with several
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Host metadata of one step: dense CPU tensors; chunks and decodes in any order.
 
@@ -128,6 +137,8 @@ class AttentionBatch:
     # sequence i's table is row rows[i].
     rows: Tensor | None = None  # int32 [num_seqs]
     staging: Staging = field(default_factory=HostStaging)
+    # The step is captured: launches follow from these sizes alone. Tokens of padding stand last.
+    padded: PaddedSizes | None = None
 
 
 class AttentionBackend(Protocol):

@@ -104,34 +104,43 @@ class TritonBackend:
         self._decodes.clear()
         self._prefills.clear()
         is_decode = seqs.lens == 1
-        if is_decode.all():
+        padded = batch.padded
+        if is_decode.all() and padded is None:
             self._plan_decodes(seqs, batch.staging)
         else:
+            num_singles = padded.num_singles if padded else 0
+            num_chunks = padded.num_chunks if padded else 0
             self._tokens = _stage_tokens(batch, seqs)
-            self._plan_decodes(seqs.select(is_decode), batch.staging)
-            self._plan_prefills(seqs.select(~is_decode), batch.staging)
+            self._plan_decodes(seqs.select(is_decode), batch.staging, num_singles)
+            self._plan_prefills(seqs.select(~is_decode), batch, num_chunks)
 
-    def _plan_decodes(self, seqs: Sequences, staging: Staging) -> None:
-        if not len(seqs.lens):
+    def _plan_decodes(self, seqs: Sequences, staging: Staging, num_padded: int = 0) -> None:
+        num_seqs = max(len(seqs.lens), num_padded)
+        if not num_seqs:
             return
-        num_seqs = len(seqs.lens)
         for index, shape in enumerate(self._shapes):
             kv_heads = shape.num_kv_heads
             config = decode_config(self._dtype, shape.head_dim, num_seqs * kv_heads)
             alignment = tile_alignment(config.tile, self._block_size)
             num_pieces = max(1, config.num_programs // kv_heads)
-            items = decode_items(seqs, shape.window, config.tile, alignment, num_pieces)
+            items = decode_items(seqs, shape.window, config.tile, alignment, num_pieces, num_padded)
             most_pieces = max(1, MOST_PROGRAMS // kv_heads)
             capacity = item_capacity(staging.max_num_seqs, most_pieces) * FIELDS
             name = f"attention.decode.{index}"
             self._decodes[shape] = staging.put(name, items.reshape(-1), capacity), config
 
-    def _plan_prefills(self, seqs: Sequences, staging: Staging) -> None:
+    def _plan_prefills(self, seqs: Sequences, batch: AttentionBatch, num_padded: int) -> None:
+        staging = batch.staging
         for index, shape in enumerate(self._shapes):
             config = prefill_config(self._dtype, shape.head_dim, shape.group)
             alignment = tile_alignment(config.tile, self._block_size)
             tokens_per_item = config.rows // shape.group
             items = prefill_items(seqs, shape.window, config.tile, alignment, tokens_per_item)
+            if batch.padded is not None:
+                most = batch.padded.num_tokens // tokens_per_item + num_padded
+                empty = np.zeros((most - len(items), FIELDS), np.int32)
+                items = np.concatenate([items, empty])  # nothing to read, nothing to write
+            # A sequence of a few tokens takes a whole item, so items may outnumber full ones.
             name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * FIELDS
             self._prefills[shape] = staging.put(name, items.reshape(-1), capacity), config
 
@@ -190,10 +199,12 @@ def _sequences_of(batch: AttentionBatch) -> Sequences:
 
 
 def _stage_tokens(batch: AttentionBatch, seqs: Sequences) -> Tensor:
-    """int32 [num_tokens * 2]: each token's table row and position; a decode's position is -1."""
-    tokens = np.empty((len(batch.positions), 2), np.int32)
-    tokens[:, 0] = seqs.rows.repeat(seqs.lens)
-    tokens[:, 1] = batch.positions.numpy()
+    """int32 [num_tokens * 2]: each token's table row and position; -1 for decodes and padding."""
+    num_tokens = len(batch.positions)
+    tokens = np.zeros((batch.padded.num_tokens if batch.padded else num_tokens, 2), np.int32)
+    tokens[:num_tokens, 0] = seqs.rows.repeat(seqs.lens)
+    tokens[:num_tokens, 1] = batch.positions.numpy()
+    tokens[num_tokens:, 1] = -1
     tokens[seqs.tokens[seqs.lens == 1], 1] = -1
     staging = batch.staging
     return staging.put("attention.tokens", tokens.reshape(-1), 2 * staging.max_num_tokens)

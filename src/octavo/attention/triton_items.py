@@ -28,21 +28,31 @@ class Sequences(NamedTuple):
 
 
 def decode_items(
-    seqs: Sequences, window: int | None, tile: int, alignment: int, num_pieces: int
+    seqs: Sequences,
+    window: int | None,
+    tile: int,
+    alignment: int,
+    num_pieces: int,
+    num_padded: int = 0,
 ) -> Int32s:
     """[item_capacity, FIELDS], as `decode_attention` reads them; the last ones may name no work.
 
-    The number of items depends on the number of sequences alone; which keys a piece holds, on
-    their lengths.
+    The number of items depends on the number of sequences alone, or on `num_padded` if that is
+    more; which keys a piece holds, on their lengths.
     """
     tokens, rows, contexts, _ = seqs
+    capacity = item_capacity(max(len(tokens), num_padded), num_pieces)
+    if not len(tokens):
+        items = np.zeros((capacity, FIELDS), np.int32)
+        items[:, 0] = -1
+        return items
     positions = contexts - 1
     starts = None if window is None else np.maximum(contexts - window, 0) // alignment * alignment
     lens = positions if starts is None else positions - starts  # cached keys that the token sees
     splits, sizes = _split(lens, tile, num_pieces)
     # Large pieces first, so that programs end together.
     order = (-sizes).argsort(kind="stable")
-    items = np.zeros((item_capacity(len(tokens), num_pieces), FIELDS), np.int32)
+    items = np.zeros((capacity, FIELDS), np.int32)
     num_items = len(tokens)
     split: Int32s | int = 0
     if splits is not None:

@@ -8,23 +8,24 @@ from its text (penalties, bad words) and where log-probabilities were asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import AttentionBackend
+from octavo.attention import AttentionBackend, AttentionBatch, PaddedSizes
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.kernels.rows import fill_pending, keep_tokens
 from octavo.models.base import CausalLM
 from octavo.worker.block_tables import DeviceTables
-from octavo.worker.decode_graphs import Graphs
 from octavo.worker.device_clock import Moment
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_sampler import Choice, DrawMode, GpuSampler
+from octavo.worker.graphs import MOST_CHUNKS, Graphs
 from octavo.worker.input_batch import Drawn, InputBatch
 from octavo.worker.prompt_scores import score_prompts
 from octavo.worker.staging import DeviceStaging
@@ -47,22 +48,28 @@ class GpuParts:
     num_rows: int
 
 
+class Captured(NamedTuple):
+    """Which graph computes a step: of decodes, by sequences, or of all kinds, by tokens."""
+
+    kind: Literal["decodes", "mixed"]
+    size: int
+
+
 class GpuRunner:
     """Owns the tokens drawn last and the captured graphs; steps run in the order of `submit`."""
 
-    def __init__(self, parts: GpuParts, graph_sizes: list[int]) -> None:
-        """`graph_sizes`: batch sizes of decode steps to capture; none on a CPU."""
+    def __init__(self, parts: GpuParts, graphs: Graphs | None) -> None:
+        """`graphs` are captured in part now, in part when they are first needed."""
         self._parts = parts
         staging, device = parts.staging, parts.device
         self._last_tokens = torch.zeros(parts.num_rows, dtype=torch.int64, device=device)
         # Hidden states of a captured step, for all graphs.
-        self._hidden = torch.zeros(
-            (staging.max_num_seqs, parts.hidden_size), dtype=parts.dtype, device=device
-        )
+        most = graphs.most_tokens if graphs else 0
+        self._hidden = torch.zeros((most, parts.hidden_size), dtype=parts.dtype, device=device)
         self._sampler = GpuSampler(staging)
         self._under_way: GpuStep | None = None
         self._drawn = torch.zeros(staging.max_num_seqs, dtype=torch.int64, device=device)
-        self._graphs = Graphs(graph_sizes, device) if graph_sizes else None
+        self._graphs = graphs
         self._capture()
 
     @torch.inference_mode()
@@ -74,16 +81,16 @@ class GpuRunner:
             self._under_way.result()
         started = Moment(parts.device)
         parts.staging.begin()
-        size = self._graph_size(plan)
-        self._stage(plan, size)
+        captured = self._captured_as(plan)
+        self._stage(plan, captured)
         choice = Choice.nothing(parts.device)
         scores: dict[int, list[TokenLogprobs]] = {}
         moved = parts.kv_cache.move(plan)
         if plan.seq_ids:
-            hidden = self._forward(plan, size)
+            hidden = self._forward(plan, captured)
             chunks = parts.input_batch.prompt_chunks(plan)
             scores = score_prompts(parts.model, hidden, chunks, parts.vocab_size)
-            choice = self._choose(plan, hidden, size)
+            choice = self._choose(plan, hidden, captured)
         drawn = parts.input_batch.advance(plan)
         choice.read_back()
         step = GpuStep(
@@ -96,52 +103,72 @@ class GpuRunner:
     def _capture(self) -> None:
         """Capture a decode step of every size, the largest first: the others fit into its memory.
 
-        How tokens are drawn is captured when it is first needed.
+        Steps with prompts, and how tokens are drawn, are captured when they are first needed.
         """
         if self._graphs is None:
             return
         for size in reversed(self._graphs.sizes):
             self._stage_padding(size)
-            self._graphs.run(size, partial(self._run_captured, size))
-            self._graphs.run(size, partial(self._run_captured, size))
+            for _ in range(2):
+                self._replay(Captured("decodes", size))
 
     # ---------------------------------------------------------------- inputs
 
-    def _graph_size(self, plan: StepPlan) -> int | None:
-        """The size of the graph that takes the plan; None if it computes more than decodes."""
-        num_seqs = len(plan.seq_ids)
-        if self._graphs is None or num_seqs == 0 or plan.num_tokens != num_seqs:
+    def _captured_as(self, plan: StepPlan) -> Captured | None:
+        """The graph that computes the plan, padded; None if no graph does."""
+        graphs, num_seqs = self._graphs, len(plan.seq_ids)
+        if graphs is None or num_seqs == 0:
             return None
-        return self._graphs.size_for(num_seqs)
+        num_tokens = plan.num_tokens
+        if num_tokens == num_seqs:
+            return Captured("decodes", graphs.size_for(num_seqs))
+        num_chunks = sum(n > 1 for n in plan.num_scheduled_tokens)
+        size = graphs.token_size_for(num_tokens)
+        return Captured("mixed", size) if size and num_chunks <= MOST_CHUNKS else None
 
-    def _stage(self, plan: StepPlan, size: int | None) -> None:
+    def _stage(self, plan: StepPlan, captured: Captured | None) -> None:
         """Bring the step's arrays and what has changed in the tables to the device."""
         parts, batch = self._parts, self._parts.input_batch
         if plan.seq_ids:
-            num_padding = 0 if size is None else size - len(plan.seq_ids)
+            decodes = captured is not None and captured.kind == "decodes"
+            num_padding = captured.size - len(plan.seq_ids) if captured and decodes else 0
             inputs = batch.model_input(plan, num_padding)
-            self._stage_inputs(inputs.input_ids, inputs.attention.positions, inputs.attention.rows)
-            parts.backend.plan(inputs.attention)
+            attention = inputs.attention
+            if captured and not decodes:
+                num_singles = self._most_singles(captured.size)
+                padded = PaddedSizes(captured.size, num_singles, MOST_CHUNKS)
+                attention = replace(attention, padded=padded)
+            self._stage_inputs(inputs.input_ids, attention)
+            parts.backend.plan(attention)
             ending = [*plan.sampled, *plan.expanded]
             if ending:
-                self._stage_ending(plan, ending, size)
+                self._stage_ending(plan, ending, decodes)
         parts.kv_cache.stage(plan)
         updates = parts.tables.stage()
         parts.staging.flush()
         parts.tables.update(updates)
 
-    def _stage_inputs(self, ids: Tensor, positions: Tensor, rows: Tensor | None) -> None:
-        staging = self._parts.staging
-        assert rows is not None, "rows of the device's tables"
-        self._input_ids = staging.put("input_ids", ids.numpy(), staging.max_num_tokens)
-        self._positions = staging.put("positions", positions.numpy(), staging.max_num_tokens)
-        self._rows = staging.put("rows", rows.numpy(), staging.max_num_seqs)
+    def _most_singles(self, num_tokens: int) -> int:
+        return min(num_tokens, self._parts.staging.max_num_seqs)
 
-    def _stage_ending(self, plan: StepPlan, ending: list[int], size: int | None) -> None:
+    def _stage_inputs(self, input_ids: Tensor, attention: AttentionBatch) -> None:
+        staging = self._parts.staging
+        assert attention.rows is not None, "rows of the device's tables"
+        ids, positions = input_ids.numpy(), attention.positions.numpy()
+        rows = attention.rows.numpy()
+        self._rows = staging.put("rows", rows, staging.max_num_seqs)
+        if attention.padded is not None:
+            padding = np.zeros(attention.padded.num_tokens - len(ids), np.int64)
+            ids, positions = np.concatenate([ids, padding]), np.concatenate([positions, padding])
+            self._rows = staging.padded("rows", attention.padded.num_singles)
+        self._input_ids = staging.put("input_ids", ids, staging.max_num_tokens)
+        self._positions = staging.put("positions", positions, staging.max_num_tokens)
+
+    def _stage_ending(self, plan: StepPlan, ending: list[int], decodes: bool) -> None:
         """Where the last tokens of rows stand that come to their end, and how these are drawn."""
         batch, staging = self._parts.input_batch, self._parts.staging
         last = batch.last_tokens(plan, ending).numpy()
-        in_order = size is not None and ending == plan.seq_ids
+        in_order = decodes and ending == plan.seq_ids
         self._last = None if in_order else staging.put("last", last, staging.max_num_seqs)
         if not in_order or plan.expanded:
             sampled_rows = batch.rows_of(plan.sampled).astype(np.int32)
@@ -156,18 +183,22 @@ class GpuRunner:
         parts.staging.begin()
         empty = StepPlan(-1, [], [], [], [])
         inputs = parts.input_batch.model_input(empty, size)
-        self._stage_inputs(inputs.input_ids, inputs.attention.positions, inputs.attention.rows)
+        self._stage_inputs(inputs.input_ids, inputs.attention)
         parts.backend.plan(inputs.attention)
         parts.staging.flush()
 
     # ---------------------------------------------------------------- computation
 
-    def _forward(self, plan: StepPlan, size: int | None) -> Tensor:
+    def _forward(self, plan: StepPlan, captured: Captured | None) -> Tensor:
         """Hidden states of the step's tokens, [num_tokens, hidden_size]."""
-        if size is None or self._graphs is None:
+        if captured is None:
             return self._run()
-        self._graphs.run(size, partial(self._run_captured, size))
-        return self._hidden[: len(plan.seq_ids)]
+        self._replay(captured)
+        return self._hidden[: plan.num_tokens]
+
+    def _replay(self, captured: Captured) -> None:
+        assert self._graphs is not None
+        self._graphs.run(captured, partial(self._run_captured, captured.size))
 
     def _run(self) -> Tensor:
         """The model over the staged tokens; those that are pending are single, and come first."""
@@ -175,18 +206,18 @@ class GpuRunner:
         fill_pending(self._input_ids[:num_single], self._rows, self._last_tokens)
         return self._parts.model.forward(self._input_ids, self._positions, self._parts.backend)
 
-    def _run_captured(self, size: int) -> None:
-        self._hidden[:size].copy_(self._run())
+    def _run_captured(self, num_tokens: int) -> None:
+        self._hidden[:num_tokens].copy_(self._run())
 
-    def _choose(self, plan: StepPlan, hidden: Tensor, size: int | None) -> Choice:
+    def _choose(self, plan: StepPlan, hidden: Tensor, captured: Captured | None) -> Choice:
         """Draw the next tokens, and keep them where the next step finds them."""
         parts = self._parts
         if not plan.sampled and not plan.expanded:
             return Choice.nothing(parts.device)
         mode = self._sampler.mode
-        if mode is not None and self._last is None and size is not None and self._graphs:
-            n = len(plan.sampled)
-            self._graphs.run((size, mode), partial(self._draw_captured, size, mode))
+        if mode is not None and self._last is None and captured and self._graphs:
+            n, size = len(plan.sampled), captured.size
+            self._graphs.run((mode, size), partial(self._draw_captured, size, mode))
             return Choice(n, self._drawn[:n])
         ending = hidden if self._last is None else hidden[self._last]
         choice = self._sampler(parts.model.logits(ending))

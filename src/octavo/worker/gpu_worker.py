@@ -18,9 +18,9 @@ from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
 from octavo.worker.block_tables import DeviceTables
-from octavo.worker.decode_graphs import graph_sizes
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_runner import GpuParts, GpuRunner
+from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.host_memory import host_memory
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.memory import (
@@ -75,7 +75,7 @@ class GpuWorker:
         self.budget = self._plan(fixed, total)
         logger.info("memory budget:\n%s", self.budget)
         self._runner: GpuRunner | None = self._make_runner(
-            self.budget.num_blocks, self.budget.num_swap_blocks, self._sizes
+            self.budget.num_blocks, self.budget.num_swap_blocks, self._graphs()
         )
         gc.collect()
         gc.freeze()  # what has been made lives as long as the engine: no need to look at it again
@@ -123,11 +123,13 @@ class GpuWorker:
                 "gpu_memory_utilization, or free memory on the device"
             )
 
-    @property
-    def _sizes(self) -> list[int]:
+    def _graphs(self) -> Graphs | None:
         if not self._config.cuda_graphs:
-            return []
-        return graph_sizes(self._config.scheduler.max_num_seqs)
+            return None
+        scheduler = self._config.scheduler
+        sizes = graph_sizes(scheduler.max_num_seqs)
+        token_sizes = mixed_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        return Graphs(sizes, token_sizes, self._device)
 
     def _measure(self) -> FixedMemory:
         """What weights, the largest step and the graphs take, by running such a step."""
@@ -135,7 +137,7 @@ class GpuWorker:
         torch.cuda.reset_peak_memory_stats(self._device)
         free_before = 0
         try:
-            runner = self._make_runner(1, 0, [])
+            runner = self._make_runner(1, 0, None)
             before = torch.cuda.memory_allocated(self._device)
             for plan in self._largest_steps():
                 runner.submit(plan).result()
@@ -144,11 +146,16 @@ class GpuWorker:
             del runner
             _release()
             graphs = 0
-            if self._sizes:
+            wanted = self._graphs()
+            if wanted is not None:
                 free_before = torch.cuda.mem_get_info(self._device)[0]
-                runner = self._make_runner(1, 0, self._sizes[-1:])
+                largest = Graphs(wanted.sizes[-1:], [], self._device)
+                runner = self._make_runner(1, 0, largest)
                 graphs = free_before - torch.cuda.mem_get_info(self._device)[0]
-                graphs += len(self._sizes) * _GRAPH_BYTES
+                graphs += wanted.num_graphs * _GRAPH_BYTES
+                # Those with prompts are captured later: they share what the largest of them takes.
+                share = wanted.most_tokens / self._config.scheduler.max_num_batched_tokens
+                graphs += int(peak * min(1.0, share))
                 del runner
                 _release()
         except torch.cuda.OutOfMemoryError as error:
@@ -208,14 +215,16 @@ class GpuWorker:
         first = plan(0, lengths, [])
         return [first, plan(1, [1] * count, first.seq_ids)]
 
-    def _make_runner(self, num_blocks: int, num_swap_blocks: int, sizes: list[int]) -> GpuRunner:
+    def _make_runner(
+        self, num_blocks: int, num_swap_blocks: int, graphs: Graphs | None
+    ) -> GpuRunner:
         return make_gpu_runner(
             self._config,
             self._model_config,
             self._model,
             self._backend_class,
             (num_blocks, num_swap_blocks),
-            sizes,
+            graphs,
             self._device,
         )
 
@@ -226,7 +235,7 @@ def make_gpu_runner(
     model: CausalLM,
     backend_class: type[AttentionBackend],
     num_blocks: tuple[int, int],
-    graph_sizes: list[int],
+    graphs: Graphs | None,
     device: torch.device,
 ) -> GpuRunner:
     """A runner with a KV cache of so many blocks on the device and in the swap tier.
@@ -257,7 +266,7 @@ def make_gpu_runner(
         device,
         num_rows,
     )
-    return GpuRunner(parts, graph_sizes)
+    return GpuRunner(parts, graphs)
 
 
 def kv_block_shape(
