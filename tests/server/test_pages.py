@@ -141,11 +141,19 @@ def test_nobody_looks_nothing_is_asked() -> None:
         client.counters.num_steps += 5
         await asyncio.sleep(0.3)
         assert client.num_looks == looks
-        # And it works again for the next one.
+        # And it works again for the next one, even one who comes while the last one leaves.
         again = feed.frames()
         await next_frame(again)
         assert client.num_looks == looks + 1
-        await again.aclose()
+        leaving = asyncio.create_task(again.aclose())
+        await asyncio.sleep(0)
+        coming = feed.frames()
+        await next_frame(coming)
+        await leaving
+        client.counters.num_steps += 1
+        await next_frame(coming)
+        await coming.aclose()
+        assert (feed.num_viewers, client.subscribers) == (0, [])
 
     asyncio.run(scenario())
 

@@ -37,6 +37,7 @@ class Viewer:
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
+        self.is_new = True  # it has seen nothing yet
         self.is_over = False  # nothing more will come
         self.snapshot: Snapshot | None = None  # None: there is no engine to ask
         self.events: list[Event] = []
@@ -145,7 +146,7 @@ class Feed:
         """Frames for one more viewer, without end; closing the iterator ends its watching."""
         viewer = Viewer()
         self._viewers.add(viewer)
-        if self._task is None:
+        if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._watch())
         task = self._task
         try:
@@ -177,9 +178,11 @@ class Feed:
         except* _Closed:
             pass
         finally:
-            for viewer in self._viewers:
-                viewer.is_over = True
-                viewer.news.set()
+            # Stopped because the last viewer left, it has none: those are of the next task.
+            if self._task is asyncio.current_task():
+                for viewer in self._viewers:
+                    viewer.is_over = True
+                    viewer.news.set()
 
     async def _hear(self, batches: AsyncIterator[list[Event]]) -> None:
         async for batch in batches:
@@ -194,7 +197,8 @@ class Feed:
                 raise _Closed
             now = time.monotonic()
             state = self._state()
-            if state != last_state or now - last_time >= IDLE_SECONDS:
+            is_due = now - last_time >= IDLE_SECONDS
+            if is_due or state != last_state or any(viewer.is_new for viewer in self._viewers):
                 last_state, last_time = state, now
                 try:
                     snapshot = await self._client.snapshot()
@@ -202,16 +206,14 @@ class Feed:
                     snapshot = None
                 for viewer in self._viewers:
                     viewer.snapshot = snapshot
+                    viewer.is_new = False
                     viewer.news.set()
             await asyncio.sleep(FRAME_SECONDS)
 
     def _state(self) -> tuple[Any, ...]:
-        """Differs if a new picture may differ; costs the engine nothing. A viewer that has just
-        come has seen nothing."""
-        counters, gauges = self._client.counters, self._client.gauges
-        num_new = sum(viewer.snapshot is None for viewer in self._viewers)
+        """Differs if a new picture may differ; costs the engine nothing."""
         num_open = len(self._client.open_requests)
-        return counters.num_steps, gauges, num_open, num_new
+        return self._client.counters.num_steps, self._client.gauges, num_open
 
 
 def _sequence(seq: SequenceView, index: int, known: Tables) -> dict[str, Any]:
