@@ -16,6 +16,7 @@ from octavo.evaluation.workloads import WorkloadSpec
 NAME = "fig13"
 TITLE = "Figure 13: mean number of batched requests"
 TARGETS = {"sharegpt": Target(7, "percent"), "alpaca": Target(15, "percent")}
+NAMES = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 TITLES = {"sharegpt": "ShareGPT, 2 requests/s", "alpaca": "Alpaca, 30 requests/s"}
 
 
@@ -48,7 +49,7 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
                 for system in paper
             }
             rows = [
-                Row(SHORT_NAMES[system], ours[system], value, TARGETS[source])
+                Row(f"{NAMES[source]}, {SHORT_NAMES[system]}", ours[system], value, TARGETS[source])
                 for system, value in paper.items()
             ]
             tables.append(Table(f"{TITLES[source]}: mean batched requests", rows))

@@ -117,6 +117,6 @@ def _draw(folder: Path, rows: list[Row], real: list[Row]) -> None:
             axes.set_xlabel("samples" if kind == "parallel" else "beams")
             axes.set_title(TITLES[kind])
             axes.grid(axis="x", visible=False)
-            axes.margins(y=0.25)
+            axes.margins(y=0.5)
         panels[0].set_ylabel("blocks saved, %")
         panels[0].legend(loc="upper left")
