@@ -70,7 +70,7 @@ class Engine:
         self._pacer = Pacer()
         # Called before a step is planned, as late as the device allows: whoever serves clients adds
         # and aborts requests here, and newcomers need not wait for one step more.
-        self.intake: Callable[[], None] | None = None
+        self.intake: Callable[[], object] | None = None
         self.observers: list[Callable[[StepPlan, StepResult, Progress], None]] = []
 
     # ---------------------------------------------------------------- requests

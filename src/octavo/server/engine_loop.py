@@ -48,23 +48,33 @@ class EngineLoop:
             m.Look: self._look,
             m.Watch: self._watch,
         }
+        self._is_over = False
+        engine.intake = self._take_in
 
     def run(self) -> None:
         """Until the other side is gone."""
         while True:
-            commands = self._channel.receive(wait=not self._engine.has_unfinished)
-            if commands is None:
+            has_changed = self._take_in(wait=not self._engine.has_unfinished)
+            if self._is_over:
                 return
-            has_changed = False
-            for command in commands:
-                decoded = m.decode_command(command)
-                self._handlers[type(decoded)](decoded)
-                has_changed = has_changed or not isinstance(decoded, m.Look | m.Watch)
             if self._engine.has_unfinished:
                 self._report(self._engine.step())
             elif has_changed:  # the last request was aborted, say: tell how things stand now
                 self._recorder.forget_step()
                 self._report(StepOutput())
+
+    def _take_in(self, wait: bool = False) -> bool:
+        """Do what was asked for meanwhile. True if requests came or went."""
+        commands = self._channel.receive(wait)
+        if commands is None:
+            self._is_over = True
+            return False
+        has_changed = False
+        for command in commands:
+            decoded = m.decode_command(command)
+            self._handlers[type(decoded)](decoded)
+            has_changed = has_changed or not isinstance(decoded, m.Look | m.Watch)
+        return has_changed
 
     def _send(self, message: m.Message) -> None:
         self._channel.send(m.encode(message))

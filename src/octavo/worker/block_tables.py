@@ -104,7 +104,9 @@ class DeviceTables:
             for _ in range(num_groups)
         ]
         self._staging = staging
+        self._num_rows = num_rows
         self._copies: list[tuple[Int64s, Int64s]] = []
+        self._staged_copies: list[tuple[Tensor, Tensor]] = []
         self._writes: dict[int, dict[int, int]] = {}  # group -> flat index -> block id
 
     def add_rows(self, num_rows: int) -> None:
@@ -127,6 +129,8 @@ class DeviceTables:
         Returns what `update` needs.
         """
         updates = []
+        if self._copies:
+            self._staged_copies = self._stage_copies()
         for group, entries in self._writes.items():
             index = np.fromiter(entries.keys(), np.int64, len(entries))
             values = np.fromiter(entries.values(), np.int32, len(entries))
@@ -143,14 +147,21 @@ class DeviceTables:
 
     def update(self, updates: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         """Carry the changes out on the device, in the order of the plan: copies, then entries."""
-        for children, parents in self._copies:
+        for children, parents in self._staged_copies:
             for table in self._tables:
-                source = torch.from_numpy(parents).to(table.device)
-                target = torch.from_numpy(children).to(table.device)
-                table[target] = table[source]
-        self._copies = []
+                table[children] = table[parents]
+        self._staged_copies = []
         for table, where, what in updates:
             table[where] = what
+
+    def _stage_copies(self) -> list[tuple[Tensor, Tensor]]:
+        runs, self._copies = self._copies, []
+        sides = []
+        for name, arrays in zip(("children", "parents"), zip(*runs, strict=True), strict=True):
+            rows = np.concatenate(arrays)
+            staged = self._staging.put(f"table_{name}", rows, self._num_rows)
+            sides.append(torch.split(staged, [len(array) for array in arrays]))
+        return list(zip(*sides, strict=True))
 
     def of_step(self, rows: Int64s, context_lens: Int64s) -> list[Tensor]:
         return self._tables
