@@ -34,6 +34,45 @@ SAMPLES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 TOKENS = tuple(mantissa * 10**power for power in range(6) for mantissa in (1, 2, 5))
 
+# Name, after octavo_: what it tells, and its buckets.
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token.", SHORT),
+    "inter_token_latency_seconds": ("Between two tokens of one sample.", SHORT),
+    "request_time_per_output_token_seconds": (
+        "Mean time of a request's tokens after the first.",
+        SHORT,
+    ),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end.", LONG),
+    "request_queue_time_seconds": ("From a request's arrival to its first blocks.", LONG),
+    "request_inference_time_seconds": ("From the first blocks to the last token.", LONG),
+    "request_prefill_time_seconds": ("From the first blocks to the first token.", LONG),
+    "request_decode_time_seconds": ("From the first token to the last.", LONG),
+    "iteration_tokens_total": ("Tokens computed in a step.", STEP_TOKENS),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", TOKENS),
+    "request_generation_tokens": ("Tokens that a request's outputs came to.", TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of a request's longest output.", TOKENS),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens not found in the cache.", TOKENS),
+    "request_params_n": ("Samples or beams that a request asked for.", SAMPLES),
+    "request_num_preemptions": ("Preemptions of a finished request.", PREEMPTIONS),
+}
+# Name, after octavo_ and before _total: what it tells, and its label besides the model's name.
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "num_preemptions": ("Requests taken off the device.", ("mode",)),
+    "preemption_cost_seconds": ("What coming back costs, as measured.", ("mode",)),
+    "preempted_tokens": ("Tokens to be computed again after a preemption.", ()),
+    "preempted_blocks": ("Blocks moved to the swap tier by preemptions.", ()),
+    "prompt_tokens": ("Prompt tokens of admitted requests.", ()),
+    "prompt_tokens_by_source": ("Where the prompts' KV came from.", ("source",)),
+    "prefix_lookup_end": ("Why lookups in the prefix cache found no more.", ("reason",)),
+    "request_success": (
+        "Requests that ended, by why their first output did.",
+        ("finished_reason",),
+    ),
+    "request_failures": ("Accepted requests that were lost with the engine.", ()),
+    "admission_rejections": ("Requests that were not accepted.", ("reason",)),
+    "engine_deaths": ("Engine processes that ended unasked.", ()),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class LatencyCounts:
@@ -48,89 +87,22 @@ class Metrics(Listener):
     """Owns a registry of its own, so that several servers in one process do not meet."""
 
     def __init__(self, model_name: str) -> None:
-        self.registry = CollectorRegistry()
+        registry = self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._families: dict[str, Histogram] = {}
         # By request: when its latest tokens came, and those of the step before (None: no such).
         self._token_times: dict[str, tuple[float, float | None]] = {}
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", SHORT
-        )
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one sample.", SHORT
-        )
-        self._per_token = self._histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time of a request's tokens after the first.",
-            SHORT,
-        )
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its end.", LONG
-        )
-        self._queue = self._histogram(
-            "request_queue_time_seconds", "From a request's arrival to its first blocks.", LONG
-        )
-        self._inference = self._histogram(
-            "request_inference_time_seconds", "From the first blocks to the last token.", LONG
-        )
-        self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From the first blocks to the first token.", LONG
-        )
-        self._decode = self._histogram(
-            "request_decode_time_seconds", "From the first token to the last.", LONG
-        )
-        self._step_tokens = self._histogram(
-            "iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS
-        )
-        self._prompt_sizes = self._histogram(
-            "request_prompt_tokens", "Tokens of a request's prompt.", TOKENS
-        )
-        self._output_sizes = self._histogram(
-            "request_generation_tokens", "Tokens that a request's outputs came to.", TOKENS
-        )
-        self._longest_outputs = self._histogram(
-            "request_max_num_generation_tokens", "Tokens of a request's longest output.", TOKENS
-        )
-        self._computed_sizes = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKENS
-        )
-        self._widths = self._histogram(
-            "request_params_n", "Samples or beams that a request asked for.", SAMPLES
-        )
-        self._preemptions_of = self._histogram(
-            "request_num_preemptions", "Preemptions of a finished request.", PREEMPTIONS
-        )
-        self._preemptions = self._counter(
-            "num_preemptions", "Requests taken off the device.", "mode"
-        )
-        self._preemption_seconds = self._counter(
-            "preemption_cost_seconds", "What coming back costs, as measured.", "mode"
-        )
-        self._preempted_tokens = self._counter(
-            "preempted_tokens", "Tokens to be computed again after a preemption."
-        )
-        self._preempted_blocks = self._counter(
-            "preempted_blocks", "Blocks moved to the swap tier by preemptions."
-        )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
-        self._prompt_sources = self._counter(
-            "prompt_tokens_by_source", "Where the prompts' KV came from.", "source"
-        )
-        self._lookup_ends = self._counter(
-            "prefix_lookup_end", "Why lookups in the prefix cache found no more.", "reason"
-        )
-        self._successes = self._counter(
-            "request_success",
-            "Requests that ended, by why their first output did.",
-            "finished_reason",
-        )
-        self._failures = self._counter(
-            "request_failures", "Accepted requests that were lost with the engine."
-        )
-        self._rejections = self._counter(
-            "admission_rejections", "Requests that were not accepted.", "reason"
-        )
-        self._deaths = self._counter("engine_deaths", "Engine processes that ended unasked.")
+        self._families = {
+            name: Histogram(f"octavo_{name}", text, LABELS, buckets=buckets, registry=registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        # Resolved to the model's name, so that observing looks no label up.
+        self._histograms = {
+            name: family.labels(model_name) for name, family in self._families.items()
+        }
+        self._counters = {
+            name: Counter(f"octavo_{name}", text, (*LABELS, *labels), registry=registry)
+            for name, (text, labels) in COUNTERS.items()
+        }
 
     def watch(self, client: EngineClient) -> None:
         """Read gauges and totals from this client when they are asked for."""
@@ -151,67 +123,67 @@ class Metrics(Listener):
             (InvalidRequest, "invalid"),
         )
         reason = next((name for kind, name in reasons if isinstance(error, kind)), "unavailable")
-        self._rejections.labels(self._model_name, reason).inc()
+        self._count("admission_rejections", 1, reason)
 
     def request_admitted(self, request: OpenRequest) -> None:
         assert request.admitted_time is not None, "it has just been admitted"
-        self._queue.observe(request.admitted_time - request.arrival_time)
+        self._observe("request_queue_time_seconds", request.admitted_time - request.arrival_time)
         num_tokens = request.num_prompt_tokens
         num_hits = 0
         if request.admission is not None:
             num_hits = min(request.admission.num_hit_tokens, num_tokens)
-        self._prompt_tokens.labels(self._model_name).inc(num_tokens)
-        self._prompt_sources.labels(self._model_name, "local_compute").inc(num_tokens - num_hits)
-        self._prompt_sources.labels(self._model_name, "local_cache_hit").inc(num_hits)
-        self._prompt_sizes.observe(num_tokens)
-        self._computed_sizes.observe(num_tokens - num_hits)
+        self._count("prompt_tokens", num_tokens)
+        self._count("prompt_tokens_by_source", num_tokens - num_hits, "local_compute")
+        self._count("prompt_tokens_by_source", num_hits, "local_cache_hit")
+        self._observe("request_prompt_tokens", num_tokens)
+        self._observe("request_prefill_kv_computed_tokens", num_tokens - num_hits)
 
     def tokens_arrived(self, request: OpenRequest, num_tokens: int, now: float) -> None:
         before = self._time_before(request, now)
         if before is not None:
             for _ in range(num_tokens):
-                self._inter_token.observe((now - before) / num_tokens)
+                self._observe("inter_token_latency_seconds", (now - before) / num_tokens)
 
     def request_finished(self, request: OpenRequest, output: RequestOutput) -> None:
-        name = self._model_name
         lengths = [len(each.token_ids) for each in output.outputs] or [0]
         now = output.finish_time
-        self._e2e.observe(now - request.arrival_time)
+        self._observe("e2e_request_latency_seconds", now - request.arrival_time)
         first, admitted = request.first_token_time, request.admitted_time
         if first is not None:
-            self._decode.observe(now - first)
+            self._observe("request_decode_time_seconds", now - first)
             if max(lengths) > 1:
-                self._per_token.observe((now - first) / (max(lengths) - 1))
+                self._observe(
+                    "request_time_per_output_token_seconds", (now - first) / (max(lengths) - 1)
+                )
         if admitted is not None:
-            self._inference.observe(now - admitted)
+            self._observe("request_inference_time_seconds", now - admitted)
             if first is not None:
-                self._prefill.observe(first - admitted)
-        self._output_sizes.observe(sum(lengths))
-        self._longest_outputs.observe(max(lengths))
-        self._widths.observe(_width(request))
-        self._preemptions_of.observe(output.num_preemptions)
+                self._observe("request_prefill_time_seconds", first - admitted)
+        self._observe("request_generation_tokens", sum(lengths))
+        self._observe("request_max_num_generation_tokens", max(lengths))
+        self._observe("request_params_n", _width(request))
+        self._observe("request_num_preemptions", output.num_preemptions)
         self._token_times.pop(request.request_id, None)
         reason = output.outputs[0].finish_reason if output.outputs else "abort"
-        self._successes.labels(name, reason).inc()
+        self._count("request_success", 1, reason)
 
     def request_failed(self, request: OpenRequest, error: Exception) -> None:
         self._token_times.pop(request.request_id, None)
-        self._failures.labels(self._model_name).inc()
+        self._count("request_failures", 1)
 
     def engine_died(self, reason: str) -> None:
-        self._deaths.labels(self._model_name).inc()
+        self._count("engine_deaths", 1)
 
     def stepped(self, report: StepReport) -> None:
-        name = self._model_name
         if report.gauges.step_tokens:
-            self._step_tokens.observe(report.gauges.step_tokens)
+            self._observe("iteration_tokens_total", report.gauges.step_tokens)
         for preempted in report.preempted:
-            self._preemptions.labels(name, preempted.mode).inc()
-            self._preemption_seconds.labels(name, preempted.mode).inc(preempted.cost_seconds)
-            self._preempted_tokens.labels(name).inc(preempted.num_tokens)
-            self._preempted_blocks.labels(name).inc(preempted.num_blocks)
+            self._count("num_preemptions", 1, preempted.mode)
+            self._count("preemption_cost_seconds", preempted.cost_seconds, preempted.mode)
+            self._count("preempted_tokens", preempted.num_tokens)
+            self._count("preempted_blocks", preempted.num_blocks)
         for admitted in report.admitted:
-            self._lookup_ends.labels(name, admitted.lookup_end).inc()
+            self._count("prefix_lookup_end", 1, admitted.lookup_end)
 
     # ---------------------------------------------------------------- inside
 
@@ -220,21 +192,18 @@ class Metrics(Listener):
         in one step, at one time; the first of all counts as the request's first token."""
         known = self._token_times.get(request.request_id)
         if known is None:
-            self._first_token.observe(now - request.arrival_time)
+            self._observe("time_to_first_token_seconds", now - request.arrival_time)
             known = (now, None)
         elif known[0] != now:
             known = (now, known[0])
         self._token_times[request.request_id] = known
         return known[1]
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        """Resolved to the model's name, so that observing looks nothing up."""
-        family = Histogram(f"octavo_{name}", text, LABELS, buckets=buckets, registry=self.registry)
-        self._families[name] = family
-        return family.labels(self._model_name)
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"octavo_{name}", text, (*LABELS, *labels), registry=self.registry)
+    def _count(self, name: str, amount: float, *labels: str) -> None:
+        self._counters[name].labels(self._model_name, *labels).inc(amount)
 
 
 def metrics_router(metrics: Metrics) -> APIRouter:
@@ -267,6 +236,4 @@ def _counts(histogram: Histogram) -> list[int]:
         for sample in metric.samples
         if sample.name.endswith("_bucket")
     ]
-    if not totals:
-        totals = [0] * (len(SHORT) + 1)
     return [total - before for total, before in zip(totals, [0, *totals], strict=False)]
