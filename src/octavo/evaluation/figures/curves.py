@@ -105,4 +105,4 @@ def order_note(panels: Sequence[Panel], results: Results) -> str:
 
 
 def _all(count: int) -> str:
-    return "the panel" if count == 1 else f"all {count} panels"
+    return {1: "the panel", 2: "both panels"}.get(count, f"all {count} panels")
