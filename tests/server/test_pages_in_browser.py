@@ -128,7 +128,7 @@ def test_playground_streams_and_shows_the_tree(server: LiveServer, browser: Brow
         page.select_option("#method", "beam")
         expect(page.locator("#n-label")).to_have_text("Beams")
         page.fill("#n", "4")
-        page.fill("#max-tokens", "60")
+        page.fill("#max-tokens", "300")  # long enough for some frames
         page.click("#run")
         expect(answers).to_have_count(4, timeout=60_000)
         expect(page.locator("#tree rect.tree-block").first).to_be_visible()
