@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OctavoError
+from octavo.evaluation import drawing
 from octavo.evaluation.demo_sharing import DemoSharing
 from octavo.evaluation.figures import FIGURES, find_figure
 from octavo.evaluation.figures.fig2 import PARTS
@@ -154,11 +155,17 @@ def test_the_page_says_what_was_missed(tmp_path: Path) -> None:
         Row("far", 1.0, 2.0, Target(20, "percent")),
     ]
     report = Report(
-        "fig0", "Figure 0: a test", "Simulated: nothing.", [Table("What", rows)], ["fig0"]
+        "fig0",
+        "Figure 0: a test",
+        "Simulated: nothing.",
+        [Table("What", rows)],
+        ["fig0"],
+        scale="tiny",
     )
     folder = tmp_path / "figures"
-    write_page(tmp_path / "page.md", [report], folder, "tiny")
+    write_page(tmp_path / "page.md", [report], folder)
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "Scale (fig0): tiny." in text
     assert "| Simulated | 1 of 2 | far -50.0% |" in text
     assert "![Figure 0: a test](figures/fig0.svg)" in text
     assert "| far | 1.00 | 2.00 | -50.0% | 20%: **missed** |" in text
@@ -167,3 +174,9 @@ def test_the_page_says_what_was_missed(tmp_path: Path) -> None:
 def test_unknown_figure() -> None:
     with pytest.raises(ConfigError, match=r"'fig3' is not one of table1, fig2, .*fig19, all"):
         find_figure("fig3")
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
+    with pytest.raises(OctavoError, match=r"pip install .octavo\[figures\]"):
+        find_figure("table1").make({}, QUICK, tmp_path)

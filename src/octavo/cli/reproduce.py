@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -50,6 +51,7 @@ def reproduce(
     FIGURES are table1, fig2, fig11, fig12, ... fig19, or all (the default). No GPU is needed.
     Results are kept, and computed again only when the code behind them changes.
     """
+    from octavo.evaluation.drawing import require_matplotlib
     from octavo.evaluation.figures import FIGURES, find_figure
     from octavo.evaluation.jobs import Store, default_cache_directory, run_jobs
     from octavo.evaluation.page import write_page
@@ -64,11 +66,12 @@ def reproduce(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("out", f"{folder}: {error.strerror}") from error
+    require_matplotlib()
     store = Store(cache_dir or default_cache_directory())
     jobs = [job for module in modules for job in module.jobs(scale)]
     results = run_jobs(jobs, store, processes or os.cpu_count() or 1, sys.stderr.isatty())
     for module in modules:
-        report = module.make(results, scale, folder)
+        report = replace(module.make(results, scale, folder), scale=scale.description)
         save(report, folder)
         met, total = report.counts()
         click.echo(f"{report.name:8} {report.title}: {met} of {total} targets met")
@@ -76,5 +79,5 @@ def reproduce(
             click.echo(f"{'':9}missed: {row.label}: {row.ours:.4g}, the paper {row.paper:.4g}")
     made = [folder / f"{name}.json" for name in FIGURES]
     reports = [load(path) for path in made if path.exists()]
-    write_page(out / "reproduction.md", reports, folder, scale.description)
+    write_page(out / "reproduction.md", reports, folder)
     click.echo(f"{out / 'reproduction.md'}")

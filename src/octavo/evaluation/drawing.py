@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,15 @@ PAPER_LINE: dict[str, Any] = {"linestyle": ":", "linewidth": 1.6}
 PANEL = (3.5, 2.7)  # inches
 
 
+def require_matplotlib() -> None:
+    """Raises OctavoError if it is not installed."""
+    if find_spec("matplotlib") is None:
+        raise OctavoError(
+            "figures are drawn with matplotlib, which is not installed: "
+            'pip install "octavo[figures]"'
+        )
+
+
 @contextmanager
 def canvas(
     folder: Path, stem: str, rows: int = 1, columns: int = 1, panel: tuple[float, float] = PANEL
@@ -78,14 +88,10 @@ def canvas(
 
     Raises OctavoError if matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OctavoError(
-            "figures are drawn with matplotlib, which is not installed: "
-            'pip install "octavo[figures]"'
-        ) from error
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(panel[0] * columns, panel[1] * rows))
         axes = figure.subplots(rows, columns, squeeze=False)

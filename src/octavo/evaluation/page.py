@@ -15,7 +15,8 @@ SOSP 2023 ([arXiv 2309.06180](https://arxiv.org/abs/2309.06180)). This page is w
 
     octavo reproduce all --out docs
 
-without a GPU, and kept results make single figures (`octavo reproduce fig12`) quick to draw again;
+without a GPU. The first time that takes about 25 minutes of processor time, spread over the cores;
+results are kept, so that figures are drawn again in seconds. `octavo reproduce fig12` makes one,
 `--full` simulates the paper's hour of traffic. In the figures, dotted lines are the paper's, in
 the same colours as ours.
 
@@ -40,10 +41,10 @@ hardly change.
 """
 
 
-def write_page(path: Path, reports: Sequence[Report], folder: Path, scale: str) -> None:
+def write_page(path: Path, reports: Sequence[Report], folder: Path) -> None:
     """Write the page for reports in the order given; images lie in `folder`."""
     relative = folder.relative_to(path.parent).as_posix()
-    parts = [INTRODUCTION, _summary(reports), f"Scale of the simulations: {scale}.\n"]
+    parts = [INTRODUCTION, _summary(reports), *_scales(reports)]
     parts += [_section(report, relative) for report in reports]
     path.write_text("\n".join(parts), encoding="utf-8")
 
@@ -59,6 +60,14 @@ def _summary(reports: Sequence[Report]) -> str:
             f"| {judged} | {missed or '-'} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _scales(reports: Sequence[Report]) -> list[str]:
+    """A paragraph for each scale; figures that were made at different times may differ in it."""
+    names: dict[str, list[str]] = {}
+    for report in reports:
+        names.setdefault(report.scale, []).append(report.name)
+    return [f"Scale ({', '.join(each)}): {scale}.\n" for scale, each in names.items()]
 
 
 def _anchor(title: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,7 +71,8 @@ class Report:
     basis: str  # what our numbers are: counted, simulated, measured; one sentence
     tables: Sequence[Table]
     images: Sequence[str] = ()  # stems of PNG and SVG files
-    notes: Sequence[str] = field(default_factory=tuple)  # paragraphs: what differs, and why
+    notes: Sequence[str] = ()  # paragraphs: what differs, and why
+    scale: str = ""  # how much was simulated
 
     @property
     def rows(self) -> list[Row]:
