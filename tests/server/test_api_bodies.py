@@ -96,12 +96,27 @@ def test_unknown_fields_are_ignored_on_demand_but_unsupported_ones_are_not() -> 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b'{"prompt": "\xff"}', b'{"prompt": NaN}', b"[]", b'{"prompt":' + b"[" * 100_000],
+    [
+        b"",
+        b"{",
+        b'{"zzz": 1, "prompt":' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": NaN}',
+        b"[]",
+        b'{"prompt":' + b"[" * 100_000,
+    ],
 )
 def test_what_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         decode_body(data, CompletionBody)
     assert caught.value.status == 400
+
+
+def test_one_point_nought_is_one() -> None:
+    body = completion(max_tokens=5.0, prompt=[1.0, 2], temperature=1.0)
+    assert (body.max_tokens, body.prompt, body.temperature) == (5, [1, 2], 1.0)
+    with pytest.raises(ApiError, match="max_tokens: expected"):
+        completion(max_tokens=5.5)
 
 
 def test_completions_have_16_tokens_and_the_model_s_own_defaults() -> None:

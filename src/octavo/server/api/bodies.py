@@ -1,7 +1,8 @@
 """From a request's body to a checked structure, or to a 400 that names the field.
 
-The usual body is decoded in one go. Only one with a field that the structure does not have is
-looked at twice: the field may be known and not supported, misspelt, or to be ignored.
+The usual body is decoded in one go. Only one with a field that the structure does not have, or with
+1.0 where it has an integer, is looked at twice: the field may be known and not supported, misspelt,
+or to be ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from starlette.requests import Request
 
 from octavo.server.api.errors import ApiError, refused
 
-UNKNOWN_FIELD = "Object contains unknown field"
+# Of msgspec's messages: what the body may contain all the same.
+SECOND_LOOK = ("Object contains unknown field", "got `float`")
 MAX_SHOWN = 64  # characters of a client's own words in a message
 
 
@@ -56,15 +58,28 @@ def decode_body(data: bytes, kind: type[B], ignore_unknown: bool = False) -> B:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        if not str(error).startswith(UNKNOWN_FIELD):
+        if not any(words in str(error) for words in SECOND_LOOK):
             raise _invalid(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    values = msgspec.json.decode(data)
     try:
+        values = _whole_numbers(msgspec.json.decode(data))
         return msgspec.convert(_admit(values, kind, "", ignore_unknown), kind)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+
+
+def _whole_numbers(value: Any) -> Any:
+    """The same with 1 for 1.0: to JSON they are one number, and some clients know no other."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_whole_numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _whole_numbers(each) for name, each in value.items()}
+    return value
 
 
 def _invalid(error: msgspec.ValidationError) -> ApiError:

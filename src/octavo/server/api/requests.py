@@ -17,12 +17,18 @@ from octavo.server.api.bodies import Body, Refusal
 from octavo.server.api.keys import MAX_SALT
 
 INT64_MAX = (1 << 63) - 1
+EXACTLY = "x-exactly"  # where a field's own schema stands until the description is put together
 PREFIX_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def _doc(text: str, **schema: Any) -> Meta:
     """A field's description and its limits, as the schema shows them."""
     return Meta(description=text, extra_json_schema=schema)
+
+
+def _exactly(text: str, *kinds: dict[str, Any]) -> Meta:
+    """A field whose schema says more than its Python type: it is one of `kinds`."""
+    return _doc(text, **{EXACTLY: list(kinds)})
 
 
 def _between(low: float, high: float, text: str) -> Meta:
@@ -33,25 +39,20 @@ def _at_least(low: float, text: str) -> Meta:
     return _doc(text, minimum=low)
 
 
-TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        TOKEN_IDS,
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        {"type": "array", "items": TOKEN_IDS, "minItems": 1},
-    ]
-}
-STOP_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {
-            "type": "array",
-            "items": {"type": "string", "minLength": 1},
-            "maxItems": MAX_STOP_STRINGS,
-        },
-        {"type": "null"},
-    ]
+NULL = {"type": "null"}
+TEXT = {"type": "string", "minLength": 1}
+TEXTS = {"type": "array", "items": TEXT, "minItems": 1}
+TOKEN_ID = {"type": "integer", "minimum": 0}
+TOKEN_IDS = {"type": "array", "items": TOKEN_ID, "minItems": 1}
+STOPS = {"type": "array", "items": TEXT, "maxItems": MAX_STOP_STRINGS}
+BIASES = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": {
+        "type": "number",
+        "minimum": -MAX_LOGIT_BIAS,
+        "maximum": MAX_LOGIT_BIAS,
+    },
 }
 
 ShortText = Annotated[str, Meta(max_length=MAX_SALT)]
@@ -99,18 +100,28 @@ class GenerationBody(Body, kw_only=True):
     ] = None
     logit_bias: Annotated[
         dict[str, float] | None,
-        _doc(f"Token id -> what is added to its score, at most {MAX_LOGIT_BIAS:.0f} either way."),
+        _exactly(
+            f"Token id -> what is added to its score, at most {MAX_LOGIT_BIAS:.0f} either way.",
+            BIASES,
+            NULL,
+        ),
     ] = None
-    allowed_token_ids: Annotated[list[int] | None, _doc("Draw from these tokens alone.")] = None
-    bad_words: Annotated[list[str] | None, _doc("Words that must not come up.")] = None
+    allowed_token_ids: Annotated[
+        list[int] | None, _exactly("Draw from these tokens alone.", TOKEN_IDS, NULL)
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, _exactly("Words that must not come up.", TEXTS, NULL)
+    ] = None
     seed: Annotated[int | None, _between(-INT64_MAX - 1, INT64_MAX, "Makes draws repeatable.")] = (
         None
     )
     stop: Annotated[
         str | list[str] | None,
-        Meta(description="End at one of these strings.", extra_json_schema=STOP_SCHEMA),
+        _exactly("End at one of these strings.", TEXT, STOPS, NULL),
     ] = None
-    stop_token_ids: Annotated[list[int] | None, _doc("End at one of these tokens.")] = None
+    stop_token_ids: Annotated[
+        list[int] | None, _exactly("End at one of these tokens.", TOKEN_IDS, NULL)
+    ] = None
     include_stop_str_in_output: Annotated[
         bool | None, _doc("Keep the stop string or token in the text.")
     ] = None
@@ -157,7 +168,13 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: Annotated[
         Prompt,
-        Meta(description="Text, token ids, or a list of either.", extra_json_schema=PROMPT_SCHEMA),
+        _exactly(
+            "Text, token ids, or a list of either.",
+            TEXT,
+            TOKEN_IDS,
+            TEXTS,
+            {"type": "array", "items": TOKEN_IDS, "minItems": 1},
+        ),
     ]
     echo: Annotated[bool | None, _doc("Put the prompt in front of the output.")] = None
     logprobs: Annotated[
@@ -237,7 +254,7 @@ class DetokenizeBody(Body, kw_only=True):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], _exactly("Token ids.", {"type": "array", "items": TOKEN_ID})]
     skip_special_tokens: Annotated[bool | None, _doc("Not given: false.")] = None
 
 
@@ -245,7 +262,10 @@ class PrefixBody(Body, kw_only=True):
     """POST /v1/prefixes: a prefix to compute once and keep in the cache."""
 
     model: str | None = None
-    prefix: Annotated[str | list[int], _doc("Text or token ids; whole blocks of it are kept.")]
+    prefix: Annotated[
+        str | list[int],
+        _exactly("Text or token ids; whole blocks of it are kept.", TEXT, TOKEN_IDS),
+    ]
     name: Annotated[
         str | None,
         _doc("Not given: the server makes one.", pattern=f"^{PREFIX_NAME.pattern}$"),

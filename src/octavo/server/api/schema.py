@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 
 from octavo import __version__
 from octavo.server.api.errors import ErrorReply
+from octavo.server.api.requests import EXACTLY
 
 REF = "#/components/schemas/{name}"
 ERRORS = {
@@ -77,4 +78,9 @@ def _ref(structure: type) -> dict[str, str]:
 
 def _schemas() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(_structures.values(), ref_template=REF)
+    for schema in schemas.values():
+        for name, field in schema.get("properties", {}).items():
+            if EXACTLY in field:
+                kept = {key: field[key] for key in ("description", "default") if key in field}
+                schema["properties"][name] = {**kept, "anyOf": field[EXACTLY]}
     return schemas
