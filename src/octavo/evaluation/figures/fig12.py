@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.evaluation.drawing import canvas, legend_below, paper_key
+from octavo.evaluation.drawing import SHORT_NAMES, canvas, legend_below, paper_key
 from octavo.evaluation.figures.curves import Panel, order_note
 from octavo.evaluation.jobs import Job, Results
 from octavo.evaluation.paper_values import (
@@ -65,7 +65,7 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
     ratios = [row for panel in shown for row in panel.ratio_rows(results, ORCAS)]
     rates = [row for panel in shown for row in panel.rate_rows(results)]
     earlier = [
-        Row(f"{panel.title}, {system}", panel.sustained(results, system, 0.2), pair[0])
+        Row(f"{panel.title}, {SHORT_NAMES[system]}", panel.sustained(results, system, 0.2), pair[0])
         for panel, systems in zip(shown, FIGURE_12.values(), strict=True)
         for system, pair in systems.items()
     ]
@@ -81,8 +81,8 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
         [NAME],
         [
             order_note(shown, results),
-            "The cost model has seen these rates, see above; what it has not seen is how many "
-            "requests each policy holds.",
+            "The cost model was fitted to these rates, see above. What the ratios test is whether "
+            "one machine, with the batches that the policies hold, explains them all.",
             "Where the ratios are off, the step times that the paper's rates imply do not follow "
             "from work: OPT-66B on ShareGPT takes 56 to 60 ms whether 4 or 18 requests run, and "
             "OPT-175B with 29 requests takes 97 ms on Alpaca where the model says 81. On Alpaca, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.evaluation.beams import FITTED_SPACING
-from octavo.evaluation.drawing import COLOURS, canvas, legend_below, paper_key
+from octavo.evaluation.drawing import COLOURS, SHORT_NAMES, canvas, legend_below, paper_key
 from octavo.evaluation.figures.curves import RATIO, Panel, order_note
 from octavo.evaluation.jobs import Job, Results
 from octavo.evaluation.paper_values import FIGURE_14_OVER_ORACLE, FIGURE_14_SWEPT
@@ -70,9 +70,13 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
     ]
     ratios = [row for panel in shown for row in panel.ratio_rows(results, ())]
     knees = [
-        Row(f"{panel.title}, {system}", panel.sustained(results, system), swept[system][1])
+        Row(
+            f"{panel.title}, {SHORT_NAMES[system]} (the paper swept {lowest:g} to {highest:g})",
+            panel.sustained(results, system),
+            None,
+        )
         for panel, swept in zip(shown, FIGURE_14_SWEPT.values(), strict=True)
-        for system in panel.sweeps
+        for system, (lowest, highest) in swept.items()
     ]
     inside = sum(
         swept[system][0] <= panel.sustained(results, system) <= swept[system][1]
@@ -86,7 +90,7 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
         [
             Table("Rate sustained over that of others, as the text says", told),
             Table("Rate sustained by paged memory over that of others", ratios),
-            Table("Rate at 0.5 s/token, and the highest that the paper swept", knees),
+            Table("Rate at 0.5 s/token, requests/s", knees),
         ],
         [NAME],
         [
