@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import hypothesis
 import schemathesis
 from schemathesis import GenerationMode
@@ -55,4 +56,6 @@ def test_no_request_breaks_the_server(server: LiveServer) -> None:
 
             try_out()
     assert "POST /v1/completions" in names
+    for prefix in server.get("/v1/prefixes").json()["data"]:
+        httpx.delete(f"{server.url}/v1/prefixes/{prefix['name']}").raise_for_status()
     assert server.complete("Once upon a time", max_tokens=2)["choices"][0]["text"]

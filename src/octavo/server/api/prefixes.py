@@ -27,7 +27,11 @@ async def pin_prefix(request: Request) -> Response:
     tenant = tenant_of(request)
     name = f"prefix-{uuid.uuid4().hex[:12]}" if body.name is None else body.name
     if PREFIX_NAME.fullmatch(name) is None:
-        raise refused("name", f"{name[:64]!r} is not 1 to 64 letters, digits, '.', '_' or '-'")
+        raise refused(
+            "name",
+            f"{name[:64]!r} is not at most 64 letters, digits, '.', '_' and '-', the first of them "
+            "a letter or digit",
+        )
     token_ids = body.prefix
     if isinstance(token_ids, str):
         add_special = body.add_special_tokens is not False

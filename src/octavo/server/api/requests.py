@@ -18,7 +18,7 @@ from octavo.server.api.keys import MAX_SALT
 
 INT64_MAX = (1 << 63) - 1
 EXACTLY = "x-exactly"  # where a field's own schema stands until the description is put together
-PREFIX_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+PREFIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # "." and ".." mean others in a URL
 
 
 def _doc(text: str, **schema: Any) -> Meta:
