@@ -15,7 +15,7 @@ SOSP 2023 ([arXiv 2309.06180](https://arxiv.org/abs/2309.06180)). This page is w
 
     octavo reproduce all --out docs
 
-without a GPU. The first time that takes about 25 minutes of processor time, spread over the cores;
+without a GPU. The first time that takes 17 minutes of processor time (12 minutes on two cores);
 results are kept, so that figures are drawn again in seconds. `octavo reproduce fig12` makes one,
 `--full` simulates the paper's hour of traffic. In the figures, dotted lines are the paper's, in
 the same colours as ours.
