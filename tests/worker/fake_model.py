@@ -93,7 +93,7 @@ def make_runner(
         torch.float32,
         torch.device("cpu"),
     )
-    backend = make_backend(backend_class, model, layout, kv_cache, block_size)
+    backend = make_backend(backend_class, model, layout, kv_cache.blocks, block_size)
     input_batch = InputBatch(block_size, len(layout.groups))
     return ModelRunner(model, backend, kv_cache, input_batch, VOCAB_SIZE), kv_cache
 
