@@ -203,9 +203,13 @@ def test_finished_requests_are_forgotten_in_order(seen: Observation) -> None:
 
 
 def test_log_lines(seen: Observation, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    # By its own handler: a command that ran before may have cut octavo's log off from the root.
+    log = logging.getLogger("octavo.server.logs")
+    caplog.set_level(logging.INFO, logger=log.name)
+    log.addHandler(caplog.handler)
     run_one_request(seen)
-    [record] = [r for r in caplog.records if r.message == "finished"]
+    log.removeHandler(caplog.handler)
+    [record] = {id(r): r for r in caplog.records if r.message == "finished"}.values()
     line = json.loads(JsonFormatter().format(record))
     assert line["request_id"] == "r1"
     assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (32, 16, 3)
