@@ -60,7 +60,6 @@ class PreparedRequest:
             self.beam.num_return_sequences,
         )
 
-
     def without_prompt_logprobs(self) -> PreparedRequest:
         """The same request, for an engine that need not score the prompt (again)."""
         return replace(self, sampling=replace(self.sampling, num_prompt_logprobs=None))
