@@ -12,7 +12,8 @@ from octavo.core.decoding import DecodingMethod, Sampling
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_spec import FullAttention, KVSpec
-from octavo.core.scheduler import Progress, Scheduler
+from octavo.core.outcomes import Progress
+from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec, StepPlan, StepResult
 

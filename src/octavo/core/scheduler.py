@@ -9,26 +9,18 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from octavo.config import SchedulerConfig
 from octavo.core import regrow
 from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.outcomes import Outcomes, Progress
 from octavo.core.policy import POLICIES
 from octavo.core.preemption import PreemptionCosts
 from octavo.core.prefix_matcher import PrefixHit
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import StepPlan, StepResult
 from octavo.errors import RequestTooLong
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a step brought: sequences with new tokens, and requests that are done."""
-
-    advanced: list[Sequence] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
@@ -53,12 +45,10 @@ class Scheduler:
         self._clock = clock
         self._num_seats = config.max_num_seqs  # free ones
         self._watermark = int(config.watermark * kv.pool.num_blocks)
-        self._next_seq_id = 0
         self._next_number = 0
         self._next_step = 0
         self._in_flight: dict[int, PlanDraft] = {}
-        self._rows = RowChanges()
-        self._progress = Progress()
+        self._outcomes = Outcomes(kv)
 
     # ---------------------------------------------------------------- requests come and go
 
@@ -73,7 +63,9 @@ class Scheduler:
         request.number = self._next_number
         self._next_number += 1
         request.rank = self._policy.rank(request)
-        request.sequences = [self._new_sequence(request, list(request.prompt_token_ids), 0)]
+        request.sequences = [
+            self._outcomes.new_sequence(request, list(request.prompt_token_ids), 0)
+        ]
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=_rank)
 
@@ -86,7 +78,7 @@ class Scheduler:
         if outputs:
             prompt = request.prompt_token_ids
             request.sequences = [
-                self._new_sequence(request, prompt + output, index)
+                self._outcomes.new_sequence(request, prompt + output, index)
                 for index, output in sorted(outputs.items())
             ]
 
@@ -95,7 +87,7 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is not None:
             for seq in list(request.sequences):
-                self.finish(seq, "abort")
+                self._outcomes.finish(seq, "abort")
             self._retire([request])
         return request
 
@@ -105,7 +97,7 @@ class Scheduler:
         if seq.finish_reason is not None:
             seq.finish_reason = "stop"
             return
-        self.finish(seq, "stop")
+        self._outcomes.finish(seq, "stop")
         if not self.kv.forms_batches:
             self._retire([seq.request])
 
@@ -149,93 +141,20 @@ class Scheduler:
                 self._admit_waiting(draft)
         if draft.is_empty and not self._finished_batch():
             return None  # rows that have closed can wait
-        plan = draft.to_plan(self._next_step, self._rows)
+        plan = draft.to_plan(self._next_step, self._outcomes.rows)
         self._next_step += 1
         self._in_flight[plan.step_id] = draft
-        self._rows = RowChanges()
+        self._outcomes.rows = RowChanges()
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> Progress:
         """Take in what a step computed: append, fork, free."""
         draft = self._in_flight.pop(plan.step_id)
         self.costs.observe(plan, result)
-        self.kv.release_sources(draft.held)
-        for request in draft.undecided:
-            request.num_undecided -= 1
-        for seq, table, num_computed in draft.filled:
-            if seq.table is table:  # else it was preempted since, and is recomputed
-                self.kv.register(seq, num_computed)
-        progress = self._progress = Progress()
-        for seq_id, scores in result.prompt_logprobs.items():
-            request, start = draft.prompts[seq_id]
-            # After a preemption the same positions are computed again.
-            request.prompt_logprobs += scores[len(request.prompt_logprobs) - start :]
-        scored = bool(result.draws or result.logprobs)
-        for seq, token_id in zip(draft.drawn, result.token_ids, strict=True):
-            if seq.num_pending:
-                seq.num_pending -= 1
-            if seq.finish_reason is not None:
-                continue  # it ended while the step ran
-            method = seq.request.method
-            if scored and (seq.seq_id in result.draws or seq.seq_id in result.logprobs):
-                self._take_draws(seq, token_id, result)
-            elif method.wants == "token":
-                progress.advanced.append(seq)
-                reason = method.accept(seq, token_id)
-                if reason is not None:
-                    self.finish(seq, reason)
-        for request in draft.searching:
-            if not request.is_finished and request.method.wants == "candidates":
-                found = [result.candidates[seq.seq_id] for seq in request.sequences]
-                request.method.advance(request, found, self)
-        for seq in draft.computing:
-            if seq.finish_reason is None and seq.request.method.wants == "kv":
-                seq.request.method.computed(seq, self)
+        progress = self._outcomes.take_in(draft, result)
         progress.finished += self._finished_batch()
         self._retire(progress.finished)
         return progress
-
-    # ---------------------------------------------------------------- verbs of the methods
-
-    def fork(self, parent: Sequence, sample_index: int) -> Sequence:
-        child = self._new_sequence(parent.request, list(parent.token_ids), sample_index)
-        child.cumulative_logprob = parent.cumulative_logprob
-        child.logprobs = list(parent.logprobs)
-        self.kv.fork(parent, child)
-        parent.request.sequences.append(child)
-        self._rows.fork(parent, child)
-        return child
-
-    def append(self, seq: Sequence, token_id: int) -> None:
-        self._rows.write_token(seq, token_id)
-        seq.token_ids.append(token_id)
-        self._progress.advanced.append(seq)
-
-    def free(self, seq: Sequence) -> None:
-        if seq.table is not None and seq.request.status is Status.RUNNING:
-            self._rows.close(seq)
-        self.kv.free(seq)
-        if seq in seq.request.sequences:
-            seq.request.sequences.remove(seq)
-
-    def finish(self, seq: Sequence, reason: str) -> None:
-        seq.finish_reason = reason
-        self.free(seq)
-        request = seq.request
-        request.finished.append(seq)
-        if self.kv.forms_batches:
-            return  # it keeps its place until the whole batch is done
-        if not request.sequences and request not in self._progress.finished[-1:]:
-            self._progress.finished.append(request)
-
-    def pin(self, seq: Sequence, name: str) -> None:
-        self._rows.close(seq)
-        self.kv.pin(name, seq)
-        request = seq.request
-        request.sequences.remove(seq)
-        seq.finish_reason = "pinned"
-        request.finished.append(seq)
-        self._progress.finished.append(request)
 
     # ---------------------------------------------------------------- running requests
 
@@ -338,7 +257,7 @@ class Scheduler:
             mode = self.costs.choose(held, self.kv)
         for seq in held:
             if not draft.withdraw(seq.seq_id):
-                self._rows.close(seq)
+                self._outcomes.rows.close(seq)
         pairs = self.kv.swap_out(held) if mode == "swap" else None
         if pairs is not None:
             draft.swap_out += pairs
@@ -519,31 +438,6 @@ class Scheduler:
         if not self.kv.forms_batches or any(request.sequences for request in self.running):
             return []
         return list(self.running)
-
-    def _take_draws(self, seq: Sequence, token_id: int, result: StepResult) -> None:
-        """Tokens that come with log-probabilities, or several at once."""
-        method, request = seq.request.method, seq.request
-        assert method.wants == "token", "only drawn tokens are sampled"
-        draws = result.draws.get(seq.seq_id, [token_id])
-        self._progress.advanced.append(seq)
-        samples = [seq]
-        if len(draws) > 1:
-            method.start(seq, draws, self)
-            everyone = {s.sample_index: s for s in request.sequences + request.finished}
-            samples = [everyone[index] for index in range(len(draws))]
-        scores = result.logprobs.get(seq.seq_id, [])
-        for sample, score in zip(samples, scores, strict=False):
-            sample.logprobs.append(score)
-            sample.cumulative_logprob += score.logprob
-        if len(draws) == 1:
-            reason = method.accept(seq, token_id)
-            if reason is not None:
-                self.finish(seq, reason)
-
-    def _new_sequence(self, request: Request, token_ids: list[int], index: int) -> Sequence:
-        seq = Sequence(self._next_seq_id, request, token_ids, index)
-        self._next_seq_id += 1
-        return seq
 
     def _retire(self, requests: list[Request]) -> None:
         """Take requests without live sequences out of their queues."""

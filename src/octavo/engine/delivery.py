@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.core.scheduler import Progress, Scheduler
+from octavo.core.outcomes import Progress
+from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.engine.output_text import OutputText
 from octavo.engine.prepared import Params
