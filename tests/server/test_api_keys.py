@@ -107,6 +107,18 @@ def test_origins(guarded: LiveServer, server: LiveServer) -> None:
     assert "access-control-allow-origin" not in plain.headers
 
 
+def test_names_of_the_server(guarded: LiveServer, server: LiveServer) -> None:
+    """Without a key, a page whose name leads to this machine is turned away."""
+    for host, status in (("evil.example", 403), ("evil.example:8000", 403), ("LocalHost:1", 200)):
+        answer = httpx.get(f"{server.url}/v1/models", headers={"host": host}, timeout=TIMEOUT)
+        assert answer.status_code == status, host
+    answer = httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example"}, timeout=TIMEOUT)
+    assert answer.json()["error"]["code"] == "unknown_host"
+    answer = httpx.get(f"{guarded.url}/health", headers={"host": "any.example"}, timeout=TIMEOUT)
+    assert answer.status_code == 200
+    assert httpx.head(f"{guarded.url}/health", timeout=TIMEOUT).status_code == 200
+
+
 def test_switches(guarded: LiveServer) -> None:
     """What the plain server refuses and this one was told to allow."""
     reply = complete(guarded, KEY, model="two", priority=3, unknown=1)

@@ -50,6 +50,13 @@ LISTENING = ("host", "port", "drain_seconds", "ssl_certfile", "ssl_keyfile")
     multiple=True,
     help="Let web pages of this origin call the server; * is all.  [default: none]",
 )
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    help="A name that requests may call the server by; may be given several times.  [default: any, "
+    "but without API keys on this machine alone only localhost]",
+)
 @click.option("--max-body", "max_body_bytes", type=size, help="Largest body.  [default: 4 MiB]")
 @click.option("--max-prompts", type=int, help="Most prompts in one request.  [default: 256]")
 @click.option(
@@ -105,6 +112,7 @@ def serve(
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
     cors_origins: tuple[str, ...],
+    allowed_hosts: tuple[str, ...],
     log_format: Any,
     log_level: str,
     engine: dict[str, Any],
@@ -120,17 +128,21 @@ def serve(
     from octavo.server.api.keys import ApiKeys, read_key_file
     from octavo.server.logs import set_up_logs
     from octavo.server.run import run_server
-    from octavo.server.settings import Listening, ServerSettings
+    from octavo.server.settings import LOOPBACK, Listening, ServerSettings
     from octavo.server.supervisor import Supervision
 
     def given(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: options[name] for name in names if options[name] is not None}
 
     keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file else ())]
+    listening = Listening(**given(LISTENING))
+    if not keys and listening.host in (*LOOPBACK, "::1"):
+        allowed_hosts = (*LOOPBACK, *allowed_hosts)
     settings = ServerSettings(
         model_names or (model,),
         api_keys=ApiKeys(keys),
         cors_origins=cors_origins,
+        allowed_hosts=tuple(host.lower() for host in allowed_hosts),
         **given(SETTINGS),
     )
     set_up_logs(log_format, getattr(logging, log_level.upper()))
@@ -138,6 +150,6 @@ def serve(
         make_config(model, **engine),
         Supervision(**given(SUPERVISION)),
         settings,
-        Listening(**given(LISTENING)),
+        listening,
         click.echo,
     )

@@ -8,6 +8,7 @@ from octavo.errors import ConfigError
 from octavo.server.api.keys import ApiKeys
 
 MIB = 1 << 20
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class ServerSettings:
     ignore_unknown_fields: bool = False
     trust_request_chat_template: bool = False
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names that requests may call the server by; empty: any
     log_requests: bool = False
 
     def __post_init__(self) -> None:

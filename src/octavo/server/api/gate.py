@@ -17,6 +17,7 @@ from octavo.server.api.errors import ApiError, as_api_error
 from octavo.server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/version"})
+PORT = re.compile(r":[0-9]+$")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = logging.getLogger("octavo.server.requests")
@@ -43,8 +44,10 @@ class Gate:
             passage.log()
 
     def _admit(self, scope: Scope) -> None:
-        """Note who asks; ApiError 401 if it is nobody we know, 413 if the body is too long."""
+        """Note who asks; ApiError 403 if for somebody else, 401 if it is nobody we know, 413 if the
+        body is too long."""
         headers = Headers(scope=scope)
+        self._check_host(headers.get("host", ""))
         tenant = self._settings.api_keys.tenant(headers.get("authorization"))
         if tenant is None and scope["path"] not in OPEN_PATHS:
             # A browser asks its user for the key if it is offered Basic, which nobody else wants.
@@ -59,6 +62,20 @@ class Gate:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._settings.max_body_bytes:
             raise too_large(self._settings.max_body_bytes)
+
+
+    def _check_host(self, given: str) -> None:
+        """A page from elsewhere may have its own name resolved to this machine (DNS rebinding): its
+        requests then look like our own, but for the name that they call."""
+        allowed = self._settings.allowed_hosts
+        host = PORT.sub("", given).lower()
+        if allowed and host not in allowed:
+            raise ApiError(
+                403,
+                f"this server is not called {host!r}, but {', '.join(allowed)}; "
+                "start it with --allowed-host to add a name, or with an API key",
+                code="unknown_host",
+            )
 
 
 class _Passage:
