@@ -1,0 +1,109 @@
+"""What the runner of GPUs is made of, on whatever device there is."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.core.step import StepPlan
+from octavo.worker.block_tables import DeviceTables, HostTables
+from octavo.worker.device_kv_cache import DeviceKVCache
+from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
+from octavo.worker.staging import DeviceStaging
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_staged_arrays_keep_their_addresses_and_arrive_together() -> None:
+    staging = DeviceStaging(DEVICE, max_num_seqs=4, max_num_tokens=8, num_bytes=1 << 14)
+    seen: dict[str, set[int]] = {"a": set(), "b": set()}
+    for step in range(7):
+        staging.begin()
+        a = staging.put("a", np.arange(step + 1, dtype=np.int64), 10)
+        b = staging.put("b", np.full(3, step, np.int32), 3)
+        staging.flush()
+        assert a.tolist() == list(range(step + 1))
+        assert b.tolist() == [step] * 3
+        seen["a"].add(a.data_ptr())
+        seen["b"].add(b.data_ptr())
+    assert [len(addresses) for addresses in seen.values()] == [1, 1]
+    assert staging.padded("a", 10).tolist()[:7] == list(range(7))
+    with pytest.raises(AssertionError, match="b: 4 values, but room for 3"):
+        staging.put("b", np.zeros(4, np.int32), 3)
+    with pytest.raises(AssertionError, match="c: no room for 65536 bytes"):
+        staging.put("c", np.zeros(1, np.int64), 1 << 13)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
+    rng = random.Random(seed)
+    num_rows, columns = 9, 12
+    staging = DeviceStaging(DEVICE, num_rows, 16)
+    host = HostTables(1, 2, num_rows)
+    device = DeviceTables(2, num_rows, columns, DEVICE, staging)
+    for _ in range(20):
+        # As the worker does it: forks first, then entries, of which the last one holds.
+        for _ in range(rng.randrange(3)):
+            rows = rng.sample(range(1, num_rows), 4)
+            children, parents = np.array(rows[:2]), np.array(rows[2:])
+            host.copy(children, parents)
+            device.copy(children, parents)
+        for group in range(2):
+            n = rng.randrange(6)
+            if n:
+                where = np.array([rng.randrange(1, num_rows) for _ in range(n)])
+                column = np.array([rng.randrange(columns) for _ in range(n)])
+                ids = np.array([rng.randrange(1, 100) for _ in range(n)])
+                host.write(group, where, column, ids)
+                device.write(group, where, column, ids)
+        staging.begin()
+        updates = device.stage()
+        staging.flush()
+        device.update(updates)
+        every = np.arange(num_rows)
+        expected = host.of_step(every, np.full(num_rows, columns))
+        for mine, theirs in zip(device.of_step(every, every), expected, strict=True):
+            assert torch.equal(mine.cpu(), theirs)
+
+
+def test_blocks_move_in_the_order_of_the_plan() -> None:
+    """Out, in, copies; a copy may read what a swap or another copy has just written."""
+    staging = DeviceStaging(DEVICE, 4, 16)
+    cache = DeviceKVCache(9, 9, (2, 3, 4), torch.float32, staging, DEVICE)
+    for block in range(10):
+        cache.blocks[block] = block
+    plan = StepPlan(
+        0, [], [], [], [],
+        swap_out=[(1, 4), (2, 5), (3, 9)],
+        swap_in=[(5, 7), (4, 8)],
+        copies=[(7, 1), (1, 2), (9, 3)],
+    )  # fmt: skip
+    staging.begin()
+    cache.stage(plan)
+    staging.flush()
+    cache.move(plan).wait()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert cache.blocks[:, 0, 0, 0].tolist() == [0, 2, 2, 9, 4, 5, 6, 2, 1, 9]
+    assert cache.swapped[[4, 5, 9], 1, 2, 3].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 256, 300, 1024])
+def test_every_batch_has_a_size(max_num_seqs: int) -> None:
+    graphs = Graphs(graph_sizes(max_num_seqs), mixed_sizes(max_num_seqs, 2048), DEVICE)
+    for n in range(1, max_num_seqs + 1):
+        size = graphs.size_for(n)
+        assert n <= size <= max_num_seqs
+        assert size - n <= max(7, n // 7)  # little of a large batch is padding
+    assert graphs.token_size_for(17) == 32
+    assert graphs.token_size_for(max(1024, max_num_seqs + 512)) is not None
+    assert graphs.token_size_for(2049) is None
+    assert graphs.num_graphs < 100
+
+
+def test_steps_of_fewer_tokens_than_the_smallest_budget_are_captured() -> None:
+    assert mixed_sizes(4, 40) == [16, 32]
+    assert mixed_sizes(1024, 8192)[-1] >= 1024 + 512
