@@ -184,10 +184,8 @@ def run_all(engine: Engine, asks: list[Ask]) -> tuple[list[RequestOutput], float
     return outputs, time.perf_counter() - began
 
 
-def measure_online(engine: Engine, rate: int) -> dict[str, float]:
-    """Requests come as a Poisson process; latencies count from the arrival."""
-    engine.kv.reset_prefix_cache()
-    asks = trace("sharegpt", 500)(engine.model_config.vocab_size)
+def serve_at(engine: Engine, asks: list[Ask], rate: float) -> list[RequestOutput]:
+    """Requests come as a Poisson process; their arrival times are those of the process."""
     rng = random.Random(777)
     requests = [engine.make_request(prompt, params) for prompt, params in asks]
     due, arrivals = 0.0, []
@@ -213,6 +211,14 @@ def measure_online(engine: Engine, rate: int) -> dict[str, float]:
         else:
             time.sleep(max(0.0, arrivals[sent] - (engine.clock() - began)))
     engine.intake = None
+    return outputs
+
+
+def measure_online(engine: Engine, rate: int) -> dict[str, float]:
+    """Latencies at one rate, counted from the arrivals."""
+    engine.kv.reset_prefix_cache()
+    asks = trace("sharegpt", 500)(engine.model_config.vocab_size)
+    outputs = serve_at(engine, asks, rate)
     latency = [(o.finish_time - o.arrival_time) / len(o.outputs[0].token_ids) for o in outputs]
     first = [o.first_token_time - o.arrival_time for o in outputs if o.first_token_time]
     values = [

@@ -1,0 +1,174 @@
+"""Figures 18 and 19 on a GPU: what paging costs a kernel, and what block sizes cost in service.
+
+Writes the files that `octavo reproduce fig18 fig19 --measurements DIR` draws from. Requests of
+figures 18b and 19b arrive as a Poisson process; for 19b the pool is so small that they preempt each
+other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_harness import make_engine, report
+from throughput import serve_at, trace
+
+from octavo import SamplingParams
+from octavo.core.step import StepPlan
+from octavo.engine.engine import Engine
+
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+KERNEL_BATCHES, KERNEL_CONTEXTS = (8, 32), (64, 128, 256)
+NUM_TOKENS = 256  # that figure 19a moves or computes
+Rows = list[dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements"))
+    parser.add_argument("--model", default="opt-13b")
+    parser.add_argument("--block-sizes", nargs="*", type=int, default=BLOCK_SIZES)
+    parser.add_argument("--num-requests", type=int, default=150)
+    parser.add_argument("--rate", type=float, default=14.0, help="ShareGPT requests a second")
+    parser.add_argument("--alpaca-rate", type=float, default=80.0)
+    parser.add_argument("--short-blocks", type=int, default=12_000, help="slots of the small pool")
+    parser.add_argument("--no-kernels", action="store_true", help="leave figure 18a out")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Rows] = {"block-size": [], "preemption": [], "preemption-cost": []}
+    if not arguments.no_kernels:
+        results["attention-kernel"] = attention_kernel()
+    for block_size in arguments.block_sizes:
+        measure_block_size(block_size, arguments, results)
+    for kind, rows in results.items():
+        write(arguments, kind, rows)
+    report("block_sizes", rows={kind: len(rows) for kind, rows in results.items()})
+
+
+def attention_kernel() -> Rows:
+    """Figure 18a: a decode of paged K and V, and PyTorch's attention over dense ones."""
+    import torch.nn.functional as F
+    from attention_work import HEAD_DIM, Work, seconds
+
+    rows: Rows = []
+    for batch in KERNEL_BATCHES:
+        for context in KERNEL_CONTEXTS:
+            work = Work("opt-13b 40/40", batch, context, new=1)
+            query = work.heads_of_tokens[0].unsqueeze(2)
+            shape = (work.num_layers, 2, batch, work.kv_heads, context, HEAD_DIM)
+            dense = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+            def contiguous(layer: int, query: Any = query, dense: Any = dense) -> Any:
+                return F.scaled_dot_product_attention(query, dense[layer, 0], dense[layer, 1])
+
+            ways: dict[str, Callable[[int], Any]] = {
+                "paged": work.forward,
+                "contiguous": contiguous,
+            }
+            for kernel, launch in ways.items():
+                elapsed = seconds(launch, work.num_layers, 2 * work.num_layers)
+                case = {"kernel": kernel, "batch_size": batch, "context": context}
+                rows.append(case | {"microseconds": round(1e6 * elapsed, 2)})
+    return rows
+
+
+def measure_block_size(block_size: int, arguments: Any, results: dict[str, Rows]) -> None:
+    """Figures 18b, 19a and 19b at one block size."""
+    options = {"block_size": block_size, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
+    engine = make_engine(arguments.model, **options, enable_prefix_caching=False)
+    rates = {"sharegpt": arguments.rate, "alpaca": arguments.alpaca_rate}
+    for name, rate in rates.items():
+        value = latency(engine, name, arguments.num_requests, rate)
+        row = {"trace": name, "block_size": block_size, "seconds_per_token": value}
+        results["block-size"].append(row)
+    results["preemption-cost"] += preemption_cost(engine, block_size)
+    engine.executor.shutdown()
+    num_blocks = max(2048 // block_size, arguments.short_blocks // block_size)
+    for method in ("recompute", "swap"):
+        engine = make_engine(
+            arguments.model,
+            **options,
+            enable_prefix_caching=False,
+            num_blocks=num_blocks,
+            swap_space=16 << 30,
+            preemption_mode=method,
+        )
+        value = latency(engine, "sharegpt", arguments.num_requests, arguments.rate)
+        row = {"method": method, "block_size": block_size, "seconds_per_token": value}
+        row["preemptions"] = sum(engine.scheduler.num_preemptions.values())
+        results["preemption"].append(row)
+        engine.executor.shutdown()
+    for kind in ("block-size", "preemption", "preemption-cost"):
+        for row in results[kind]:
+            if row["block_size"] == block_size:
+                print(kind, row, flush=True)
+
+
+def latency(engine: Engine, name: str, num_requests: int, rate: float) -> float:
+    """Mean normalized latency, seconds a token."""
+    asks = trace(name, num_requests)(engine.model_config.vocab_size)
+    outputs = serve_at(engine, asks, rate)
+    return round(
+        statistics.fmean(
+            (o.finish_time - o.arrival_time) / len(o.outputs[0].token_ids) for o in outputs
+        ),
+        5,
+    )
+
+
+def preemption_cost(engine: Engine, block_size: int) -> Rows:
+    """Figure 19a: milliseconds to bring NUM_TOKENS out, back in, or to compute them again."""
+    kv, count = engine.kv, -(-NUM_TOKENS // block_size)
+    rng = random.Random(block_size)
+    assert not engine.has_unfinished, "the pool is ours"
+    most = min(kv.pool.num_blocks, kv.swap_pool.num_blocks)
+    device, host = (rng.sample(range(1, most + 1), count) for _ in range(2))
+    out = list(zip(device, host, strict=True))
+    moves: dict[str, Any] = {
+        "swap-out": {"swap_out": out},
+        "swap-in": {"swap_in": [(h, d) for d, h in out]},
+    }
+    rows: Rows = []
+    for method, move in moves.items():
+        times = []
+        for _ in range(8):
+            plan = StepPlan(-1, [], [], [], [], **move)
+            times.append(engine.executor.submit(plan).result().swap_seconds)
+        value = round(1e3 * statistics.median(times[2:]), 3)
+        rows.append({"method": method, "block_size": block_size, "milliseconds": value})
+    times = []
+    vocab_size = engine.model_config.vocab_size
+    engine.observers.append(lambda plan, result, progress: times.append(result.compute_seconds))
+    for _ in range(8):
+        prompt = [rng.randrange(vocab_size) for _ in range(NUM_TOKENS)]
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        engine.add_request(engine.make_request(prompt, params))
+        while engine.has_unfinished:
+            engine.step()
+    engine.observers.clear()
+    value = round(1e3 * statistics.median(times[2:]), 3)
+    rows.append({"method": "recompute", "block_size": block_size, "milliseconds": value})
+    return rows
+
+
+def write(arguments: Any, kind: str, rows: Rows) -> None:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    content = {
+        "kind": kind,
+        "device": device,
+        "model": f"{arguments.model}, dummy weights",
+        "command": "python benchmarks/block_sizes.py",
+        "rows": rows,
+    }
+    path = arguments.out / f"{kind}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
