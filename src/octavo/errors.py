@@ -5,9 +5,24 @@ An `assert` in octavo marks a bug of ours; whatever a user can bring about raise
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class OctavoError(Exception):
     """Base of all errors that octavo raises for a user's mistake or a user's machine."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default a copy is made by __init__ from the message alone, which is not what it takes.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(
+    kind: type[OctavoError], arguments: tuple[Any, ...], state: dict[str, Any]
+) -> OctavoError:
+    """An error that comes from another process."""
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidRequest(OctavoError, ValueError):

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 from tqdm import tqdm
 
 import octavo
-from octavo.errors import ConfigError, OctavoError
+from octavo.errors import ConfigError
 
 # Code that decides what a simulation comes to, besides the modules at octavo's root.
 SIMULATED = ("bench", "core", "engine", "evaluation", "simulation", "worker/memory.py")
@@ -118,7 +118,7 @@ Results = Mapping[Job, Any]  # what jobs came to
 def run_jobs(jobs: Iterable[Job], store: Store, num_processes: int, show: bool) -> Results:
     """Results of all jobs; those that are not stored are run, the longest first.
 
-    An error in a job is raised here as OctavoError, and those not yet started are dropped.
+    An error in a job is raised here, and those not yet started are dropped.
     """
     results: dict[Job, Any] = {}
     missing = []
@@ -146,11 +146,7 @@ def run_jobs(jobs: Iterable[Job], store: Store, num_processes: int, show: bool) 
 
 
 def _run(job: Job, directory: Path) -> Any:
-    try:
-        result = json.loads(json.dumps(job.run()))  # as the store would give it
-    except OctavoError as error:
-        # Its subclasses cannot be pickled: their arguments are not those of `__init__`.
-        raise OctavoError(str(error)) from None
+    result = json.loads(json.dumps(job.run()))  # as the store would give it
     Store(directory).put(job, result)
     return result
 
