@@ -13,7 +13,7 @@ PROMPTS ?= "Once upon a time" "One morning, a little girl" \
 # 1,024 KV blocks are enough for the embedded model, and can all be seen on a page.
 SERVE ?= demo --num-blocks 1024
 
-.PHONY: run generate test test-clients browser check size nightly bench clean
+.PHONY: run generate test test-gpu test-clients browser check size nightly bench clean
 
 run: $(STAMP)  ## serve the embedded model, with its picture, at http://127.0.0.1:8000
 	$(BIN)/octavo serve $(SERVE)
@@ -33,6 +33,9 @@ browser:  ## chromium for the tests of the pages, where it can be had
 
 nightly: $(STAMP)  ## the slow tests
 	$(BIN)/pytest -n auto -m slow
+
+test-gpu: $(STAMP)  ## what needs an NVIDIA GPU
+	$(BIN)/pytest -n 4 -m gpu
 
 test-clients: $(STAMP)  ## other people's clients against a server, each in its own environment
 	$(BIN)/python tests/clients/run.py

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Test processes share the cores. With a thread a core each, tiny matrix products wait for threads
 # that the system has put aside, and take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch
+# Tests that are not about GPUs mean the CPU, also on a machine with one: they see it only with
+# `-m gpu`. The processes that pytest starts find the answer in the environment.
+on_gpu = os.environ.setdefault("OCTAVO_TESTS_ON", "gpu" if "gpu" in sys.argv else "cpu") == "gpu"
+if not on_gpu:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch  # noqa: E402
 
 # Triton's kernels run in its interpreter where there is no GPU. Read when kernels are imported.
 if not torch.cuda.is_available():

@@ -90,6 +90,8 @@ def test_blocks_follow_from_memory() -> None:
     ("options", "field", "message"),
     [
         ({"device": "tpu"}, "device", "'tpu' is not one of"),
+        ({"device": "cuda"}, "device", "PyTorch finds no NVIDIA GPU here"),
+        ({"attention_backend": "triton"}, "attention_backend", "'triton' runs on a GPU"),
         ({"attention_backend": "flash"}, "attention_backend", "'flash' is not one of auto, cpu"),
         ({"dtype": "float16"}, "dtype", "float16 is not served on a CPU"),
     ],

@@ -15,6 +15,7 @@ from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.staging import DeviceStaging
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
 def test_staged_arrays_keep_their_addresses_and_arrive_together() -> None:

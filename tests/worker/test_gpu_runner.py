@@ -31,6 +31,7 @@ from octavo.worker.graphs import Graphs
 from octavo.worker.sampler import SamplingBatch, draw
 
 HAS_GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 MODES = ["recompute", "swap"]
 # The interpreter takes seconds where a GPU takes milliseconds.
@@ -170,7 +171,6 @@ def test_prompt_logprobs() -> None:
     )
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("name", model_zoo.NAMES)
 def test_a_gpu_serves_as_the_cpu_does(name: str) -> None:

@@ -59,7 +59,8 @@ def _make_worker(config: EngineConfig, model_config: ModelConfig) -> Worker | Gp
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ConfigError("device", "'cuda' was asked for, but PyTorch finds no NVIDIA GPU here")
-    if config.device == "cpu" or not has_gpu:
+    wants_cpu = config.device == "cpu" or config.attention_backend in ("cpu", "reference")
+    if (wants_cpu and config.device != "cuda") or not has_gpu:
         from octavo.worker.worker import Worker
 
         return Worker(config, model_config)

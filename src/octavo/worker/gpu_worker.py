@@ -60,8 +60,11 @@ class GpuWorker:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._dtype = DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
         backend_class = resolve_backend(config.attention_backend, "triton")
-        if backend_class is load_backend("cpu"):
-            raise ConfigError("attention_backend", "'cpu' does not run on a GPU; there is: triton")
+        if backend_class is not load_backend("triton"):
+            name = config.attention_backend
+            raise ConfigError(
+                "attention_backend", f"{name!r} does not run on a GPU; there is: triton"
+            )
         self._backend_class = backend_class
         self.layout = group_layers(model_config.kv_specs())
         block_shape = kv_block_shape(config, model_config, backend_class)

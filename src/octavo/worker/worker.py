@@ -47,6 +47,8 @@ class Worker:
         keep_freed_memory()
         device = torch.device("cpu")
         dtype = resolve_dtype(config.dtype, model_config.dtype)
+        if config.attention_backend == "triton":
+            raise ConfigError("attention_backend", "'triton' runs on a GPU, and this is a CPU")
         backend_class = resolve_backend(config.attention_backend, "cpu")
         self.layout = group_layers(model_config.kv_specs())
         block_shape = (
