@@ -63,7 +63,6 @@ class Gate:
         if length.isdecimal() and int(length) > self._settings.max_body_bytes:
             raise too_large(self._settings.max_body_bytes)
 
-
     def _check_host(self, given: str) -> None:
         """A page from elsewhere may have its own name resolved to this machine (DNS rebinding): its
         requests then look like our own, but for the name that they call."""
