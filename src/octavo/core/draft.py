@@ -59,6 +59,21 @@ class PlanDraft:
         self.filled: list[tuple[Sequence, BlockTable, int]] = []  # with the tokens then computed
         self.prompts: dict[int, tuple[Request, int]] = {}  # with the chunk's first token
 
+    def decode(self, sequences: list[Sequence]) -> None:
+        """Compute the next token of sequences that draw one by one and have room for it."""
+        self.budget -= len(sequences)
+        for seq in sequences:
+            end = seq.num_computed_tokens + 1
+            seq.num_computed_tokens = end
+            seq.num_pending += 1
+            self.seq_ids.append(seq.seq_id)
+            self.num_scheduled_tokens.append(1)
+            self.sampled.append(seq.seq_id)
+            self.drawn.append(seq)
+            table = seq.table
+            if table is not None and end == table.writable_until:
+                self.filled.append((seq, table, end))
+
     def add(self, seq: Sequence, num_tokens: int) -> None:
         """Compute a sequence's next `num_tokens`, for which it has room."""
         request = seq.request

@@ -162,7 +162,6 @@ class Scheduler:
         """Let every running request take its next tokens, the most urgent first."""
         # One token each is kept for the sequences still to come: decodes never starve.
         later = sum(len(request.sequences) for request in self.running)
-        seq_ids, counts = draft.seq_ids, draft.num_scheduled_tokens
         running = self.running
         position = 0
         while position < len(running):  # preemption shortens the list from its end
@@ -172,21 +171,24 @@ class Scheduler:
                 continue
             sequences = request.sequences
             later -= len(sequences)
-            # The common case, decodes into blocks of their own, needs no help from anybody.
-            if request.method.wants == "token" and _decodes_freely(request):
-                draft.budget -= len(sequences)
+            # The common case, decodes into blocks of their own, needs no help from anybody. The
+            # last token of a prompt is no such case: it may be followed by several draws.
+            method = request.method
+            if method.wants == "token" and not request.catching_up:
+                max_length = method.max_length
                 for seq in sequences:
-                    end = seq.num_computed_tokens + 1
-                    seq.num_computed_tokens = end
-                    seq.num_pending += 1
-                    seq_ids.append(seq.seq_id)
-                    counts.append(1)
-                    draft.sampled.append(seq.seq_id)
-                    draft.drawn.append(seq)
                     table = seq.table
-                    if table is not None and end == table.writable_until:
-                        draft.filled.append((seq, table, end))
-                continue
+                    end = seq.num_computed_tokens + 1
+                    if (
+                        table is None
+                        or end != len(seq.token_ids) + seq.num_pending
+                        or not seq.num_prompt_tokens < end <= table.writable_until
+                        or end >= max_length
+                    ):
+                        break
+                else:
+                    draft.decode(sequences)
+                    continue
             self._continue(request, draft, draft.budget - later)
 
     def _continue(self, request: Request, draft: PlanDraft, room: int) -> None:
@@ -458,25 +460,6 @@ class Scheduler:
             self.waiting = [r for r in self.waiting if not r.is_finished]
         if Status.SWAPPED in left:
             self.swapped = [r for r in self.swapped if not r.is_finished]
-
-
-def _decodes_freely(request: Request) -> bool:
-    """Whether each sequence has one token to compute, and may write without asking.
-
-    The last token of a prompt does not count: it may be followed by several draws.
-    """
-    max_length = request.method.max_length
-    for seq in request.sequences:
-        table = seq.table
-        end = seq.num_computed_tokens + 1
-        if (
-            table is None
-            or end != len(seq.token_ids) + seq.num_pending
-            or not seq.num_prompt_tokens < end <= table.writable_until
-            or end >= max_length
-        ):
-            return False
-    return not request.catching_up
 
 
 def _rank(request: Request) -> tuple[float, ...]:
