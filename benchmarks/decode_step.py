@@ -10,10 +10,11 @@ import statistics
 import time
 from typing import Any
 
-from gpu_harness import copy_bandwidth, make_engine, report, weight_bytes
+from gpu_harness import copy_bandwidth, make_engine, report
 
 from octavo import SamplingParams
 from octavo.engine.engine import Engine
+from octavo.simulation.cost_model import ModelSize
 
 CONTEXT = 1024
 WARM_UP, STEPS = 12, 48
@@ -48,7 +49,7 @@ def main() -> None:
             wall, device = step_times(
                 engine, batch, TEMPERATURES.get(model, 0.0), arguments.profile
             )
-            num_bytes = weight_bytes(engine.model_config)
+            num_bytes = ModelSize.of(engine.model_config, "bfloat16").weight_bytes
             num_bytes += batch * CONTEXT * engine.executor.capacity.block_bytes // 16
             share = num_bytes / bandwidth / wall
             results[f"{model}@{batch}"] = {

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from gpu_harness import copy_bandwidth
 from torch import Tensor
 
 from octavo.kernels.activation import silu_mul
@@ -80,22 +81,6 @@ def weight_of(shape: Shape) -> Tensor:
     rows, size, activation = shape
     rows *= 2 if activation == "silu_mul" else 1
     return torch.randn(rows, size, device=DEVICE, dtype=DTYPE).mul_(size**-0.5)
-
-
-def copy_bandwidth() -> float:
-    """TB/s, read and written; not in a graph, where a copy takes a slower path."""
-    source = torch.empty(1 << 31, device=DEVICE, dtype=torch.uint8).random_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(4):
-            target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 4 * 1e-3)
-    return 2 * source.numel() / sorted(times)[3] / 1e12
 
 
 def products() -> dict[str, dict[str, list[float]]]:
@@ -272,7 +257,7 @@ def main() -> None:
     torch.manual_seed(0)
     summary = {
         "device": torch.cuda.get_device_name(),
-        "copy_tb_s": round(copy_bandwidth(), 2),
+        "copy_tb_s": round(copy_bandwidth() / 1e12, 2),
         "products_tb_s": products(),
         "layer_us": layers(),
         "sampler_us": sampler(),

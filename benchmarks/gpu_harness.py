@@ -13,7 +13,6 @@ import torch
 from octavo.config import make_config
 from octavo.engine.engine import Engine
 from octavo.llm import load_engine
-from octavo.model_config import ModelConfig
 
 ROOT = Path(__file__).parent
 CONFIGS = ROOT / "configs"
@@ -24,13 +23,6 @@ def make_engine(model: str, **options: Any) -> Engine:
     """An engine of benchmarks/configs/MODEL with random bf16 weights."""
     options = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 2048, **options}
     return load_engine(make_config(str(CONFIGS / model), **options))
-
-
-def weight_bytes(model: ModelConfig, itemsize: int = 2) -> int:
-    """What a decode step reads of the weights: all but the tables that are only looked up in."""
-    tables = 0 if model.tied_embeddings else model.vocab_size * model.embedding_size
-    tables += model.num_learned_positions * model.hidden_size
-    return (model.num_parameters() - tables) * itemsize
 
 
 def copy_bandwidth() -> float:

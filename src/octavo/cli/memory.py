@@ -63,7 +63,7 @@ class Budget:
         from octavo.worker.memory import (
             FixedMemory,
             KVShape,
-            check_model_len,
+            check_asked_length,
             estimate_activations,
             plan_memory,
         )
@@ -86,8 +86,7 @@ class Budget:
         self._budget = plan_memory(
             config.cache, self._shape, fixed, total, total - fixed.total, config.cache.swap_space
         )
-        if config.max_model_len is not None:
-            check_model_len(self._budget, self._shape, config.max_model_len, self._chunk)
+        check_asked_length(self._budget, self._shape, config)
 
     @classmethod
     def of(cls, model: str, device_memory: int | None, engine: dict[str, Any]) -> Budget:

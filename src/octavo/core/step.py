@@ -105,6 +105,11 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)  # device -> device
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether it computes something, and of every sequence one token."""
+        return 0 < len(self.seq_ids) == self.num_tokens
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens)
 

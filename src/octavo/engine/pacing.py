@@ -47,15 +47,11 @@ class Pacer:
         now = self._clock()
         if is_first:
             self._started = now
-        if _decodes(plan):
+        if plan.only_decodes:
             self._planning += SMOOTHING * (now - began - self._planning)
 
     def finished(self, plan: StepPlan, result: StepResult) -> None:
         """The device has just gone on to the next step."""
         self._started = self._clock()
-        if _decodes(plan):
+        if plan.only_decodes:
             self._computing = result.compute_seconds
-
-
-def _decodes(plan: StepPlan) -> bool:
-    return 0 < len(plan.seq_ids) == plan.num_tokens

@@ -27,9 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.kv_write import HeadChanges
-from octavo.kernels.paged import key_offsets, power_of_2, tile_blocks
+from octavo.kernels.paged import key_offsets, tile_blocks
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.rotary import load_heads
+from octavo.kernels.sizes import power_of_2
 
 ITEM_FIELDS = 8
 MOST_PROGRAMS = 528  # that any configuration cuts the keys for

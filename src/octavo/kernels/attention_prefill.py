@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.paged import key_offsets, power_of_2, tile_blocks
+from octavo.kernels.paged import key_offsets, tile_blocks
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
+from octavo.kernels.sizes import power_of_2
 
 ITEM_FIELDS = 8
 _LOWEST = tl.constexpr(-1.0e30)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.sampling_limits import ordered_key, value_of_key
+from octavo.kernels.sizes import power_of_2
 
 CHUNK = 4096
 MAX_CANDIDATES = 64
@@ -32,8 +33,8 @@ def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     assert 0 < number <= min(MAX_CANDIDATES, vocab_size)
     device = logits.device
-    width = max(2, triton.next_power_of_2(number))  # Triton 3.6 has no topk of 1
-    chunk = max(width, min(CHUNK, triton.next_power_of_2(vocab_size)))
+    width = max(2, power_of_2(number))  # Triton 3.6 has no topk of 1
+    chunk = max(width, min(CHUNK, power_of_2(vocab_size)))
     num_chunks = triton.cdiv(vocab_size, chunk)
     values = torch.empty((num_rows, number), dtype=torch.float32, device=device)
     ids = torch.empty((num_rows, number), dtype=torch.int32, device=device)
@@ -53,7 +54,7 @@ def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     _row_kernel[(num_rows,)](
         *(best, peaks, sums, values, ids, num_chunks, number),
         WIDTH=width,
-        CHUNKS=triton.next_power_of_2(num_chunks),
+        CHUNKS=power_of_2(num_chunks),
         num_warps=4,
         **pdl,
     )

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.paged import power_of_2
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.rotary import load_heads
+from octavo.kernels.sizes import power_of_2
 
 _HEADS_TILE = 8  # heads of one program
 

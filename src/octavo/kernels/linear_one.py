@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
+from octavo.kernels.sizes import power_of_2
 
 RELU = tl.constexpr(1)
 SILU_MUL = tl.constexpr(2)
@@ -26,7 +27,7 @@ def shape_of_programs(num_rows: int, size: int) -> dict[str, Any]:
     on the shapes of linear_table.py.
     """
     if size <= 1024:
-        columns = min(512, triton.next_power_of_2(size))
+        columns = min(512, power_of_2(size))
         return {"ROWS": 4 if num_rows == 4096 else 8, "BLOCK": columns}
     if size < 4096 or (size % 2048 == 0 and size <= 16384):
         return {"ROWS": 4, "BLOCK": 2048}

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
+from octavo.kernels.sizes import power_of_2
 
 MAX_SIZE = 16384  # of a row, which one program holds in registers
 
@@ -62,7 +63,7 @@ def _norm(
     num_rows = out.numel() // size
     if num_rows == 0:
         return out
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     _norm_kernel[(num_rows,)](
         x,
         residual,

@@ -53,8 +53,3 @@ def tile_alignment(tile: int, block_size: int) -> int:
     if block_size % tile == 0:
         return tile
     return block_size if tile % block_size == 0 else 1
-
-
-def power_of_2(n: int) -> int:
-    """The smallest one that is at least n; Triton's own takes 10 us a call."""
-    return 1 << max(n - 1, 0).bit_length()

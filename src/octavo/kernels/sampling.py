@@ -22,6 +22,7 @@ from torch import Tensor
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.sampling_limits import find_limits
 from octavo.kernels.sampling_weights import row_peak, weights_of
+from octavo.kernels.sizes import power_of_2
 
 CHUNK = 4096  # logits that a program works on
 
@@ -55,7 +56,7 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     token_ids = torch.empty(num_draws, dtype=torch.int64, device=logits.device)
     if num_draws == 0:
         return token_ids
-    chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
+    chunk = min(CHUNK, power_of_2(vocab_size))
     num_chunks = triton.cdiv(vocab_size, chunk)
     peaks = torch.empty((num_draws, num_chunks), dtype=torch.float32, device=logits.device)
     peak_ids = torch.empty((num_draws, num_chunks), dtype=torch.int32, device=logits.device)
@@ -63,7 +64,7 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     limits = torch.empty((num_draws, 2), dtype=torch.float32, device=logits.device)
     pdl = launch_options(logits.device)
     sizes = (logits.stride(0), vocab_size, num_chunks)
-    chunks = triton.next_power_of_2(num_chunks)
+    chunks = power_of_2(num_chunks)
     common = {"CHUNK": chunk, "CHUNKS": chunks, **pdl}
     grid = (num_chunks, num_draws)
     _peak_kernel[grid](logits, draws.rows, peaks, peak_ids, *sizes, **common)
@@ -76,7 +77,7 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
                 *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),
                 *(draws.log_min_p, peaks, limits, *sizes),
                 CHUNKS=chunks,
-                BLOCK=max(64, min(512 * warps, triton.next_power_of_2(vocab_size))),
+                BLOCK=max(64, min(512 * warps, power_of_2(vocab_size))),
                 num_warps=warps,
                 **pdl,
             )

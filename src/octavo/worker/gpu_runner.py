@@ -119,11 +119,10 @@ class GpuRunner:
         graphs, num_seqs = self._graphs, len(plan.seq_ids)
         if graphs is None or num_seqs == 0:
             return None
-        num_tokens = plan.num_tokens
-        if num_tokens == num_seqs:
+        if plan.only_decodes:
             return Captured("decodes", graphs.size_for(num_seqs))
         num_chunks = sum(n > 1 for n in plan.num_scheduled_tokens)
-        size = graphs.token_size_for(num_tokens)
+        size = graphs.token_size_for(plan.num_tokens)
         return Captured("mixed", size) if size and num_chunks <= MOST_CHUNKS else None
 
     def _stage(self, plan: StepPlan, captured: Captured | None) -> None:
@@ -167,9 +166,11 @@ class GpuRunner:
     def _stage_ending(self, plan: StepPlan, ending: list[int], decodes: bool) -> None:
         """Where the last tokens of rows stand that come to their end, and how these are drawn."""
         batch, staging = self._parts.input_batch, self._parts.staging
-        last = batch.last_tokens(plan, ending).numpy()
         in_order = decodes and ending == plan.seq_ids
-        self._last = None if in_order else staging.put("last", last, staging.max_num_seqs)
+        self._last = None
+        if not in_order:
+            last = batch.last_tokens(plan, ending).numpy()
+            self._last = staging.put("last", last, staging.max_num_seqs)
         if not in_order or plan.expanded:
             sampled_rows = batch.rows_of(plan.sampled).astype(np.int32)
             self._sampled_rows = staging.put("sampled_rows", sampled_rows, staging.max_num_seqs)

@@ -28,12 +28,12 @@ from octavo.worker.memory import (
     FixedMemory,
     KVShape,
     MemoryBudget,
-    check_model_len,
+    check_asked_length,
     format_bytes,
     plan_memory,
 )
 from octavo.worker.staging import DeviceStaging
-from octavo.worker.worker import DTYPES, make_backend, resolve_backend
+from octavo.worker.worker import DTYPES, kv_block_shape, make_backend, resolve_backend
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,6 @@ class GpuWorker:
         """What weights, the largest step and the graphs take, by running such a step."""
         weights = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
-        free_before = 0
         try:
             runner = self._make_runner(1, 0, None)
             before = torch.cuda.memory_allocated(self._device)
@@ -174,16 +173,10 @@ class GpuWorker:
         return FixedMemory(weights, activations, max(graphs, 0))
 
     def _plan(self, fixed: FixedMemory, total: int) -> MemoryBudget:
-        cache, scheduler = self._config.cache, self._config.scheduler
         swap_limit = int(host_memory() * _SWAP_SHARE)
+        cache = self._config.cache
         budget = plan_memory(cache, self._shape, fixed, total, total - fixed.total, swap_limit)
-        if self._config.max_model_len is not None:
-            chunk = (
-                scheduler.max_num_batched_tokens
-                if scheduler.enable_chunked_prefill
-                else self._config.max_model_len
-            )
-            check_model_len(budget, self._shape, self._config.max_model_len, chunk)
+        check_asked_length(budget, self._shape, self._config)
         return budget
 
     def _largest_steps(self) -> list[StepPlan]:
@@ -273,17 +266,6 @@ def make_gpu_runner(
         num_rows,
     )
     return GpuRunner(parts, graphs)
-
-
-def kv_block_shape(
-    config: EngineConfig, model_config: ModelConfig, backend_class: type[AttentionBackend]
-) -> tuple[int, ...]:
-    """Of one block of all layers of a group."""
-    layout = group_layers(model_config.kv_specs())
-    shape = backend_class.kv_block_shape(
-        config.cache.block_size, model_config.num_kv_heads, model_config.head_dim
-    )
-    return (layout.layers_per_group, *shape)
 
 
 def _release() -> None:

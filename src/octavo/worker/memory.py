@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.config import GIB, CacheConfig, SchedulerConfig
+from octavo.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
 from octavo.core.kv_spec import KVLayout
 from octavo.errors import OutOfMemory
 from octavo.model_config import ModelConfig
@@ -215,6 +215,17 @@ def check_model_len(budget: MemoryBudget, shape: KVShape, max_model_len: int, ch
         f"{budget.num_blocks}. Set max_model_len to {largest} or less, or give "
         f"kv_cache_memory={(needed + 1) * budget.block_bytes}"
     )
+
+
+def check_asked_length(budget: MemoryBudget, shape: KVShape, config: EngineConfig) -> None:
+    """`check_model_len` of the max_model_len that was asked for, if it was.
+
+    The model's own limit may be more than fits: then longer requests are refused one by one.
+    """
+    asked, scheduler = config.max_model_len, config.scheduler
+    if asked is not None:
+        chunk = scheduler.max_num_batched_tokens if scheduler.enable_chunked_prefill else asked
+        check_model_len(budget, shape, asked, chunk)
 
 
 def activation_bytes(

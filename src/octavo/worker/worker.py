@@ -25,7 +25,7 @@ from octavo.worker.memory import (
     FixedMemory,
     KVShape,
     MemoryBudget,
-    check_model_len,
+    check_asked_length,
     estimate_activations,
     plan_memory,
 )
@@ -51,12 +51,7 @@ class Worker:
             raise ConfigError("attention_backend", "'triton' runs on a GPU, and this is a CPU")
         backend_class = resolve_backend(config.attention_backend, "cpu")
         self.layout = group_layers(model_config.kv_specs())
-        block_shape = (
-            self.layout.layers_per_group,
-            *backend_class.kv_block_shape(
-                config.cache.block_size, model_config.num_kv_heads, model_config.head_dim
-            ),
-        )
+        block_shape = kv_block_shape(config, model_config, backend_class)
         layer_bytes = math.prod(block_shape[1:]) * dtype.itemsize
         shape = KVShape(self.layout, config.cache.block_size, layer_bytes)
         # Before anything large is taken: what cannot fit is refused at once.
@@ -102,6 +97,17 @@ def make_backend(
     return backend_class(layers, layer_places, blocks, block_size)
 
 
+def kv_block_shape(
+    config: EngineConfig, model_config: ModelConfig, backend_class: type[AttentionBackend]
+) -> tuple[int, ...]:
+    """Of one block of all layers of a group."""
+    layout = group_layers(model_config.kv_specs())
+    shape = backend_class.kv_block_shape(
+        config.cache.block_size, model_config.num_kv_heads, model_config.head_dim
+    )
+    return (layout.layers_per_group, *shape)
+
+
 def resolve_backend(name: str, fast: str) -> type[AttentionBackend]:
     """The class of that name; "auto" is `fast`, the fast one of the device.
 
@@ -137,21 +143,13 @@ def plan_cpu_memory(
         OutOfMemory: weights or KV cache do not fit, or no sequence of the max_model_len that was
             asked for; names settings that do.
     """
-    scheduler = config.scheduler
     weights = model_config.num_parameters() * dtype_bytes
     if model_config.tied_embeddings:
         # A table to look up, and the same once more packed for the projection to logits.
         weights += model_config.vocab_size * model_config.embedding_size * dtype_bytes
-    fixed = FixedMemory(weights, estimate_activations(model_config, scheduler, dtype_bytes))
+    fixed = FixedMemory(weights, estimate_activations(model_config, config.scheduler, dtype_bytes))
     total = host_memory()
     default = min(CPU_CACHE_LIMIT, int(CPU_CACHE_SHARE * (total - fixed.total)))
     budget = plan_memory(config.cache, shape, fixed, total, default)
-    if config.max_model_len is not None:
-        # The model's own limit may be more than fits: then longer requests are refused one by one.
-        chunk = (
-            scheduler.max_num_batched_tokens
-            if scheduler.enable_chunked_prefill
-            else config.max_model_len
-        )
-        check_model_len(budget, shape, config.max_model_len, chunk)
+    check_asked_length(budget, shape, config)
     return budget
