@@ -175,6 +175,22 @@ def test_a_pinned_prefix_survives_eviction_and_reset() -> None:
     assert kv.pool.num_free == 4
 
 
+def test_a_prefix_that_was_cached_before_it_was_pinned_is_not_evicted() -> None:
+    """The pin computes its last block anew; the one that prompts find is somebody else's."""
+    kv = make_manager(num_blocks=6)
+    before = make_sequence(0, [1] * 8)
+    compute(kv, before)
+    kv.free(before)
+    prefix = make_sequence(1, [1] * 8)
+    compute(kv, prefix)
+    kv.pin("system", prefix)
+    assert kv.num_pinned_blocks == kv.pool.num_held == 2
+    compute(kv, other := make_sequence(2, [2] * 16))  # takes all that is free
+    kv.free(other)
+    assert kv.lookup(make_sequence(3, [1] * 9)).num_tokens == 8
+    check_manager(kv, [])
+
+
 def test_a_window_returns_the_blocks_behind_it() -> None:
     kv = make_manager(specs=[FullAttention(), SlidingWindow(5)])
     seq = make_sequence(0, [1])

@@ -155,9 +155,9 @@ class KVCacheManager:
 
     def pin(self, name: str, seq: Sequence) -> None:
         """Keep a computed sequence's blocks for good: the provider's prefix (section 4.4)."""
-        assert seq.table is not None, "only a computed sequence can be pinned"
         assert name not in self.pins, f"prefix {name!r} is pinned already"
         self.register(seq, seq.num_computed_tokens)
+        self._hold_indexed_blocks(seq)
         self._prefixes.abandon(seq)
         self.pins[name] = seq
 
@@ -322,6 +322,19 @@ class KVCacheManager:
         self.held_sources -= Counter(block_ids)
 
     # ---------------------------------------------------------------- inside
+
+    def _hold_indexed_blocks(self, seq: Sequence) -> None:
+        """Where the index names another block than the sequence's own for the same tokens, hold
+        that one: it is what later prompts find, and it must not be evicted."""
+        for i, node in enumerate(seq.prefix_nodes):
+            entry = self.prefix_cache.find(node)
+            if entry is None:
+                continue  # the key is another prefix's, or the windows have passed the block
+            for ids, indexed in zip(_table(seq).block_ids, entry.block_ids, strict=True):
+                if indexed is not None and ids[i] not in (indexed, NULL_BLOCK):
+                    self.pool.share(indexed)
+                    self.pool.release(ids[i])
+                    ids[i] = indexed
 
     def _evict(self, block_id: int) -> None:
         """A cached block is about to be overwritten."""
