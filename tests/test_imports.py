@@ -18,6 +18,7 @@ import octavo
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 PLAIN = {"config", "errors", "json_fields", "model_config", "model_families", "outputs"} | {
+    "model_rotary",
     "sampling_params",
     "core.step",
     "core.kv_spec",
@@ -29,7 +30,9 @@ LAW: dict[str, set[str]] = {
     "errors": set(),
     "json_fields": {"errors"},
     "model_config": {"core.kv_spec", "demo", "errors", "model_families"},
-    "model_families": {"errors", "json_fields", "model_config"},
+    "model_families": {"errors", "json_fields", "model_config", "model_rotary"}
+    | {"sampling_params"},
+    "model_rotary": {"errors", "json_fields", "model_config"},
     "outputs": {"core.step"},
     "sampling_params": {"core.step", "errors"},
     "llm": PLAIN | {"core.sequence", "engine", "executor"},

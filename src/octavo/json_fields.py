@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ _REQUIRED = object()
 
 
 class Fields:
-    """Reads one JSON object with checks; a null counts as absent, as in transformers."""
+    """Reads one JSON object with checks; a null counts as absent."""
 
     def __init__(self, where: str, values: dict[str, Any]) -> None:
         self.where = where  # for messages: the file, and the object inside it
@@ -37,9 +38,10 @@ class Fields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
-        """A positive number."""
+        """A positive number, and no infinity (which Python's JSON reads)."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
             raise self.error(name, "it must be a positive number")
         return float(value)
 
@@ -61,6 +63,15 @@ class Fields:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(name, "it must be a list of strings")
         return value
+
+    def either(self, name: str, alias: str) -> str:
+        """Which of two names for one field is used; ModelError if they contradict each other."""
+        value, other = self.get(name, None), self.get(alias, None)
+        if value is None and other is not None:
+            return alias
+        if other is not None and other != value:
+            raise self.error(name, f"but {alias}, which means the same, is {other!r}")
+        return name
 
     def refuse(self, name: str, harmless: Any) -> None:
         """An option that octavo does not implement must have the value that turns it off."""

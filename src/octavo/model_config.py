@@ -17,9 +17,6 @@ from octavo.errors import ConfigError, ModelError
 RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 NormKind = Literal["rms", "layer"]
 
-# Of generation_config.json: what it may set for requests that do not.
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.jinja"]
 HUB_WEIGHTS = ["*.safetensors"]
@@ -81,8 +78,8 @@ class ModelConfig:
     dtype: str = "float32"  # of the weights in the files
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    # What generation_config.json sets (temperature, top_p, ...), for requests that set nothing.
-    generation_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         assert len(self.layer_windows) == len(self.attention_scales) == self.num_layers
@@ -97,7 +94,8 @@ class ModelConfig:
         """Read `config.json` (and `generation_config.json`) in `path`; weights are not looked at.
 
         Raises ModelError for a missing or broken file, a family that octavo does not serve,
-        quantised weights, and any option in config.json that octavo would have to ignore.
+        quantised weights, and options in config.json that would change the result if octavo did
+        not ignore them: those of the served families, and those of others that it knows of.
         """
         # Imported here because the readers make ModelConfigs.
         from octavo.model_families import read_model_config
@@ -113,14 +111,6 @@ class ModelConfig:
                 f"{self.directory}",
             )
         return replace(self, max_model_len=max_model_len)
-
-    @property
-    def sampling_defaults(self) -> dict[str, Any]:
-        """What the model's generation_config.json sets for requests that do not."""
-        if not self.generation_defaults.get("do_sample"):
-            return {}
-        known = self.generation_defaults
-        return {name: known[name] for name in SAMPLING_DEFAULTS if known.get(name) is not None}
 
     def kv_specs(self) -> list[KVSpec]:
         """Which tokens' KV each layer keeps."""

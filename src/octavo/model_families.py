@@ -6,26 +6,43 @@ transformers' configuration classes, in their old and new (version 5) spellings.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ModelError
+from octavo.errors import InvalidRequest, ModelError
 from octavo.json_fields import Fields, read_json
-from octavo.model_config import ModelConfig, RotaryConfig
+from octavo.model_config import ModelConfig
+from octavo.model_rotary import read_rotary
+from octavo.sampling_params import SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16")
-GENERATION_FIELDS = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "max_new_tokens",
-)
+# Of generation_config.json: what it may set for requests that do not.
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Options of other families, or of a model's own code, that change the result and leave no trace in
+# the weights, each with the value that turns it off. A wrong answer would be worse than none.
+UNSERVED = {
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "dual_chunk_attention_config": None,
+    "attention_chunk_size": None,
+    "use_logn_attn": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "attention_multiplier": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "clip_qkv": None,
+    "alibi": False,
+    "no_rope_layers": None,
+    "use_mrope": False,
+    "rope_interleave": False,
+    "rotary_pct": 1.0,
+}
 # Their names in config.json, and ours in octavo.layers.activation.
 GATED_ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 PLAIN_ACTIVATIONS = {
@@ -55,6 +72,8 @@ def read_model_config(directory: Path) -> ModelConfig:
             f"{config.where}: the weights are quantised ({method or 'unknown method'}); octavo "
             f"serves {', '.join(DTYPES)}"
         )
+    for name, harmless in UNSERVED.items():
+        config.refuse(name, harmless)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else Fields("", {})
     fields = family.read(config)
@@ -64,14 +83,33 @@ def read_model_config(directory: Path) -> ModelConfig:
         family=model_type,
         dtype=_dtype(config),
         bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
-        eos_token_ids=generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"),
-        generation_defaults={
-            name: generation.values[name]
-            for name in GENERATION_FIELDS
-            if generation.get(name, None) is not None
-        },
+        eos_token_ids=_end_tokens(config, generation, family, fields["vocab_size"]),
+        sampling_defaults=_sampling_defaults(generation),
         **fields,
     )
+
+
+def _end_tokens(
+    config: Fields, generation: Fields, family: Family, vocab_size: int
+) -> tuple[int, ...]:
+    """The tokens that end a text; without those that the model has not (-1, say)."""
+    ends = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
+    if "eos_token_id" not in config.values | generation.values and family.eos_token_id is not None:
+        ends = (family.eos_token_id,)
+    return tuple(token_id for token_id in ends if 0 <= token_id < vocab_size)
+
+
+def _sampling_defaults(generation: Fields) -> dict[str, Any]:
+    """What the model asks for; refused here, not in each request, if it cannot be served."""
+    if not generation.flag("do_sample", False):
+        return {}
+    asked = {name: generation.get(name, None) for name in SAMPLING_DEFAULTS}
+    defaults = {name: value for name, value in asked.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequest as error:
+        raise ModelError(f"{generation.where}: {error}") from error
+    return defaults
 
 
 def _dtype(config: Fields) -> str:
@@ -93,8 +131,10 @@ def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
 
 def _read_gpt2(config: Fields) -> dict[str, Any]:
     config.refuse("add_cross_attention", False)
-    hidden, heads = config.count("n_embd", 768), config.count("n_head", 12)
-    layers, positions = config.count("n_layer", 12), config.count("n_positions", 1024)
+    hidden = config.count(config.either("n_embd", "hidden_size"), 768)
+    heads = config.count(config.either("n_head", "num_attention_heads"), 12)
+    layers = config.count(config.either("n_layer", "num_hidden_layers"), 12)
+    positions = config.count(config.either("n_positions", "max_position_embeddings"), 1024)
     head_dim = _head_dim(config, hidden, heads)
     scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
@@ -160,13 +200,27 @@ def _read_opt(config: Fields) -> dict[str, Any]:
     }
 
 
-def _read_llama(config: Fields, head_dim: int | None = None) -> dict[str, Any]:
-    """What Llama and its kin share; `head_dim` is the family's default."""
+def _read_llama(config: Fields) -> dict[str, Any]:
+    if config.flag("use_sliding_window", True):
+        config.refuse("sliding_window", None)
+    _check_layer_types(config, None)
+    return _read_kin(config)
+
+
+def _read_kin(
+    config: Fields, num_kv_heads: int | None = None, head_dim: int | None = None
+) -> dict[str, Any]:
+    """What Llama and its kin share; `num_kv_heads` and `head_dim` are the family's defaults."""
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     layers = config.count("num_hidden_layers")
-    kv_heads = config.count("num_key_value_heads", heads)
+    if num_kv_heads is None or "num_key_value_heads" in config.values:  # a null, too, says heads
+        num_kv_heads = heads
+    kv_heads = config.count("num_key_value_heads", num_kv_heads)
     if heads % kv_heads:
-        raise config.error("num_key_value_heads", f"it must divide num_attention_heads ({heads})")
+        raise ModelError(
+            f"{config.where}: num_key_value_heads is {kv_heads}; it must divide "
+            f"num_attention_heads ({heads})"
+        )
     if config.get("head_dim", head_dim) is None:
         head_dim = _head_dim(config, hidden, heads)
     else:
@@ -174,7 +228,7 @@ def _read_llama(config: Fields, head_dim: int | None = None) -> dict[str, Any]:
     if head_dim % 2:
         raise ModelError(f"{config.where}: rotary embedding needs an even head_dim, not {head_dim}")
     positions = config.count("max_position_embeddings")
-    rotary = _read_rotary(config, positions)
+    rotary = read_rotary(config, positions)
     extended = int(rotary.factor * rotary.original_max_positions) if rotary.kind == "yarn" else 0
     bias = config.flag("attention_bias", False)
     return {
@@ -202,31 +256,38 @@ def _read_llama(config: Fields, head_dim: int | None = None) -> dict[str, Any]:
 
 
 def _read_mistral(config: Fields) -> dict[str, Any]:
-    fields = _read_llama(config)
+    config.refuse("attention_bias", False)
+    config.refuse("mlp_bias", False)
+    fields = _read_kin(config, num_kv_heads=8)
     # The family's default is a window of 4,096; a null turns it off.
     window = config.values.get("sliding_window", 4096)
     if window is not None:
         window = config.count("sliding_window", 4096)
         fields["layer_windows"] = (window,) * fields["num_layers"]
-    expected = "full_attention" if window is None else "sliding_attention"
-    if set(config.names("layer_types", [expected])) != {expected}:
-        raise config.error("layer_types", f"every layer of this family is {expected}")
+    _check_layer_types(config, window)
     return fields
 
 
 def _read_qwen2(config: Fields) -> dict[str, Any]:
     config.refuse("attention_bias", True)
     config.refuse("mlp_bias", False)
-    fields = _read_llama(config)
+    fields = _read_kin(config, num_kv_heads=32)
     fields["layer_windows"] = _qwen_windows(config, fields["num_layers"])
     return fields | {"qkv_bias": True, "output_bias": False}
 
 
 def _read_qwen3(config: Fields) -> dict[str, Any]:
     config.refuse("mlp_bias", False)
-    fields = _read_llama(config, head_dim=128)
+    fields = _read_kin(config, num_kv_heads=32, head_dim=128)
     fields["layer_windows"] = _qwen_windows(config, fields["num_layers"])
     return fields | {"qk_norm": True}
+
+
+def _check_layer_types(config: Fields, window: int | None) -> None:
+    """All layers must be of the kind that the family's window, or its lack, makes them."""
+    expected = "full_attention" if window is None else "sliding_attention"
+    if set(config.names("layer_types", [expected])) != {expected}:
+        raise config.error("layer_types", f"every layer of this family is {expected}")
 
 
 def _qwen_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -248,75 +309,20 @@ def _qwen_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _read_rotary(config: Fields, max_positions: int) -> RotaryConfig:
-    """From rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
-    config.refuse("partial_rotary_factor", 1.0)
-    name = "rope_parameters" if config.get("rope_parameters", None) else "rope_scaling"
-    values = config.get(name, {})
-    if not isinstance(values, dict):
-        raise config.error(name, "it must be a JSON object")
-    if any(isinstance(value, dict) for value in values.values()):
-        raise config.error(name, "octavo serves one rotary embedding for all layers")
-    rope = Fields(f"{config.where}: {name}", values)
-    rope.refuse("partial_rotary_factor", 1.0)
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    original = rope.count("original_max_position_embeddings", max_positions)
-    if kind == "default":
-        return RotaryConfig(theta)
-    if kind in ("linear", "dynamic"):
-        return RotaryConfig(theta, kind, factor=rope.number("factor"))
-    if kind == "llama3":
-        return RotaryConfig(
-            theta,
-            kind,
-            factor=rope.number("factor"),
-            original_max_positions=original,
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-        )
-    if kind == "yarn":
-        return _read_yarn(rope, theta, original, max_positions)
-    raise ModelError(
-        f"{rope.where}: rope_type is {kind!r}; octavo knows default, linear, dynamic, llama3, yarn"
-    )
-
-
-def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) -> RotaryConfig:
-    """YaRN (arXiv:2309.00071): equation 22 gives the attention factor if none is set."""
-    factor = rope.number("factor", max_positions / original)
-
-    def magnitude(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-    inferred = magnitude(1.0)
-    if rope.get("mscale", 0) and rope.get("mscale_all_dim", 0):
-        inferred = magnitude(rope.number("mscale")) / magnitude(rope.number("mscale_all_dim"))
-    return RotaryConfig(
-        theta,
-        "yarn",
-        factor=factor,
-        original_max_positions=original,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
-        attention_factor=rope.number("attention_factor", inferred),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """One model_type: the class that octavo serves, and the reader of its config.json."""
 
     architecture: str
     read: Callable[[Fields], dict[str, Any]]
+    eos_token_id: int | None = None  # where config.json does not speak of it
 
 
 FAMILIES = {
-    "gpt2": Family("GPT2LMHeadModel", _read_gpt2),
-    "opt": Family("OPTForCausalLM", _read_opt),
-    "llama": Family("LlamaForCausalLM", _read_llama),
-    "mistral": Family("MistralForCausalLM", _read_mistral),
+    "gpt2": Family("GPT2LMHeadModel", _read_gpt2, eos_token_id=50256),
+    "opt": Family("OPTForCausalLM", _read_opt, eos_token_id=2),
+    "llama": Family("LlamaForCausalLM", _read_llama, eos_token_id=2),
+    "mistral": Family("MistralForCausalLM", _read_mistral, eos_token_id=2),
     "qwen2": Family("Qwen2ForCausalLM", _read_qwen2),
     "qwen3": Family("Qwen3ForCausalLM", _read_qwen3),
 }

@@ -305,11 +305,68 @@ def test_generation_config_wins(tmp_path: Path) -> None:
     }
     config = ModelConfig.from_directory(write(tmp_path, QWEN3_06B, generation))
     assert config.eos_token_ids == (7, 8)
-    assert config.generation_defaults == {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    assert config.sampling_defaults == {"temperature": 0.6, "top_p": 0.95}
     config = ModelConfig.from_directory(write(tmp_path, QWEN3_06B, {"_from_model_config": True}))
     assert config.eos_token_ids == (151645,)
-    assert config.generation_defaults == {}
+    assert config.sampling_defaults == {}
     hash(config)
+    greedy = ModelConfig.from_directory(write(tmp_path, QWEN3_06B, {"temperature": 0.6}))
+    assert greedy.sampling_defaults == {}
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"temperature": 3.0}, "generation_config.json: temperature: 3.0 is not between"),
+        ({"top_p": "most"}, "generation_config.json: top_p: 'most' is not a number"),
+        ({"do_sample": "yes"}, "generation_config.json: do_sample is 'yes'; it must be true or"),
+    ],
+)
+def test_generation_config_is_checked(
+    tmp_path: Path, generation: dict[str, Any], message: str
+) -> None:
+    """Else every request that leaves the field out would be told that it is wrong."""
+    write(tmp_path, QWEN3_06B, {"do_sample": True} | generation)
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_end_tokens(tmp_path: Path) -> None:
+    assert read(tmp_path, GPT2 | {"eos_token_id": [7, -1, 50257]}).eos_token_ids == (7,)
+    assert read(tmp_path, GPT2 | {"eos_token_id": None}).eos_token_ids == ()
+    silent = {key: value for key, value in LLAMA_2_7B.items() if key != "eos_token_id"}
+    assert read(tmp_path, silent).eos_token_ids == (2,)  # the family's default
+    qwen = {key: value for key, value in QWEN3_06B.items() if key != "eos_token_id"}
+    assert read(tmp_path, qwen).eos_token_ids == ()
+
+
+def test_defaults_of_kv_heads(tmp_path: Path) -> None:
+    for base, default in ((LLAMA_2_7B, 32), (MISTRAL_7B, 8)):
+        fields = {key: value for key, value in base.items() if key != "num_key_value_heads"}
+        assert read(tmp_path, fields).num_kv_heads == default
+        assert read(tmp_path, fields | {"num_key_value_heads": None}).num_kv_heads == 32
+
+
+def test_names_that_gpt2_has_two_of(tmp_path: Path) -> None:
+    fields = {key: value for key, value in GPT2.items() if not key.startswith("n_")}
+    aliases = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = read(tmp_path, fields | aliases | {"max_position_embeddings": 128})
+    assert (config.hidden_size, config.num_heads, config.num_layers) == (64, 4, 2)
+    assert config.max_model_len == 128
+    assert read(tmp_path, GPT2 | {"hidden_size": 768}).hidden_size == 768
+
+
+def test_where_the_original_context_stands(tmp_path: Path) -> None:
+    rope = dict(LLAMA_31_8B["rope_scaling"])
+    original = rope.pop("original_max_position_embeddings")
+    fields = LLAMA_31_8B | {"rope_scaling": rope, "original_max_position_embeddings": original}
+    assert read(tmp_path, fields).rotary == read(tmp_path, LLAMA_31_8B).rotary
+
+
+def test_both_forms_of_rope_that_agree(tmp_path: Path) -> None:
+    rope = LLAMA_31_8B["rope_scaling"] | {"rope_theta": 500000.0}
+    both = read(tmp_path, LLAMA_31_8B | {"rope_parameters": rope})
+    assert both == read(tmp_path, LLAMA_31_8B)
 
 
 def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
@@ -352,6 +409,47 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (LLAMA_2_7B, {"head_dim": 63}, "rotary embedding needs an even head_dim, not 63"),
         (LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; octavo does"),
         (LLAMA_2_7B, {"rope_scaling": 2}, "rope_scaling is 2; it must be a JSON object"),
+        (GPT2, {"num_attention_heads": 6}, "n_head is 12; but num_attention_heads, .*, is 6"),
+        (GPT2, {"layer_norm_epsilon": math.inf}, "layer_norm_epsilon is inf; it must be a pos"),
+        (LLAMA_2_7B, {"is_causal": False}, "is_causal is False; octavo does not implement"),
+        (LLAMA_2_7B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; octavo"),
+        (QWEN25_05B, {"dual_chunk_attention_config": {"chunk_size": 9}}, "octavo does not impl"),
+        (LLAMA_2_7B, {"sliding_window": 4096}, "sliding_window is 4096; octavo does not"),
+        (LLAMA_2_7B, {"layer_types": ["sliding_attention"] * 32}, "every layer .* full_attention"),
+        (MISTRAL_7B, {"attention_bias": True}, "attention_bias is True; octavo does not"),
+        (
+            {key: value for key, value in QWEN3_06B.items() if key != "num_key_value_heads"},
+            {},
+            r"num_key_value_heads is 32; it must divide num_attention_heads \(16\)",
+        ),
+        (
+            LLAMA_2_7B,
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
+            r"rope_scaling is .*; rope_parameters \(.*\) says something else",
+        ),
+        (
+            LLAMA_2_7B,
+            {"rope_scaling": {"rope_type": "default", "type": "linear", "factor": 2.0}},
+            "rope_type is 'default'; but type, which means the same, is 'linear'",
+        ),
+        (
+            LLAMA_2_7B,
+            {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}},
+            "factor is 2.0; rope_type 'default' has no such field",
+        ),
+        (
+            LLAMA_31_8B,
+            {"original_max_position_embeddings": 4096},
+            "original_max_position_embeddings is 8192; outside of it, .* is 4096",
+        ),
+        (
+            LLAMA_31_8B,
+            {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"low_freq_factor": 4.0}},
+            r"low_freq_factor is 4.0; it must be less than high_freq_factor \(4.0\)",
+        ),
         (LLAMA_2_7B, {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'; octavo"),
         (
             LLAMA_2_7B,
