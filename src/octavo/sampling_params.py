@@ -22,6 +22,7 @@ MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1_024  # of all bad words together
 MAX_LOGIT_BIAS = 100.0
+MAX_LENGTH_PENALTY = 32.0  # length ** penalty is a finite float up to 2 ** 31 tokens
 _INT64_MAX = (1 << 63) - 1
 
 
@@ -31,17 +32,18 @@ def _integer(field: str, value: object) -> int:
     return int(value)
 
 
-def _integer_in(field: str, value: object, low: int, high: int | None = None) -> int:
+def _integer_in(field: str, value: object, low: int, high: int = _INT64_MAX) -> int:
+    # Larger ones fit into neither messages nor tensors.
     number = _integer(field, value)
     if number < low:
         raise InvalidRequest(field, f"{number} is less than {low}")
-    if high is not None and number > high:
+    if number > high:
         raise InvalidRequest(field, f"{number} is more than {high}")
     return number
 
 
 def _optional_integer_in(
-    field: str, value: object, low: int, high: int | None = None
+    field: str, value: object, low: int, high: int = _INT64_MAX
 ) -> int | None:
     return None if value is None else _integer_in(field, value, low, high)
 
@@ -49,7 +51,10 @@ def _optional_integer_in(
 def _real(field: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidRequest(field, f"{value!r} is not a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
     if not math.isfinite(number):
         raise InvalidRequest(field, f"{number} is not finite")
     return number
@@ -285,7 +290,9 @@ class BeamSearchParams:
         values: dict[str, object] = {
             "beam_width": width,
             "max_tokens": _optional_integer_in("max_tokens", self.max_tokens, 1),
-            "length_penalty": _real("length_penalty", self.length_penalty),
+            "length_penalty": _real_in(
+                "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+            ),
             "num_return_sequences": width
             if returned is None
             else _integer_in("num_return_sequences", returned, 1),
