@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 
 from core.symbolic import Ask
 from core.worlds import World
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
-from octavo.core.sequence import Status
+from octavo.core.draft import PlanDraft, RowChanges
+from octavo.core.sequence import Request, Status
 from octavo.core.step import SamplingSpec
 from octavo.errors import RequestTooLong
+
+
+def preempt(world: World, request: Request, mode: Literal["swap", "recompute"]) -> None:
+    """Take a request off the device in a step of its own."""
+    scheduler = world.scheduler
+    config = scheduler.config
+    scheduler.config = replace(config, preemption_mode=mode)
+    draft = PlanDraft(0)
+    scheduler._preempt(request, draft)
+    scheduler.config = config
+    plan = draft.to_plan(scheduler._next_step, scheduler._outcomes.rows)
+    scheduler._next_step += 1
+    scheduler._outcomes.rows = RowChanges()
+    world.executor.execute(plan)
 
 
 def test_prompts_are_computed_in_chunks_beside_decodes() -> None:
@@ -85,18 +103,12 @@ def test_recomputed_samples_share_their_prompt_again() -> None:
     world.step()
     world.step()
     held = world.kv.pool.num_held
-    world.scheduler._preempt(gang, world.scheduler._in_flight.get(0) or _draft())
+    preempt(world, gang, "recompute")
     while gang.catching_up or gang.status is not Status.RUNNING:
         world.step()
     assert world.kv.pool.num_held <= held + 3
     world.run()
     assert gang.num_preemptions == 1
-
-
-def _draft() -> object:
-    from octavo.core.draft import PlanDraft
-
-    return PlanDraft(0)
 
 
 def test_auto_preemption_takes_what_costs_less() -> None:
@@ -234,8 +246,7 @@ def test_a_refused_request_is_looked_at_again_when_it_is_alone() -> None:
     world = World(num_blocks=10, num_swap_blocks=10, policy="priority", watermark=0.2)
     swapped = world.add("swapped", 16, 8, priority=5)
     world.step()
-    world.scheduler.costs.seconds_per_token = 1.0
-    world.scheduler._preempt(swapped, _draft())  # type: ignore[arg-type]
+    preempt(world, swapped, "swap")
     refused = world.add("refused", 36, 4, priority=0)
     refused.refused_with_free = world.kv.pool.num_free
     world.scheduler.abort("swapped")
@@ -264,8 +275,7 @@ def test_an_abort_returns_every_block(kind: str) -> None:
         for _ in range(1 if kind == "chunk" else 4):
             world.step()
     if kind in ("swapped", "catching up"):
-        draft = _draft()
-        world.scheduler._preempt(victim, draft)  # type: ignore[arg-type]
+        preempt(world, victim, swap)
         if kind == "catching up":
             world.step()
             assert victim.catching_up
@@ -277,6 +287,33 @@ def test_an_abort_returns_every_block(kind: str) -> None:
     world.step()
     assert len(world.executor.rows) == 1
     assert victim.status is Status.FINISHED
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_stop_string_may_end_a_sample_while_its_request_is_recomputed(
+    index: int, swapped: bool
+) -> None:
+    """The engine's client finds stop strings late. The first sample leads the others."""
+    world = World(
+        num_blocks=40,
+        num_swap_blocks=40,
+        preemption_mode="recompute",
+        max_num_batched_tokens=8,
+        enable_prefix_caching=False,
+    )
+    gang = world.add("gang", 20, 8, n=3)
+    for _ in range(6):
+        world.step()
+    preempt(world, gang, "recompute")
+    world.step()
+    assert gang.catching_up
+    if swapped:
+        preempt(world, gang, "swap")
+    world.scheduler.finish_by_stop_string(gang.sequences[index], "stop")
+    world.run()
+    lengths = [seq.num_output_tokens for seq in gang.finished]
+    assert [length == 8 for length in lengths] == [i != index for i in range(3)]
 
 
 def test_what_can_never_fit_is_refused_at_once() -> None:

@@ -38,6 +38,11 @@ def goal(seq: Sequence, sequences: Seq[Sequence]) -> int:
     return min([seq.num_tokens - 1, *branches])
 
 
+def leads(seq: Sequence, sequences: Seq[Sequence]) -> bool:
+    """Whether another sequence is still to fork off it."""
+    return any(other.leader is seq for other in sequences)
+
+
 def take_ready(sequences: Seq[Sequence]) -> list[tuple[Sequence, Sequence]]:
     """(leader, follower) pairs that part now. Followers that part together share what they can."""
     ready = []

@@ -97,9 +97,12 @@ class Scheduler:
         if seq.finish_reason is not None:
             seq.finish_reason = "stop"
             return
+        request = seq.request
+        if request.status is not Status.WAITING and regrow.leads(seq, request.sequences):
+            self._begin_anew(request)
         self._outcomes.finish(seq, "stop")
         if not self.kv.forms_batches:
-            self._retire([seq.request])
+            self._retire([request])
 
     def worst_case_blocks(self, request: Request) -> int:
         """Blocks that a request may come to hold."""
@@ -267,15 +270,31 @@ class Scheduler:
             insort(self.swapped, request, key=_rank)
         else:
             mode = "recompute"
-            for seq in request.sequences:
-                self.kv.free(seq)
-                seq.num_computed_tokens = 0
-            request.status = Status.WAITING
-            insort(self.waiting, request, key=_rank)
+            self._wait_anew(request)
         request.refused_with_free = None
         request.num_preemptions += 1
         self.num_preemptions[mode] += 1
         draft.preempted.append(request)
+
+    def _begin_anew(self, request: Request) -> None:
+        """A sequence ends from which others were still to fork: they need another to lead them."""
+        if request.status is Status.SWAPPED:
+            self.swapped.remove(request)
+        else:
+            self.running.remove(request)
+            self._num_seats += request.method.max_sequences
+            for seq in request.sequences:
+                if seq.table is not None:
+                    self._outcomes.rows.close(seq)
+        self._wait_anew(request)
+
+    def _wait_anew(self, request: Request) -> None:
+        """Give a request's blocks back, and let it wait in its old place to be recomputed."""
+        for seq in request.sequences:
+            self.kv.free(seq)
+            seq.num_computed_tokens = 0
+        request.status = Status.WAITING
+        insort(self.waiting, request, key=_rank)
 
     def _displace(self, draft: PlanDraft) -> None:
         """Preempt less urgent running requests for a waiting one that would not fit otherwise."""
