@@ -206,6 +206,20 @@ def test_a_pinned_prefix_is_computed_once_and_stays(llm: LLM) -> None:
         llm.unpin_prefix("x")
 
 
+def test_pinned_prefixes_have_names_of_their_own(llm: LLM) -> None:
+    first, second = (llm.pin_prefix(model_zoo.random_token_ids(16, seed=s)) for s in (8, 9))
+    llm.unpin_prefix(first)
+    third = llm.pin_prefix(model_zoo.random_token_ids(16, seed=10))
+    assert third != second
+    request = llm.engine.make_pin("mine", [1] * 16)  # on its way
+    with pytest.raises(InvalidRequest, match="name: a prefix 'mine' is pinned already"):
+        llm.engine.make_pin("mine", [2] * 16)
+    llm.engine.discard_request(request)
+    llm.pin_prefix([2] * 16, "mine")
+    for name in (second, third, "mine"):
+        llm.unpin_prefix(name)
+
+
 def test_bad_words_do_not_appear(llm: LLM) -> None:
     free = llm.generate("The dog", SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
     tokens = free[0].outputs[0].token_ids

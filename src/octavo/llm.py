@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from types import TracebackType
 from typing import Any, cast
 
@@ -120,7 +121,8 @@ class LLM:
         Returns its name, for `unpin_prefix`.
         """
         if name is None:
-            name = f"prefix-{len(self.engine.kv.pins)}"
+            names = (f"prefix-{number}" for number in count())
+            name = next(each for each in names if each not in self.engine.kv.pins)
         request = self.engine.make_pin(name, prefix, cache_salt)
         try:
             self.engine.add_request(request)

@@ -339,6 +339,23 @@ def test_a_pinned_prefix_is_a_request_that_draws_nothing() -> None:
     assert user.num_cached_tokens == 8
 
 
+def test_prefixes_that_are_being_computed_are_counted_as_pinned() -> None:
+    """Of 10 blocks a pin is about to take 4, so what needs more than 6 could never run."""
+    world = World(num_blocks=10)
+    world.add("pin", prompt=[1] * 16, method=PinPrefix("system", 16))
+    with pytest.raises(RequestTooLong, match=r"need 7 KV blocks .* but the pool has 6"):
+        world.add("long", 4, 24)
+    world.add("open", 4, 16)
+    with pytest.raises(RequestTooLong, match=r"prefix: pinning 8 tokens would leave 4 .* need 5"):
+        world.add("second", prompt=[2] * 8, method=PinPrefix("second", 8))
+    world.scheduler.abort("open")
+    world.add("second", prompt=[2] * 8, method=PinPrefix("second", 8))
+    world.scheduler.abort("second")
+    world.add("other", 4, 20)
+    world.run()
+    assert world.kv.num_pinned_blocks == 4
+
+
 def test_beams_that_are_recomputed_find_the_same_hypotheses() -> None:
     ask = Ask("beam", tuple([1, 2, 3] * 3), "beam", 3, 8, seed=0)
     results = []

@@ -14,13 +14,13 @@ from octavo.config import SchedulerConfig
 from octavo.core import regrow
 from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.limits import Limits
 from octavo.core.outcomes import Outcomes, Progress
 from octavo.core.policy import POLICIES
 from octavo.core.preemption import PreemptionCosts
 from octavo.core.prefix_matcher import PrefixHit
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import StepPlan, StepResult
-from octavo.errors import RequestTooLong
 
 
 class Scheduler:
@@ -36,6 +36,7 @@ class Scheduler:
         self.kv = kv
         self.costs = PreemptionCosts()
         self.requests: dict[str, Request] = {}
+        self.limits = Limits(config, kv, self.requests)
         # Each in the order of the policy's rank.
         self.waiting: list[Request] = []
         self.swapped: list[Request] = []
@@ -58,8 +59,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLong if it could never run to its end."""
-        self.check_fits(request)
+        self.limits.check(request)
         assert request.request_id not in self.requests, f"{request} is known already"
+        self.limits.note(request)
         request.number = self._next_number
         self._next_number += 1
         request.rank = self._policy.rank(request)
@@ -103,27 +105,6 @@ class Scheduler:
         self._outcomes.finish(seq, "stop")
         if not self.kv.forms_batches:
             self._retire([request])
-
-    def worst_case_blocks(self, request: Request) -> int:
-        """Blocks that a request may come to hold."""
-        return self.kv.worst_case_blocks(request, self.config.max_num_batched_tokens)
-
-    def check_fits(self, request: Request) -> None:
-        """Raises RequestTooLong if a request could never run to its end."""
-        seats = request.method.max_sequences
-        if seats > self.config.max_num_seqs:
-            raise RequestTooLong(
-                "n", f"{seats} sequences exceed max_num_seqs ({self.config.max_num_seqs})"
-            )
-        needed = self.worst_case_blocks(request)
-        available = self.kv.pool.num_blocks - self.kv.num_pinned_blocks
-        if needed > available:
-            raise RequestTooLong(
-                "max_tokens",
-                f"{seats} sequence(s) of up to {request.method.max_length} tokens need {needed} "
-                f"KV blocks of {self.kv.block_size} tokens, but the pool has {available}; "
-                "lower max_tokens, n or the beam width, or enlarge the KV cache",
-            )
 
     # ---------------------------------------------------------------- one step
 

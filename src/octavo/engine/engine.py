@@ -19,7 +19,7 @@ from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.pacing import Pacer
 from octavo.engine.prepared import Params, PreparedRequest, Prompt, RequestPreparer
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import ConfigError, EngineFailed, InvalidRequest, RequestTooLong
+from octavo.errors import ConfigError, EngineFailed, InvalidRequest
 from octavo.executor.base import Executor
 from octavo.model_config import ModelConfig
 from octavo.outputs import RequestOutput, StepOutput
@@ -64,6 +64,7 @@ class Engine:
         )
         self._delivery = Delivery(tokenizer, self.scheduler, clock)
         self._next_id = 0
+        self._pinning: dict[str, str] = {}  # prefixes being computed -> ids of their requests
         self._failure: str | None = None
         overlap = executor.is_asynchronous if config.overlap is None else config.overlap
         self._depth = 2 if overlap else 1  # steps under way at once
@@ -203,16 +204,19 @@ class Engine:
         """
         if not self.config.cache.enable_prefix_caching:
             raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
-        if name in self.kv.pins:
+        self._pinning = {n: r for n, r in self._pinning.items() if self._delivery.knows(r)}
+        if name in self.kv.pins or name in self._pinning:
             raise InvalidRequest("name", f"a prefix {name!r} is pinned already")
         token_ids = self._preparer.whole_blocks(prompt, self.kv.block_size)
-        self._check_pin_leaves_room(len(token_ids))
         method = PinPrefix(name, len(token_ids))
         request = Request(
             self._name(None), token_ids, method, SamplingSpec(), cache_salt=cache_salt
         )
-        self.scheduler.check_fits(request)
+        chunk = self.config.scheduler.max_num_batched_tokens
+        longest = self.kv.num_blocks_for(self.max_model_len, chunk)
+        self.scheduler.limits.check(request, leave=longest)
         self._delivery.expect(request, None, None)
+        self._pinning[name] = request.request_id
         return request
 
     def unpin_prefix(self, name: str) -> None:
@@ -221,21 +225,6 @@ class Engine:
             known = ", ".join(sorted(self.kv.pins)) or "none"
             raise InvalidRequest("name", f"no prefix {name!r} is pinned; pinned: {known}")
         self.kv.unpin(name)
-
-    def _check_pin_leaves_room(self, num_tokens: int) -> None:
-        chunk = self.config.scheduler.max_num_batched_tokens
-        left = self.kv.pool.num_blocks - self.kv.num_pinned_blocks
-        left -= self.kv.num_blocks_for(num_tokens, chunk)
-        needed = max(
-            [self.kv.num_blocks_for(self.max_model_len, chunk)]
-            + [self.scheduler.worst_case_blocks(r) for r in self.scheduler.requests.values()]
-        )
-        if left < needed:
-            raise RequestTooLong(
-                "prefix",
-                f"pinning {num_tokens} tokens would leave {left} KV blocks, but a request may "
-                f"need {needed}; enlarge the KV cache or lower max_model_len",
-            )
 
     # ---------------------------------------------------------------- inside
 
@@ -272,7 +261,7 @@ class Engine:
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,
         )
-        self.scheduler.check_fits(request)
+        self.scheduler.limits.check(request)
         return request
 
     def _name(self, request_id: str | None) -> str:

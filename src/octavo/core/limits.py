@@ -1,0 +1,77 @@
+"""What can run to its end at all: whatever cannot is refused before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from octavo.config import SchedulerConfig
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.sequence import Request
+from octavo.errors import RequestTooLong
+
+
+class Limits:
+    """Knows the worst case of every request, so that nothing that is queued ever gets stuck.
+
+    What pinned prefixes hold, nobody else can count on; and neither on what those will hold that
+    are still being computed.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, queued: Mapping[str, Request]
+    ) -> None:
+        """`queued`: all requests that have been added and are not finished."""
+        self._config = config
+        self._kv = kv
+        self._queued = queued
+        self._pinning: list[Request] = []  # those of `queued` that pin a prefix
+
+    def worst_case_blocks(self, request: Request) -> int:
+        """Blocks that a request may come to hold."""
+        return self._kv.worst_case_blocks(request, self._config.max_num_batched_tokens)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that no pinned prefix holds or will hold."""
+        self._pinning = [request for request in self._pinning if not request.is_finished]
+        coming = sum(self.worst_case_blocks(request) for request in self._pinning)
+        return self._kv.pool.num_blocks - self._kv.num_pinned_blocks - coming
+
+    def check(self, request: Request, leave: int = 0) -> None:
+        """Raises RequestTooLong if a request could never run to its end.
+
+        One that pins a prefix must also leave enough for all that are queued, and at least `leave`
+        blocks.
+        """
+        method = request.method
+        if method.max_sequences > self._config.max_num_seqs:
+            raise RequestTooLong(
+                "n",
+                f"{method.max_sequences} sequences exceed max_num_seqs "
+                f"({self._config.max_num_seqs})",
+            )
+        needed, available = self.worst_case_blocks(request), self.num_available_blocks
+        if needed > available:
+            raise RequestTooLong(
+                "max_tokens",
+                f"{method.max_sequences} sequence(s) of up to {method.max_length} tokens need "
+                f"{needed} KV blocks of {self._kv.block_size} tokens, but the pool has "
+                f"{available}; lower max_tokens, n or the beam width, or enlarge the KV cache",
+            )
+        if method.wants == "kv":
+            self._check_leaves_room(request, available - needed, leave)
+
+    def note(self, request: Request) -> None:
+        """A request that has been checked is queued now."""
+        if request.method.wants == "kv":
+            self._pinning.append(request)
+
+    def _check_leaves_room(self, pin: Request, left: int, leave: int) -> None:
+        others = [r for r in self._queued.values() if r.method.wants != "kv"]
+        needed = max([leave, *map(self.worst_case_blocks, others)])
+        if left < needed:
+            raise RequestTooLong(
+                "prefix",
+                f"pinning {pin.num_prompt_tokens} tokens would leave {left} KV blocks, but a "
+                f"request may need {needed}; enlarge the KV cache or lower max_model_len",
+            )
