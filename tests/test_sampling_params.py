@@ -34,6 +34,8 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"temperature": False}, "temperature: False is not a number"),
     ({"top_k": -2}, "top_k: -2 is less than -1"),
     ({"top_k": 1.5}, "top_k: 1.5 is not an integer"),
+    ({"top_k": 1 << 63}, "top_k: 9223372036854775808 is more than 9223372036854775807"),
+    ({"min_tokens": 1 << 63, "max_tokens": None}, "min_tokens: 9223372036854775808 is more than"),
     ({"top_p": 0}, "top_p: 0.0 leaves no token"),
     ({"top_p": 1.1}, "top_p: 1.1 is not between 0.0 and 1.0"),
     ({"top_p": NAN}, "top_p: nan is not finite"),

@@ -404,6 +404,11 @@ def test_pinned_prefixes(server: LiveServer) -> None:
         ({"prompt": STORY, "logprobs": 21}, "logprobs"),
         ({"prompt": STORY, "stop": [""]}, "stop"),
         ({"prompt": STORY, "priority": 1}, "priority"),
+        ({"prompt": STORY, "top_k": 1 << 64}, "top_k"),
+        ({"prompt": STORY, "n": 257}, "n"),
+        ({"prompt": STORY, "beam_width": 257}, "beam_width"),
+        ({"prompt": STORY, "beam_width": 2, "n": 0}, "n"),
+        ({"prompt": STORY, "beam_width": 2, "length_penalty": 1e300}, "length_penalty"),
         ({"prompt": [1, 2, 1_000_000]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ""}, "prompt"),
@@ -420,6 +425,23 @@ def test_pinned_prefixes(server: LiveServer) -> None:
 def test_errors_name_the_field(server: LiveServer, body: dict[str, Any], param: str) -> None:
     error = error_of(server.post("/v1/completions", body), 400)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_errors_of_chats_name_the_chat_s_own_field(
+    server: LiveServer, fields: dict[str, Any], param: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]} | fields
+    error = error_of(server.post("/v1/chat/completions", body), 400)
+    assert (error["param"], error["code"]) == (param, "invalid_value")
     assert error["message"].startswith(param)
 
 

@@ -37,6 +37,8 @@ def chat(**fields: Any) -> ChatBody:
         ({"prompt": None}, "prompt", "expected"),
         ({"prompt": [1.5]}, "prompt[0]", "expected"),
         ({"stop": [1]}, "stop[0]", "expected `str`"),
+        ({"priority": 1 << 64}, "priority", "expected `int` <= 9223372036854775807"),
+        ({"priority": -(1 << 64)}, "priority", "expected `int` >= -9223372036854775808"),
         ({"suffix": "end"}, "suffix", "fill in the middle"),
         ({"best_of": 3}, "best_of", "use n"),
         ({"stream_options": {"usage": True}}, "stream_options.usage", "no such field"),

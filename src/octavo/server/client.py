@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from octavo.config import EngineConfig
 from octavo.engine.events import Counters, Event, Gauges
-from octavo.engine.prepared import Params, Prompt, RequestPreparer
+from octavo.engine.prepared import Params, PreparedRequest, Prompt, RequestPreparer
 from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest, OctavoError, Overloaded, Unavailable
@@ -310,6 +310,7 @@ class EngineClient:
         # The engine may hold less than the model could use.
         self._preparer.max_model_len = self.info.max_model_len
         prepared = self._preparer.prepare(token_ids, params, priority, cache_salt)
+        self._check_width(prepared)
         streams = self._delivery.streams
         if request_id is None:
             request_id = uuid.uuid4().hex
@@ -342,6 +343,12 @@ class EngineClient:
             raise Unavailable("the server is shutting down")
         if state == "failed":
             raise Unavailable("the engine has failed and is not restarted")
+
+    def _check_width(self, prepared: PreparedRequest) -> None:
+        beam, limit = prepared.beam, self.info.max_num_seqs
+        field, width = ("n", prepared.n) if beam is None else ("beam_width", beam.width)
+        if width > limit:
+            raise InvalidRequest(field, f"{width} sequences are more than max_num_seqs ({limit})")
 
     def _check_room(self) -> None:
         limit = self._supervision.max_waiting

@@ -30,6 +30,9 @@ from octavo.server.client import RequestStream
 
 router = APIRouter(tags=["OpenAI"])
 
+# What the engine calls a field -> what a chat calls it.
+ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+
 
 @router.post("/v1/chat/completions", **documented(ChatBody, ChatCompletion, streams=ChatChunk))
 async def create_chat_completion(request: Request) -> Response:
@@ -53,7 +56,7 @@ async def _answer(request: Request, body: ChatBody) -> Response:
     )
     if not prompt:
         raise InvalidRequest("messages", "the chat template makes nothing of them")
-    streams = await open_streams(request, body, [prompt], params, "messages")
+    streams = await open_streams(request, body, [prompt], params, ENGINE_NAMES)
     writer = ChatWriter(request, body, model, streams)
     if body.stream:
         return EventStream(writer.events(), streams)

@@ -36,7 +36,7 @@ async def _answer(request: Request, body: CompletionBody) -> Response:
     check_streaming(body)
     params = completion_params(body, context.client.model_config.sampling_defaults)
     prompts = await _prompts(context, body)
-    streams = await open_streams(request, body, prompts, params, "prompt")
+    streams = await open_streams(request, body, prompts, params, {})
     writer = CompletionWriter(request, body, model, streams)
     if body.stream:
         return EventStream(writer.events(), streams)

@@ -87,6 +87,8 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> Params:
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens
+    elif max_tokens < 1:
+        raise refused("max_completion_tokens", f"{max_tokens} is less than 1")
     elif body.max_tokens not in (None, max_tokens):
         raise refused(
             "max_tokens", f"{body.max_tokens} contradicts max_completion_tokens ({max_tokens})"
@@ -136,6 +138,8 @@ def _beam_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchPara
         if value is not None and value not in harmless:
             raise refused(name, "beam search does not draw, so it has no use")
     count = 1 if body.n is None else body.n
+    if count < 1:
+        raise InvalidRequest("n", f"{count} is less than 1")
     if count > body.beam_width:
         raise InvalidRequest("n", f"{count} is more than beam_width ({body.beam_width})")
     given = {name: getattr(body, name) for name in SEARCHING if getattr(body, name) is not None}

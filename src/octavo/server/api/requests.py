@@ -12,7 +12,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from octavo.sampling_params import MAX_LOGIT_BIAS, MAX_SEQUENCES, MAX_STOP_STRINGS, MAX_TEMPERATURE
+from octavo.sampling_params import (
+    MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIAS,
+    MAX_SEQUENCES,
+    MAX_STOP_STRINGS,
+    MAX_TEMPERATURE,
+)
 from octavo.server.api.bodies import Body, Refusal
 from octavo.server.api.keys import MAX_SALT
 
@@ -55,6 +61,7 @@ BIASES = {
     },
 }
 
+Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 ShortText = Annotated[str, Meta(max_length=MAX_SALT)]
 Prompt = str | list[str | int | list[int]]
 
@@ -136,17 +143,19 @@ class GenerationBody(Body, kw_only=True):
         int | None, _between(1, MAX_SEQUENCES, "Beam search with this many beams.")
     ] = None
     length_penalty: Annotated[
-        float | None, _doc("Beam search: above 0 favours long outputs. Not given: 1.")
+        float | None,
+        _between(
+            -MAX_LENGTH_PENALTY,
+            MAX_LENGTH_PENALTY,
+            "Beam search: above 0 favours long outputs. Not given: 1.",
+        ),
     ] = None
     early_stopping: Annotated[
         bool | Literal["never"] | None, _doc("Beam search: when to stop looking for better ones.")
     ] = None
     stream: Annotated[bool | None, _doc("Send the output as server-sent events.")] = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[
-        int | None,
-        _between(-INT64_MAX - 1, INT64_MAX, "Smaller runs first; for the priority policy."),
-    ] = None
+    priority: Annotated[Int64 | None, _doc("Smaller runs first; for the priority policy.")] = None
     cache_salt: Annotated[
         ShortText | None, _doc("Share cached prefixes only with requests of the same salt.")
     ] = None

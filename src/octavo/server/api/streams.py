@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -42,29 +42,30 @@ async def open_streams(
     body: GenerationBody,
     prompts: Sequence[list[int]],
     params: SamplingParams | BeamSearchParams,
-    param: str,
+    names: Mapping[str, str],
 ) -> list[RequestStream]:
     """Queue one request for each prompt: all of them, or none if one is refused.
 
-    `param` is the field that the prompts came from. Whoever calls must `close` the streams.
+    `names`: the engine's name of a field -> the client's, where that is another one. Whoever calls
+    must `close` the streams.
     """
     context = context_of(request)
     if body.priority and context.client.info.policy != "priority":
         raise refused("priority", "it needs a server with --policy priority", "unsupported_field")
     salt = tenant_of(request).cache_salt(body.cache_salt)
-    names = _engine_ids(request, len(prompts))
-    context.opening.update(names)
+    request_ids = _engine_ids(request, len(prompts))
+    context.opening.update(request_ids)
     tasks = [
         asyncio.ensure_future(
             context.client.generate(
                 prompt,
                 params,
-                request_id=name,
+                request_id=request_id,
                 priority=body.priority or 0,
                 cache_salt=salt,
             )
         )
-        for prompt, name in zip(prompts, names, strict=True)
+        for prompt, request_id in zip(prompts, request_ids, strict=True)
     ]
     try:
         await asyncio.wait(tasks)
@@ -75,7 +76,7 @@ async def open_streams(
         close([task.result() for task in tasks if not task.cancelled() and not task.exception()])
         raise
     finally:
-        context.opening.difference_update(names)
+        context.opening.difference_update(request_ids)
     errors = [task.exception() for task in tasks]
     failed = [index for index, error in enumerate(errors) if error is not None]
     if not failed:
@@ -83,7 +84,7 @@ async def open_streams(
     close([task.result() for task in tasks if task.exception() is None])
     error = errors[failed[0]]
     assert error is not None
-    raise _about_prompt(error, param, failed[0] if len(prompts) > 1 else None)
+    raise _in_clients_words(error, names, failed[0] if len(prompts) > 1 else None)
 
 
 def close(streams: Sequence[RequestStream]) -> None:
@@ -195,10 +196,14 @@ def _engine_ids(request: Request, count: int) -> list[str]:
     return [f"{name}-{mark}" for name in names]
 
 
-def _about_prompt(error: BaseException, param: str, index: int | None) -> BaseException:
-    """The same error about the field that the client knows the prompt by."""
-    if not isinstance(error, InvalidRequest) or error.field != "prompt":
+def _in_clients_words(
+    error: BaseException, names: Mapping[str, str], index: int | None
+) -> BaseException:
+    """The same error about the field that the client knows; `index` is that of the prompt, if there
+    are several."""
+    if not isinstance(error, InvalidRequest):
         return error
-    where = param if index is None else f"{param}[{index}]"
-    message = str(error).removeprefix("prompt: ")
-    return type(error)(where, message)
+    where = names.get(error.field, error.field)
+    if error.field == "prompt" and index is not None:
+        where += f"[{index}]"
+    return type(error)(where, str(error).removeprefix(f"{error.field}: "))
