@@ -42,9 +42,7 @@ def _integer_in(field: str, value: object, low: int, high: int = _INT64_MAX) -> 
     return number
 
 
-def _optional_integer_in(
-    field: str, value: object, low: int, high: int = _INT64_MAX
-) -> int | None:
+def _optional_integer_in(field: str, value: object, low: int, high: int = _INT64_MAX) -> int | None:
     return None if value is None else _integer_in(field, value, low, high)
 
 
