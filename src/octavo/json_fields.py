@@ -94,7 +94,7 @@ def read_json(path: Path) -> Fields:
     except FileNotFoundError:
         where = path.parent if path.parent.is_dir() else f"directory {path.parent}"
         raise ModelError(f"{where} has no {path.name}: not a model directory") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__}, not a JSON object")

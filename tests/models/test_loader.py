@@ -99,6 +99,11 @@ def test_harmless_extras(tmp_path: Path) -> None:
         logits(model_zoo.model_directory("gpt2")),
     )
 
+    def add_version(tensors: Tensors) -> None:
+        tensors["model.decoder.version"] = torch.tensor([3.0])
+
+    logits(changed(tmp_path / "opt", "opt", add_version))
+
     def add_frequencies(tensors: Tensors) -> None:
         tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
 
@@ -122,6 +127,15 @@ def test_tied_embeddings_under_either_name(tmp_path: Path) -> None:
     assert torch.equal(logits(changed(tmp_path / "head", "llama3", only_head)), want)
     with pytest.raises(ModelError, match=r"embed_tokens.weight differs .*tie_word_embeddings"):
         logits(changed(tmp_path / "different", "llama3", different))
+
+
+def test_one_parameter_under_two_names(tmp_path: Path) -> None:
+    def with_factor(factor: float) -> Callable[[Tensors], object]:
+        return lambda t: t.update({"norm.weight": factor * t["model.norm.weight"]})
+
+    logits(changed(tmp_path, "llama", with_factor(1.0)))
+    with pytest.raises(ModelError, match=r": norm.weight differs from another tensor for the same"):
+        logits(changed(tmp_path, "llama", with_factor(2.0)))
 
 
 def test_a_tied_head_is_one_tensor() -> None:

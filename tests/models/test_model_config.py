@@ -483,7 +483,7 @@ def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"directory .*absent has no config\.json"):
         ModelConfig.from_directory(tmp_path / "absent")
     path = tmp_path / "config.json"
-    for content in (b'{"model_type": ', b"\xff\xfe"):
+    for content in (b'{"model_type": ', b"\xff\xfe", b"[" * 100_000):
         path.write_bytes(content)
         with pytest.raises(ModelError, match=r"config\.json cannot be read: "):
             ModelConfig.from_directory(tmp_path)

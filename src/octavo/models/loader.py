@@ -73,7 +73,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     """Copy the tensors of config.directory into the parameters.
 
     Raises ModelError that names the tensor and the file: missing, unknown, wrong shape or dtype,
-    two different values for tied embeddings, unreadable file.
+    two different values for one parameter, unreadable file.
     """
     module = _module(config)
     targets = model.weight_targets()
@@ -83,7 +83,12 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
         key = _without_prefix(name, module.PREFIXES)
         target = targets.get(key)
         if target is not None:
-            _copy(tensor, target, id(target) in loaded, f"{path}: {name}")
+            where = f"{path}: {name}"
+            _check(tensor, target, where)
+            if id(target) not in loaded:
+                target.copy_(tensor)
+            elif not tensor.to(target).allclose(target, rtol=0, atol=0, equal_nan=True):
+                raise ModelError(f"{where} {_contradiction(target is model.embedding.weight)}")
             loaded.add(id(target))
         elif not any(re.fullmatch(pattern, key) for pattern in module.IGNORED):
             unknown.append(f"{name} ({path.name})")
@@ -126,20 +131,23 @@ def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
     return name
 
 
-def _copy(tensor: Tensor, target: Tensor, is_loaded: bool, where: str) -> None:
+def _check(tensor: Tensor, target: Tensor, where: str) -> None:
     if tensor.shape != target.shape:
         raise ModelError(
             f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}"
         )
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ModelError(f"{where} is {tensor.dtype}: quantised weights are not served")
-    if not is_loaded:
-        target.copy_(tensor)
-    elif not torch.equal(tensor.to(target), target):
-        raise ModelError(
-            f"{where} differs from the token embeddings, but config.json says that they are the "
-            "same (tie_word_embeddings)"
+
+
+def _contradiction(is_embedding: bool) -> str:
+    """What is wrong with a tensor whose parameter another one has set to other values."""
+    if is_embedding:
+        return (
+            "differs from the token embeddings, but config.json says that they are the same "
+            "(tie_word_embeddings)"
         )
+    return "differs from another tensor for the same parameter"
 
 
 def _read_tensors(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:

@@ -23,7 +23,7 @@ from octavo.models.base import (
 )
 
 PREFIXES = ("model.decoder.", "decoder.")
-IGNORED = ()
+IGNORED = ("version",)  # of the file format that Meta trained with
 
 
 class OPTLayer(nn.Module):
