@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import TokenLogprobs
+from octavo.errors import ModelError
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
 from octavo.worker.randomness import uniforms
@@ -72,6 +73,9 @@ class Sampler:
 
         Args:
             logits: floating [num_rows, vocab_size], left unchanged: sampled rows, then expanded.
+
+        Raises:
+            ModelError: a row holds NaN or infinity, so that there is nothing to choose from.
         """
         token_ids, draws = self._draw(logits, batch)
         logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -90,12 +94,12 @@ class Sampler:
         is_worked[[row.index for row in batch.edited if row.index < n]] = True
         worked = np.flatnonzero(is_worked)
         if len(worked) == 0:
-            return argmax(logits[:n]), {}
+            return most_likely(logits[:n]), {}
 
         token_ids = torch.empty(n, dtype=torch.int64, device=device)
         if len(worked) < n:
             plain = torch.from_numpy(np.flatnonzero(~is_worked)).to(device)
-            token_ids[plain] = argmax(logits[plain])
+            token_ids[plain] = most_likely(logits[plain])
         draws: dict[int, list[int]] = {}
         for rows in _slices(worked, logits):
             sub = _select(logits, rows)
@@ -121,6 +125,7 @@ class Sampler:
             edit_logits(scores, _edits_of(batch, rows))
             wanted = [batch.num_candidates[row - batch.num_sampled] for row in rows]
             top = scores.topk(min(max(wanted), scores.shape[1]), dim=-1)
+            _check_finite(top.values[:, 0])
             for row, number, values, ids in zip(
                 rows.tolist(), wanted, top.values.tolist(), top.indices.tolist(), strict=True
             ):
@@ -141,7 +146,7 @@ def draw(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, NDArray[np.int64
     device = logits.device
     is_random = batch.temperature > 0
     if not is_random.any():
-        return argmax(logits)[torch.from_numpy(owners).to(device)], owners
+        return most_likely(logits)[torch.from_numpy(owners).to(device)], owners
 
     # The i-th draw of a row is the first draw of the request's i-th next sample.
     number = np.arange(len(owners)) - np.searchsorted(owners, owners)
@@ -154,8 +159,24 @@ def draw(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, NDArray[np.int64
     drawn = invert(token_weights(logits, batch), owner_ids, noise)
     if not is_random.all():
         greedy = torch.from_numpy(~is_random).to(device)
-        drawn = torch.where(greedy[owner_ids], argmax(logits)[owner_ids], drawn)
+        drawn = torch.where(greedy[owner_ids], most_likely(logits)[owner_ids], drawn)
     return drawn, owners
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """int64 [num_rows]: the token of each row's largest logit, the lowest of equal ones."""
+    best = argmax(logits)
+    _check_finite(logits.gather(1, best.unsqueeze(1)))
+    return best
+
+
+def _check_finite(largest_logits: Tensor) -> None:
+    """A row's largest value is NaN if any of its values is, so these tell of all, at no cost."""
+    if not largest_logits.isfinite().all():
+        raise ModelError(
+            "the model's logits are not finite numbers: its weights are damaged, or too large for "
+            "their dtype"
+        )
 
 
 def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -169,7 +190,9 @@ def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """
     device = logits.device
     temperature = np.where(batch.temperature > 0, batch.temperature, np.float32(1))
-    scaled = logits - logits.amax(dim=-1, keepdim=True)  # at most 0: any temperature is safe
+    top = logits.amax(dim=-1, keepdim=True)
+    _check_finite(top)
+    scaled = logits - top  # at most 0: any temperature is safe
     scaled /= torch.from_numpy(temperature).to(device).unsqueeze(1)
 
     top_k = np.where(batch.top_k > 0, np.minimum(batch.top_k, logits.shape[1]), 0)
@@ -224,12 +247,11 @@ def invert(weights: Tensor, owners: Tensor, noise: Tensor) -> Tensor:
         # Less than the total even when rounded: noise is at most 1 - 2 ** -53.
         target = noise[first : first + _MAX_DRAWS_AT_ONCE] * row_ends[:, -1]
         target = target.to(torch.int64).unsqueeze(1)
-        chunk = (row_ends <= target).sum(dim=-1).clamp_(max=row_ends.shape[1] - 1)
+        chunk = (row_ends <= target).sum(dim=-1)
         inside = chunks[rows, chunk].cumsum(dim=-1)  # [num_draws, _CHUNK]
         before = row_ends.gather(1, chunk.unsqueeze(1)) - inside[:, -1:]
         drawn.append(chunk * _CHUNK + (inside <= target - before).sum(dim=-1))
-    # A row of NaN has no distribution; the clamps keep its token inside the vocabulary.
-    return torch.cat(drawn).clamp_(max=vocab_size - 1)
+    return torch.cat(drawn)
 
 
 def _slices(rows: NDArray[np.int64], logits: Tensor) -> Iterator[NDArray[np.int64]]:
