@@ -38,6 +38,16 @@ def test_repetition_counts_prompt_and_output() -> None:
     assert got == [1.5, -6.0, 5.0, 0.0]
 
 
+@pytest.mark.filterwarnings("error")
+def test_repetition_penalties_beyond_float32() -> None:
+    for penalty, tokens in ((1e-300, [1]), (1e300, [0, 2])):
+        got = edited(SamplingSpec(repetition_penalty=penalty), [0, 1, 2], 2, [3.0, 0.0, -3.0, 1.0])
+        assert np.isfinite(got).all()
+        assert got[1] == 0.0
+        kept = [token for token in range(3) if got[token] != 0]
+        assert sorted(kept, key=lambda token: -got[token]) == kept, tokens
+
+
 def test_repetition_equals_transformers() -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 

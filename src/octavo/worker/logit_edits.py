@@ -110,7 +110,9 @@ def _penalise_repetition(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     if not rows:
         return
     owners, token_ids, _ = _pairs(rows, outputs_only=False)
-    penalties = np.array([row.spec.repetition_penalty for row in rows], np.float32)[owners]
+    # Beyond these limits a float32 overflows; the order of tokens is the same.
+    asked = [row.spec.repetition_penalty for row in rows]
+    penalties = np.clip(asked, 1e-30, 1e30).astype(np.float32)[owners]
     where, penalty = _index(logits, rows, owners, token_ids), _to(logits, penalties)
     values = logits[where]
     logits[where] = torch.where(values < 0, values * penalty, values / penalty)
