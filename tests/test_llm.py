@@ -248,6 +248,11 @@ BAD_REQUESTS: list[tuple[Any, Callable[[], Any], str]] = [
     ([1], lambda: SamplingParams(stop_token_ids=[999]), "stop_token_ids: token id 999 is outside"),
     ([1], lambda: SamplingParams(logprobs=21), r"logprobs: 21 is more than max_logprobs \(20\)"),
     ([1], lambda: SamplingParams(min_tokens=9, max_tokens=3), "min_tokens: 9 is more than max_tok"),
+    (
+        [1],
+        lambda: SamplingParams(min_tokens=1, stop_token_ids=range(320)),
+        "min_tokens: every token of the vocabulary ends the output",
+    ),
 ]
 
 

@@ -110,9 +110,12 @@ class RequestPreparer:
             seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
             if params.stop_strings and self._tokenizer is None:
                 raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
+        spec = params.to_spec(self._eos_ids, self._bad_word_ids(params))
+        if len(spec.masked_until_min_tokens) == self._vocab_size:
+            raise InvalidRequest("min_tokens", "every token of the vocabulary ends the output")
         return PreparedRequest(
             token_ids,
-            params.to_spec(self._eos_ids, self._bad_word_ids(params)),
+            spec,
             len(token_ids) + max_tokens,
             n,
             seed,
