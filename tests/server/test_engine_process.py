@@ -69,9 +69,11 @@ def test_bad_requests_are_refused_before_there_is_a_stream() -> None:
         async with symbolic_client("step=0.002", max_num_seqs=4) as client:
             with pytest.raises(RequestTooLong, match=r"^prompt: 2048 tokens leave no room"):
                 await client.generate([1] * 2048, sampling(1))
-            with pytest.raises(RequestTooLong, match=r"^n: 5 sequences exceed max_num_seqs") as n:
+            with pytest.raises(InvalidRequest, match=r"^n: 5 sequences exceed max_num_seqs") as n:
                 await client.generate([1], sampling(1, n=5))
             assert n.value.field == "n"
+            with pytest.raises(InvalidRequest, match=r"^beam_width: 5 sequences exceed"):
+                await client.generate([1], BeamSearchParams(5))
             with pytest.raises(InvalidRequest, match="outside the vocabulary"):
                 await client.generate([4096], sampling(1))
             with pytest.raises(InvalidRequest, match=r"^name: no prefix 'x' is pinned"):

@@ -124,6 +124,37 @@ def test_pinned_prefixes_are_pinned_again() -> None:
     run(test())
 
 
+def test_a_prefix_that_is_given_up_leaves_nothing_to_wait_for() -> None:
+    async def test() -> None:
+        patience = Supervision(stall_seconds=0.1, hang_seconds=0.5)
+        limits = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+        async with symbolic_client("step=0.1", supervision=patience, **limits) as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.pin_prefix([5] * 64, "late")
+            assert client.list_prefixes() == []
+            await asyncio.sleep(1.5)  # an idle engine that is waited for is taken for a stuck one
+            assert (client.health.healthy, client.info.num_restarts) == (True, 0)
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_closing_answers_those_whom_no_engine_has_accepted() -> None:
+    async def test() -> None:
+        async with symbolic_client() as client:
+            os.kill(client.info.pid, signal.SIGKILL)
+            while client.health.state != "restarting":
+                await asyncio.sleep(0.01)
+            waiting = asyncio.create_task(client.generate([1], sampling(5)))
+            await asyncio.sleep(0)
+            assert len(client.open_requests) == 1
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(waiting, 1)
+
+    run(test())
+
+
 def test_a_prefix_that_kills_the_engine_is_given_up() -> None:
     async def test() -> None:
         async with symbolic_client() as client:

@@ -14,7 +14,7 @@ from octavo.engine.events import Counters, Event, Gauges
 from octavo.engine.prepared import Params, PreparedRequest, Prompt, RequestPreparer
 from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import InvalidRequest, OctavoError, Overloaded, Unavailable
+from octavo.errors import InvalidRequest, Overloaded, Unavailable
 from octavo.model_config import ModelConfig, resolve_model
 from octavo.server import messages as m
 from octavo.server.delivery import Delivery
@@ -326,7 +326,8 @@ class EngineClient:
         except asyncio.CancelledError:
             stream.abort()
             raise
-        except OctavoError:
+        except Exception:
+            self._exchange.drop(entry)
             if streams.get(request_id) is stream:
                 self._delivery.forget(stream)
             raise
@@ -348,7 +349,7 @@ class EngineClient:
         beam, limit = prepared.beam, self.info.max_num_seqs
         field, width = ("n", prepared.n) if beam is None else ("beam_width", beam.width)
         if width > limit:
-            raise InvalidRequest(field, f"{width} sequences are more than max_num_seqs ({limit})")
+            raise InvalidRequest(field, f"{width} sequences exceed max_num_seqs ({limit})")
 
     def _check_room(self) -> None:
         limit = self._supervision.max_waiting

@@ -134,7 +134,9 @@ class Exchange:
         if self._journal.requests.get(entry.request_id) is not entry:
             return  # refused while its client was leaving
         del self._journal.requests[entry.request_id]
-        self._accepted.pop(entry.request_id, None)
+        future = self._accepted.pop(entry.request_id, None)
+        if future is not None and not future.done():  # ended by somebody else than who waits
+            future.set_exception(Unavailable("the request was ended before it was accepted"))
         self._searching.pop(entry.request_id, None)
         self._go_on_with_suspects()
 
@@ -171,6 +173,8 @@ class Exchange:
     async def unpin(self, pin: Pin) -> None:
         """Neither this engine process nor a later one shall keep it."""
         del self._journal.pins[pin.name]
+        # If it is still being computed, the answer to this is the only one.
+        self._pinning = {ticket: p for ticket, p in self._pinning.items() if p is not pin}
         # An engine that dies meanwhile has forgotten it, too.
         with contextlib.suppress(Unavailable):
             await self.ask(m.Unpin, name=pin.name)
