@@ -10,7 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
+from octavo.attention import (
+    AttentionBatch,
+    LayerPlace,
+    LayerSpec,
+    RotaryTable,
+    SharedKeys,
+    load_backend,
+)
 from octavo.attention.base import AttentionBackend
 
 
@@ -107,7 +114,9 @@ class Bench:
         norm = UnitNorm(case.head_dim, case.dtype, device)
         self.head_norms = (norm, norm) if case.head_norm else None
 
-    def step(self, work: Sequence[tuple[int, int]]) -> list[Tensor]:
+    def step(
+        self, work: Sequence[tuple[int, int]], shared: Sequence[SharedKeys | None] = ()
+    ) -> list[Tensor]:
         """Compute the next tokens of some sequences; their attention outputs, one a sequence."""
         case = self.case
         inputs = [self._tokens(seq, self.computed[seq], count) for seq, count in work]
@@ -139,6 +148,7 @@ class Bench:
                 block_tables=[tables.to(self.device)],
                 slots=[blocks * case.block_size + positions % case.block_size],
                 staging=DeviceStaging(torch.device(self.device)),
+                shared=shared,
             )
         )
         fused = torch.cat(inputs).to(self.device)

@@ -37,7 +37,7 @@ def test_decodes_cover_each_key_once(kind: str, window: int | None, num_pieces: 
     for num_seqs, tile, alignment in ((1, 32, 16), (5, 64, 1), (40, 16, 8), (300, 32, 32)):
         contexts = LENGTHS[kind](num_seqs)
         seqs = sequences(contexts, np.ones(num_seqs))
-        items = decode_items(seqs, window, tile, alignment, num_pieces)
+        items = decode_items(seqs, window, tile, alignment, num_pieces).items
         assert len(items) == item_capacity(num_seqs, num_pieces)
         used = items[items[:, 0] >= 0]
         assert (items[len(used) :, 0] == -1).all(), "the kernel stops at nothing in between"
@@ -64,7 +64,7 @@ def test_decodes_cover_each_key_once(kind: str, window: int | None, num_pieces: 
 def test_a_sequence_alone_fills_the_card_and_equal_ones_fill_it_once() -> None:
     def count(num_seqs: int, context: int) -> int:
         seqs = sequences(np.full(num_seqs, context), np.ones(num_seqs))
-        return int((decode_items(seqs, None, 32, 16, 132)[:, 0] >= 0).sum())
+        return int((decode_items(seqs, None, 32, 16, 132).items[:, 0] >= 0).sum())
 
     assert count(1, 100_000) > 120
     assert count(64, 4096) == 128

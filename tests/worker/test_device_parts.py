@@ -44,7 +44,7 @@ def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
     num_rows, columns = 9, 12
     staging = DeviceStaging(DEVICE, num_rows, 16)
     host = HostTables(1, 2, num_rows)
-    device = DeviceTables(2, num_rows, columns, DEVICE, staging)
+    device = DeviceTables(16, 2, num_rows, columns, DEVICE, staging)
     for _ in range(20):
         # As the worker does it: forks first, then entries, of which the last one holds.
         for _ in range(rng.randrange(3)):
@@ -102,7 +102,7 @@ def test_every_batch_has_a_size(max_num_seqs: int) -> None:
     assert graphs.token_size_for(17) == 32
     assert graphs.token_size_for(max(1024, max_num_seqs + 512)) is not None
     assert graphs.token_size_for(2049) is None
-    assert graphs.num_graphs < 100
+    assert graphs.num_graphs < 200
 
 
 def test_steps_of_fewer_tokens_than_the_smallest_budget_are_captured() -> None:

@@ -16,11 +16,12 @@ from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.attention import load_backend
 from octavo.attention import triton as triton_backend
 from octavo.config import EngineConfig, make_config
-from octavo.core.kv_spec import group_layers
+from octavo.core.kv_spec import FullAttention, group_layers
 from octavo.core.step import PendingStep, StepPlan
 from octavo.engine.engine import Engine
 from octavo.executor.base import KVCapacity
 from octavo.kernels import attention_decode
+from octavo.kernels.attention_shared import shared_attention
 from octavo.kernels.sampling import DeviceDraws
 from octavo.llm import load_engine
 from octavo.model_config import ModelConfig
@@ -93,6 +94,7 @@ def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_GPU:
         for module in (triton_backend, attention_decode):
             monkeypatch.setattr(module, "MOST_PROGRAMS", 4)
+        monkeypatch.setattr(triton_backend, "NUM_PROGRAMS", 4)
         monkeypatch.setattr(gpu_sampler, "sample", plain_sample)
         monkeypatch.setattr(gpu_sampler, "best_tokens", plain_best)
 
@@ -158,6 +160,29 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
     assert [entry.logprob for entry in mine] == pytest.approx([e.logprob for e in theirs], rel=1e-4)
     assert sum(overlapped.scheduler.num_preemptions.values()) > 0
     assert overlapped.kv.pool.num_held == 0
+
+
+@pytest.mark.parametrize("name", model_zoo.NAMES if HAS_GPU else ["llama3"])
+def test_keys_of_gangs_and_common_prefixes_are_read_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlapped, plain = engines(name, 40, "recompute")
+    calls = 0
+
+    def counted(*args: object) -> None:
+        nonlocal calls
+        calls += 1
+        shared_attention(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(triton_backend, "shared_attention", counted)
+    asks = [
+        (prompt(67, 8), BeamSearchParams(beam_width=3, max_tokens=8)),
+        ([*prompt(67, 8)[:65], 7], SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)),
+        (prompt(6, 9), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)),
+    ]
+    assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
+    specs = overlapped.model_config.kv_specs()
+    assert (calls > 0) == any(isinstance(spec, FullAttention) for spec in specs)
 
 
 def test_prompt_logprobs() -> None:

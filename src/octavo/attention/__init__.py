@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from octavo.attention.base import (
+    MOST_LEVELS,
     AttentionBackend,
     AttentionBatch,
     HeadNorm,
@@ -13,6 +14,7 @@ from octavo.attention.base import (
     LayerSpec,
     PaddedSizes,
     RotaryTable,
+    SharedKeys,
     Staging,
 )
 
@@ -36,6 +38,7 @@ def load_backend(name: str) -> type[AttentionBackend]:
 
 __all__ = [
     "BACKENDS",
+    "MOST_LEVELS",
     "AttentionBackend",
     "AttentionBatch",
     "HeadNorm",
@@ -44,6 +47,7 @@ __all__ = [
     "LayerSpec",
     "PaddedSizes",
     "RotaryTable",
+    "SharedKeys",
     "Staging",
     "load_backend",
 ]

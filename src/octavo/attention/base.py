@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -108,6 +109,22 @@ class HostStaging:
         return torch.from_numpy(values)
 
 
+MOST_LEVELS = 3  # stretches of shared keys that a sequence may have
+
+
+class SharedKeys(NamedTuple):
+    """Stretches of cached keys that several sequences have in the same blocks, whole blocks each.
+
+    A sequence's stretches follow each other from its first key on, without a gap and in their
+    order; each has two members or more.
+    """
+
+    begins: NDArray[np.int32]  # [num_stretches], in tokens
+    ends: NDArray[np.int32]
+    starts: NDArray[np.int32]  # [num_stretches + 1]: where each one's members begin
+    members: NDArray[np.int32]  # sequences of the batch, each with one new token
+
+
 @dataclass(frozen=True, slots=True)
 class PaddedSizes:
     """What a captured step of prompts and decodes is padded to; it may hold less of each."""
@@ -137,6 +154,8 @@ class AttentionBatch:
     # sequence i's table is row rows[i].
     rows: Tensor | None = None  # int32 [num_seqs]
     staging: Staging = field(default_factory=HostStaging)
+    # One entry a KV group, or none at all: keys that a backend may read once for all who see them.
+    shared: Sequence[SharedKeys | None] = ()
     # The step is captured: launches follow from these sizes alone. Tokens of padding stand last.
     padded: PaddedSizes | None = None
 

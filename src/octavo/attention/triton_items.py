@@ -7,10 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.attention.base import MOST_LEVELS, SharedKeys
+
 Int32s = NDArray[np.int32]
 
 FIELDS = 8
+MEMBER_FIELDS = 4
 MIN_SPLIT = 128  # keys: below it a piece costs more to start than it reads
+SHARED_PLACES = 4096  # results that shared keys may leave, with those they are added to
 # Lengths of a piece to be tried, in fair shares.
 _STRETCHES = (1.0, 1.07, 1.15, 1.25, 1.35, 1.5)
 
@@ -27,6 +31,100 @@ class Sequences(NamedTuple):
         return Sequences(*(x[mask] for x in self))
 
 
+class SharedWork(NamedTuple):
+    """Keys that are read once for several sequences, cut into pieces for `shared_attention`."""
+
+    items: Int32s  # [shared_capacity, FIELDS]; the last ones name no work
+    members: Int32s  # [num_members]: sequences, as the items name them
+    places: Int32s  # [num_members]: each one's first result, counted from its sequence's first one
+    ends: Int32s  # [num_seqs]: the keys before it are taken care of
+    counts: Int32s  # [num_seqs]: results that are left for it
+
+    def member_table(self, seqs: Sequences, first_places: Int32s) -> Int32s:
+        """[num_members, MEMBER_FIELDS], as `shared_attention` reads it; one row at least, so that
+        it has an address.
+
+        first_places [num_seqs]: where the results of each sequence begin.
+        """
+        first = first_places.take(self.members)
+        table = np.zeros((max(1, len(self.members)), MEMBER_FIELDS), np.int32)
+        used = table[: len(self.members)]
+        used[:, 0] = seqs.tokens.take(self.members)
+        used[:, 1] = seqs.contexts.take(self.members) - 1
+        used[:, 2] = first + self.places
+        used[:, 3] = first
+        return table
+
+
+class DecodeWork(NamedTuple):
+    """What the programs of `decode_attention` do."""
+
+    items: Int32s  # [item_capacity, FIELDS]
+    first_places: Int32s  # [num_seqs], of those with several results
+
+
+def shared_work(
+    seqs: Sequences,
+    shared: SharedKeys | None,
+    tile: int,
+    num_pieces: int,
+    members_per_item: int,
+    num_padded: int = 0,
+) -> SharedWork:
+    """Cut shared keys into about `num_pieces` pieces; into none if their results find no room.
+
+    The number of items depends on the number of sequences alone, as in `decode_items`.
+    """
+    num_seqs = len(seqs.tokens)
+    items = np.zeros((shared_capacity(max(num_seqs, num_padded), num_pieces), FIELDS), np.int32)
+    nothing = np.zeros(num_seqs, np.int32)
+    nobody = SharedWork(items, nothing[:0], nothing[:0], nothing, nothing)
+    if shared is None:
+        return nobody
+    sizes = np.diff(shared.starts)
+    lens = shared.ends - shared.begins
+    tiles = -(-sizes // members_per_item)
+    fair = -(-int((tiles * lens).sum()) // num_pieces)
+    longest = -(-max(fair, MIN_SPLIT) // tile) * tile
+    counts = -(-lens // longest)
+    lengths = -(-lens // (counts * tile)) * tile  # of a piece
+    counts = -(-lens // lengths)
+    results = counts.repeat(sizes)
+    num_results = np.bincount(shared.members, results, num_seqs).astype(np.int32)
+    if int(num_results.sum()) + int((num_results > 0).sum()) > SHARED_PLACES:
+        return nobody
+
+    per_stretch = tiles * counts
+    which = np.arange(len(sizes)).repeat(per_stretch)
+    number = np.arange(len(which)) - (per_stretch.cumsum() - per_stretch).take(which)
+    piece, length = number % counts.take(which), lengths.take(which)
+    first = number // counts.take(which) * members_per_item
+    used = items[: len(which)]
+    used[:, 0] = np.minimum(sizes.take(which) - first, members_per_item)
+    used[:, 4] = shared.starts.take(which) + first
+    used[:, 1] = seqs.rows.take(shared.members.take(used[:, 4]))
+    used[:, 2] = shared.begins.take(which) + piece * length
+    used[:, 3] = np.minimum(used[:, 2] + length, shared.ends.take(which))
+    used[:, 5] = piece
+
+    ends = np.zeros(num_seqs, np.int32)
+    ends[shared.members] = shared.ends.repeat(sizes)  # a sequence's last stretch comes last
+    # By sequences, in the order of their stretches: each result stands behind those before it.
+    order = shared.members.argsort(kind="stable")
+    behind = results.take(order).cumsum() - results.take(order)
+    places = np.empty(len(order), np.int32)
+    places[order] = behind - (num_results.cumsum() - num_results).take(shared.members.take(order))
+    return SharedWork(items, shared.members, places, ends, num_results)
+
+
+def shared_capacity(num_seqs: int, num_pieces: int) -> int:
+    """Items that `shared_work` gives for so many sequences, used or not.
+
+    A stretch has two members or more, and a sequence MOST_LEVELS stretches at most.
+    """
+    return MOST_LEVELS * num_seqs // 2 + num_pieces + 1
+
+
 def decode_items(
     seqs: Sequences,
     window: int | None,
@@ -34,20 +132,25 @@ def decode_items(
     alignment: int,
     num_pieces: int,
     num_padded: int = 0,
-) -> Int32s:
-    """[item_capacity, FIELDS], as `decode_attention` reads them; the last ones may name no work.
+    shared: SharedWork | None = None,
+) -> DecodeWork:
+    """The pieces of work of decodes, as `decode_attention` reads them; the last may name no work.
 
     The number of items depends on the number of sequences alone, or on `num_padded` if that is
-    more; which keys a piece holds, on their lengths.
+    more; which keys a piece holds, on their lengths. What `shared` computes of a sequence's keys
+    is left out, and counts among its splits, as the first ones.
     """
     tokens, rows, contexts, _ = seqs
     capacity = item_capacity(max(len(tokens), num_padded), num_pieces)
     if not len(tokens):
         items = np.zeros((capacity, FIELDS), np.int32)
         items[:, 0] = -1
-        return items
+        return DecodeWork(items, tokens)
     positions = contexts - 1
     starts = None if window is None else np.maximum(contexts - window, 0) // alignment * alignment
+    if shared is not None:
+        assert starts is None, "no keys are shared where a window moves over them"
+        starts = shared.ends
     lens = positions if starts is None else positions - starts  # cached keys that the token sees
     splits, sizes = _split(lens, tile, num_pieces)
     # Large pieces first, so that programs end together.
@@ -55,16 +158,22 @@ def decode_items(
     items = np.zeros((capacity, FIELDS), np.int32)
     num_items = len(tokens)
     split: Int32s | int = 0
+    first_places = np.zeros(num_items, np.int32)
+    if shared is not None and splits is None:
+        splits = np.ones_like(lens)
     if splits is not None:
         counts = splits.take(order)
-        # Only results of split sequences need a place.
-        needed = np.where(counts > 1, counts, 0)
         which = np.arange(num_items).repeat(counts)
         num_items = len(which)
         split = np.arange(num_items) - (counts.cumsum() - counts).take(which)
-        items[:num_items, 5] = split
-        items[:num_items, 6] = counts.take(which)
-        items[:num_items, 7] = (needed.cumsum() - needed).take(which)
+        done = np.zeros_like(counts) if shared is None else shared.counts.take(order)
+        # Only results of split sequences need a place.
+        needed = np.where(counts + done > 1, counts + done, 0)
+        places = needed.cumsum() - needed
+        first_places[order] = places
+        items[:num_items, 5] = split + done.take(which)
+        items[:num_items, 6] = (counts + done).take(which)
+        items[:num_items, 7] = places.take(which)
         order = order.take(which)
     else:
         items[:num_items, 6] = 1
@@ -77,7 +186,7 @@ def decode_items(
     used[:, 3] = np.minimum(begin + size, position)
     used[:, 4] = position
     items[num_items:, 0] = -1
-    return items
+    return DecodeWork(items, first_places)
 
 
 def item_capacity(num_seqs: int, num_pieces: int) -> int:

@@ -58,7 +58,7 @@ def prefill_config(dtype: torch.dtype, head_dim: int, group: int) -> PrefillConf
 
 
 @triton.jit
-def _attend(
+def attend(
     top,
     total,
     acc,
@@ -169,7 +169,7 @@ def _prefill_kernel(
         for first in tl.range(begin, seen_by_all, TILE):
             # A tile ahead, so that fetching keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
-            top, total, acc = _attend(
+            top, total, acc = attend(
                 top, total, acc, q, position, keys, values, blocks, first, end, block_stride, scale,
                 False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
             )  # fmt: skip
@@ -177,7 +177,7 @@ def _prefill_kernel(
         begin = seen_by_all
     for first in tl.range(begin, end, TILE):
         next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
-        top, total, acc = _attend(
+        top, total, acc = attend(
             top, total, acc, q, position, keys, values, blocks, first, end, block_stride, scale,
             True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
         )  # fmt: skip

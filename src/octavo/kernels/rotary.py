@@ -1,4 +1,4 @@
-"""Head norm and rotary embedding of a few heads of one token, inside other kernels.
+"""Head norm and rotary embedding of a few heads, inside other kernels.
 
 Judge: RMSNorm and RotaryTable in PyTorch.
 """
@@ -53,4 +53,46 @@ def load_heads(
         s = tl.load(sin + angle, mask=rotated, other=0.0)
         s = tl.where(dim < ROTARY_HALF, -s, s)
         x = (x.to(tl.float32) * c[None, :] + y.to(tl.float32) * s[None, :]).to(dtype)
+    return x
+
+
+@triton.jit
+def load_rows(
+    heads,
+    place,
+    rows_inside,
+    position,
+    cos,
+    sin,
+    weight,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """As `load_heads`, of several tokens: row i is the head at heads + place[i], at position[i]."""
+    dim = tl.arange(0, DIM_PAD)
+    inside = rows_inside[:, None] & (dim < HEAD_DIM)[None, :]
+    base = heads + place[:, None]
+    x = tl.load(base + dim[None, :], mask=inside, other=0.0)
+    dtype = x.dtype
+    factor = tl.zeros([place.shape[0]], tl.float32)
+    if HAS_NORM:
+        wide = x.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)
+        w = tl.load(weight + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+        x = (wide * factor[:, None] * w[None, :]).to(dtype)
+    if ROTARY_HALF > 0:
+        rotated = rows_inside[:, None] & (dim < 2 * ROTARY_HALF)[None, :]
+        partner = (dim + ROTARY_HALF) % (2 * ROTARY_HALF)
+        y = tl.load(base + partner[None, :], mask=inside, other=0.0)
+        if HAS_NORM:
+            w = tl.load(weight + partner).to(tl.float32)
+            y = (y.to(tl.float32) * factor[:, None] * w[None, :]).to(dtype)
+        angle = position[:, None].to(tl.int64) * ROTARY_HALF + (dim % ROTARY_HALF)[None, :]
+        c = tl.load(cos + angle, mask=rotated, other=1.0)
+        s = tl.load(sin + angle, mask=rotated, other=0.0)
+        s = tl.where((dim < ROTARY_HALF)[None, :], -s, s)
+        x = (x.to(tl.float32) * c + y.to(tl.float32) * s).to(dtype)
     return x

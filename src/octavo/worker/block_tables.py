@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import Staging
+from octavo.attention import SharedKeys, Staging
+from octavo.worker.shared_blocks import SharedKeysFinder
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -41,34 +42,39 @@ class BlockTables(Protocol):
     def slots(self, row_of_token: Int64s, positions: Int64s) -> list[Tensor]:
         """Where each token's KV goes, int64 a group; empty if kernels find that by themselves."""
 
+    def shared(
+        self, rows: Int64s, query_lens: Int64s, context_lens: Int64s
+    ) -> list[SharedKeys | None]:
+        """A group's keys that are worth reading once for several of `rows`; empty if none are."""
+
 
 class HostTables:
     """Numpy arrays, gathered for each step."""
 
     def __init__(self, block_size: int, num_groups: int, num_rows: int) -> None:
         self._block_size = block_size
-        self._tables: list[Int32s] = [np.zeros((num_rows, 16), np.int32) for _ in range(num_groups)]
+        self.tables: list[Int32s] = [np.zeros((num_rows, 16), np.int32) for _ in range(num_groups)]
 
     def add_rows(self, num_rows: int) -> None:
-        for group, table in enumerate(self._tables):
+        for group, table in enumerate(self.tables):
             new = np.zeros((num_rows, table.shape[1]), np.int32)
-            self._tables[group] = np.concatenate([table, new])
+            self.tables[group] = np.concatenate([table, new])
 
     def clear(self, row: int) -> None:
-        for table in self._tables:
+        for table in self.tables:
             table[row] = 0
 
     def copy(self, children: Int64s, parents: Int64s) -> None:
-        for table in self._tables:
+        for table in self.tables:
             table[children] = table[parents]
 
     def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
-        self._tables[group] = widen(self._tables[group], int(columns.max()) + 1)
-        self._tables[group][rows, columns] = block_ids
+        self.tables[group] = widen(self.tables[group], int(columns.max()) + 1)
+        self.tables[group][rows, columns] = block_ids
 
     def of_step(self, rows: Int64s, context_lens: Int64s) -> list[Tensor]:
         num_blocks = -(-int(context_lens.max(initial=1)) // self._block_size)
-        return [torch.from_numpy(table[rows, :num_blocks]) for table in self._tables]
+        return [torch.from_numpy(table[rows, :num_blocks]) for table in self.tables]
 
     def slots(self, row_of_token: Int64s, positions: Int64s) -> list[Tensor]:
         index, offset = np.divmod(positions, self._block_size)
@@ -76,18 +82,25 @@ class HostTables:
             torch.from_numpy(
                 table[row_of_token, index].astype(np.int64) * self._block_size + offset
             )
-            for table in self._tables
+            for table in self.tables
         ]
+
+    def shared(
+        self, rows: Int64s, query_lens: Int64s, context_lens: Int64s
+    ) -> list[SharedKeys | None]:
+        return []  # the CPU's kernels read keys sequence by sequence
 
 
 class DeviceTables:
     """Tensors that stay on the device: a step brings only what has changed.
 
-    Row 0 belongs to nobody and is all null blocks: padding points to it.
+    Row 0 belongs to nobody and is all null blocks: padding points to it. A mirror on the host says
+    which sequences share blocks.
     """
 
     def __init__(
         self,
+        block_size: int,
         num_groups: int,
         num_rows: int,
         max_blocks: int,
@@ -99,6 +112,8 @@ class DeviceTables:
         Args:
             max_blocks: of the longest sequence.
         """
+        self._mirror = HostTables(block_size, num_groups, num_rows)
+        self._sharing = SharedKeysFinder(block_size)
         self._tables = [
             torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
             for _ in range(num_groups)
@@ -113,12 +128,17 @@ class DeviceTables:
         raise AssertionError("a plan never opens more rows than the limits allow")
 
     def clear(self, row: int) -> None:
-        pass  # entries beyond a sequence's length are never read
+        # On the device entries beyond a sequence's length are never read.
+        self._mirror.clear(row)
+        self._sharing.forget()
 
     def copy(self, children: Int64s, parents: Int64s) -> None:
+        self._mirror.copy(children, parents)
+        self._sharing.forget()
         self._copies.append((children, parents))
 
     def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
+        self._mirror.write(group, rows, columns, block_ids)
         flat = rows * self._tables[group].shape[1] + columns
         entries = self._writes.setdefault(group, {})
         entries.update(zip(flat.tolist(), block_ids.tolist(), strict=True))
@@ -168,6 +188,11 @@ class DeviceTables:
 
     def slots(self, row_of_token: Int64s, positions: Int64s) -> list[Tensor]:
         return []
+
+    def shared(
+        self, rows: Int64s, query_lens: Int64s, context_lens: Int64s
+    ) -> list[SharedKeys | None]:
+        return self._sharing.find(self._mirror.tables, rows, query_lens, context_lens)
 
 
 def widen(array: Int32s, num_columns: int) -> Int32s:

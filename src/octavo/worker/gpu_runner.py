@@ -53,6 +53,7 @@ class Captured(NamedTuple):
 
     kind: Literal["decodes", "mixed"]
     size: int
+    shares: bool = False  # keys are read for several sequences at once
 
 
 class GpuRunner:
@@ -81,8 +82,7 @@ class GpuRunner:
             self._under_way.result()
         started = Moment(parts.device)
         parts.staging.begin()
-        captured = self._captured_as(plan)
-        self._stage(plan, captured)
+        captured = self._stage(plan, self._captured_as(plan))
         choice = Choice.nothing(parts.device)
         scores: dict[int, list[TokenLogprobs]] = {}
         moved = parts.kv_cache.move(plan)
@@ -125,14 +125,19 @@ class GpuRunner:
         size = graphs.token_size_for(plan.num_tokens)
         return Captured("mixed", size) if size and num_chunks <= MOST_CHUNKS else None
 
-    def _stage(self, plan: StepPlan, captured: Captured | None) -> None:
-        """Bring the step's arrays and what has changed in the tables to the device."""
+    def _stage(self, plan: StepPlan, captured: Captured | None) -> Captured | None:
+        """Bring the step's arrays and what has changed in the tables to the device.
+
+        Returns `captured`, with what the tables say.
+        """
         parts, batch = self._parts, self._parts.input_batch
         if plan.seq_ids:
             decodes = captured is not None and captured.kind == "decodes"
             num_padding = captured.size - len(plan.seq_ids) if captured and decodes else 0
             inputs = batch.model_input(plan, num_padding)
             attention = inputs.attention
+            if captured and attention.shared:
+                captured = captured._replace(shares=True)
             if captured and not decodes:
                 num_singles = self._most_singles(captured.size)
                 padded = PaddedSizes(captured.size, num_singles, MOST_CHUNKS)
@@ -146,6 +151,7 @@ class GpuRunner:
         updates = parts.tables.stage()
         parts.staging.flush()
         parts.tables.update(updates)
+        return captured
 
     def _most_singles(self, num_tokens: int) -> int:
         return min(num_tokens, self._parts.staging.max_num_seqs)

@@ -251,7 +251,7 @@ def make_gpu_runner(
     # While rows fork, children are there before their parents have gone; row 0 is padding.
     num_rows = 2 * scheduler.max_num_seqs + 1
     max_blocks = -(-model_config.max_model_len // block_size)
-    tables = DeviceTables(len(layout.groups), num_rows, max_blocks, device, staging)
+    tables = DeviceTables(block_size, len(layout.groups), num_rows, max_blocks, device, staging)
     parts = GpuParts(
         model,
         make_backend(backend_class, model, layout, kv_cache.blocks, block_size),

@@ -56,8 +56,9 @@ class Graphs:
 
     @property
     def num_graphs(self) -> int:
-        """Of steps that may be captured; how tokens are drawn comes on top and is small."""
-        return len(self.sizes) + len(self._token_sizes)
+        """Of steps that may be captured, each with shared keys and without; how tokens are drawn
+        comes on top and is small."""
+        return 2 * (len(self.sizes) + len(self._token_sizes))
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest size that takes so many sequences."""

@@ -1,0 +1,89 @@
+"""Decode attention where sequences share blocks: keys read once for all of them, and once for each.
+
+Beams and samples share their prompt and common ancestors, requests a common prefix. One layer, in
+microseconds a launch, replayed from a CUDA graph; blocks of 16 tokens, scattered; bf16, heads of
+128. Prints a table, and last one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from attention_work import BLOCK_SIZE, HEAD_DIM, MODELS, Work, seconds
+from gpu_harness import report
+
+from octavo.attention import SharedKeys
+
+
+class Case(NamedTuple):
+    """Groups of `size` sequences that share `shared` tokens and have `own` ones."""
+
+    groups: int
+    size: int
+    shared: int
+    own: int
+
+
+CASES = {
+    "64 x 2 beams, 128 + 32": Case(64, 2, 128, 32),
+    "64 x 4 beams, 128 + 32": Case(64, 4, 128, 32),
+    "64 x 6 beams, 128 + 32": Case(64, 6, 128, 32),
+    "4 x 8 beams, 2,048 + 128": Case(4, 8, 2048, 128),
+    "16 behind 4,096, 256 each": Case(1, 16, 4096, 256),
+    "64 behind 1,024, 96 each": Case(1, 64, 1024, 96),
+    "512 behind 1,024, 96 each": Case(1, 512, 1024, 96),
+}
+
+
+def shared_keys(case: Case) -> SharedKeys:
+    groups = np.arange(case.groups, dtype=np.int32)
+    return SharedKeys(
+        begins=np.zeros_like(groups),
+        ends=np.full_like(groups, case.shared),
+        starts=np.arange(case.groups + 1, dtype=np.int32) * case.size,
+        members=np.arange(case.groups * case.size, dtype=np.int32),
+    )
+
+
+def measure(model: str, case: Case) -> dict[str, float]:
+    """Microseconds of a launch, and TB/s of the bytes that are read once."""
+    num_seqs = case.groups * case.size
+    work = Work(model, num_seqs, case.shared + case.own, new=1)
+    common = work.table[:: case.size, : case.shared // BLOCK_SIZE]
+    work.table[:, : case.shared // BLOCK_SIZE] = common.repeat_interleave(case.size, 0)
+    apart = seconds(work.forward, work.num_layers, 2 * work.num_layers)
+    expected = work.forward(0).float()
+    work.backend.plan(replace(work.batch, shared=[shared_keys(case)]))
+    together = seconds(work.forward, work.num_layers, 2 * work.num_layers)
+    error = (work.forward(0).float() - expected).abs().max().item()
+    assert error < 0.02, f"{model}, {case}: {error} off"
+    keys = case.groups * case.shared + num_seqs * case.own
+    num_bytes = keys * work.kv_heads * 2 * HEAD_DIM * 2
+    return {
+        "apart": round(apart * 1e6, 1),
+        "together": round(together * 1e6, 1),
+        "ratio": round(apart / together, 2),
+        "TB/s": round(num_bytes / together / 1e12, 2),
+    }
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    torch.manual_seed(0)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    with torch.inference_mode():
+        for model in MODELS:
+            results[model] = {}
+            print(model)
+            for name, case in CASES.items():
+                cells = results[model][name] = measure(model, case)
+                print(f"  {name:<28}" + "  ".join(f"{k} {v:g}" for k, v in cells.items()))
+    report("shared_keys", results=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Which sequences of a step read the same blocks, so that a kernel can read them once for all.
+
+Samples and beams share the blocks of their prompt and of common ancestors, and requests those of a
+common prefix (paper section 4.4). Tables in lexicographic order put sharers next to each other: the
+blocks that neighbours have in common make a tree, whose edges are the stretches looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.attention import MOST_LEVELS, SharedKeys
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+MIN_KEYS = 64  # of a stretch: below it the unfinished results cost as much as is saved
+MIN_SAVING = 0.125  # of the keys that the step reads
+
+
+class SharedKeysFinder:
+    """Remembers what it found: while the same sequences decode, tables only grow at their ends."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._rows: Int64s | None = None
+        self._found: list[SharedKeys | None] = []
+
+    def forget(self) -> None:
+        """Tables have changed otherwise than at their ends."""
+        self._rows = None
+
+    def find(
+        self, tables: Sequence[Int32s], rows: Int64s, query_lens: Int64s, contexts: Int64s
+    ) -> list[SharedKeys | None]:
+        """For each group's table, what `rows` with one new token share; empty if nothing is."""
+        (singles,) = np.nonzero(query_lens == 1)
+        rows = rows[singles]
+        if self._rows is None or not np.array_equal(rows, self._rows):
+            self._rows = rows
+            contexts = contexts[singles]
+            self._found = [find_shared_keys(t[rows], contexts, self._block_size) for t in tables]
+            if not any(self._found):
+                self._found = []
+        if len(singles) == len(query_lens):
+            return self._found
+        return [
+            None if keys is None else keys._replace(members=singles[keys.members].astype(np.int32))
+            for keys in self._found
+        ]
+
+
+def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> SharedKeys | None:
+    """The stretches of keys worth reading together; None if there are none.
+
+    Args:
+        tables: int32 [num_seqs, max_blocks]; entries beyond a context may be anything.
+        contexts: int64 [num_seqs]: tokens in the cache after this step, the new one included.
+    """
+    num_full = np.maximum(contexts - 1, 0) // block_size  # blocks whose keys are all cached
+    sharers = _with_company(tables, num_full)
+    if not len(sharers):
+        return None
+    num_full = num_full[sharers]
+    width = int(num_full.max())
+    blocks = tables[sharers, :width]
+    blocks[np.arange(width) >= num_full[:, None]] = 0
+    order = _lexicographic(blocks)
+    blocks, sharers = blocks[order], sharers[order]
+    parted = (blocks[1:] != blocks[:-1]) | (blocks[1:] == 0)
+    common = np.where(parted.any(1), parted.argmax(1), width)
+
+    min_blocks = -(-MIN_KEYS // block_size)
+    shared_until = np.zeros(len(sharers), np.int64)
+    num_levels = np.zeros(len(sharers), np.int64)
+    begins, ends, members = [], [], []
+    # Parents before children: what a parent covers, its children need not.
+    for depth, first, last in sorted(_tree(common.tolist())):
+        begin = int(shared_until[first])
+        if depth - begin >= min_blocks and num_levels[first] < MOST_LEVELS:
+            shared_until[first:last] = depth
+            num_levels[first:last] += 1
+            begins.append(begin)
+            ends.append(depth)
+            members.append(sharers[first:last])
+    sizes = np.array([len(some) for some in members], np.int64)
+    saved = ((sizes - 1) * (np.array(ends) - np.array(begins))).sum() * block_size
+    if not members or saved < MIN_SAVING * contexts.sum():
+        return None
+    return SharedKeys(
+        begins=np.array(begins, np.int32) * block_size,
+        ends=np.array(ends, np.int32) * block_size,
+        starts=np.concatenate([[0], sizes.cumsum()]).astype(np.int32),
+        members=np.concatenate(members).astype(np.int32),
+    )
+
+
+def _with_company(tables: Int32s, num_full: Int64s) -> Int64s:
+    """Sequences whose first block another one has, too."""
+    heads = np.where(num_full > 0, tables[:, 0], 0)
+    _, which, counts = np.unique(heads, return_inverse=True, return_counts=True)
+    return np.flatnonzero((counts[which] > 1) & (heads != 0))
+
+
+def _lexicographic(blocks: Int32s) -> Int64s:
+    """The order of the rows. As big-endian bytes they compare like numbers."""
+    num_rows, width = blocks.shape
+    return blocks.astype(">u4").view(f"S{4 * width}").reshape(num_rows).argsort(kind="stable")
+
+
+def _tree(common: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(depth, first, last + 1) of all runs of rows that have `depth` > 0 blocks in common, where
+    no longer run has as many. common[i]: blocks that rows i and i + 1 begin with alike."""
+    open_runs: list[tuple[int, int]] = []  # (depth, first), of growing depth
+    for last, depth in enumerate([*common, 0], start=1):
+        first = last - 1
+        while open_runs and open_runs[-1][0] > depth:
+            ended, first = open_runs.pop()
+            yield ended, first, last
+        if depth and not (open_runs and open_runs[-1][0] == depth):
+            open_runs.append((depth, first))
