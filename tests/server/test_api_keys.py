@@ -217,6 +217,7 @@ def test_signals() -> None:
             assert server.get("/health").status_code == 503
             server.process.terminate()
             ended = [line for line in lines if line]
+        assert not any('"finish_reason":"' in line for line in ended)
         assert '"error":{"message":"the request was ended by the server"' in ended[-2]
         assert ended[-1] == "data: [DONE]"
         assert server.process.wait(TIMEOUT) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
@@ -44,7 +44,7 @@ class RequestStream:
         self._tokenizer = tokenizer if params.detokenize else None
         self._abort = abort
         self._texts = [self._new_text() for _ in entry.samples]
-        self._deltas: deque[SequenceDelta] = deque()  # at most one of a sample
+        self._deltas: OrderedDict[int, SequenceDelta] = OrderedDict()  # by sample, not yet read
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
         self._is_over = False  # the reader has got the last item
@@ -71,7 +71,7 @@ class RequestStream:
     async def __anext__(self) -> StreamEvent:
         while True:
             if self._deltas:
-                return self._deltas.popleft()
+                return self._deltas.popitem(last=False)[1]
             if self._is_over:
                 raise StopAsyncIteration
             if self._error is not None:
@@ -182,16 +182,16 @@ class RequestStream:
         return OutputText(detokenizer, params.stop_strings, params.include_stop_str_in_output)
 
     def _offer(self, delta: SequenceDelta) -> None:
-        for waiting in self._deltas:
-            if waiting.index == delta.index:
-                waiting.text += delta.text
-                waiting.token_ids += delta.token_ids
-                waiting.logprobs += delta.logprobs
-                waiting.finish_reason = delta.finish_reason
-                waiting.stop_reason = delta.stop_reason
-                return
-        self._deltas.append(delta)
-        self._wake()
+        waiting = self._deltas.get(delta.index)
+        if waiting is None:
+            self._deltas[delta.index] = delta
+            self._wake()
+            return
+        waiting.text += delta.text
+        waiting.token_ids += delta.token_ids
+        waiting.logprobs += delta.logprobs
+        waiting.finish_reason = delta.finish_reason
+        waiting.stop_reason = delta.stop_reason
 
     def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():

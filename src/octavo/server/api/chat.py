@@ -113,12 +113,12 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
             logprobs=self._logprobs(delta.logprobs),
             finish_reason=finish_reason(delta),
         )
-        if delta.finish_reason is not None:
+        if piece.finish_reason is not None:
             piece.stop_reason = delta.stop_reason
         if self.body.return_token_ids:
             piece.token_ids = delta.token_ids
         is_empty = not delta.text and piece.logprobs is None and not self.body.return_token_ids
-        if is_empty and delta.finish_reason is None:
+        if is_empty and piece.finish_reason is None:
             return self._opening(delta.index)
         return [*self._opening(delta.index), piece]
 

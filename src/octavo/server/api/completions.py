@@ -121,7 +121,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         choice.finish_reason = finish_reason(delta)
         choice.stop_reason = delta.stop_reason
         is_empty = not choice.text and not choice.token_ids and choice.logprobs is None
-        if is_empty and not is_first and delta.finish_reason is None:
+        if is_empty and not is_first and choice.finish_reason is None:
             return []
         return [choice]
 

@@ -146,8 +146,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"status": self.status_code, "headers": self.raw_headers}
-        await send({"type": "http.response.start", **headers})
         try:
+            await send({"type": "http.response.start", **headers})
             with contextlib.suppress(ClientGone):
                 await while_connected(receive, self._send_all(send))
         finally:

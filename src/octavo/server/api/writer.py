@@ -111,5 +111,6 @@ def in_order(output: RequestOutput) -> list[SequenceOutput]:
 
 
 def finish_reason(output: SequenceOutput | SequenceDelta) -> FinishReason | None:
-    """None while it goes on. An aborted output never gets this far."""
-    return cast("FinishReason | None", output.finish_reason)
+    """None while it goes on, and for the rest of a stream that was cut off: an error follows it."""
+    reason = output.finish_reason
+    return None if reason == "abort" else cast("FinishReason | None", reason)
