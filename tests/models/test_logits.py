@@ -120,5 +120,9 @@ def test_declared_layers(name: str) -> None:
     layers = load(config.directory).attention_layers
     assert [layer.layer_id for layer in layers] == list(range(config.num_layers))
     assert tuple(layer.window for layer in layers) == config.layer_windows
-    windows = {"mistral": {20}, "qwen2": {None, 20}}.get(name, {None})
-    assert set(config.layer_windows) == windows
+
+
+def test_declared_windows() -> None:
+    for name, windows in {"llama": {None}, "mistral": {20}, "qwen2": {None, 20}}.items():
+        config = ModelConfig.from_directory(model_zoo.model_directory(name))
+        assert set(config.layer_windows) == windows

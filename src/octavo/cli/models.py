@@ -7,7 +7,7 @@ from typing import get_args
 
 import click
 
-# What each family's reader takes of its variants; anything else in a config.json is refused.
+# What each family's reader takes of its variants.
 NOTES = {
     "gpt2": "GPT-2, DistilGPT2 and kin; learned positions",
     "opt": "OPT 125m to 66b and 350m (its projections and late norms)",
