@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core import symbolic
+from core.symbolic import Ask
+from core.workloads import Workload
 from core.worlds import sampling
 from octavo.config import CacheConfig, MemoryPolicyName, SchedulerConfig
 from octavo.core.extent_pool import Arena, BuddyPool
@@ -81,7 +82,7 @@ def test_an_arena_comes_back_as_a_whole() -> None:
     assert pool.reserve(10) == list(range(1, 11))
 
 
-class ReservingWorkload(symbolic.Workload):
+class ReservingWorkload(Workload):
     """The random workloads of the core, with another memory policy."""
 
     def __init__(self, seed: int, policy: MemoryPolicyName) -> None:
@@ -98,7 +99,7 @@ class ReservingWorkload(symbolic.Workload):
             replace(self.scheduler.config, policy="fcfs"), self.kv, clock=lambda: self.now
         )
 
-    def ask(self, number: int) -> symbolic.Ask:
+    def ask(self, number: int) -> Ask:
         ask = super().ask(number)
         return replace(ask, kind="sample", max_tokens=3) if ask.kind == "pin" else ask
 
@@ -196,6 +197,18 @@ def test_the_rest_of_an_aborted_batch_comes_out() -> None:
     assert server.step() == []
     server.scheduler.abort("long")
     assert server.step() == ["short"]
+    assert not server.scheduler.has_unfinished
+
+
+def test_a_request_that_ends_before_its_batch_begins_is_gone() -> None:
+    server = Server("fastertransformer", 20, 1024)
+    server.add("running", 5, 2)
+    server.step()
+    waiting = Request("waiting", [1] * 5, sampling(1, 20), SamplingSpec())
+    server.scheduler.resume(waiting, {0: [7, 7]})
+    server.scheduler.finish_by_stop_string(waiting.sequences[0], "stop")
+    assert waiting.is_finished
+    assert server.step() == ["running"]
     assert not server.scheduler.has_unfinished
 
 

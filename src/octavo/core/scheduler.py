@@ -103,7 +103,7 @@ class Scheduler:
         if request.status is not Status.WAITING and regrow.leads(seq, request.sequences):
             self._begin_anew(request)
         self._outcomes.finish(seq, "stop")
-        if not self.kv.forms_batches:
+        if not (self.kv.forms_batches and request.status is Status.RUNNING):
             self._retire([request])
 
     # ---------------------------------------------------------------- one step
