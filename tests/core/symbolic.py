@@ -9,21 +9,13 @@ pure function of that chain, so what a request gets must not depend on its compa
 from __future__ import annotations
 
 import hashlib
-import random
-from collections import deque
 from dataclasses import dataclass, field
 
-from octavo.config import SchedulerConfig
 from octavo.core.block_pool import NULL_BLOCK
 from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
-from octavo.core.invariants import check_scheduler
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.kv_spec import FullAttention, KVSpec, SlidingWindow
-from octavo.core.prefix_cache import sha256_128
-from octavo.core.scheduler import Scheduler
+from octavo.core.kv_spec import KVSpec
 from octavo.core.sequence import Request
-from octavo.core.step import SamplingSpec, StepPlan, StepResult
-from octavo.errors import RequestTooLong
+from octavo.core.step import SamplingSpec, StepPlan, StepResult, TokenLogprobs
 
 VOCABULARY = 7
 EOS = 6
@@ -36,6 +28,21 @@ def digest_of(*parts: object) -> int:
 def chain(previous: int, token_id: int) -> int:
     """The symbol of a token after everything that `previous` stands for."""
     return digest_of(previous, token_id)
+
+
+def symbols_of(token_ids: list[int]) -> list[int]:
+    """Of each token after those before it."""
+    symbols, symbol = [], 0
+    for token_id in token_ids:
+        symbol = chain(symbol, token_id)
+        symbols.append(symbol)
+    return symbols
+
+
+def scores_of(token_ids: list[int]) -> list[TokenLogprobs]:
+    """What log-probabilities are asked for here: of each token, a name for all up to it."""
+    pairs = zip(token_ids, symbols_of(token_ids), strict=True)
+    return [TokenLogprobs(token_id, -float(symbol), 1) for token_id, symbol in pairs]
 
 
 def drawn_token(symbol: int, seed: int, sample_index: int) -> int:
@@ -96,12 +103,18 @@ class SymbolicExecutor:
             self.device[target] = content
         assert len(set(plan.seq_ids)) == len(plan.seq_ids)
         self._write(plan)
+        result = StepResult(plan.step_id, [])
         for seq_id, count in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
             row = self.rows[seq_id]
-            self._read(row, row.num_computed, row.num_computed + count)
-            row.num_computed += count
+            start, end = row.num_computed, row.num_computed + count
+            self._read(row, start, end)
+            if row.sampling.num_prompt_logprobs is not None and start + 1 < row.num_prompt:
+                last = min(end + 1, row.num_prompt)
+                result.prompt_logprobs[seq_id] = scores_of(row.token_ids[:last])[start + 1 :]
+            row.num_computed = end
             self.num_computed += count
-        return self._sample(plan)
+        self._sample(plan, result)
+        return result
 
     def _apply(self, plan: StepPlan) -> None:
         for fork in plan.forks:
@@ -158,15 +171,9 @@ class SymbolicExecutor:
                 )
 
     def _symbols(self, row: Row) -> list[int]:
-        symbols, symbol = [], row.seed
-        symbol = 0
-        for token_id in row.token_ids:
-            symbol = chain(symbol, token_id)
-            symbols.append(symbol)
-        return symbols
+        return symbols_of(row.token_ids)
 
-    def _sample(self, plan: StepPlan) -> StepResult:
-        result = StepResult(plan.step_id, [])
+    def _sample(self, plan: StepPlan, result: StepResult) -> None:
         scheduled = set(plan.seq_ids)
         for seq_id in plan.sampled:
             row = self.rows[seq_id]
@@ -177,6 +184,9 @@ class SymbolicExecutor:
             tokens = [drawn_token(symbol, row.seed, row.sample_index + i) for i in range(draws)]
             if draws > 1:
                 result.draws[seq_id] = tokens
+            if row.sampling.num_logprobs is not None:
+                scored = [scores_of([*row.token_ids, token])[-1] for token in tokens]
+                result.logprobs[seq_id] = scored
             result.token_ids.append(tokens[0])
             row.token_ids.append(tokens[0])
         for seq_id in plan.expanded:
@@ -184,7 +194,6 @@ class SymbolicExecutor:
             assert row.num_computed == len(row.token_ids), "expanded before the last token"
             symbol = self._symbols(row)[-1]
             result.candidates[seq_id] = best_tokens(symbol, row.sampling.num_candidates)
-        return result
 
 
 # -------------------------------------------------------------------- what must come out
@@ -204,6 +213,12 @@ class Ask:
     priority: int = 0
     early_stopping: bool | str = False
     length_penalty: float = 1.0
+    stop_id: int | None = None  # ends a sample, besides EOS
+    wants_logprobs: bool = False  # of the prompt and of the output
+
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        return frozenset({EOS} if self.stop_id is None else {EOS, self.stop_id})
 
     def method(self) -> DecodingMethod:
         length = len(self.prompt) + self.max_tokens
@@ -217,16 +232,21 @@ class Ask:
             )
         if self.kind == "pin":
             return PinPrefix(self.name, len(self.prompt))
-        return Sampling(self.width, length, frozenset({EOS}), frozenset())
+        return Sampling(self.width, length, frozenset({EOS}), self.ending_ids - {EOS})
 
     def request(self, now: float) -> Request:
         method = self.method()
         candidates = method.num_candidates if isinstance(method, BeamSearch) else 0
+        num_logprobs = 0 if self.wants_logprobs else None
         return Request(
             self.name,
             list(self.prompt),
             method,
-            SamplingSpec(num_candidates=candidates),
+            SamplingSpec(
+                num_candidates=candidates,
+                num_logprobs=num_logprobs,
+                num_prompt_logprobs=num_logprobs,
+            ),
             seed=self.seed,
             arrival_time=now,
             priority=self.priority,
@@ -242,7 +262,7 @@ def expected_samples(ask: Ask) -> list[list[int]]:
         for token_id in ask.prompt:
             symbol = chain(symbol, token_id)
         tokens: list[int] = []
-        while len(tokens) < ask.max_tokens and (not tokens or tokens[-1] != EOS):
+        while len(tokens) < ask.max_tokens and not ask.ending_ids.intersection(tokens[-1:]):
             tokens.append(drawn_token(symbol, ask.seed, index))
             symbol = chain(symbol, tokens[-1])
         results.append(tokens)
@@ -279,133 +299,3 @@ def expected_beams(ask: Ask) -> list[list[int]]:
             if early is True or running[0][0] / reach <= finished[-1][0]:
                 break
     return [tokens for _, tokens in finished]
-
-
-# -------------------------------------------------------------------- random workloads
-
-
-@dataclass
-class Workload:
-    """One random world: an engine's settings and the requests that arrive in it."""
-
-    seed: int
-
-    def __post_init__(self) -> None:
-        rng = self.rng = random.Random(self.seed)
-        self.block_size = rng.choice([1, 2, 3, 4, 8])
-        self.specs = rng.choice(
-            [
-                (FullAttention(),),
-                (FullAttention(),),
-                (SlidingWindow(rng.randint(1, 9)),),
-                (FullAttention(), SlidingWindow(rng.randint(1, 9))),
-                (SlidingWindow(3), FullAttention(), SlidingWindow(7)),
-            ]
-        )
-        max_seqs = rng.randint(1, 8)
-        self.kv = KVCacheManager(
-            self.specs,
-            self.block_size,
-            num_blocks=rng.randint(8, 70) * len(self.specs),
-            num_swap_blocks=rng.choice([0, 10, 1000]),
-            enable_prefix_caching=rng.random() < 0.7,
-            # A digest of one byte collides all the time: hits must be verified.
-            digest=sha256_128 if rng.random() < 0.7 else lambda b: sha256_128(b)[:1],
-        )
-        chunked = rng.random() < 0.8
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=max_seqs,
-                max_num_batched_tokens=rng.randint(max_seqs, 30) if chunked else 200,
-                policy=rng.choice(["fcfs", "priority"]),
-                aging_seconds=rng.choice([1.0, 1000.0]),
-                preemption_mode=rng.choice(["auto", "swap", "recompute"]),
-                enable_chunked_prefill=chunked,
-                max_passes=rng.randint(0, 4),
-                watermark=rng.choice([0.0, 0.05]),
-            ),
-            self.kv,
-            clock=lambda: self.now,
-        )
-        self.now = 0.0
-        self.depth = rng.choice([1, 2, 2, 3])  # steps under way at once
-        self.executor = SymbolicExecutor(self.specs, self.block_size)
-        self.prefixes = [
-            [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(3)
-        ]
-
-    def ask(self, number: int) -> Ask:
-        rng = self.rng
-        prefix = rng.choice(self.prefixes)[: rng.randint(0, 40)]
-        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 1, 5, 12]))]
-        kind = rng.choices(["sample", "beam", "pin"], [6, 3, 0.3])[0]
-        return Ask(
-            name=f"r{number}",
-            prompt=tuple([*prefix, *own] or [0]),
-            kind=kind,
-            width=1 if kind == "pin" else rng.choice([1, 1, 2, 3, 4]),
-            max_tokens=0 if kind == "pin" else rng.choice([1, 2, 5, 20]),
-            seed=rng.randrange(5),
-            salt=rng.choice(["", "", "tenant"]),
-            priority=rng.choice([0, 0, 1, 5]),
-            early_stopping=rng.choice([True, False, "never"]),
-            length_penalty=rng.choice([0.0, 1.0, 2.0, -1.0]),
-        )
-
-    def run(self, num_requests: int = 12) -> None:
-        """Run to the end, checking everything on the way. Raises AssertionError."""
-        rng, scheduler = self.rng, self.scheduler
-        pending = [self.ask(i) for i in range(num_requests)]
-        alive: dict[str, Ask] = {}
-        under_way: deque[tuple[StepPlan, StepResult]] = deque()
-        steps = 0
-        while pending or scheduler.has_unfinished or under_way:
-            while pending and (rng.random() < 0.5 or not scheduler.has_unfinished):
-                ask = pending.pop()
-                try:
-                    scheduler.add(ask.request(self.now))
-                except RequestTooLong:
-                    continue
-                alive[ask.name] = ask
-            if alive and rng.random() < 0.03:
-                name = rng.choice(sorted(alive))
-                scheduler.abort(name)
-                del alive[name]
-                check_scheduler(scheduler)
-            while len(under_way) < self.depth:
-                plan = scheduler.schedule()
-                check_scheduler(scheduler)
-                if plan is None:
-                    break
-                assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
-                under_way.append((plan, self.executor.execute(plan)))
-            steps += 1
-            assert steps < 5000, "no progress"
-            if not under_way:
-                continue
-            progress = scheduler.update(*under_way.popleft())
-            check_scheduler(scheduler)
-            for request in progress.finished:
-                self.check_result(alive.pop(request.request_id), request)
-            self.now += 0.1
-            if rng.random() < 0.02 and self.kv.enable_prefix_caching:
-                self.kv.reset_prefix_cache()
-        self.finish()
-
-    def finish(self) -> None:
-        for name in list(self.kv.pins):
-            self.kv.unpin(name)
-        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I7: blocks are lost"
-        assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, "I7: swap blocks lost"
-        assert self.scheduler.schedule() is None, "there is nothing left to do"
-        still_to_close = set(self.scheduler._outcomes.rows.closed)
-        assert self.executor.rows.keys() <= still_to_close, "rows are left open on the worker"
-
-    def check_result(self, ask: Ask, request: Request) -> None:
-        got = [seq.output_token_ids for seq in request.finished]
-        if ask.kind == "pin":
-            assert got == [[]]
-        elif ask.kind == "sample":
-            assert got == expected_samples(ask), f"{ask} got other tokens than alone"
-        else:
-            assert got == expected_beams(ask), f"{ask} got other beams than alone"

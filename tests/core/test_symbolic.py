@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from core.symbolic import Workload
+from core.workloads import Workload
 from octavo.core.block_pool import NULL_BLOCK, BlockPool
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.prefix_cache import PrefixCache, PrefixNode

@@ -1,0 +1,202 @@
+"""Random workloads on the symbolic KV cache: one seed, one world, checked after every move."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from core.symbolic import (
+    VOCABULARY,
+    Ask,
+    SymbolicExecutor,
+    expected_beams,
+    expected_samples,
+    scores_of,
+)
+from octavo.config import SchedulerConfig
+from octavo.core.invariants import check_scheduler
+from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv_spec import FullAttention, SlidingWindow
+from octavo.core.prefix_cache import sha256_128
+from octavo.core.scheduler import Scheduler
+from octavo.core.sequence import Request
+from octavo.core.step import StepPlan, StepResult
+from octavo.errors import RequestTooLong
+
+STOP = "a stop string"
+
+
+@dataclass
+class Workload:
+    """One random world: an engine's settings and the requests that arrive in it."""
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        rng = self.rng = random.Random(self.seed)
+        self.block_size = rng.choice([1, 2, 3, 4, 8])
+        self.specs = rng.choice(
+            [
+                (FullAttention(),),
+                (FullAttention(),),
+                (SlidingWindow(rng.randint(1, 9)),),
+                (FullAttention(), SlidingWindow(rng.randint(1, 9))),
+                (SlidingWindow(3), FullAttention(), SlidingWindow(7)),
+            ]
+        )
+        max_seqs = rng.randint(1, 8)
+        self.kv = KVCacheManager(
+            self.specs,
+            self.block_size,
+            num_blocks=rng.randint(8, 70) * len(self.specs),
+            num_swap_blocks=rng.choice([0, 10, 1000]),
+            enable_prefix_caching=rng.random() < 0.7,
+            # A digest of one byte collides all the time: hits must be verified.
+            digest=sha256_128 if rng.random() < 0.7 else lambda b: sha256_128(b)[:1],
+        )
+        chunked = rng.random() < 0.8
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=max_seqs,
+                max_num_batched_tokens=rng.choice([max_seqs, rng.randint(max_seqs, 30)])
+                if chunked
+                else 200,
+                policy=rng.choice(["fcfs", "priority"]),
+                aging_seconds=rng.choice([1.0, 1000.0]),
+                preemption_mode=rng.choice(["auto", "swap", "recompute"]),
+                enable_chunked_prefill=chunked,
+                max_passes=rng.randint(0, 4),
+                watermark=rng.choice([0.0, 0.05]),
+            ),
+            self.kv,
+            clock=lambda: self.now,
+        )
+        self.now = 0.0
+        self.depth = rng.choice([1, 2, 2, 3])  # steps under way at once
+        self.executor = SymbolicExecutor(self.specs, self.block_size)
+        self.alive: dict[str, Ask] = {}
+        self.samples: dict[str, list[int]] = {}  # those that are to come, by request
+        self.prefixes = [
+            [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(3)
+        ]
+
+    def ask(self, number: int) -> Ask:
+        rng = self.rng
+        prefix = rng.choice(self.prefixes)[: rng.randint(0, 40)]
+        own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 1, 5, 12]))]
+        kind = rng.choices(["sample", "beam", "pin"], [6, 3, 0.5])[0]
+        return Ask(
+            name=f"r{number}",
+            prompt=tuple([*prefix, *own] or [0]),
+            kind=kind,
+            width=1 if kind == "pin" else rng.choice([1, 1, 2, 3, 4]),
+            max_tokens=0 if kind == "pin" else rng.choice([1, 2, 5, 20]),
+            seed=rng.randrange(5),
+            salt=rng.choice(["", "", "tenant"]),
+            priority=rng.choice([0, 0, 1, 5]),
+            early_stopping=rng.choice([True, False, "never"]),
+            length_penalty=rng.choice([0.0, 1.0, 2.0, -1.0]),
+            stop_id=rng.choice([None, None, 5]),
+            wants_logprobs=kind == "sample" and rng.random() < 0.2,
+        )
+
+    def run(self, num_requests: int = 12) -> None:
+        """Run to the end, checking everything on the way. Raises AssertionError."""
+        rng, scheduler = self.rng, self.scheduler
+        pending = [self.ask(i) for i in range(num_requests)]
+        under_way: deque[tuple[StepPlan, StepResult]] = deque()
+        steps = 0
+        while pending or scheduler.has_unfinished or under_way:
+            while pending and (rng.random() < 0.5 or not scheduler.has_unfinished):
+                self.add(pending.pop())
+            self.disturb()
+            check_scheduler(scheduler)
+            while len(under_way) < self.depth:
+                plan = scheduler.schedule()
+                check_scheduler(scheduler)
+                if plan is None:
+                    break
+                assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
+                result = self.executor.execute(plan)
+                result.compute_seconds = rng.choice([0.0, 0.1])
+                result.swap_seconds = rng.choice([0.0, 0.1])
+                under_way.append((plan, result))
+            steps += 1
+            assert steps < 5000, "no progress"
+            if not under_way:
+                continue
+            progress = scheduler.update(*under_way.popleft())
+            check_scheduler(scheduler)
+            for request in progress.finished:
+                self.check_result(request)
+            self.now += 0.1
+        self.finish()
+
+    def add(self, ask: Ask) -> None:
+        """Queue a request, or one whose samples have begun in another engine."""
+        request, outputs = ask.request(self.now), {}
+        if ask.kind == "sample" and not ask.wants_logprobs and self.rng.random() < 0.1:
+            for index, tokens in enumerate(expected_samples(ask)):
+                num_known = self.rng.randint(1, len(tokens))
+                if num_known < len(tokens):
+                    outputs[index] = tokens[:num_known]
+        try:
+            self.scheduler.resume(request, outputs)
+        except RequestTooLong:
+            return
+        self.alive[ask.name] = ask
+        self.samples[ask.name] = list(outputs) or list(range(ask.width))
+
+    def disturb(self) -> None:
+        """What happens to requests between two steps, sometimes."""
+        rng, scheduler = self.rng, self.scheduler
+        if self.alive and rng.random() < 0.03:
+            name = rng.choice(sorted(self.alive))
+            del self.alive[name]
+            scheduler.abort(name)
+        if self.alive and rng.random() < 0.05:
+            request = scheduler.requests[rng.choice(sorted(self.alive))]
+            begun = [seq for seq in request.sequences if seq.num_output_tokens]
+            if begun and request.method.wants == "token":
+                scheduler.finish_by_stop_string(rng.choice(begun), STOP)
+                if request.is_finished:
+                    self.check_result(request)
+        if rng.random() < 0.02 and self.kv.enable_prefix_caching:
+            self.kv.reset_prefix_cache()
+        if self.kv.pins and rng.random() < 0.02:
+            self.kv.unpin(rng.choice(sorted(self.kv.pins)))
+
+    def finish(self) -> None:
+        for name in list(self.kv.pins):
+            self.kv.unpin(name)
+        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I7: blocks are lost"
+        assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, "I7: swap blocks lost"
+        assert self.scheduler.schedule() is None, "there is nothing left to do"
+        still_to_close = set(self.scheduler._outcomes.rows.closed)
+        assert self.executor.rows.keys() <= still_to_close, "rows are left open on the worker"
+
+    def check_result(self, request: Request) -> None:
+        ask = self.alive.pop(request.request_id)
+        got = [seq.output_token_ids for seq in request.finished]
+        if ask.kind == "pin":
+            assert got == [[]]
+        elif ask.kind == "beam":
+            assert got == expected_beams(ask), f"{ask} got other beams than alone"
+        else:
+            self.check_samples(ask, request)
+
+    def check_samples(self, ask: Ask, request: Request) -> None:
+        expected = expected_samples(ask)
+        assert [seq.sample_index for seq in request.finished] == self.samples[ask.name]
+        for seq in request.finished:
+            tokens = expected[seq.sample_index]
+            if seq.stop_reason == STOP:
+                tokens = tokens[: seq.num_output_tokens]
+            elif ask.stop_id is not None and tokens[-1] == ask.stop_id:
+                assert seq.stop_reason == ask.stop_id
+            assert seq.output_token_ids == tokens, f"{ask} got other tokens than alone"
+            if ask.wants_logprobs:
+                assert seq.logprobs == scores_of(seq.token_ids)[len(ask.prompt) :]
+        if ask.wants_logprobs:
+            assert request.prompt_logprobs == scores_of(list(ask.prompt))[1:]
