@@ -224,7 +224,9 @@ def test_keys_are_found_by_bearer_and_by_basic() -> None:
     assert keys.tenant("bearer second-key-2") == Tenant("acme")
     assert keys.tenant("Basic YW55Om5lOnNlY29uZC1rZXktMg==") is None  # any:ne:second-key-2
     assert keys.tenant("Basic YW55OnNlY29uZC1rZXktMg==") == Tenant("acme")  # any:second-key-2
-    for wrong in (None, "", "Bearer", "Bearer first-key-", "first-key-1", "Basic !", "Bearer é"):
+    for wrong in (None, "", "Bearer", "Bearer first-key-", "first-key-1", "Bearer é"):
+        assert keys.tenant(wrong) is None
+    for wrong in ("Basic !", "Basic é", "Basic /w==", "Basic"):
         assert keys.tenant(wrong) is None
     assert ApiKeys().tenant(None) == Tenant("")
 
