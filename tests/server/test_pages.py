@@ -261,10 +261,13 @@ def test_play_endpoints() -> None:
     assert (state["num_held"], state["num_naive"]) == (8, 20)
     for body, message in (
         ({"operations": [{"op": "free", "sequence": "Z"}]}, "operations[0].sequence: there is no"),
-        ({"operations": [3]}, "operations: the body is not as expected"),
-        ({"operation": []}, "unknown field `operation`"),
-        ({}, "missing required field `operations`"),
+        ({"operations": [3]}, "operations[0]: expected `object`, got `int`"),
+        ({"operation": []}, "operation: there is no such field; did you mean operations?"),
+        ({}, "operations: it is missing"),
     ):
         reply = http.post("/pool/play", json=body)
         assert reply.status_code == 400
         assert message in reply.json()["error"]["message"]
+    deep = '{"operations": [{"op": ' + "[" * 100_000
+    reply = http.post("/pool/play", content=deep, headers={"content-type": "application/json"})
+    assert reply.status_code == 400

@@ -21,7 +21,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from octavo.server.api.errors import ApiError, refused
+from octavo.server.api.bodies import Body, read_body
+from octavo.server.api.errors import ApiError
 from octavo.server.feed import MAX_VIEWERS, Feed
 from octavo.server.playpool import play, textbook_case
 
@@ -86,7 +87,7 @@ def pages_router(feed: Feed) -> APIRouter:
 
     @router.post("/pool/play")
     async def play_operations(request: Request) -> Response:
-        return _json(play(_operations(await request.body())))
+        return _json(play((await read_body(request, _Play)).operations))
 
     return router
 
@@ -109,15 +110,8 @@ class FrameStream(StreamingResponse):
             await self._frames.aclose()
 
 
-class _Play(msgspec.Struct, forbid_unknown_fields=True):
+class _Play(Body):
     operations: list[dict[str, Any]]
-
-
-def _operations(body: bytes) -> list[dict[str, Any]]:
-    try:
-        return msgspec.json.decode(body, type=_Play).operations
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise refused("operations", f"the body is not as expected: {error}") from error
 
 
 def _page(name: str) -> HTMLResponse:

@@ -24,6 +24,7 @@ NUM_BLOCKS = 64
 MAX_OPERATIONS = 1000
 MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE  # in one append
 MAX_SEQUENCES = 64  # alive at a time
+MAX_SHOWN = 64  # characters of a visitor's own words in a message
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 TEXTBOOK_PROMPT_TOKENS, TEXTBOOK_BEAMS, TEXTBOOK_TOKENS = 64, 4, 10
@@ -88,11 +89,11 @@ class PlayPool:
             "free": (self._free, {"sequence"}),
         }
         if not isinstance(verb, str) or verb not in verbs:
-            raise InvalidRequest("op", f"{verb!r} is not one of {', '.join(verbs)}")
+            raise InvalidRequest("op", f"{_shown(verb)} is not one of {', '.join(verbs)}")
         act, fields = verbs[verb]
         unknown = sorted(set(map(str, operation)) - fields - {"op"})
         if unknown:
-            raise InvalidRequest(unknown[0], f"{verb} has no such field")
+            raise InvalidRequest(unknown[0][:MAX_SHOWN], f"{verb} has no such field")
         self.events = []
         label = act(operation)
         self.history.append(Count(label, self.kv.pool.num_held, self.num_naive_blocks))
@@ -203,7 +204,7 @@ class PlayPool:
         name = operation.get("sequence")
         if not isinstance(name, str) or name not in self.members:
             alive = ", ".join(self.members) or "none"
-            raise InvalidRequest("sequence", f"there is no sequence {name!r}; alive: {alive}")
+            raise InvalidRequest("sequence", f"there is no sequence {_shown(name)}; alive: {alive}")
         return name, self.members[name]
 
     def _check_room_for(self, num_new: int) -> None:
@@ -296,8 +297,15 @@ def textbook_case() -> dict[str, Any]:
 def _int(operation: Operation, name: str, least: int, most: int) -> int:
     value = operation.get(name)
     if type(value) is not int or not least <= value <= most:
-        raise InvalidRequest(name, f"{value!r} is not a whole number from {least} to {most}")
+        raise InvalidRequest(name, f"{_shown(value)} is not a whole number from {least} to {most}")
     return value
+
+
+def _shown(value: object) -> str:
+    """What a visitor sent, as far as it is worth repeating."""
+    if isinstance(value, dict | list):
+        return f"a {type(value).__name__}"
+    return repr(value if not isinstance(value, str) else value[:MAX_SHOWN])
 
 
 def _reason(error: InvalidRequest) -> str:
