@@ -218,6 +218,16 @@ def test_log_lines(seen: Observation, caplog: pytest.LogCaptureFixture) -> None:
     assert "request_id=r1" in TextFormatter().format(record)
 
 
+def test_a_client_cannot_write_lines_of_the_log() -> None:
+    record = logging.makeLogRecord(
+        {"msg": "request", "path": "/v1", "user": "me\n2026 error: status=500\u2028"}
+    )
+    for formatter in (JsonFormatter(), TextFormatter()):
+        [line] = formatter.format(record).split("\n")
+        assert "/v1" in line
+    assert r'user="me\n2026 error: status=500\u2028"' in line
+
+
 def test_log_lines_hold_no_secrets() -> None:
     prompt = "a piece of somebody's prompt"
     try:

@@ -52,7 +52,7 @@ class TextFormatter(logging.Formatter):
     """The same for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        fields = " ".join(f"{name}={_quoted(value)}" for name, value in _fields(record).items())
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         line = f"{_time(record.created)} {level}{record.getMessage()} {fields}".rstrip()
         if record.exc_info and record.exc_info[1] is not None:
@@ -122,6 +122,12 @@ class RequestLog(Listener):
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     values = record.__dict__
     return {name: values[name] for name in FIELDS if values.get(name) is not None}
+
+
+def _quoted(value: object) -> object:
+    """A client's words (its user's name, a path) must not look like fields or lines of the log."""
+    is_plain = not isinstance(value, str) or (value.isprintable() and " " not in value)
+    return value if is_plain else json.dumps(value)
 
 
 def _time(seconds: float) -> str:
