@@ -6,9 +6,9 @@ a sequence shares its blocks, and the KV cache manager copies one only when it i
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, Protocol
 
 from octavo.core.sequence import Request, Sequence
@@ -167,15 +167,13 @@ class BeamSearch:
     ) -> None:
         beams = request.sequences
         length = beams[0].num_tokens + 1
-        best = heapq.nlargest(
-            self.num_candidates,
-            (
-                (beam.cumulative_logprob + logprob, beam, token_id)
-                for beam, tokens in zip(beams, candidates, strict=True)
-                for token_id, logprob in tokens
-            ),
-            key=lambda candidate: candidate[0],
-        )
+        best = [
+            (beam.cumulative_logprob + logprob, beam, token_id)
+            for beam, tokens in zip(beams, candidates, strict=True)
+            for token_id, logprob in tokens
+        ]
+        best.sort(key=itemgetter(0), reverse=True)
+        del best[self.num_candidates :]
         survivors: list[tuple[float, Sequence, int]] = []
         for position, (logprob, beam, token_id) in enumerate(best):
             reason = self._ends(token_id, length)
@@ -222,6 +220,7 @@ class BeamSearch:
         verbs: SequenceVerbs,
     ) -> None:
         """One child of each surviving beam takes its place; the others are forked off."""
+        beams = list(request.sequences)
         chosen: list[Sequence] = []
         replaced: set[int] = set()
         for _, beam, _ in survivors:
@@ -230,8 +229,9 @@ class BeamSearch:
             else:
                 replaced.add(beam.seq_id)
                 chosen.append(beam)
-        for beam in [b for b in request.sequences if b.seq_id not in {c.seq_id for c in chosen}]:
-            verbs.free(beam)
+        for beam in beams:
+            if beam.seq_id not in replaced:
+                verbs.free(beam)
         for beam, (logprob, _, token_id) in zip(chosen, survivors, strict=True):
             verbs.append(beam, token_id)
             beam.cumulative_logprob = logprob

@@ -73,29 +73,34 @@ def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> Share
     parted = (blocks[1:] != blocks[:-1]) | (blocks[1:] == 0)
     common = np.where(parted.any(1), parted.argmax(1), width)
 
-    min_blocks = -(-MIN_KEYS // block_size)
-    shared_until = np.zeros(len(sharers), np.int64)
-    num_levels = np.zeros(len(sharers), np.int64)
-    begins, ends, members = [], [], []
-    # Parents before children: what a parent covers, its children need not.
-    for depth, first, last in sorted(_tree(common.tolist())):
-        begin = int(shared_until[first])
-        if depth - begin >= min_blocks and num_levels[first] < MOST_LEVELS:
-            shared_until[first:last] = depth
-            num_levels[first:last] += 1
-            begins.append(begin)
-            ends.append(depth)
-            members.append(sharers[first:last])
-    sizes = np.array([len(some) for some in members], np.int64)
-    saved = ((sizes - 1) * (np.array(ends) - np.array(begins))).sum() * block_size
-    if not members or saved < MIN_SAVING * contexts.sum():
+    stretches = np.array(_worthwhile(common.tolist(), -(-MIN_KEYS // block_size)), np.int32)
+    if not len(stretches):
         return None
+    begins, ends, first, last = stretches.T
+    sizes = last - first
+    if ((sizes - 1) * (ends - begins)).sum() * block_size < MIN_SAVING * contexts.sum():
+        return None
+    starts = np.zeros(len(sizes) + 1, np.int32)
+    sizes.cumsum(out=starts[1:])
+    members = np.arange(starts[-1]) + (first - starts[:-1]).repeat(sizes)
     return SharedKeys(
-        begins=np.array(begins, np.int32) * block_size,
-        ends=np.array(ends, np.int32) * block_size,
-        starts=np.concatenate([[0], sizes.cumsum()]).astype(np.int32),
-        members=np.concatenate(members).astype(np.int32),
+        begins * block_size, ends * block_size, starts, sharers.take(members).astype(np.int32)
     )
+
+
+def _worthwhile(common: list[int], min_blocks: int) -> list[tuple[int, int, int, int]]:
+    """(first block, end, first row, last + 1) of long enough stretches, in the order of ends."""
+    shared_until = [0] * (len(common) + 1)
+    num_levels = [0] * (len(common) + 1)
+    stretches = []
+    # Parents before children: what a parent covers, its children need not.
+    for depth, first, last in sorted(_tree(common)):
+        begin, levels = shared_until[first], num_levels[first]
+        if depth - begin >= min_blocks and levels < MOST_LEVELS:
+            shared_until[first:last] = [depth] * (last - first)
+            num_levels[first:last] = [levels + 1] * (last - first)
+            stretches.append((begin, depth, first, last))
+    return stretches
 
 
 def _with_company(tables: Int32s, num_full: Int64s) -> Int64s:
@@ -108,7 +113,7 @@ def _with_company(tables: Int32s, num_full: Int64s) -> Int64s:
 def _lexicographic(blocks: Int32s) -> Int64s:
     """The order of the rows. As big-endian bytes they compare like numbers."""
     num_rows, width = blocks.shape
-    return blocks.astype(">u4").view(f"S{4 * width}").reshape(num_rows).argsort(kind="stable")
+    return blocks.astype(">u4").view(f"V{4 * width}").reshape(num_rows).argsort(kind="stable")
 
 
 def _tree(common: list[int]) -> Iterator[tuple[int, int, int]]:
