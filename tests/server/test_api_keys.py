@@ -12,6 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from octavo.errors import ConfigError
+from octavo.server.run import bind, listen
+from octavo.server.settings import Listening
 from server.live_server import OPTIONS, TIMEOUT, LiveServer, live_server
 
 KEY, OTHER = "key-of-nobody-special", "key-of-the-acme-company"
@@ -194,6 +197,15 @@ def test_a_taken_port_is_said_clearly() -> None:
     assert run.returncode == 1
     assert run.stderr.startswith(f"error: port: {port} is taken on 127.0.0.1")
     assert "Traceback" not in run.stderr
+
+
+def test_of_two_servers_that_start_together_one_gets_the_port() -> None:
+    with bind(Listening(port=0)) as first:
+        settings = Listening(port=first.getsockname()[1])
+        with bind(settings) as second:
+            listen(first, settings)
+            with pytest.raises(ConfigError, match=r"^port: \d+ is taken on 127.0.0.1"):
+                listen(second, settings)
 
 
 def test_signals() -> None:

@@ -63,6 +63,24 @@ def test_a_batch_and_its_resumption(tmp_path: Path) -> None:
     assert resumed[kept["custom_id"]] == kept["response"]
 
 
+def test_no_file_but_replies_is_overwritten(tmp_path: Path) -> None:
+    source, notes = tmp_path / "in.jsonl", tmp_path / "notes.txt"
+    write(source, REQUESTS)
+    notes.write_text("what I wrote down\n")
+    for target, words in [
+        (source, "is the input, too"),
+        (notes, "line 1 of"),
+        (tmp_path / "nowhere" / "out.jsonl", "cannot be written (No such file or directory)"),
+    ]:
+        result = octavo("run-batch", "-i", str(source), "-o", str(target))
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: output: ")
+        assert words in result.stderr
+    assert source.read_text() == "".join(json.dumps(each) + "\n" for each in REQUESTS)
+    assert notes.read_text() == "what I wrote down\n"
+    assert sorted(tmp_path.iterdir()) == [source, notes]
+
+
 def test_a_broken_batch_is_refused_before_it_runs(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     for line, words in [

@@ -61,20 +61,20 @@ def run_batch(
     from tqdm import tqdm
 
     from octavo.config import make_config
-    from octavo.server.batch import check_requests
+    from octavo.server.batch import prepare
     from octavo.server.run import run_batch_file
     from octavo.server.settings import ServerSettings
 
-    num_requests = check_requests(input_path)
+    batch = prepare(input_path, output_path)
     settings = ServerSettings(model_names or (model,), ignore_unknown_fields=ignore_unknown_fields)
-    with tqdm(total=num_requests, unit="req", disable=quiet or not sys.stderr.isatty()) as progress:
+    with tqdm(
+        total=batch.num_requests, unit="req", disable=quiet or not sys.stderr.isatty()
+    ) as progress:
 
         def show(tally: Tally) -> None:
             progress.update(tally.num_before + tally.num_done - progress.n)
 
-        tally = run_batch_file(
-            make_config(model, **engine), settings, input_path, output_path, max_inflight, show
-        )
+        tally = run_batch_file(make_config(model, **engine), settings, batch, max_inflight, show)
     num_answered = tally.num_done - tally.num_refused - tally.num_failed
     if not quiet:
         click.echo(

@@ -41,6 +41,16 @@ class BatchReply(msgspec.Struct):
     error: None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is to be done."""
+
+    input_path: Path
+    output_path: Path
+    num_requests: int
+    answered: frozenset[str]  # ids of requests that an earlier run has answered
+
+
 @dataclass(slots=True)
 class Tally:
     """How a batch stands."""
@@ -72,8 +82,23 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
             yield request
 
 
-def check_requests(path: Path) -> int:
-    """How many requests there are. Raises InvalidRequest before any has run."""
+def prepare(input_path: Path, output_path: Path) -> Batch:
+    """Read both files. Raises InvalidRequest before anything has run or is overwritten."""
+    num_requests = _count_requests(input_path)
+    try:
+        with output_path.open("ab"):
+            pass
+        if output_path.samefile(input_path):
+            raise InvalidRequest("output", f"{output_path} is the input, too")
+        answered = _keep_answered(output_path)
+    except OSError as error:
+        raise InvalidRequest(
+            "output", f"{output_path} cannot be written ({error.strerror})"
+        ) from error
+    return Batch(input_path, output_path, num_requests, answered)
+
+
+def _count_requests(path: Path) -> int:
     seen: set[str] = set()
     for request in read_requests(path):
         if request.custom_id in seen:
@@ -82,37 +107,38 @@ def check_requests(path: Path) -> int:
     return len(seen)
 
 
-def keep_answered(path: Path) -> set[str]:
-    """The ids that an earlier run has answered; what it failed at or left half written goes."""
-    if not path.exists():
-        return set()
+def _keep_answered(path: Path) -> frozenset[str]:
+    """The ids that an earlier run has answered; what it failed at or left half written goes.
+
+    Raises InvalidRequest if something else is in the file, which stays as it is.
+    """
     answered: set[str] = set()
     kept = path.with_name(f"{path.name}.part")
     with path.open("rb") as old, kept.open("wb") as new:
-        for line in old:
+        for number, line in enumerate(old, start=1):
             try:
                 reply = msgspec.json.decode(line, type=BatchReply)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if line.endswith(b"\n"):
+                    kept.unlink()
+                    raise InvalidRequest(
+                        "output", f"line {number} of {path} is no reply; choose another file"
+                    ) from error
                 continue
             if reply.response.get("status_code", 500) < 500:
                 answered.add(reply.custom_id)
                 new.write(line if line.endswith(b"\n") else line + b"\n")
     os.replace(kept, path)
-    return answered
+    return frozenset(answered)
 
 
 async def run_batch(
-    app: ASGIApp,
-    input_path: Path,
-    output_path: Path,
-    max_inflight: int,
-    show: Callable[[Tally], None],
+    app: ASGIApp, batch: Batch, max_inflight: int, show: Callable[[Tally], None]
 ) -> Tally:
     """Answer what is not answered yet, at most `max_inflight` requests at a time."""
-    tally = Tally(num_requests=check_requests(input_path))
-    answered = keep_answered(output_path)
+    tally = Tally(num_requests=batch.num_requests)
     slots = asyncio.Semaphore(max_inflight)
-    with output_path.open("ab") as output:
+    with batch.output_path.open("ab") as output:
 
         async def answer(request: BatchRequest) -> None:
             try:
@@ -127,8 +153,8 @@ async def run_batch(
                 slots.release()
 
         async with asyncio.TaskGroup() as group:
-            for request in read_requests(input_path):
-                if request.custom_id in answered:
+            for request in read_requests(batch.input_path):
+                if request.custom_id in batch.answered:
                     tally.num_before += 1
                     continue
                 await slots.acquire()

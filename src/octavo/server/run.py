@@ -12,7 +12,6 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -21,13 +20,14 @@ from fastapi import FastAPI
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
-from octavo.server.batch import Tally, run_batch
+from octavo.server.batch import Batch, Tally, run_batch
 from octavo.server.client import EngineClient
 from octavo.server.observation import Observation
 from octavo.server.settings import Listening, ServerSettings
 from octavo.server.supervisor import Supervision
 
 CLOSE_SECONDS = 2  # for connections to end once their requests have
+BACKLOG = 2048  # connections that wait to be taken
 KEEP_ALIVE_SECONDS = 30  # for a connection without a request
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,7 @@ def run_server(
 def run_batch_file(
     config: EngineConfig,
     settings: ServerSettings,
-    input_path: Path,
-    output_path: Path,
+    batch: Batch,
     max_inflight: int,
     show: Callable[[Tally], None],
 ) -> Tally:
@@ -78,7 +77,7 @@ def run_batch_file(
         with signals() as stop:
             try:
                 if await unless(stop, client.start()):
-                    work = run_batch(app, input_path, output_path, max_inflight, show)
+                    work = run_batch(app, batch, max_inflight, show)
                     task = asyncio.ensure_future(work)
                     if await unless(stop, task):
                         return task.result()
@@ -91,7 +90,8 @@ def run_batch_file(
 
 
 def bind(listening: Listening) -> socket.socket:
-    """A socket that has its port but does not listen yet, so that a taken port is known early."""
+    """A socket that has its port but does not listen yet, so that a taken port is known early, and
+    clients come in only when they can be served."""
     host, port = listening.host, listening.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -105,12 +105,25 @@ def bind(listening: Listening) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                "port", f"{port} is taken on {host}; choose another (--port 0 takes a free one)"
-            ) from error
-        raise ConfigError("port", f"{host}:{port} cannot be bound ({error.strerror})") from error
+        raise _unusable(listening, error) from error
     return listener
+
+
+def listen(listener: socket.socket, listening: Listening) -> None:
+    """Let clients in. Raises ConfigError if a server that started beside this one was faster."""
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise _unusable(listening, error) from error
+
+
+def _unusable(listening: Listening, error: OSError) -> ConfigError:
+    host, port = listening.host, listening.port
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            "port", f"{port} is taken on {host}; choose another (--port 0 takes a free one)"
+        )
+    return ConfigError("port", f"{host}:{port} cannot be used ({error.strerror})")
 
 
 def check_tls(listening: Listening) -> None:
@@ -165,6 +178,7 @@ async def _serve(
         try:
             if not await unless(stop, client.start()):
                 return
+            listen(listener, listening)
             server = HttpServer(http_config(app, listening))
             serving = asyncio.create_task(server.serve([listener]))
             await unless(stop, server.listens.wait())
@@ -191,6 +205,7 @@ def http_config(app: FastAPI, listening: Listening) -> uvicorn.Config:
         log_level="warning",  # who starts and stops is said by ourselves
         access_log=False,
         server_header=False,
+        backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSE_SECONDS,
         ssl_certfile=listening.ssl_certfile,
