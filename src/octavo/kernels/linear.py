@@ -77,6 +77,9 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    if activation == "relu" and bias is not None:
+        # cuBLAS takes both along in the product; there is no public name for it.
+        return torch._addmm_activation(bias, x, weight.t())
     y = F.linear(x, weight, bias)
     if activation == "relu":
         return y.relu_()
