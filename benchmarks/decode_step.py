@@ -8,6 +8,7 @@ import argparse
 import random
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 from gpu_harness import copy_bandwidth, make_engine, report
@@ -46,19 +47,23 @@ def main() -> None:
             swap_space=0,
         )
         for batch in arguments.batches or BATCHES[model]:
-            wall, device = step_times(
+            walls, device = step_times(
                 engine, batch, TEMPERATURES.get(model, 0.0), arguments.profile
             )
+            wall = statistics.fmean(walls)
             num_bytes = ModelSize.of(engine.model_config, "bfloat16").weight_bytes
             num_bytes += batch * CONTEXT * engine.executor.capacity.block_bytes // 16
             share = num_bytes / bandwidth / wall
             results[f"{model}@{batch}"] = {
                 "ms": round(1e3 * wall, 3),
+                "median_ms": round(1e3 * statistics.median(walls), 3),
+                "slowest_ms": round(1e3 * max(walls), 3),
                 "device_ms": round(1e3 * device, 3),
                 "roofline_share": round(share, 3),
             }
             print(
-                f"{model:>12} batch {batch:>4}: {1e3 * wall:7.3f} ms a step, device "
+                f"{model:>12} batch {batch:>4}: {1e3 * wall:7.3f} ms a step (median "
+                f"{1e3 * statistics.median(walls):.3f}, slowest {1e3 * max(walls):.3f}), device "
                 f"{1e3 * device:7.3f} ms, {100 * share:5.1f}% of the roofline",
                 flush=True,
             )
@@ -68,8 +73,8 @@ def main() -> None:
 
 def step_times(
     engine: Engine, batch: int, temperature: float, profile: str | None
-) -> tuple[float, float]:
-    """Mean seconds of a step, by the clock and of the device's own work."""
+) -> tuple[list[float], float]:
+    """Seconds of each step by the clock, and of the device's own work on average."""
     vocab_size = engine.model_config.vocab_size
     rng = random.Random(batch)
     start = CONTEXT - WARM_UP - STEPS // 2
@@ -86,10 +91,10 @@ def step_times(
         engine.step()
     device: list[float] = []
     engine.observers.append(lambda plan, result, progress: device.append(result.compute_seconds))
-    began = time.perf_counter()
+    moments = [time.perf_counter()]
     for _ in range(STEPS):
         engine.step()
-    wall = (time.perf_counter() - began) / STEPS
+        moments.append(time.perf_counter())
     engine.observers.clear()
     if profile:
         write_profile(engine, f"{profile}.{batch}")
@@ -97,7 +102,7 @@ def step_times(
         engine.abort_request(request_id)
     while engine.has_unfinished:
         engine.step()
-    return wall, statistics.fmean(device)
+    return [b - a for a, b in pairwise(moments)], statistics.fmean(device)
 
 
 def write_profile(engine: Engine, path: str) -> None:

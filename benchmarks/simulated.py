@@ -90,7 +90,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--memory-policy", default="paged")
     parser.add_argument("--steps", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.num_prompts < 16:
+        parser.error("--num-prompts: at least 16 are needed to calibrate with")
+    return args
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
