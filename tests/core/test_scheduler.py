@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from core.symbolic import Ask
-from core.worlds import World
+from core.worlds import BLOCK_SIZE, World
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.sequence import Request, Status
@@ -227,6 +227,61 @@ class TestPriority:
         world.add("urgent", 16, 4, priority=1)
         world.step()
         assert low.status is Status.RUNNING
+
+    def test_who_displaces_the_last_one_gets_its_room_at_once(self) -> None:
+        """In this very step the important one takes a block more: one less for the urgent."""
+        world = self.world(enable_prefix_caching=False)
+        important = world.add("important", 8, 4, priority=0)
+        low = world.add("low", 12, 4, priority=5)
+        world.step()
+        urgent = world.add("urgent", 16, 4, priority=1)
+        world.step()
+        assert (low.status, urgent.status) == (Status.WAITING, Status.RUNNING)
+        assert important.num_preemptions == 1
+        world.run()
+
+    def test_a_swapped_request_comes_back_before_a_less_urgent_one_displaces(self) -> None:
+        world = World(num_blocks=10, num_swap_blocks=10, policy="priority")
+        low = world.add("low", 16, 20, priority=5)
+        top = world.add("top", 12, 20, priority=0)
+        world.step()
+        preempt(world, top, "swap")
+        assert world.names("swapped") == ["top"]
+        world.add("middle", 16, 8, priority=1)
+        world.scheduler._displace(PlanDraft(64))
+        assert low.status is Status.RUNNING
+        world.run()
+
+    def test_nobody_is_displaced_for_a_prompt_that_finds_no_room_in_the_step(self) -> None:
+        """Without chunks, its 19 tokens would need all but one of the step's 20."""
+        world = World(
+            num_blocks=100,
+            max_num_seqs=4,
+            max_num_batched_tokens=20,
+            enable_chunked_prefill=False,
+            policy="priority",
+        )
+        for name in "abcd":
+            world.add(name, 4, 15, priority=5 if name == "d" else 0)
+        world.step()
+        world.add("urgent", 19, 1, priority=1)
+        world.run()
+        assert world.scheduler.num_preemptions == {"swap": 0, "recompute": 0}
+
+    def test_decodes_do_not_starve_beside_one_that_displaces(self) -> None:
+        world = World(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=4, policy="priority")
+        first = world.add("first", 4, 30, priority=0).sequences[0]
+        world.add("second", 4, 30, priority=0)
+        lows = [world.add(name, 4, 30, priority=5) for name in ("low", "lower")]
+        while not lows[1].sequences[0].num_output_tokens:
+            world.step()
+        while first.num_computed_tokens % BLOCK_SIZE:  # the next token needs a new block
+            world.step()
+        before = first.num_tokens
+        world.add("urgent", 8, 4, priority=1)
+        world.step()
+        assert lows[1].status is Status.WAITING
+        assert first.num_tokens == before + 1
 
     def test_waiting_makes_urgent(self) -> None:
         world = self.world(aging_seconds=3.0)

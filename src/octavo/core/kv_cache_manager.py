@@ -223,10 +223,13 @@ class KVCacheManager:
             excess += (total - len(shared)) - min(total - len(shared), most - held)
         return self.num_new_blocks(hit, num_tokens) - excess
 
-    def num_releasable_blocks(self, seqs: Seq[Sequence]) -> int:
-        """How many blocks become free when a gang leaves: those that nobody else holds."""
+    def num_releasable_blocks(self, seqs: Seq[Sequence], wanted: PrefixHit) -> int:
+        """How many blocks become free when a gang leaves: those that nobody else holds, and that
+        `wanted` would not take up again."""
+        kept = {block_id for ids in wanted.block_ids for block_id in ids}
+        kept.update(wanted.partial or ())
         holders = Counter(b for seq in seqs for b in _table(seq).held())
-        return sum(self.pool.ref_count(b) == count for b, count in holders.items())
+        return sum(self.pool.ref_count(b) == count for b, count in holders.items() if b not in kept)
 
     def num_new_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
         """How many free blocks it takes to start from `hit` and reach `num_tokens`."""

@@ -145,7 +145,7 @@ class Scheduler:
     def _continue_running(self, draft: PlanDraft) -> None:
         """Let every running request take its next tokens, the most urgent first."""
         # One token each is kept for the sequences still to come: decodes never starve.
-        later = sum(len(request.sequences) for request in self.running)
+        later = self._num_live - sum(len(request.sequences) for request in draft.started)
         running = self.running
         position = 0
         while position < len(running):  # preemption shortens the list from its end
@@ -280,30 +280,37 @@ class Scheduler:
     def _displace(self, draft: PlanDraft) -> None:
         """Preempt less urgent running requests for a waiting one that would not fit otherwise."""
         head = self.waiting[0]
-        while True:
-            victims = [
-                r
-                for r in self.running
-                if not r.num_undecided and self._policy.may_displace(head, r)
-            ]
-            if not victims:
-                return
-            hit, needed = self._admission(head)
-            if hit.in_progress:
-                return
-            free, seats = self.kv.num_free_blocks - self._reserve(), self._num_seats
-            wanted_seats = head.method.max_sequences
-            if needed <= free and wanted_seats <= seats:
-                # At once, or the running ones would grow into the room that it needs.
-                live = sum(len(request.sequences) for request in self.running)
-                self._start(head, draft, draft.budget - live)
-                return
-            held = [seq for r in victims for seq in r.sequences if seq.table is not None]
-            free += self.kv.num_releasable_blocks(held)
-            seats += sum(r.method.max_sequences for r in victims)
-            if needed > free or wanted_seats > seats:
-                return
-            self._preempt(max(victims, key=lambda r: (r.level, r.rank)), draft)
+        if self.swapped and not self._policy.may_displace(head, self.swapped[0]):
+            return  # that one comes back first
+        victims = [
+            r for r in self.running if not r.num_undecided and self._policy.may_displace(head, r)
+        ]
+        if not victims or head.is_pending or not self._fits_without(victims, head, draft):
+            return
+        victims.sort(key=lambda r: (r.level, r.rank))
+        while not self._fits_without([], head, draft):
+            self._preempt(victims.pop(), draft)
+        # At once, or the running ones would grow into the room that it needs.
+        head.refused_with_free = None
+        self._start(head, draft, draft.budget - self._num_live)
+
+    def _fits_without(self, leaving: list[Request], request: Request, draft: PlanDraft) -> bool:
+        """Whether a waiting request could start in this step if some running ones left."""
+        hit, needed = self._admission(request)
+        if hit.in_progress:
+            return False
+        held = [seq for r in leaving for seq in r.sequences if seq.table is not None]
+        free = self.kv.num_free_blocks - self._reserve() + self.kv.num_releasable_blocks(held, hit)
+        seats = self._num_seats + sum(r.method.max_sequences for r in leaving)
+        room = draft.budget - self._num_live + sum(len(r.sequences) for r in leaving)
+        if not self.config.enable_chunked_prefill:
+            room -= self._num_first_tokens(request, hit) - 1
+        return needed <= free and request.method.max_sequences <= seats and room > 0
+
+    @property
+    def _num_live(self) -> int:
+        """Sequences that run: each may need a token of the budget."""
+        return sum(len(request.sequences) for request in self.running)
 
     # ---------------------------------------------------------------- coming (back) in
 
@@ -386,11 +393,9 @@ class Scheduler:
             # Alone, it fits by the check at `add`, unless a block is held only to be copied.
             hit = self.kv.without_partial(hit)
         leader = request.sequences[0]
-        goal = leader.num_tokens
-        if request.catching_up:
-            goal = regrow.goal(leader, request.sequences)
-        n = min(goal - hit.num_tokens, room)
-        if n < goal - hit.num_tokens and not self.config.enable_chunked_prefill:
+        wanted = self._num_first_tokens(request, hit)
+        n = min(wanted, room)
+        if n < wanted and not self.config.enable_chunked_prefill:
             return False
         changes = self.kv.allocate(leader, hit, hit.num_tokens + n)
         if changes is None:
@@ -421,6 +426,14 @@ class Scheduler:
             needed += self.kv.num_blocks_for(seq.num_tokens, chunk)
             needed -= self.kv.num_shared_blocks(seq.branch_at, seq.num_tokens)
         return hit, needed
+
+    def _num_first_tokens(self, request: Request, hit: PrefixHit) -> int:
+        """What its first sequence computes: all, or up to where another one forks off."""
+        leader = request.sequences[0]
+        goal = leader.num_tokens
+        if request.catching_up:
+            goal = regrow.goal(leader, request.sequences)
+        return goal - hit.num_tokens
 
     def _reserve(self) -> int:
         """Blocks kept free when something is admitted, so that running requests can grow."""
