@@ -47,3 +47,21 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert int(done.stdout) < 1_000  # page faults; without it 120,000
+
+
+def test_what_was_freed_before_goes_back() -> None:
+    """The last tensor keeps the heap from shrinking by itself."""
+    code = """
+import torch
+from pathlib import Path
+from octavo.worker.host_memory import keep_freed_memory
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+tensors = [torch.ones(1 << 13) for _ in range(4000)]  # 125 MiB
+del tensors[:-1]
+before = resident_mib()
+keep_freed_memory()
+print(before - resident_mib())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert int(done.stdout) > 100

@@ -13,13 +13,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, for the next step, which needs the same again.
+    """Let glibc keep what is freed from now on, for the next step, which needs the same again.
 
     By default large blocks go back to the system after each use, and the next one pays a page
     fault every 4 KiB: a tenth of the time of a small model's step. The activations' share of the
-    budget stays taken anyhow. Other C libraries are left as they are.
+    budget stays taken anyhow. What was freed before (weights that have been packed) goes back now.
+    Other C libraries are left as they are.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    libc = ctypes.CDLL(None)
+    mallopt, malloc_trim = getattr(libc, "mallopt", None), getattr(libc, "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that glibc takes
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)

@@ -44,7 +44,6 @@ class Worker:
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        keep_freed_memory()
         device = torch.device("cpu")
         dtype = resolve_dtype(config.dtype, model_config.dtype)
         if config.attention_backend == "triton":
@@ -61,6 +60,7 @@ class Worker:
         self._model: CausalLM | None = load_model(
             model_config, dtype, device, config.load_format, config.seed
         )
+        keep_freed_memory()
         self._kv_cache: KVCache | None = KVCache(
             self.budget.num_blocks, self.budget.num_swap_blocks, block_shape, dtype, device
         )
