@@ -29,31 +29,19 @@ def load_heads(
     In their own dtype, rounded after the norm and after the rotation; 0 where there is nothing.
     """
     dim = tl.arange(0, DIM_PAD)
-    inside = rows_inside[:, None] & (dim < HEAD_DIM)[None, :]
-    base = heads + row[:, None] * HEAD_DIM
-    x = tl.load(base + dim[None, :], mask=inside, other=0.0)
-    dtype = x.dtype
-    factor = tl.zeros([row.shape[0]], tl.float32)
-    if HAS_NORM:
-        wide = x.to(tl.float32)
-        factor = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)
-        w = tl.load(weight + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
-        x = (wide * factor[:, None] * w[None, :]).to(dtype)
+    c = tl.full([DIM_PAD], 1.0, tl.float32)
+    s = tl.zeros([DIM_PAD], tl.float32)
     if ROTARY_HALF > 0:
-        # Each element also loads the one that it is rotated with: no exchange between threads.
         rotated = dim < 2 * ROTARY_HALF
-        partner = (dim + ROTARY_HALF) % (2 * ROTARY_HALF)
-        y = tl.load(base + partner[None, :], mask=inside, other=0.0)
-        if HAS_NORM:
-            w = tl.load(weight + partner).to(tl.float32)
-            y = (y.to(tl.float32) * factor[:, None] * w[None, :]).to(dtype)
         # Padding has no position; what it reads must be in the table all the same.
         angle = tl.maximum(position, 0).to(tl.int64) * ROTARY_HALF + dim % ROTARY_HALF
         c = tl.load(cos + angle, mask=rotated, other=1.0)
         s = tl.load(sin + angle, mask=rotated, other=0.0)
-        s = tl.where(dim < ROTARY_HALF, -s, s)
-        x = (x.to(tl.float32) * c[None, :] + y.to(tl.float32) * s[None, :]).to(dtype)
-    return x
+    base = heads + row[:, None] * HEAD_DIM
+    return _change(
+        base, rows_inside, c[None, :], s[None, :], weight, eps,
+        HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -73,26 +61,50 @@ def load_rows(
 ):
     """As `load_heads`, of several tokens: row i is the head at heads + place[i], at position[i]."""
     dim = tl.arange(0, DIM_PAD)
+    c = tl.full([1, DIM_PAD], 1.0, tl.float32)
+    s = tl.zeros([1, DIM_PAD], tl.float32)
+    if ROTARY_HALF > 0:
+        rotated = rows_inside[:, None] & (dim < 2 * ROTARY_HALF)[None, :]
+        angle = position[:, None].to(tl.int64) * ROTARY_HALF + (dim % ROTARY_HALF)[None, :]
+        c = tl.load(cos + angle, mask=rotated, other=1.0)
+        s = tl.load(sin + angle, mask=rotated, other=0.0)
+    return _change(
+        heads + place[:, None], rows_inside, c, s, weight, eps,
+        HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _change(
+    base,
+    rows_inside,
+    c,
+    s,
+    weight,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Heads at base [rows, 1]; c, s [rows or 1, DIM_PAD]: cos and sin, 1 and 0 beyond."""
+    dim = tl.arange(0, DIM_PAD)
     inside = rows_inside[:, None] & (dim < HEAD_DIM)[None, :]
-    base = heads + place[:, None]
     x = tl.load(base + dim[None, :], mask=inside, other=0.0)
     dtype = x.dtype
-    factor = tl.zeros([place.shape[0]], tl.float32)
+    factor = tl.zeros([rows_inside.shape[0]], tl.float32)
     if HAS_NORM:
         wide = x.to(tl.float32)
         factor = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)
         w = tl.load(weight + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
         x = (wide * factor[:, None] * w[None, :]).to(dtype)
     if ROTARY_HALF > 0:
-        rotated = rows_inside[:, None] & (dim < 2 * ROTARY_HALF)[None, :]
+        # Each element also loads the one that it is rotated with: no exchange between threads.
         partner = (dim + ROTARY_HALF) % (2 * ROTARY_HALF)
         y = tl.load(base + partner[None, :], mask=inside, other=0.0)
         if HAS_NORM:
             w = tl.load(weight + partner).to(tl.float32)
             y = (y.to(tl.float32) * factor[:, None] * w[None, :]).to(dtype)
-        angle = position[:, None].to(tl.int64) * ROTARY_HALF + (dim % ROTARY_HALF)[None, :]
-        c = tl.load(cos + angle, mask=rotated, other=1.0)
-        s = tl.load(sin + angle, mask=rotated, other=0.0)
         s = tl.where((dim < ROTARY_HALF)[None, :], -s, s)
         x = (x.to(tl.float32) * c + y.to(tl.float32) * s).to(dtype)
     return x
