@@ -7,14 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.server.api.bodies import decode_body
-from octavo.server.api.errors import ApiError
+from octavo.server.api.bodies import decode_body, read_body
+from octavo.server.api.errors import ApiError, ClientGone
 from octavo.server.api.keys import ApiKeys, Tenant, read_key_file
 from octavo.server.api.params import chat_params, check_streaming, completion_params
 from octavo.server.api.requests import ChatBody, CompletionBody
+from server.clients import run
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -112,6 +115,30 @@ def test_what_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         decode_body(data, CompletionBody)
     assert caught.value.status == 400
+
+
+def request(*messages: Message, **headers: str) -> Request:
+    """A POST whose body comes in pieces."""
+    incoming = list(messages)
+    named = headers | {"content-type": "application/json"}
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in named.items()]
+
+    async def receive() -> Message:
+        return incoming.pop(0)
+
+    return Request({"type": "http", "method": "POST", "headers": raw}, receive)
+
+
+def test_a_client_may_leave_while_it_sends() -> None:
+    first = {"type": "http.request", "body": b'{"prompt":', "more_body": True}
+    with pytest.raises(ClientGone):
+        run(read_body(request(first, {"type": "http.disconnect"}), CompletionBody))
+
+
+def test_compressed_bodies_are_refused_by_name() -> None:
+    whole = {"type": "http.request", "body": b"\x1f\x8b"}
+    with pytest.raises(ApiError, match="Content-Encoding: gzip: send the body as it is"):
+        run(read_body(request(whole, content_encoding="gzip"), CompletionBody))
 
 
 def test_one_point_nought_is_one() -> None:

@@ -15,9 +15,9 @@ from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from octavo.server.api.errors import ApiError, refused
+from octavo.server.api.errors import ApiError, ClientGone, refused
 
 # Of msgspec's messages: what the body may contain all the same.
 SECOND_LOOK = ("Object contains unknown field", "got `float`")
@@ -45,12 +45,20 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, kind: type[B], ignore_unknown: bool = False) -> B:
-    """The body as a `kind`; ApiError 400 that names the field if it is none."""
+    """The body as a `kind`; ApiError 400 that names the field if it is none, ClientGone if the
+    client leaves before it has sent all."""
     content_type = request.headers.get("content-type", "")
     # A web page can send other types to any address without asking; this one it cannot.
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise refused("Content-Type", f"{_shown(content_type)} is not application/json")
-    return decode_body(await request.body(), kind, ignore_unknown)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise refused("Content-Encoding", f"{_shown(encoding)}: send the body as it is")
+    try:
+        data = await request.body()
+    except ClientDisconnect:
+        raise ClientGone from None
+    return decode_body(data, kind, ignore_unknown)
 
 
 def decode_body(data: bytes, kind: type[B], ignore_unknown: bool = False) -> B:

@@ -79,6 +79,13 @@ class ApiError(Exception):
         )
 
 
+class ClientGone(ApiError):
+    """The client has closed its connection. Nobody reads the status; it is for the log."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has closed the connection")
+
+
 def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
     """A 400 that names the field."""
     return ApiError(400, f"{param}: {message}", param, code)

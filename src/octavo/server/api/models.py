@@ -33,7 +33,8 @@ async def health(request: Request) -> Response:
     """200 while the engine works; 503 with the reason while it does not. Needs no key."""
     state = context_of(request).client.health
     if not state.healthy:
-        raise ApiError(503, state.reason or state.state, code=state.state, retry_after=1.0)
+        code = "stalled" if state.state == "ready" else state.state
+        raise ApiError(503, state.reason or state.state, code=code, retry_after=1.0)
     return reply(Health())
 
 

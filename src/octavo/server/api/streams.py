@@ -15,7 +15,7 @@ from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.api.context import context_of, encode, request_id_of, tenant_of
-from octavo.server.api.errors import ApiError, as_api_error, refused
+from octavo.server.api.errors import ApiError, ClientGone, as_api_error, refused
 from octavo.server.api.requests import GenerationBody
 from octavo.server.client import RequestStream, StreamEvent
 
@@ -23,13 +23,6 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 RETRY_SECONDS = 1.0
-
-
-class ClientGone(ApiError):
-    """The client has closed its connection. Nobody reads the status; it is for the log."""
-
-    def __init__(self) -> None:
-        super().__init__(499, "the client has closed the connection")
 
 
 def event(value: Any) -> bytes:
