@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,10 +15,14 @@ from starlette.types import Message
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.api.bodies import decode_body, read_body
+from octavo.server.api.context import Context
 from octavo.server.api.errors import ApiError, ClientGone
 from octavo.server.api.keys import ApiKeys, Tenant, read_key_file
 from octavo.server.api.params import chat_params, check_streaming, completion_params
 from octavo.server.api.requests import ChatBody, CompletionBody
+from octavo.server.api.token_texts import TokenTexts
+from octavo.server.client import EngineClient
+from octavo.server.settings import ServerSettings
 from server.clients import run
 
 HI = [{"role": "user", "content": "hi"}]
@@ -127,6 +133,24 @@ def request(*messages: Message, **headers: str) -> Request:
         return incoming.pop(0)
 
     return Request({"type": "http", "method": "POST", "headers": raw}, receive)
+
+
+def test_many_prompts_do_not_hold_up_the_event_loop() -> None:
+    threads = set()
+
+    class Recorder:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            threads.add(threading.current_thread())
+            return [len(text)]
+
+    client = SimpleNamespace(tokenizer=Recorder())
+    context = Context(cast("EngineClient", client), ServerSettings(("m",)), TokenTexts(None))
+    here = threading.current_thread()
+    assert run(context.tokenize_all(["a", "bc"], "prompt", True)) == [[1], [2]]
+    assert threads == {here}
+    threads.clear()
+    assert run(context.tokenize_all(["a" * 100] * 100, "prompt", True)) == [[100]] * 100
+    assert here not in threads
 
 
 def test_a_client_may_leave_while_it_sends() -> None:

@@ -35,7 +35,8 @@ __all__ = [
     "Supervision",
 ]
 
-LONG_PROMPT = 1 << 15  # characters; longer ones are tokenized beside the event loop
+# Characters. Tokenizing more takes milliseconds, in which the event loop would stand still.
+LONG_TEXT = 8_192
 MAX_RETRY_SECONDS = 60.0
 
 
@@ -334,7 +335,7 @@ class EngineClient:
         return stream
 
     async def _tokenize(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str) and len(prompt) >= LONG_PROMPT:
+        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
             return await asyncio.to_thread(self._preparer.tokenize, prompt)
         return self._preparer.tokenize(prompt)
 

@@ -55,19 +55,18 @@ async def _prompts(context: Context, body: CompletionBody) -> list[list[int]]:
     if len(many) > limit:
         raise refused("prompt", f"{len(many)} prompts are more than {limit}")
     kind = type(many[0])
-    add_special = body.add_special_tokens is not False
-    prompts: list[list[int]] = []
     for index, each in enumerate(many):
         where = "prompt" if len(many) == 1 else f"prompt[{index}]"
         if type(each) is not kind:
             raise refused(where, "prompts must be all text or all token ids")
         if not each:
             raise refused(where, "it is empty")
-        if isinstance(each, str):
-            prompts.append(await context.tokenize(each, where, add_special))
-        else:
-            prompts.append([_token_id(token_id, where) for token_id in each])
-    return prompts
+        if not isinstance(each, str) and not all(type(token_id) is int for token_id in each):
+            raise refused(where, "token ids must be integers, and not mixed with text")
+    if kind is not str:
+        return cast("list[list[int]]", many)
+    add_special = body.add_special_tokens is not False
+    return await context.tokenize_all(cast("list[str]", many), "prompt", add_special)
 
 
 def _as_list(prompt: Prompt) -> list[str | list[int]]:
@@ -78,12 +77,6 @@ def _as_list(prompt: Prompt) -> list[str | list[int]]:
         return [cast("list[int]", prompt)]
     # An integer among prompts is found when their kinds are compared.
     return cast("list[str | list[int]]", prompt)
-
-
-def _token_id(value: object, where: str) -> int:
-    if type(value) is not int:
-        raise refused(where, "token ids must be integers, and not mixed with text")
-    return value
 
 
 class CompletionWriter(Writer[CompletionBody, CompletionChoice]):

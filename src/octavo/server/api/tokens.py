@@ -7,12 +7,13 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from octavo.errors import InvalidRequest
-from octavo.server.api.context import LONG_TEXT, Context, context_of, reply
+from octavo.server.api.context import Context, context_of, reply
 from octavo.server.api.conversations import conversation_prompt
 from octavo.server.api.errors import refused
 from octavo.server.api.replies import Text, TokenizerInfo, Tokens
 from octavo.server.api.requests import DetokenizeBody, TokenizeBody
 from octavo.server.api.schema import documented
+from octavo.server.client import LONG_TEXT
 
 router = APIRouter(tags=["Tokens"])
 
