@@ -7,24 +7,25 @@ least urgent is preempted whole; then swapped requests come back; then waiting o
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Mapping
 
 from octavo.config import SchedulerConfig
 from octavo.core import regrow
+from octavo.core.admission import Admission, Entry
 from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.limits import Limits
 from octavo.core.outcomes import Outcomes, Progress
 from octavo.core.policy import POLICIES
 from octavo.core.preemption import PreemptionCosts
-from octavo.core.prefix_matcher import PrefixHit
+from octavo.core.queues import Queues
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import StepPlan, StepResult
 
 
 class Scheduler:
-    """Owns the queues. It alone changes a request's status; blocks are the manager's."""
+    """Decides, step by step, who runs. Where requests stand is in its queues; blocks are the
+    manager's."""
 
     def __init__(
         self,
@@ -35,17 +36,14 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.costs = PreemptionCosts()
-        self.requests: dict[str, Request] = {}
-        self.limits = Limits(config, kv, self.requests)
-        # Each in the order of the policy's rank.
-        self.waiting: list[Request] = []
-        self.swapped: list[Request] = []
-        self.running: list[Request] = []
         self.num_preemptions = {"swap": 0, "recompute": 0}
+        self._queues = queues = Queues(config.max_num_seqs)
+        # The same objects, for those who look.
+        self.requests, self.waiting = queues.requests, queues.waiting
+        self.swapped, self.running = queues.swapped, queues.running
+        self.limits = Limits(config, kv, self.requests)
         self._policy = POLICIES[config.policy](config)
-        self._clock = clock
-        self._num_seats = config.max_num_seqs  # free ones
-        self._watermark = int(config.watermark * kv.pool.num_blocks)
+        self._admission = Admission(config, kv, queues, self._policy, clock)
         self._next_number = 0
         self._next_step = 0
         self._in_flight: dict[int, PlanDraft] = {}
@@ -60,7 +58,6 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLong if it could never run to its end."""
         self.limits.check(request)
-        assert request.request_id not in self.requests, f"{request} is known already"
         self.limits.note(request)
         request.number = self._next_number
         self._next_number += 1
@@ -68,8 +65,7 @@ class Scheduler:
         request.sequences = [
             self._outcomes.new_sequence(request, list(request.prompt_token_ids), 0)
         ]
-        self.requests[request.request_id] = request
-        insort(self.waiting, request, key=_rank)
+        self._queues.add(request)
 
     def resume(self, request: Request, outputs: Mapping[int, list[int]]) -> None:
         """Queue a request whose samples have begun elsewhere, like one preempted by recompute.
@@ -90,7 +86,7 @@ class Scheduler:
         if request is not None:
             for seq in list(request.sequences):
                 self._outcomes.finish(seq, "abort")
-            self._retire([request])
+            self._queues.retire([request])
         return request
 
     def finish_by_stop_string(self, seq: Sequence, stop: str) -> None:
@@ -104,7 +100,7 @@ class Scheduler:
             self._begin_anew(request)
         self._outcomes.finish(seq, "stop")
         if not (self.kv.forms_batches and request.status is Status.RUNNING):
-            self._retire([request])
+            self._queues.retire([request])
 
     # ---------------------------------------------------------------- one step
 
@@ -137,7 +133,7 @@ class Scheduler:
         self.costs.observe(plan, result)
         progress = self._outcomes.take_in(draft, result)
         progress.finished += self._finished_batch()
-        self._retire(progress.finished)
+        self._queues.retire(progress.finished)
         return progress
 
     # ---------------------------------------------------------------- running requests
@@ -145,7 +141,9 @@ class Scheduler:
     def _continue_running(self, draft: PlanDraft) -> None:
         """Let every running request take its next tokens, the most urgent first."""
         # One token each is kept for the sequences still to come: decodes never starve.
-        later = self._num_live - sum(len(request.sequences) for request in draft.started)
+        later = self._queues.num_running_seqs - sum(
+            len(request.sequences) for request in draft.started
+        )
         running = self.running
         position = 0
         while position < len(running):  # preemption shortens the list from its end
@@ -235,8 +233,6 @@ class Scheduler:
 
     def _preempt(self, request: Request, draft: PlanDraft) -> None:
         """Take a running request off the device, with all its sequences and blocks (gang)."""
-        self.running.remove(request)
-        self._num_seats += request.method.max_sequences
         held = [seq for seq in request.sequences if seq.table is not None]
         mode: str = self.config.preemption_mode
         if mode == "auto":
@@ -247,8 +243,7 @@ class Scheduler:
         pairs = self.kv.swap_out(held) if mode == "swap" else None
         if pairs is not None:
             draft.swap_out += pairs
-            request.status = Status.SWAPPED
-            insort(self.swapped, request, key=_rank)
+            self._queues.move(request, Status.SWAPPED)
         else:
             mode = "recompute"
             self._wait_anew(request)
@@ -259,11 +254,7 @@ class Scheduler:
 
     def _begin_anew(self, request: Request) -> None:
         """A sequence ends from which others were still to fork: they need another to lead them."""
-        if request.status is Status.SWAPPED:
-            self.swapped.remove(request)
-        else:
-            self.running.remove(request)
-            self._num_seats += request.method.max_sequences
+        if request.status is Status.RUNNING:
             for seq in request.sequences:
                 if seq.table is not None:
                     self._outcomes.rows.close(seq)
@@ -274,8 +265,7 @@ class Scheduler:
         for seq in request.sequences:
             self.kv.free(seq)
             seq.num_computed_tokens = 0
-        request.status = Status.WAITING
-        insort(self.waiting, request, key=_rank)
+        self._queues.move(request, Status.WAITING)
 
     def _displace(self, draft: PlanDraft) -> None:
         """Preempt less urgent running requests for a waiting one that would not fit otherwise."""
@@ -285,32 +275,14 @@ class Scheduler:
         victims = [
             r for r in self.running if not r.num_undecided and self._policy.may_displace(head, r)
         ]
-        if not victims or head.is_pending or not self._fits_without(victims, head, draft):
+        if not victims or head.is_pending or not self._admission.fits(head, draft, victims):
             return
         victims.sort(key=lambda r: (r.level, r.rank))
-        while not self._fits_without([], head, draft):
+        while not self._admission.fits(head, draft):
             self._preempt(victims.pop(), draft)
         # At once, or the running ones would grow into the room that it needs.
         head.refused_with_free = None
-        self._start(head, draft, draft.budget - self._num_live)
-
-    def _fits_without(self, leaving: list[Request], request: Request, draft: PlanDraft) -> bool:
-        """Whether a waiting request could start in this step if some running ones left."""
-        hit, needed = self._admission(request)
-        if hit.in_progress:
-            return False
-        held = [seq for r in leaving for seq in r.sequences if seq.table is not None]
-        free = self.kv.num_free_blocks - self._reserve() + self.kv.num_releasable_blocks(held, hit)
-        seats = self._num_seats + sum(r.method.max_sequences for r in leaving)
-        room = draft.budget - self._num_live + sum(len(r.sequences) for r in leaving)
-        if not self.config.enable_chunked_prefill:
-            room -= self._num_first_tokens(request, hit) - 1
-        return needed <= free and request.method.max_sequences <= seats and room > 0
-
-    @property
-    def _num_live(self) -> int:
-        """Sequences that run: each may need a token of the budget."""
-        return sum(len(request.sequences) for request in self.running)
+        self._admission.start(head, draft, draft.budget - self._queues.num_running_seqs)
 
     # ---------------------------------------------------------------- coming (back) in
 
@@ -321,20 +293,19 @@ class Scheduler:
             needed = self.kv.num_swap_in_blocks(held)
             if self.running:
                 # Room to grow, or it would be the first to be preempted again.
-                needed += len(held) * len(self.kv.specs) + self._reserve()
+                needed += len(held) * len(self.kv.specs) + self._admission.num_reserved_blocks
             seats = request.method.max_sequences
             if (
                 request in draft.preempted
                 or request.is_pending
                 or needed > self.kv.num_free_blocks
-                or seats > self._num_seats
+                or seats > self._queues.num_free_seats
                 or len(request.sequences) > draft.budget
             ):
                 return
             moved = self.kv.swap_in(held)
             assert moved is not None, "the room was counted before"
-            self.swapped.remove(request)
-            self._enter(request, draft)
+            self._admission.enter(request, draft)
             draft.swap_in += moved[0]
             draft.apply(moved[1])
             for seq in held:
@@ -350,101 +321,24 @@ class Scheduler:
         """Admit waiting requests in order; a few may pass one that does not fit."""
         passed: list[Request] = []
         position = 0
-        while position < len(self.waiting) and draft.budget > 0 and self._num_seats > 0:
+        while position < len(self.waiting) and draft.budget > 0 and self._queues.num_free_seats > 0:
             request = self.waiting[position]
             if request in draft.preempted:
                 return
             if self.swapped and not self._policy.may_displace(request, self.swapped[0]):
                 return
-            admitted = self._start(request, draft, draft.budget)
-            if admitted:
+            entry = self._admission.start(request, draft, draft.budget)
+            if entry is Entry.STARTED:
                 for other in passed:
                     other.num_passes += 1
                 continue
             position += 1
-            if admitted is None:
-                continue  # it waits for what is being computed, and loses nothing by being passed
+            if entry is Entry.TOO_EARLY:
+                continue  # it loses nothing by being passed
             passed.append(request)
             limit = self.config.max_passes
             if request.num_passes >= limit or len(passed) > limit:
                 return
-
-    def _start(self, request: Request, draft: PlanDraft, room: int) -> bool | None:
-        """Admit a waiting request if it fits. None if it has to wait for a step under way."""
-        if room <= 0:
-            return False
-        if request.is_pending:
-            return None
-        free = self.kv.num_free_blocks
-        crowded = bool(self.running or self.swapped)
-        # Not looked up again before blocks come free; alone, it needs no reserve and may fit now.
-        refused_with = request.refused_with_free
-        if crowded and refused_with is not None and free <= refused_with:
-            return False
-        if request.method.max_sequences > self._num_seats:
-            return False
-        hit, needed = self._admission(request)
-        if hit.in_progress:
-            return None
-        if needed > free - self._reserve():
-            if crowded:
-                request.refused_with_free = free
-                return False
-            # Alone, it fits by the check at `add`, unless a block is held only to be copied.
-            hit = self.kv.without_partial(hit)
-        leader = request.sequences[0]
-        wanted = self._num_first_tokens(request, hit)
-        n = min(wanted, room)
-        if n < wanted and not self.config.enable_chunked_prefill:
-            return False
-        changes = self.kv.allocate(leader, hit, hit.num_tokens + n)
-        if changes is None:
-            return False
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = hit.num_tokens
-        request.refused_with_free = None
-        self.waiting.remove(request)
-        self._enter(request, draft)
-        draft.open(leader)
-        draft.apply(changes)
-        if n > 0:
-            draft.add(leader, n)
-        return True
-
-    def _admission(self, request: Request) -> tuple[PrefixHit, int]:
-        """What a waiting request can start from, and the blocks that it needs on top."""
-        leader, *others = request.sequences
-        chunk = self.config.max_num_batched_tokens
-        regrow.prepare(request)
-        if request.sampling.num_prompt_logprobs is not None:
-            hit = self.kv.no_hit()  # every position of the prompt must be computed
-        else:
-            limit = regrow.goal(leader, request.sequences) if others else None
-            hit = self.kv.lookup(leader, limit)
-        needed = self.kv.num_blocks_to_admit(hit, leader.num_tokens, chunk)
-        for seq in others:
-            needed += self.kv.num_blocks_for(seq.num_tokens, chunk)
-            needed -= self.kv.num_shared_blocks(seq.branch_at, seq.num_tokens)
-        return hit, needed
-
-    def _num_first_tokens(self, request: Request, hit: PrefixHit) -> int:
-        """What its first sequence computes: all, or up to where another one forks off."""
-        leader = request.sequences[0]
-        goal = leader.num_tokens
-        if request.catching_up:
-            goal = regrow.goal(leader, request.sequences)
-        return goal - hit.num_tokens
-
-    def _reserve(self) -> int:
-        """Blocks kept free when something is admitted, so that running requests can grow."""
-        return self._watermark if self.running or self.swapped else 0
-
-    def _enter(self, request: Request, draft: PlanDraft) -> None:
-        request.status = Status.RUNNING
-        request.level = self._policy.level(request, self._clock())
-        self._num_seats -= request.method.max_sequences
-        insort(self.running, request, key=_rank)
-        draft.started.append(request)
 
     # ---------------------------------------------------------------- ends
 
@@ -453,27 +347,3 @@ class Scheduler:
         if not self.kv.forms_batches or any(request.sequences for request in self.running):
             return []
         return list(self.running)
-
-    def _retire(self, requests: list[Request]) -> None:
-        """Take requests without live sequences out of their queues."""
-        left = set()
-        for request in requests:
-            if request.sequences or request.is_finished:
-                continue
-            left.add(request.status)
-            if request.status is Status.RUNNING:
-                self._num_seats += request.method.max_sequences
-            request.status = Status.FINISHED
-            request.finished.sort(key=lambda seq: seq.sample_index)
-            del self.requests[request.request_id]
-        # One pass for all that left.
-        if Status.RUNNING in left:
-            self.running = [r for r in self.running if not r.is_finished]
-        if Status.WAITING in left:
-            self.waiting = [r for r in self.waiting if not r.is_finished]
-        if Status.SWAPPED in left:
-            self.swapped = [r for r in self.swapped if not r.is_finished]
-
-
-def _rank(request: Request) -> tuple[float, ...]:
-    return request.rank

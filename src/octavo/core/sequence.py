@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """Where a request stands. Only the scheduler changes it."""
+    """Where a request stands. Only the scheduler's queues change it."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -153,7 +153,7 @@ class Request:
         self.first_token_time: float | None = None
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission
-        # Kept by the scheduler and its policy.
+        # Kept by the scheduler, its policy and its admission.
         self.number = 0  # order of arrival
         self.rank: tuple[float, ...] = ()  # lower runs first; constant while the request lives
         self.level = 0.0  # urgency that it was admitted with
