@@ -166,6 +166,10 @@ class Engine:
             progress = self.scheduler.update(plan, result)
             for observe in self.observers:
                 observe(plan, result, progress)
+            if self._depth > 1 and not self._under_way:
+                # The device waits, since this step decided on the next one (beam search, the
+                # first tokens of samples): clients are told while it computes again.
+                self._start_step()
             return self._delivery.report(progress)
 
     def _start_step(self) -> bool:

@@ -1,0 +1,39 @@
+"""In which order a step plans, computes and tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import model_zoo
+import pytest
+
+from octavo import BeamSearchParams
+from octavo.config import make_config
+from octavo.llm import load_engine
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_device_that_waits_for_decisions_computes_again_before_clients_are_told(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = str(model_zoo.model_directory("llama3"))
+    engine = load_engine(make_config(directory, device="cpu", num_blocks=20, overlap=overlap))
+    events: list[str] = []
+
+    def noted(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(engine.executor, "submit")
+    noted(engine._delivery, "report")
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    engine.add_request(engine.make_request([1, 2, 3], params))
+    while engine.has_unfinished:
+        engine.step()
+    ahead = ["submit", *["submit", "report"] * 2, "report"]
+    assert events == (ahead if overlap else ["submit", "report"] * 3)
