@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,7 @@ from core.worlds import BLOCK_SIZE, compute, make_manager, make_sequence
 from octavo.core.invariants import check_manager
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_spec import FullAttention, SlidingWindow, group_layers
-from octavo.core.prefix_cache import sha256_128
+from octavo.core.prefix_cache import PrefixNode, sha256_128
 from octavo.core.sequence import Sequence
 
 
@@ -117,6 +118,17 @@ def test_tenants_do_not_meet() -> None:
     compute(kv, make_sequence(0, list(range(8)), cache_salt="one"))
     assert kv.lookup(make_sequence(1, list(range(8)), cache_salt="two")).num_tokens == 0
     assert kv.lookup(make_sequence(2, list(range(8)), cache_salt="one")).num_tokens == 7
+
+
+def test_nothing_is_kept_of_tenants_that_left_no_block() -> None:
+    def num_nodes() -> int:
+        return sum(isinstance(thing, PrefixNode) for thing in gc.get_objects())
+
+    kv, before = make_manager(), num_nodes()
+    for i in range(100):
+        kv.lookup(make_sequence(i, [1] * 6, cache_salt=f"tenant {i}"))
+    gc.collect()
+    assert num_nodes() == before
 
 
 def test_blocks_that_are_being_computed_are_waited_for() -> None:

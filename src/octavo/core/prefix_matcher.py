@@ -40,7 +40,6 @@ class PrefixMatcher:
         self._specs = specs
         self._block_size = block_size
         self._cache = cache
-        self._roots: dict[str, PrefixNode] = {}  # by cache salt
         # Prefixes that a running request is computing: an equal prompt waits and shares them.
         self._in_progress: dict[bytes, int] = {}  # key -> sequence id
 
@@ -103,10 +102,8 @@ class PrefixMatcher:
                 self.progressed(seq, node)
 
     def _root(self, seq: Sequence) -> PrefixNode:
-        salt = seq.request.cache_salt
-        if salt not in self._roots:
-            self._roots[salt] = self._cache.root(salt)
-        return self._roots[salt]
+        # Made each time: anybody can come with any number of salts.
+        return self._cache.root(seq.request.cache_salt)
 
     def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:
         """The longest run of leading blocks that every group can start from.
