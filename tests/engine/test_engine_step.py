@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import model_zoo
 import pytest
 
+import model_zoo
 from octavo import BeamSearchParams
 from octavo.config import make_config
 from octavo.llm import load_engine
