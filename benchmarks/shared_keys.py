@@ -17,6 +17,8 @@ from attention_work import BLOCK_SIZE, HEAD_DIM, MODELS, Work, seconds
 from gpu_harness import report
 
 from octavo.attention import SharedKeys
+from octavo.attention import triton as triton_backend
+from octavo.kernels.attention_shared import SharedConfig
 
 
 class Case(NamedTuple):
@@ -72,16 +74,30 @@ def measure(model: str, case: Case) -> dict[str, float]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument(
+        "--configs",
+        nargs="*",
+        default=["chosen"],
+        metavar="ROWS,KEYS,WARPS,STAGES",
+        help="tiles to try instead of the chosen ones",
+    )
+    arguments = parser.parse_args()
     torch.manual_seed(0)
     results: dict[str, dict[str, dict[str, float]]] = {}
     with torch.inference_mode():
-        for model in MODELS:
-            results[model] = {}
-            print(model)
-            for name, case in CASES.items():
-                cells = results[model][name] = measure(model, case)
-                print(f"  {name:<28}" + "  ".join(f"{k} {v:g}" for k, v in cells.items()))
+        for config in arguments.configs:
+            if config != "chosen":
+                tiles = SharedConfig(*map(int, config.split(",")))
+                triton_backend.shared_config = lambda *_, tiles=tiles: tiles  # type: ignore[assignment]
+            for model in arguments.models:
+                cells = results[f"{model}, {config}"] = {}
+                print(f"{model}, {config}")
+                for name, case in CASES.items():
+                    cells[name] = measure(model, case)
+                    values = "  ".join(f"{k} {v:g}" for k, v in cells[name].items())
+                    print(f"  {name:<28}{values}", flush=True)
     report("shared_keys", results=results)
 
 
