@@ -6,7 +6,9 @@ import asyncio
 import json
 import math
 import os
+import select
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -478,6 +480,28 @@ def test_other_errors_have_the_same_shape(server: LiveServer, client: openai.Ope
     )
     assert error["param"] == "chat_template"
     assert server.complete(STORY, max_tokens=1)["choices"]
+
+
+def test_what_is_no_good_http_is_refused_in_the_same_shape(server: LiveServer) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    upgrade = b"Content-Type: application/json\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    for request, status, words in [
+        (b"\x16\x03\x01 TLS\r\n\r\n", 400, "no HTTP/1.1 request"),
+        (head + b"X-Long: ", 431, "larger than 65536 bytes"),
+        (head + b"Content-Length: 2\r\n" + upgrade + b"\r\n{}", 400, "speaks HTTP/1.1 alone"),
+    ]:
+        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as connection:
+            connection.settimeout(TIMEOUT)
+            connection.sendall(request)
+            while not select.select([connection], [], [], 0.02 if status == 431 else TIMEOUT)[0]:
+                connection.sendall(b"a" * 10_000)
+            reply = b""
+            while not reply.endswith(b"}}"):
+                reply += connection.recv(1 << 16)
+        first, _, rest = reply.partition(b"\r\n")
+        assert int(first.split()[1]) == status
+        body = json.loads(rest.partition(b"\r\n\r\n")[2])
+        assert words in body["error"]["message"]
 
 
 def test_request_ids(server: LiveServer) -> None:

@@ -22,6 +22,7 @@ from octavo.errors import ConfigError
 from octavo.server.app import create_app
 from octavo.server.batch import Batch, Tally, run_batch
 from octavo.server.client import EngineClient
+from octavo.server.http_protocol import BoundedHttp
 from octavo.server.observation import Observation
 from octavo.server.settings import Listening, ServerSettings
 from octavo.server.supervisor import Supervision
@@ -198,7 +199,7 @@ async def _serve(
 def http_config(app: FastAPI, listening: Listening) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedHttp,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -58,6 +58,8 @@ async def read_body(request: Request, kind: type[B], ignore_unknown: bool = Fals
         data = await request.body()
     except ClientDisconnect:
         raise ClientGone from None
+    if not data and "upgrade" in request.headers:  # what follows belongs to another protocol
+        raise refused("Upgrade", "this server speaks HTTP/1.1 alone; send the request without it")
     return decode_body(data, kind, ignore_unknown)
 
 
