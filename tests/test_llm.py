@@ -302,7 +302,7 @@ def test_an_executor_that_breaks_down_ends_the_engine() -> None:
     broken.engine.executor.submit = submit  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="on fire"):
         broken.generate([1, 2], GREEDY, use_tqdm=False)
-    with pytest.raises(EngineFailed, match="RuntimeError in step 0: the device is on fire"):
+    with pytest.raises(EngineFailed, match="RuntimeError: the device is on fire"):
         broken.generate([1, 2], GREEDY, use_tqdm=False)
 
 

@@ -123,7 +123,7 @@ def test_tenants_do_not_meet() -> None:
 def test_nothing_is_kept_of_tenants_that_left_no_block() -> None:
     def num_nodes() -> int:
         gc.collect()
-        return sum(isinstance(thing, PrefixNode) for thing in gc.get_objects())
+        return sum(type(thing) is PrefixNode for thing in gc.get_objects())
 
     kv, before = make_manager(), num_nodes()
     for i in range(100):

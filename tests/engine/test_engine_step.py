@@ -9,6 +9,7 @@ import pytest
 import model_zoo
 from octavo import BeamSearchParams
 from octavo.config import make_config
+from octavo.errors import EngineFailed
 from octavo.llm import load_engine
 
 
@@ -37,3 +38,39 @@ def test_a_device_that_waits_for_decisions_computes_again_before_clients_are_tol
         engine.step()
     ahead = ["submit", *["submit", "report"] * 2, "report"]
     assert events == (ahead if overlap else ["submit", "report"] * 3)
+
+
+def test_whom_the_intake_ends_between_two_steps_is_not_reported_on() -> None:
+    directory = str(model_zoo.model_directory("llama3"))
+    engine = load_engine(make_config(directory, device="cpu", num_blocks=20, overlap=True))
+    params = BeamSearchParams(beam_width=2, max_tokens=8)
+    for name in ("first", "second"):
+        engine.add_request(engine.make_request([1, 2, 3], params, request_id=name))
+    calls = iter(range(100))
+    ended = []
+
+    def intake() -> None:
+        if next(calls) == 4:
+            ended.append(engine.abort_request("first"))
+
+    engine.intake = intake
+    finished = []
+    while engine.has_unfinished:
+        finished += [output.request_id for output in engine.step().finished]
+    assert [output.request_id for output in ended if output is not None] == ["first"]
+    assert finished == ["second"]
+
+
+def test_an_error_in_the_middle_of_a_step_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = str(model_zoo.model_directory("llama3"))
+    engine = load_engine(make_config(directory, device="cpu", num_blocks=20))
+
+    def update(*args: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine.scheduler, "update", update)
+    engine.add_request(engine.make_request([1, 2, 3], BeamSearchParams(beam_width=2)))
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine.step()
+    with pytest.raises(EngineFailed, match="RuntimeError: a bug"):
+        engine.step()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from octavo.config import EngineConfig
 from octavo.core.decoding import PinPrefix
@@ -23,8 +22,6 @@ from octavo.errors import ConfigError, EngineFailed, InvalidRequest
 from octavo.executor.base import Executor
 from octavo.model_config import ModelConfig
 from octavo.outputs import RequestOutput, StepOutput
-
-Result = TypeVar("Result")
 
 
 class Engine:
@@ -152,47 +149,54 @@ class Engine:
     def step(self) -> StepOutput:
         """Bring one step for all that run to its end. Ctrl-C takes effect when it is over.
 
-        An error of the executor ends the engine: what the worker has done of the plan is unknown.
+        An error in it ends the engine: scheduler and worker may no longer agree on what runs.
         """
         self._check_alive()
         with InterruptsAfter():
-            while len(self._under_way) < self._depth and self._start_step():
-                pass
-            if not self._under_way:
-                return StepOutput()
-            plan, pending = self._under_way.popleft()
-            result = self._guarded(plan, pending.result)
-            self._pacer.finished(plan, result)
-            progress = self.scheduler.update(plan, result)
-            for observe in self.observers:
-                observe(plan, result, progress)
-            if self._depth > 1 and not self._under_way:
-                # The device waits, since this step decided on the next one (beam search, the
-                # first tokens of samples): clients are told while it computes again.
-                self._start_step()
-            return self._delivery.report(progress)
+            try:
+                return self._step()
+            except BaseException as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                raise
 
-    def _start_step(self) -> bool:
-        """Plan a step and start it. False if there is nothing to do."""
+    def _step(self) -> StepOutput:
+        while len(self._under_way) < self._depth:
+            self._take_in()
+            if not self._start_step():
+                break
+        if not self._under_way:
+            return StepOutput()
+        plan, pending = self._under_way.popleft()
+        result = pending.result()
+        self._pacer.finished(plan, result)
+        is_waiting = self._depth > 1 and not self._under_way
+        if is_waiting:
+            self._take_in()  # not later: whom this ends must not be reported on any more
+        progress = self.scheduler.update(plan, result)
+        for observe in self.observers:
+            observe(plan, result, progress)
+        if is_waiting:
+            # The device waits, since this step decided on the next one (beam search, the first
+            # tokens of samples): clients are told while it computes again.
+            self._start_step()
+        return self._delivery.report(progress)
+
+    def _take_in(self) -> None:
+        """Let requests come and go."""
         if self.intake is not None:
             if self._under_way:
                 self._pacer.linger()
             self.intake()
+
+    def _start_step(self) -> bool:
+        """Plan a step and start it. False if there is nothing to do."""
         began = self._pacer.began()
         plan = self.scheduler.schedule()
         if plan is None:
             return False
-        self._under_way.append((plan, self._guarded(plan, self.executor.submit, plan)))
+        self._under_way.append((plan, self.executor.submit(plan)))
         self._pacer.planned(plan, began, is_first=len(self._under_way) == 1)
         return True
-
-    def _guarded(self, plan: StepPlan, action: Callable[..., Result], *args: StepPlan) -> Result:
-        """Call the executor, and remember that the engine has failed if it fails."""
-        try:
-            return action(*args)
-        except BaseException as error:
-            self._failure = f"{type(error).__name__} in step {plan.step_id}: {error}"
-            raise
 
     def _check_alive(self) -> None:
         if self._failure is not None:
