@@ -14,7 +14,7 @@ from octavo.engine.events import Counters, Event, Gauges
 from octavo.engine.prepared import Params, PreparedRequest, Prompt, RequestPreparer
 from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import InvalidRequest, Overloaded, Unavailable
+from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
 from octavo.model_config import ModelConfig, resolve_model
 from octavo.server import messages as m
 from octavo.server.delivery import Delivery
@@ -229,6 +229,11 @@ class EngineClient:
             raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
         token_ids = await self._tokenize(prompt)
         token_ids = self._preparer.whole_blocks(token_ids, self.info.block_size)
+        if len(token_ids) >= self.info.max_model_len:
+            raise RequestTooLong(
+                "prefix",
+                f"{len(token_ids)} tokens leave no room in a context of {self.info.max_model_len}",
+            )
         if name is None:
             name = f"prefix-{uuid.uuid4().hex[:8]}"
         if name in self._journal.pins:

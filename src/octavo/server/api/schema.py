@@ -16,6 +16,7 @@ REF = "#/components/schemas/{name}"
 ERRORS = {
     400: "A field is wrong, and `param` names it.",
     401: "A valid API key is needed.",
+    403: "The request calls the server by a name that is not its own.",
     404: "There is no such model, prefix or endpoint.",
     413: "The body is too large.",
     429: "Too many requests wait already; Retry-After says when to try again.",
