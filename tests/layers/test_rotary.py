@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from octavo.json_fields import Fields
 from octavo.layers.rotary import rotary_table
-from octavo.model_families import _read_rotary
+from octavo.model_rotary import read_rotary
 
 HEAD_DIM = 32
 MAX_POSITIONS = 1024
@@ -59,7 +59,7 @@ def test_tables_equal_transformers(kind: str, theta: float) -> None:
         )
     )
     cos, sin = reference(torch.zeros(1), torch.arange(MAX_POSITIONS)[None])
-    config = _read_rotary(Fields("config.json", {"rope_parameters": rope}), MAX_POSITIONS)
+    config = read_rotary(Fields("config.json", {"rope_parameters": rope}), MAX_POSITIONS)
     table = rotary_table(config, HEAD_DIM, MAX_POSITIONS, torch.device("cpu"))
     assert table.cos.dtype == table.sin.dtype == torch.float32
     assert table.rotary_dim == HEAD_DIM
@@ -68,7 +68,7 @@ def test_tables_equal_transformers(kind: str, theta: float) -> None:
 
 
 def test_which_elements_turn_together() -> None:
-    config = _read_rotary(Fields("config.json", {"rope_theta": 100.0}), MAX_POSITIONS)
+    config = read_rotary(Fields("config.json", {"rope_theta": 100.0}), MAX_POSITIONS)
     table = rotary_table(config, HEAD_DIM, 64, torch.device("cpu"))
     positions = torch.tensor([0, 5, 63])
     x = torch.randn(3, 2, HEAD_DIM)
