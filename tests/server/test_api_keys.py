@@ -98,7 +98,7 @@ def test_origins(guarded: LiveServer, server: LiveServer) -> None:
     preflight = {
         "Origin": ORIGIN,
         "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization,content-type",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
     }
     url = f"{guarded.url}/v1/completions"
     allowed = httpx.options(url, headers=preflight, timeout=TIMEOUT)
