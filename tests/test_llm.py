@@ -237,6 +237,8 @@ BAD_REQUESTS: list[tuple[Any, Callable[[], Any], str]] = [
     ([1, 320], lambda: GREEDY, "prompt: token id 320 is outside the vocabulary of 320"),
     ([1, -5], lambda: GREEDY, "prompt: token id -5 is outside the vocabulary of 320"),
     ([1, "x"], lambda: GREEDY, "prompt: 'x' is not a token id"),
+    ([None], lambda: GREEDY, "prompt: None is neither text nor a list of token ids"),
+    ([b"text"], lambda: GREEDY, "prompt: b'text' is neither text nor a list of token ids"),
     ([1] * 128, lambda: GREEDY, "prompt: 128 tokens leave no room for output .* of 128 tokens"),
     ([1], lambda: SamplingParams(n=0), "n: 0 is less than 1"),
     ([1], lambda: BeamSearchParams(beam_width=0), "beam_width: 0 is less than 1"),
@@ -260,7 +262,8 @@ BAD_REQUESTS: list[tuple[Any, Callable[[], Any], str]] = [
 def test_bad_requests_are_named(
     llm: LLM, prompt: Any, params: Callable[[], Any], message: str
 ) -> None:
-    prompts = [prompt] if isinstance(prompt, list) else prompt
+    is_token_ids = isinstance(prompt, list) and prompt[:1] not in ([None], [b"text"])
+    prompts = [prompt] if is_token_ids else prompt
     with pytest.raises(InvalidRequest, match=f"^{message}"):
         llm._run(prompts if isinstance(prompts, list) else [prompts], [params()], [0], "", False)
 
@@ -268,6 +271,8 @@ def test_bad_requests_are_named(
 def test_one_bad_prompt_of_many_is_named_and_none_is_run(llm: LLM) -> None:
     with pytest.raises(RequestTooLong, match=r"prompt 2 of 3: prompt: 200 tokens leave no room"):
         llm.generate([[1, 2], [1] * 200, [3]], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="params: 0 for 2 prompts"):
+        llm.generate([[1], [2]], [], use_tqdm=False)
     with pytest.raises(InvalidRequest, match="params: 2 for 3 prompts"):
         llm.generate([[1], [2], [3]], [GREEDY, GREEDY], use_tqdm=False)
 
@@ -291,6 +296,43 @@ def test_an_interrupted_call_leaves_nothing_behind(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     [output] = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)
     assert 1 <= len(output.outputs[0].token_ids) <= 8
+
+
+def test_an_interrupted_call_takes_nothing_from_a_stream(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    token_ids = list(next(stream).token_ids)
+    original = llm.engine.executor.submit
+
+    def submit(plan: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return original(plan)
+
+    monkeypatch.setattr(llm.engine.executor, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([4, 5], GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    for delta in stream:
+        token_ids += delta.token_ids
+    assert len(token_ids) == 20
+
+
+def test_requests_find_names_of_their_own(llm: LLM) -> None:
+    taken = [llm.engine.make_request([1], GREEDY, f"request-{i}") for i in range(1000)]
+    assert len(llm.generate([[1], [2]], GREEDY, use_tqdm=False)) == 2
+    for request in taken:
+        llm.engine.discard_request(request)
+
+
+def test_a_conversation_is_cached_for_its_tenant_alone(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "How much is the fish in the little red house?"}]
+    hits = [
+        llm.chat(messages, GREEDY, use_tqdm=False, cache_salt=salt)[0].num_cached_tokens
+        for salt in ("one", "two", "one")
+    ]
+    assert hits[:2] == [0, 0]
+    assert hits[2] > 0
 
 
 def test_an_executor_that_breaks_down_ends_the_engine() -> None:

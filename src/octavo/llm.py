@@ -11,6 +11,7 @@ from typing import Any, cast
 from octavo.config import EngineConfig, make_config
 from octavo.core.sequence import Request
 from octavo.engine.engine import Engine
+from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.prepared import Params, Prompt
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput, SequenceDelta
@@ -53,7 +54,7 @@ class LLM:
         many = _as_prompts(prompts)
         return self._run(
             many,
-            _for_each(params or SamplingParams(), len(many), "params"),
+            _for_each(SamplingParams() if params is None else params, len(many), "params"),
             _for_each(priority, len(many), "priority"),
             cache_salt,
             use_tqdm,
@@ -65,12 +66,18 @@ class LLM:
         params: BeamSearchParams | Sequence[BeamSearchParams],
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """The best continuations of each prompt, best first."""
         many = _as_prompts(prompts)
-        each = _for_each(params, len(many), "params")
-        return self._run(many, each, [0] * len(many), cache_salt, use_tqdm)
+        return self._run(
+            many,
+            _for_each(params, len(many), "params"),
+            _for_each(priority, len(many), "priority"),
+            cache_salt,
+            use_tqdm,
+        )
 
     def chat(
         self,
@@ -78,6 +85,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str = "",
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, by the model's chat template."""
@@ -88,7 +97,9 @@ class LLM:
             "Sequence[Sequence[Message]]", [messages] if single else list(messages)
         )
         prompts = [self.chat_prompt(each, **template_variables) for each in conversations]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts, params, use_tqdm=use_tqdm, priority=priority, cache_salt=cache_salt
+        )
 
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
         """The token ids of a conversation that the assistant is to continue."""
@@ -99,10 +110,17 @@ class LLM:
         return tokenizer.encode(text, add_special_tokens=False)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> Iterator[SequenceDelta]:
         """Continue one prompt, piece by piece. Leaving the iterator early aborts the request."""
-        request = self.engine.make_request(prompt, params or SamplingParams())
+        request = self.engine.make_request(
+            prompt, params or SamplingParams(), priority=priority, cache_salt=cache_salt
+        )
         deltas = self._streams[request.request_id] = deque()
         try:
             self.engine.add_request(request)
@@ -175,13 +193,14 @@ class LLM:
 
     def _step(self) -> None:
         """One step of the engine; what it brought is kept for those who wait for it."""
-        output = self.engine.step()
-        for delta in output.deltas:
-            if delta.request_id in self._streams:
-                self._streams[delta.request_id].append(delta)
-        for finished in output.finished:
-            if finished.request_id in self._awaited:
-                self._awaited[finished.request_id].append(finished)
+        with InterruptsAfter():  # or others would miss what this step has brought them
+            output = self.engine.step()
+            for delta in output.deltas:
+                if delta.request_id in self._streams:
+                    self._streams[delta.request_id].append(delta)
+            for finished in output.finished:
+                if finished.request_id in self._awaited:
+                    self._awaited[finished.request_id].append(finished)
 
     def _drop(self, request: Request) -> None:
         """Leave nothing behind of a request that may not have come to its end."""
@@ -203,10 +222,10 @@ class LLM:
                     prompt, each, priority=priority, cache_salt=cache_salt
                 )
                 requests.append(request)
-        except InvalidRequest as error:
+        except BaseException as error:
             for request in requests:
                 self.engine.discard_request(request)
-            if len(prompts) > 1:
+            if isinstance(error, InvalidRequest) and len(prompts) > 1:
                 error.args = (f"prompt {len(requests) + 1} of {len(prompts)}: {error}",)
             raise
         return requests

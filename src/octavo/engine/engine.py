@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import count
 
 from octavo.config import EngineConfig
 from octavo.core.decoding import PinPrefix
@@ -60,7 +61,7 @@ class Engine:
             model_config, tokenizer, self.max_model_len, config.max_logprobs, config.seed
         )
         self._delivery = Delivery(tokenizer, self.scheduler, clock)
-        self._next_id = 0
+        self._numbers = count()  # of requests that come without an id
         self._pinning: dict[str, str] = {}  # prefixes being computed -> ids of their requests
         self._failure: str | None = None
         overlap = executor.is_asynchronous if config.overlap is None else config.overlap
@@ -275,8 +276,8 @@ class Engine:
     def _name(self, request_id: str | None) -> str:
         """A request's id: the one asked for, or a new one."""
         if request_id is None:
-            request_id = f"request-{self._next_id}"
-            self._next_id += 1
+            names = (f"request-{number}" for number in self._numbers)
+            return next(name for name in names if not self._delivery.knows(name))
         if self._delivery.knows(request_id):
             raise InvalidRequest("request_id", f"{request_id!r} is in use")
         return request_id

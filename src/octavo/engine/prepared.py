@@ -143,8 +143,10 @@ class RequestPreparer:
             if self._tokenizer is None:
                 raise InvalidRequest("prompt", "the model has no tokenizer; give token ids")
             token_ids = self._tokenizer.encode(prompt)
-        else:
+        elif isinstance(prompt, list | tuple):
             token_ids = list(prompt)
+        else:
+            raise InvalidRequest("prompt", f"{prompt!r} is neither text nor a list of token ids")
         if not token_ids:
             raise InvalidRequest("prompt", "it is empty")
         for token_id in token_ids:
