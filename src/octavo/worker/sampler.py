@@ -172,11 +172,16 @@ def most_likely(logits: Tensor) -> Tensor:
 
 def _check_finite(largest_logits: Tensor) -> None:
     """A row's largest value is NaN if any of its values is, so these tell of all, at no cost."""
-    if not largest_logits.isfinite().all():
-        raise ModelError(
-            "the model's logits are not finite numbers: its weights are damaged, or too large for "
-            "their dtype"
-        )
+    if not np.isfinite(largest_logits.cpu().numpy()).all():
+        raise logits_not_finite()
+
+
+def logits_not_finite() -> ModelError:
+    """Of a row that holds NaN or infinity: there is nothing to choose from."""
+    return ModelError(
+        "the model's logits are not finite numbers: its weights are damaged, or too large for "
+        "their dtype"
+    )
 
 
 def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
