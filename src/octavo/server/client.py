@@ -359,7 +359,7 @@ class EngineClient:
 
     def _check_room(self) -> None:
         limit = self._supervision.max_waiting
-        num_waiting = self._journal.num_waiting
+        num_waiting = len(self._journal.waiting)
         if num_waiting >= limit:
             seconds = num_waiting * self._delivery.seconds_per_request
             raise Overloaded(

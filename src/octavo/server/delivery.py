@@ -83,7 +83,8 @@ class Delivery:
         self.exchange.drop(stream.entry)
         self.forget(stream)
         if self._last_end_time is not None:
-            gap = output.finish_time - self._last_end_time
+            # Time in which there was nothing to do says nothing of the pace.
+            gap = output.finish_time - max(self._last_end_time, stream.entry.arrival_time)
             self.seconds_per_request += PACE_SMOOTHING * (gap - self.seconds_per_request)
         self._last_end_time = output.finish_time
         self.notify("request_finished", stream.entry, output)

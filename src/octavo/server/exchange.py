@@ -123,7 +123,7 @@ class Exchange:
     def open(self, entry: OpenRequest) -> asyncio.Future[None]:
         """Take a request into the journal; the future is done when an engine has accepted it."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._journal.requests[entry.request_id] = entry
+        self._journal.add(entry)
         self._accepted[entry.request_id] = future
         if self._process is not None and self._suspects.first is None:
             self._send_request(self._process, entry)
@@ -133,7 +133,7 @@ class Exchange:
         """A request has ended, or nobody wants it any more."""
         if self._journal.requests.get(entry.request_id) is not entry:
             return  # refused while its client was leaving
-        del self._journal.requests[entry.request_id]
+        self._journal.remove(entry)
         future = self._accepted.pop(entry.request_id, None)
         if future is not None and not future.done():  # ended by somebody else than who waits
             future.set_exception(Unavailable("the request was ended before it was accepted"))
@@ -235,6 +235,7 @@ class Exchange:
             entry = None  # it was about an earlier request of the same name
         if entry is not None:
             entry.is_running = True
+            self._journal.waiting.discard(entry)
             if entry.request.beam is not None:
                 self._searching[entry.request_id] = entry
         self._owner.admitted(entry, admitted)

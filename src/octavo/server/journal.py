@@ -111,9 +111,13 @@ class Journal:
 
     def __init__(self) -> None:
         self.requests: dict[str, OpenRequest] = {}
+        self.waiting: set[OpenRequest] = set()  # of these, those that have not run yet
         self.pins: dict[str, Pin] = {}
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have not run yet."""
-        return sum(request.admitted_time is None for request in self.requests.values())
+    def add(self, entry: OpenRequest) -> None:
+        self.requests[entry.request_id] = entry
+        self.waiting.add(entry)
+
+    def remove(self, entry: OpenRequest) -> None:
+        del self.requests[entry.request_id]
+        self.waiting.discard(entry)
