@@ -22,7 +22,7 @@ from octavo.server.api.params import chat_params, check_streaming, completion_pa
 from octavo.server.api.requests import ChatBody, CompletionBody
 from octavo.server.api.token_texts import TokenTexts
 from octavo.server.client import EngineClient
-from octavo.server.settings import ServerSettings
+from octavo.server.settings import Listening, ServerSettings
 from server.clients import run
 
 HI = [{"role": "user", "content": "hi"}]
@@ -308,3 +308,12 @@ def test_a_bad_key_is_refused_without_being_shown(tmp_path: Path) -> None:
     assert read_key_file(file) == ["first-key-1", "second-key-2:acme"]
     with pytest.raises(ConfigError, match="api_key_file"):
         read_key_file(tmp_path / "none")
+    file.write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        read_key_file(file)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_a_drain_takes_a_time(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="drain_seconds"):
+        Listening(drain_seconds=seconds)

@@ -24,8 +24,8 @@ class Listening:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError("port", f"{self.port} is not between 0 and {(1 << 16) - 1}")
-        if self.drain_seconds < 0:
-            raise ConfigError("drain_seconds", f"{self.drain_seconds} is negative")
+        if not self.drain_seconds >= 0:
+            raise ConfigError("drain_seconds", f"{self.drain_seconds} is not 0 or more")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile", "it needs ssl_certfile")
 

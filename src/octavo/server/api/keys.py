@@ -86,7 +86,10 @@ def read_key_file(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("api_key_file", f"{path} cannot be read: {error}") from error
     entries = [line.strip() for line in lines]
-    return [entry for entry in entries if entry and not entry.startswith("#")]
+    keys = [entry for entry in entries if entry and not entry.startswith("#")]
+    if not keys:  # without a key everybody may, which is not what somebody with a key file wants
+        raise ConfigError("api_key_file", f"{path} holds no key")
+    return keys
 
 
 def _key_in(authorization: str) -> str:
