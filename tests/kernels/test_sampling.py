@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from octavo.core.step import SamplingSpec
 from octavo.kernels import candidates, sampling
 from octavo.kernels.candidates import best_tokens
-from octavo.kernels.sampling import DeviceDraws, sample
+from octavo.kernels.sampling import NO_TOKEN, DeviceDraws, sample
 from octavo.worker import sampler
 from octavo.worker.sampler import SamplingBatch
 from worker.test_sampler import SPECS, make_batch, random_specs
@@ -77,18 +80,27 @@ def test_the_limits_keep_ties(device: torch.device) -> None:
 def test_the_greedy_token_is_the_first_of_equals(device: torch.device) -> None:
     logits = torch.zeros(2, 150, device=device)
     logits[0, [70, 71, 140]] = 3.0
-    logits[1] = -torch.inf
     draws = to_device(make_batch([SPECS["plain"]] * 2), device)
     draws.temperature.zero_()
     assert sample(logits, draws).tolist() == [70, 0]
 
 
-def test_a_row_of_nan_stays_in_the_vocabulary(device: torch.device) -> None:
-    if device.type == "cpu":
-        pytest.skip("the interpreter refuses NaN")
-    logits = torch.full((len(ROWS), 150), torch.nan, device=device)
-    drawn = sample(logits, to_device(make_batch(ROWS), device))
-    assert ((drawn >= 0) & (drawn < 150)).all()
+def test_logits_that_are_not_finite_give_no_token(device: torch.device) -> None:
+    logits = torch.randn(6, 150, generator=torch.Generator().manual_seed(3))
+    logits[1] = torch.nan
+    logits[2, 70] = torch.nan
+    logits[3, 149] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, :149] = -torch.inf
+    specs = [SamplingSpec(temperature=0)] * 6
+    kinds = [replace(to_device(make_batch(specs), device), is_greedy=True)]
+    if device.type == "cuda":  # the interpreter makes no integers of NaN
+        kinds += [to_device(make_batch([SPECS[name]] * 6), device) for name in SPECS]
+    for draws in kinds:
+        drawn = sample(logits.to(device), draws).tolist()
+        assert drawn[1:5] == [NO_TOKEN.value] * 4
+        assert 0 <= drawn[0] < 150
+        assert drawn[5] == 149
 
 
 @pytest.mark.parametrize("number", [1, 6, 16])

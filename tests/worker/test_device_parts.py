@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from octavo.core.step import StepPlan
+from octavo.errors import ModelError
+from octavo.kernels.sampling import NO_TOKEN
 from octavo.worker.block_tables import DeviceTables, HostTables
 from octavo.worker.device_kv_cache import DeviceKVCache
+from octavo.worker.gpu_sampler import Choice
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.staging import DeviceStaging
 
@@ -36,6 +39,17 @@ def test_staged_arrays_keep_their_addresses_and_arrive_together() -> None:
         staging.put("b", np.zeros(4, np.int32), 3)
     with pytest.raises(AssertionError, match="c: no room for 65536 bytes"):
         staging.put("c", np.zeros(1, np.int64), 1 << 13)
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    fine = Choice(2, torch.tensor([4, 0]))
+    assert fine.first_tokens().tolist() == [4, 0]
+    with pytest.raises(ModelError, match="not finite"):
+        Choice(2, torch.tensor([4, NO_TOKEN.value])).first_tokens()
+    best = Choice(0, torch.zeros(0, dtype=torch.int64))
+    best.expand(torch.tensor([[-0.5, -1.0], [torch.nan, torch.nan]]), torch.ones(2, 2), [2, 2])
+    with pytest.raises(ModelError, match="not finite"):
+        best.candidates()
 
 
 @pytest.mark.parametrize("seed", range(5))

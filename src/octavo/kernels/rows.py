@@ -34,11 +34,13 @@ def _keep_tokens(token_ids, rows, last_tokens, num_tokens, BLOCK: tl.constexpr):
     inside = offset < num_tokens
     token = tl.load(token_ids + offset, mask=inside, other=0)
     row = tl.load(rows + offset, mask=inside, other=0)
-    tl.store(last_tokens + row, token, mask=inside)
+    # Logits that are not finite give no token; the next step must not look for its embedding.
+    tl.store(last_tokens + row, tl.maximum(token, 0), mask=inside)
 
 
 def keep_tokens(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
-    """last_tokens[rows[i]] becomes token_ids[i]; only row 0, which is nobody's, may repeat.
+    """last_tokens[rows[i]] becomes token_ids[i], 0 where that is negative; only row 0, which is
+    nobody's, may repeat.
 
     token_ids int64 [n], rows int32 [n], last_tokens int64 [num_rows], all dense.
     """

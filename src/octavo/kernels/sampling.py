@@ -25,6 +25,7 @@ from octavo.kernels.sampling_weights import row_peak, weights_of
 from octavo.kernels.sizes import power_of_2
 
 CHUNK = 4096  # logits that a program works on
+NO_TOKEN = tl.constexpr(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
         logits: floating [num_rows, vocab_size], rows dense; left unchanged.
 
     Returns:
-        int64 [num_draws].
+        int64 [num_draws]; NO_TOKEN where a row holds NaN, infinity or nothing but -infinity.
     """
     num_draws, vocab_size = draws.rows.shape[0], logits.shape[1]
     token_ids = torch.empty(num_draws, dtype=torch.int64, device=logits.device)
@@ -121,6 +122,7 @@ def _peak_kernel(
     wait_previous(PDL)
     start = logits + tl.load(rows + draw) * stride
     values = tl.load(start + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    values = tl.where(values != values, float("inf"), values)  # NaN must not go unseen
     peak, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(peaks + draw * num_chunks + chunk, peak)
     tl.store(peak_ids + draw * num_chunks + chunk, chunk * CHUNK + place)
@@ -225,5 +227,5 @@ def _draw_kernel(
             )
             passed = tl.sum((tl.cumsum(weights, 0) <= target - before).to(tl.int32), 0)
             token = (chunk * CHUNK + passed).to(tl.int64)
-    # A row of NaN has neither a largest logit nor weights; its token stays in the vocabulary.
-    tl.store(token_ids + draw, tl.minimum(token, vocab_size - 1))
+    is_finite = (peak > -float("inf")) & (peak < float("inf"))
+    tl.store(token_ids + draw, tl.where(is_finite, tl.minimum(token, vocab_size - 1), NO_TOKEN))

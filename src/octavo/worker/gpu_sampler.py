@@ -12,10 +12,10 @@ from torch import Tensor
 
 from octavo.core.step import TokenLogprobs
 from octavo.kernels.candidates import MAX_CANDIDATES, best_tokens
-from octavo.kernels.sampling import DeviceDraws, sample
+from octavo.kernels.sampling import NO_TOKEN, DeviceDraws, sample
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
-from octavo.worker.sampler import SamplingBatch
+from octavo.worker.sampler import SamplingBatch, logits_not_finite
 from octavo.worker.staging import DeviceStaging
 
 Int64s = NDArray[np.int64]
@@ -66,8 +66,10 @@ class Choice:
     # After `read_back`, once the device has come so far.
 
     def first_tokens(self) -> Int64s:
-        """int64 [num_sampled]."""
+        """int64 [num_sampled]. Raises ModelError if a row had no finite logits."""
         tokens: Int64s = self._token_ids.numpy()
+        if (tokens == NO_TOKEN.value).any():
+            raise logits_not_finite()
         return tokens if self._firsts is None else tokens[self._firsts]
 
     def draws(self) -> dict[int, list[int]]:
@@ -80,9 +82,14 @@ class Choice:
         return {row: tokens[a:b] for row, (a, b) in enumerate(pairs) if b - a > 1}
 
     def candidates(self) -> dict[int, list[tuple[int, float]]]:
-        """(token id, log-probability) of the best next tokens of each expanded row."""
+        """(token id, log-probability) of the best next tokens of each expanded row.
+
+        Raises ModelError if a row had no finite logits.
+        """
         if self._best is None:
             return {}
+        if not self._best[0][:, 0].isfinite().all():
+            raise logits_not_finite()
         values, ids = self._best[0].tolist(), self._best[1].tolist()
         return {
             row: list(zip(ids_of_row[:n], values_of_row[:n], strict=True))

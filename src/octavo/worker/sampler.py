@@ -172,7 +172,7 @@ def most_likely(logits: Tensor) -> Tensor:
 
 def _check_finite(largest_logits: Tensor) -> None:
     """A row's largest value is NaN if any of its values is, so these tell of all, at no cost."""
-    if not np.isfinite(largest_logits.cpu().numpy()).all():
+    if not np.isfinite(largest_logits.float().cpu().numpy()).all():
         raise logits_not_finite()
 
 
