@@ -91,7 +91,6 @@ def make_runner(
         num_swap_blocks,
         (layout.layers_per_group, *block_shape),
         torch.float32,
-        torch.device("cpu"),
     )
     backend = make_backend(backend_class, model, layout, kv_cache.blocks, block_size)
     input_batch = InputBatch(block_size, len(layout.groups))

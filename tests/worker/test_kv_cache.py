@@ -11,16 +11,14 @@ import torch
 
 from octavo.core.step import StepPlan
 from octavo.errors import OutOfMemory
-from octavo.worker import kv_cache
 from octavo.worker.kv_cache import KVCache, independent_runs
 
 SHAPE = (2, 3, 2, 4)
-CPU = torch.device("cpu")
 
 
 def filled_cache(dtype: torch.dtype = torch.float32) -> KVCache:
     """Block i of the device holds i everywhere, block i of the swap tier 100 + i."""
-    cache = KVCache(9, 4, SHAPE, dtype, CPU)
+    cache = KVCache(9, 4, SHAPE, dtype)
     for block_id in range(1, 10):
         cache.blocks[block_id] = block_id
     for block_id in range(5):
@@ -48,14 +46,6 @@ def plan(
     )
 
 
-@pytest.fixture(params=["bytes", "indexed"])
-def _way_of_copying(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves as on a CPU, and as on other devices."""
-    if request.param == "indexed":
-        monkeypatch.setattr(kv_cache, "_takes_numpy", lambda blocks: False)
-
-
-@pytest.mark.usefixtures("_way_of_copying")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_order_is_swap_out_then_swap_in_then_copies(dtype: torch.dtype) -> None:
     cache = filled_cache(dtype)
@@ -67,7 +57,6 @@ def test_order_is_swap_out_then_swap_in_then_copies(dtype: torch.dtype) -> None:
     assert seconds > 0
 
 
-@pytest.mark.usefixtures("_way_of_copying")
 def test_what_was_swapped_out_may_come_back_in_the_same_step() -> None:
     cache = filled_cache()
     cache.move(plan(swap_out=[(1, 2), (2, 3)], swap_in=[(2, 8), (3, 1)]))
@@ -76,7 +65,6 @@ def test_what_was_swapped_out_may_come_back_in_the_same_step() -> None:
     assert device == [0, 2, 2, 3, 4, 5, 6, 7, 1, 9]
 
 
-@pytest.mark.usefixtures("_way_of_copying")
 def test_copies_take_effect_one_after_the_other() -> None:
     cache = filled_cache()
     cache.move(plan(copies=[(1, 2), (2, 3), (5, 1), (4, 2)]))
@@ -89,7 +77,7 @@ def test_a_step_without_swapping_takes_no_swap_time() -> None:
 
 def test_new_blocks_are_zero_and_untouched_memory_is_not_taken() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    cache = KVCache(1 << 14, 1 << 14, (2, 1 << 12), torch.float64, CPU)  # 1 GiB each
+    cache = KVCache(1 << 14, 1 << 14, (2, 1 << 12), torch.float64)  # 1 GiB each
     assert not cache.blocks[0].any()
     assert not cache.blocks[1 << 14].any()
     assert cache.blocks.is_contiguous()
@@ -99,16 +87,16 @@ def test_new_blocks_are_zero_and_untouched_memory_is_not_taken() -> None:
 
 def test_more_memory_than_the_machine_has_is_refused() -> None:
     with pytest.raises(OutOfMemory, match=r"PiB|TiB.* cannot be had .* lower kv_cache_memory"):
-        KVCache(1 << 40, 0, (2, 1 << 12), torch.float64, CPU)
+        KVCache(1 << 40, 0, (2, 1 << 12), torch.float64)
 
 
 def test_a_swap_tier_may_be_absent() -> None:
-    cache = KVCache(2, 0, SHAPE, torch.float32, CPU)
+    cache = KVCache(2, 0, SHAPE, torch.float32)
     cache.move(plan(copies=[(1, 2)]))
 
 
-def test_indexed_copies_are_cut_where_they_depend_on_each_other() -> None:
-    """What other devices do in parts equals the moves one by one."""
+def test_runs_of_copies_are_cut_where_they_depend_on_each_other() -> None:
+    """What a GPU does run by run equals the moves one by one."""
     rng = random.Random(0)
     for _ in range(200):
         moves = [(rng.randrange(8), rng.randrange(8)) for _ in range(rng.randrange(10))]

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from octavo.core.step import SamplingSpec
-from octavo.worker.kv_cache import KVCache
 from octavo.worker.randomness import uniforms
 from octavo.worker.sampler import token_weights
-from worker.test_kv_cache import contents, plan
 from worker.test_sampler import SPECS, make_batch, random_specs, sample
 
 pytestmark = [
@@ -64,17 +62,3 @@ def test_logprobs_and_candidates() -> None:
         for entry, expected in zip(entries, theirs.logprobs[row], strict=True):
             assert (entry.token_id, entry.rank) == (expected.token_id, expected.rank)
             assert entry.logprob == pytest.approx(expected.logprob, abs=1e-5)
-
-
-def test_blocks_move_in_the_fixed_order() -> None:
-    cache = KVCache(9, 4, (2, 3, 2, 4), torch.bfloat16, GPU)
-    for block_id in range(1, 10):
-        cache.blocks[block_id] = block_id
-    for block_id in range(5):
-        cache.swapped[block_id] = 100 + block_id
-    cache.move(
-        plan(swap_out=[(3, 0), (1, 2)], swap_in=[(1, 3), (2, 8)], copies=[(3, 4), (4, 5), (1, 4)])
-    )
-    device, swap = contents(cache)
-    assert swap == [3, 101, 1, 103, 104]
-    assert device == [0, 1, 2, 101, 1, 101, 6, 7, 1, 9]

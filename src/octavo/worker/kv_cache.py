@@ -1,4 +1,4 @@
-"""The physical blocks of both tiers, and their moves.
+"""The physical blocks of both tiers on a CPU, and their moves.
 
 One allocation per tier, block-major: a block of all layers is contiguous, so a copy or a swap of a
 block is one large move (the paper's penalty for swapping small blocks, figure 19, disappears).
@@ -24,7 +24,7 @@ Move = tuple[int, int]  # (source, destination) block ids
 
 
 class KVCache:
-    """Owns the KV tensors of the device and of the swap tier."""
+    """Owns the KV tensors that are computed with, and those of the swap tier."""
 
     def __init__(
         self,
@@ -32,7 +32,6 @@ class KVCache:
         num_swap_blocks: int,
         block_shape: Sequence[int],
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         """Allocate both tiers.
 
@@ -43,9 +42,9 @@ class KVCache:
         Raises:
             OutOfMemory: the machine does not give so much.
         """
-        # Lazy on a CPU: memory is taken when a block is first written.
-        self.blocks = _zeros((num_blocks + 1, *block_shape), dtype, device)
-        self.swapped = _zeros((num_swap_blocks + 1, *block_shape), dtype, torch.device("cpu"))
+        # Lazy: memory is taken when a block is first written.
+        self.blocks = _zeros((num_blocks + 1, *block_shape), dtype)
+        self.swapped = _zeros((num_swap_blocks + 1, *block_shape), dtype)
 
     def move(self, plan: StepPlan) -> float:
         """Carry out a plan's moves: swap out, swap in, copy; what a later one reads, an earlier
@@ -58,12 +57,8 @@ class KVCache:
         return swap_seconds
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     num_bytes = prod(shape) * dtype.itemsize
-    if num_bytes == 0:
-        return torch.zeros(shape, dtype=dtype)
     # Fresh anonymous pages are zero without being touched; torch.zeros would write them all.
     try:
         memory = mmap.mmap(-1, num_bytes)
@@ -81,21 +76,11 @@ def _copy_blocks(source: Tensor, target: Tensor, moves: Sequence[Move]) -> None:
     """Copy whole blocks in the order of `moves`."""
     if not moves:
         return
-    if _takes_numpy(source) and _takes_numpy(target):
-        # A block is one stretch of bytes: a plain loop of memcpy takes a half to a tenth of the
-        # time of torch's indexed copies.
-        from_bytes, to_bytes = _bytes_of(source), _bytes_of(target)
-        for source_id, target_id in moves:
-            to_bytes[target_id] = from_bytes[source_id]
-        return
-    for run in independent_runs(moves, same_tier=source is target):
-        source_ids = torch.tensor([move[0] for move in run], device=source.device)
-        target_ids = torch.tensor([move[1] for move in run], device=target.device)
-        target[target_ids] = source[source_ids].to(target.device)
-
-
-def _takes_numpy(blocks: Tensor) -> bool:
-    return blocks.device.type == "cpu"
+    # A block is one stretch of bytes: a plain loop of memcpy takes a half to a tenth of the time of
+    # torch's indexed copies.
+    from_bytes, to_bytes = _bytes_of(source), _bytes_of(target)
+    for source_id, target_id in moves:
+        to_bytes[target_id] = from_bytes[source_id]
 
 
 def _bytes_of(blocks: Tensor) -> NDArray[np.uint8]:
@@ -105,7 +90,10 @@ def _bytes_of(blocks: Tensor) -> NDArray[np.uint8]:
 
 
 def independent_runs(moves: Sequence[Move], same_tier: bool) -> list[list[Move]]:
-    """Cut the moves where one reads or writes what an earlier one of its run wrote."""
+    """Cut the moves where one reads or writes what an earlier one of its run wrote.
+
+    For devices that carry out a run at once (device_kv_cache.py).
+    """
     runs: list[list[Move]] = [[]]
     written: set[int] = set()
     for source_id, target_id in moves:

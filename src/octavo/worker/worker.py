@@ -62,7 +62,7 @@ class Worker:
         )
         keep_freed_memory()
         self._kv_cache: KVCache | None = KVCache(
-            self.budget.num_blocks, self.budget.num_swap_blocks, block_shape, dtype, device
+            self.budget.num_blocks, self.budget.num_swap_blocks, block_shape, dtype
         )
         self._runner: ModelRunner | None = ModelRunner(
             self._model,
