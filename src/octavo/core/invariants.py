@@ -15,7 +15,10 @@ from octavo.core.sequence import Sequence, Status
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """All invariants that can be seen between two steps. Raises AssertionError."""
+    """All invariants that can be seen between two steps, of the KV cache and of the queues.
+
+    Raises AssertionError.
+    """
     on_device: list[Sequence] = []
     swapped: list[Sequence] = []
     for request in scheduler.requests.values():
@@ -33,8 +36,27 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert ranks == sorted(ranks), "a queue is out of order"
     seats = sum(request.method.max_sequences for request in scheduler.running)
     assert seats <= scheduler.config.max_num_seqs, "more sequences run than allowed"
+    free_seats = scheduler._queues.num_free_seats
+    assert seats + free_seats == scheduler.config.max_num_seqs, "a seat is lost"
     for request in scheduler.running:
         assert len(request.sequences) <= request.method.max_sequences, f"{request} is too wide"
+    _check_steps_under_way(scheduler)
+    computing = {seq.seq_id for seq in on_device}
+    owners = set(scheduler.kv._prefixes._in_progress.values())
+    assert owners <= computing, "prompts wait for blocks that nobody computes"
+
+
+def _check_steps_under_way(scheduler: Scheduler) -> None:
+    """What the plans have promised is what requests and sequences wait for."""
+    drafts = list(scheduler._in_flight.values())
+    held = Counter(block_id for draft in drafts for block_id in draft.held)
+    assert held == scheduler.kv.held_sources, "a source of a copy is held too long, or not at all"
+    for request in scheduler.requests.values():
+        undecided = [draft for draft in drafts if request in draft.undecided]
+        assert request.num_undecided == len(undecided), f"{request} waits for other decisions"
+        for seq in request.sequences:
+            drawing = [d for d in drafts if seq in d.drawn and d not in undecided]
+            assert seq.num_pending == len(drawing), f"{seq} waits for other draws"
 
 
 def check_manager(
