@@ -131,6 +131,11 @@ class ModelConfig:
             total += self._num_norm_parameters(self.hidden_size)
         return total
 
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """What the weights take, and the rotary table, which is float32 whatever they are."""
+        table = 0 if self.rotary is None else 4 * self.max_model_len * self.head_dim
+        return self.num_parameters() * dtype_bytes + table
+
     def _num_norm_parameters(self, size: int) -> int:
         if not self.norm_affine:
             return 0

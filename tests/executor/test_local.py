@@ -73,7 +73,7 @@ def test_capacity_is_what_the_budget_says() -> None:
     assert capacity.num_swap_blocks == min((1 << 20) // block_bytes, 64)
     assert capacity.budget.kv_cache == 65 * block_bytes
     assert not config.tied_embeddings
-    assert capacity.budget.weights == 4 * config.num_parameters()
+    assert capacity.budget.weights == config.weight_bytes(4)
 
 
 def test_blocks_follow_from_memory() -> None:

@@ -216,6 +216,15 @@ def test_llama_31(tmp_path: Path) -> None:
     assert config.kv_specs() == [FullAttention()] * 32
 
 
+def test_weight_bytes_count_the_rotary_table(tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA_31_8B)
+    table = 2 * 131072 * 64 * 4  # cos and sin of each position and pair of elements, float32
+    assert config.weight_bytes(2) == 2 * config.num_parameters() + table
+    shorter = config.with_max_model_len(1024)
+    assert shorter.weight_bytes(2) == 2 * config.num_parameters() + table // 128
+    assert read(tmp_path, GPT2).weight_bytes(4) == 4 * 124_439_808
+
+
 def test_both_spellings_of_rope_and_dtype(tmp_path: Path) -> None:
     old = read(tmp_path, LLAMA_31_8B)
     new_fields = dict(LLAMA_31_8B)

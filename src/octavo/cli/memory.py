@@ -80,7 +80,7 @@ class Budget:
             dtype_bytes,
         )
         fixed = FixedMemory(
-            model_config.num_parameters() * dtype_bytes,
+            model_config.weight_bytes(dtype_bytes),
             estimate_activations(model_config, config.scheduler, dtype_bytes),
         )
         self._budget = plan_memory(

@@ -121,7 +121,7 @@ class GpuWorker:
         return min(share, free)
 
     def _check_weights(self, total: int) -> None:
-        weights = self._model_config.num_parameters() * self._dtype.itemsize
+        weights = self._model_config.weight_bytes(self._dtype.itemsize)
         if weights > total:
             raise OutOfMemory(
                 f"the weights take {format_bytes(weights)} in {self._dtype}, but this process may "

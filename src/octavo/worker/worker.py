@@ -143,7 +143,7 @@ def plan_cpu_memory(
         OutOfMemory: weights or KV cache do not fit, or no sequence of the max_model_len that was
             asked for; names settings that do.
     """
-    weights = model_config.num_parameters() * dtype_bytes
+    weights = model_config.weight_bytes(dtype_bytes)
     if model_config.tied_embeddings:
         # A table to look up, and the same once more packed for the projection to logits.
         weights += model_config.vocab_size * model_config.embedding_size * dtype_bytes
