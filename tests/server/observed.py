@@ -51,7 +51,7 @@ class FakeClient:
         self.info = engine_info()
         self.gauges = Gauges(num_free_blocks=NUM_BLOCKS, num_free_swap_blocks=4)
         self.counters = Counters()
-        self.health = Health(True, None, "ready", 0, 0, None)
+        self.health = Health(True, None, "ready", 0)
         self.open_requests: dict[str, OpenRequest] = {}
         self.picture: Snapshot | None = snapshot([])
         self.num_looks = 0

@@ -189,7 +189,7 @@ def test_streams_end_with_the_server() -> None:
         feed = new_feed(client)
         frames = feed.frames()
         await next_frame(frames)
-        client.health = Health(False, "closed", "closed", 0, 0, None)
+        client.health = Health(False, "closed", "closed", 0)
         with pytest.raises(StopAsyncIteration):
             await next_frame(frames)
         assert (feed.num_viewers, client.subscribers) == (0, [])

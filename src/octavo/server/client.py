@@ -18,6 +18,7 @@ from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailabl
 from octavo.model_config import ModelConfig, resolve_model
 from octavo.server import messages as m
 from octavo.server.delivery import Delivery
+from octavo.server.health import Health, judge
 from octavo.server.journal import Journal, OpenRequest, Pin, Sample
 from octavo.server.listening import Listener, Subscription
 from octavo.server.messages import EngineInfo
@@ -38,18 +39,6 @@ __all__ = [
 # Characters. Tokenizing more takes milliseconds, in which the event loop would stand still.
 LONG_TEXT = 8_192
 MAX_RETRY_SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Whether the server can do its work; `reason` says why not."""
-
-    healthy: bool
-    reason: str | None
-    state: str  # "starting", "ready", "restarting", "draining", "failed" or "closed"
-    num_open: int  # requests without an end
-    num_restarts: int
-    seconds_since_step: float | None  # None before the first step
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +122,6 @@ class EngineClient:
                 await asyncio.wait_for(self._delivery.all_ended.wait(), seconds)
         return len(self._delivery.streams)
 
-    def add_listener(self, listener: Listener) -> None:
-        self._delivery.listeners.append(listener)
-
     @property
     def info(self) -> EngineInfo:
         """Of the engine process that runs, or ran last. Only after `start`."""
@@ -145,27 +131,7 @@ class EngineClient:
 
     @property
     def health(self) -> Health:
-        state = self._supervisor.state
-        stalled = self._supervisor.seconds_stalled
-        reason = None
-        if state not in ("ready", "restarting"):
-            reason = f"the engine is {state}" if state != "failed" else "the engine is given up"
-        elif stalled >= self._supervision.stall_seconds:
-            what = "no engine process" if state == "restarting" else "no step"
-            reason = (
-                f"{what} for {stalled:.0f} s while {len(self._delivery.streams)} requests are open"
-            )
-        elif self._is_draining:
-            reason = "the server is shutting down"
-        since_step = self._delivery.last_step_time
-        return Health(
-            reason is None,
-            reason,
-            "draining" if self._is_draining and state == "ready" else state,
-            len(self._delivery.streams),
-            self._supervisor.num_restarts,
-            None if since_step is None else time.monotonic() - since_step,
-        )
+        return judge(self._supervisor, self._supervision, self._delivery, self._is_draining)
 
     @property
     def gauges(self) -> Gauges:
@@ -207,13 +173,6 @@ class EngineClient:
         except (InvalidRequest, Overloaded, Unavailable) as error:
             self._delivery.notify("request_refused", error)
             raise
-
-    def abort(self, request_id: str) -> bool:
-        """End an open request now. False if there is none of this name."""
-        stream = self._delivery.streams.get(request_id)
-        if stream is not None:
-            stream.abort()
-        return stream is not None
 
     # ---------------------------------------------------------------- pinned prefixes
 

@@ -34,7 +34,6 @@ class Delivery:
         self.all_ended = asyncio.Event()  # set when the last stream ends
         self.info: m.EngineInfo | None = None
         self.gauges = Gauges()
-        self.last_step_time: float | None = None
         self.seconds_per_request = 1.0  # between the ends of two, smoothed
         self._counters = Counters()  # of the engine process that runs
         self._earlier_counters = Counters()  # of those before it
@@ -114,7 +113,7 @@ class Delivery:
             self.notify("request_admitted", entry)
 
     def reported(self, report: m.StepReport) -> None:
-        self.last_step_time = now = time.monotonic()
+        now = time.monotonic()
         self.gauges, self._counters = report.gauges, report.counters
         report.admitted, self._admissions = self._admissions, []
         for preempted in report.preempted:
