@@ -95,8 +95,8 @@ class SchedulerConfig:
             "max_num_batched_tokens",
             f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})",
         )
-        _check_choice("policy", self.policy, ("fcfs", "priority"))
-        _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
+        _check_choice("policy", self.policy, get_args(PolicyName))
+        _check_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _require(self.aging_seconds > 0, "aging_seconds", f"{self.aging_seconds} is not positive")
         _require(self.max_passes >= 0, "max_passes", f"{self.max_passes} is negative")
         _require(
@@ -125,9 +125,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model", "is empty")
-        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _check_choice("load_format", self.load_format, ("auto", "dummy"))
-        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        _check_choice("dtype", self.dtype, get_args(DTypeName))
+        _check_choice("load_format", self.load_format, get_args(LoadFormat))
+        _check_choice("device", self.device, get_args(DeviceName))
         if self.max_model_len is not None:
             _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
         if self.num_threads is not None:
