@@ -110,6 +110,20 @@ def test_dashboard_shows_a_running_request(server: LiveServer, browser: Browser)
     assert deadline
 
 
+def test_a_hidden_page_asks_for_nothing(server: LiveServer, browser: Browser) -> None:
+    with opened(browser, f"{server.url}/") as page:
+        link = page.locator("#link")
+        expect(link).to_have_text("live")
+        page.add_init_script("Object.defineProperty(document, 'hidden', {get: () => self.away})")
+        page.add_init_script("self.away = true")
+        page.reload()
+        expect(link).to_have_text("paused")
+        page.evaluate("self.away = false; document.dispatchEvent(new Event('visibilitychange'))")
+        expect(link).to_have_text("live")
+        page.evaluate("self.away = true; document.dispatchEvent(new Event('visibilitychange'))")
+        expect(link).to_have_text("paused")
+
+
 def test_playground_streams_and_shows_the_tree(server: LiveServer, browser: Browser) -> None:
     with opened(browser, f"{server.url}/") as page:
         expect(page.locator("#link")).to_have_text("live")

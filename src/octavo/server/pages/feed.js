@@ -109,9 +109,11 @@ const feed = (() => {
     else if (name === "lost") setLink("engine restarting", "lost");
   }
 
-  // Follows the server, and comes back after a pause when the connection is lost.
+  // Follows the server, and comes back after a pause when the connection is lost. A hidden page asks
+  // for nothing: the server works only while somebody looks.
   async function follow() {
     if (abort) abort.abort();
+    if (document.hidden) return setLink("paused", "");
     const mine = (abort = new AbortController());
     while (!mine.signal.aborted) {
       try {
@@ -126,12 +128,6 @@ const feed = (() => {
     }
   }
 
-  // A hidden page asks for nothing: the server works only while somebody looks.
-  document.addEventListener("visibilitychange", () => {
-    if (document.hidden) {
-      if (abort) abort.abort();
-      setLink("paused", "");
-    } else follow();
-  });
+  document.addEventListener("visibilitychange", follow);
   return { model, holders, follow, onFrame: (listener) => listeners.push(listener) };
 })();
