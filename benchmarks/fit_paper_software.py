@@ -1,14 +1,24 @@
-"""Fit the coefficients of `evaluation/paper_software.py` to the steps that the paper implies."""
+"""Fit the coefficients of `evaluation/paper_software.py` to the steps that the paper implies.
+
+With --count, simulate figure 12 first (`octavo reproduce` keeps its runs), and print how many
+requests run where latency reaches 0.5 s/token: the BATCHES of that module.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
 from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import least_squares
 
+from octavo.evaluation.figures import fig12
+from octavo.evaluation.jobs import Store, default_cache_directory, run_jobs
 from octavo.evaluation.paper_software import FITTED, implied_steps
+from octavo.evaluation.scale import QUICK
+from octavo.evaluation.simulations import THRESHOLD
 from octavo.simulation.cost_model import PAPER_2023, Coefficients
 
 START = {
@@ -27,7 +37,28 @@ def coefficients(logarithms: np.ndarray) -> Coefficients:
     return replace(PAPER_2023, **values)
 
 
+def count() -> None:
+    """Print the batches of figure 12's runs that are nearest to the threshold."""
+    sweeps = [sweep for panel in fig12.panels(QUICK) for sweep in panel.sweeps.values()]
+    results = run_jobs(sweeps, Store(default_cache_directory()), os.cpu_count() or 1, True)
+    for sweep in sweeps:
+        point = min(
+            results[sweep]["points"], key=lambda point: abs(math.log(point["latency"] / THRESHOLD))
+        )
+        scenario = sweep.scenario
+        key = (scenario.model, scenario.workload.source, scenario.system)
+        print(f"{key}: {point['mean_batched_requests']:.1f},")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", action="store_true", help="simulate the batches first")
+    if parser.parse_args().count:
+        count()
+    fit()
+
+
+def fit() -> None:
     steps = list(implied_steps())
 
     def errors(logarithms: np.ndarray) -> list[float]:
@@ -36,11 +67,11 @@ def main() -> None:
 
     highest = [math.log(LIMITS.get(name, 1e3)) for name in FITTED]
     start = [math.log(START[name]) for name in FITTED]
-    fit = least_squares(errors, start, bounds=(-30.0, highest))
-    found = coefficients(fit.x)
+    solution = least_squares(errors, start, bounds=(-30.0, highest))
+    found = coefficients(solution.x)
     for name in FITTED:
         print(f"{name:20} {getattr(found, name):.3g}")
-    print(f"root mean square error {100 * math.sqrt(np.mean(np.square(errors(fit.x)))):.1f}%")
+    print(f"root mean square error {100 * math.sqrt(np.mean(np.square(errors(solution.x)))):.1f}%")
     for step in steps:
         print(
             f"{step.model:9} {step.source:9} {step.system:12} batch {step.batch:6.1f}  "

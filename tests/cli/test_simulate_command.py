@@ -8,7 +8,7 @@ from click_harness import Octavo
 
 from octavo.simulation.calibration import cost_model_of
 from octavo.simulation.cost_model import Coefficients
-from octavo.simulation.step_records import Setting
+from octavo.simulation.step_records import Setting, StepRecord
 from octavo.simulation.step_shape import StepShape
 
 ONCE = ("simulate", "--rate", 1, "--duration", 20, "--software", "paper-2023")
@@ -106,10 +106,7 @@ def steps(tmp_path: Path) -> Path:
     ]
     for n in range(1, 60):
         shape = StepShape(n, n, n, 100 * n, 0)
-        lines.append(
-            asdict(shape)
-            | {"seconds": model.seconds(shape), "compute_seconds": 0.0, "swap_seconds": 0.0}
-        )
+        lines.append(asdict(StepRecord.of(shape, model.seconds(shape), 0.0, 0.0)))
     file = tmp_path / "steps.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
     return file

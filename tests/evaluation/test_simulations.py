@@ -45,6 +45,15 @@ def test_results_repeat() -> None:
     assert job.scenario.preemption == "swap"
 
 
+def test_the_artifact_limits_requests_and_not_sequences() -> None:
+    """Those that run, and the sequences of the one to be admitted, are 256 at most."""
+    for width, requests in ((1, 256), (2, 255), (6, 251)):
+        scenario = Scenario("opt-13b", "vllm", WorkloadSpec("alpaca", 1.0, 1.0, n=width))
+        assert scenario.config().scheduler.max_num_seqs == width * requests
+    batches = Scenario("opt-13b", "fastertransformer", scenario.workload.at_rate(1), batch_limit=9)
+    assert replace(batches, workload=WorkloadSpec("alpaca", 1.0, 1.0)).seats == 9
+
+
 @pytest.mark.parametrize("first", [0.3, 1.9, 30.0])
 def test_a_sweep_finds_the_knee(monkeypatch: pytest.MonkeyPatch, first: float) -> None:
     """Latency of a queue: 0.03 s/token, and infinite at 2 requests/s."""

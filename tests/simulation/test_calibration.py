@@ -47,9 +47,7 @@ def made_up_steps(count: int, noise: float = 0.0, setting: Setting = SETTING) ->
             num_swapped_blocks=draw.choice([0, 0, 100]),
         )
         seconds = model.seconds(shape) * draw.uniform(1 - noise, 1 + noise)
-        records.append(
-            StepRecord(**asdict(shape), seconds=seconds, compute_seconds=0.0, swap_seconds=0.0)
-        )
+        records.append(StepRecord.of(shape, seconds, 0.0, 0.0))
     return records
 
 

@@ -53,6 +53,9 @@ def test_units_by_hand() -> None:
         replace(NOTHING, num_swapped_blocks=2)
     ) == pytest.approx(2 * (1.6 + 0.5))
     assert toy(step_overhead=1.0, seq_overhead=0.25).seconds(decode) == pytest.approx(9.5)
+    assert toy(request_overhead=0.5).seconds(
+        replace(NOTHING, num_seqs=6, num_requests=2)
+    ) == pytest.approx(1.0)
     # Finding a block costs as much as reading 4 tokens: three times the time with blocks of 2.
     assert toy(block_lookup_tokens=4.0).seconds(decode) == pytest.approx(4 + 12)
 
@@ -62,6 +65,9 @@ def test_tensor_parallel_by_hand() -> None:
     decode = StepShape(2, 2, 2, 50, 0)
     reduces = 6 * (0.01 + 2 * 4 / 50)
     assert toy(2, reduce_latency=0.01).seconds(decode) == pytest.approx((4 + 4) / 2 + reduces)
+    # Four: two rounds each, and three quarters of the bytes pass twice.
+    reduces = 6 * (2 * 0.01 + 2 * 1.5 * 4 / 50)
+    assert toy(4, reduce_latency=0.01).seconds(decode) == pytest.approx((4 + 4) / 4 + reduces)
 
 
 AMOUNTS = [field.name for field in fields(StepShape)]
@@ -84,7 +90,7 @@ def test_more_of_anything_never_takes_less_time(
 @given(st.sampled_from([field.name for field in fields(Coefficients)]))
 def test_a_better_coefficient_never_takes_more_time(name: str) -> None:
     size = ModelSize.of(find_model("opt-13b"), "float16")
-    shape = StepShape(30, 200, 30, 10_000, 15_000, 5, 5)
+    shape = StepShape(30, 200, 30, 10_000, 15_000, 5, 5, 20)
     factor = 2.0 if name.endswith("_efficiency") else 0.5
     better = replace(PAPER_2023, **{name: factor * getattr(PAPER_2023, name)})
     gpu = GPUS["a100-40gb"]

@@ -162,6 +162,9 @@ def test_samples_share_and_part() -> None:
     result = simulate(OPT, steady(20, 0.05, prompt=400, n=4))
     assert result.mean_batched_sequences > 3 * result.mean_batched_requests
     assert 0.4 < result.sharing_saves < 0.75
+    # Samples share the prompt from the start, as in the paper's software.
+    prompt = result.steps[0].memory
+    assert prompt.num_logical_blocks == 4 * prompt.num_physical_blocks
 
 
 def test_beams_share_more_the_closer_their_candidates() -> None:

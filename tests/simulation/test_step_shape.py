@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan
-from octavo.simulation.step_shape import PaddedBatches, RowLengths, StepShape, windowed_pairs
+from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite
+from octavo.simulation.step_shape import (
+    CopiedExtents,
+    PaddedBatches,
+    RowLengths,
+    StepShape,
+    windowed_pairs,
+)
 
 
 def opened(seq_id: int, num_prompt_tokens: int, num_computed: int = 0) -> OpenedRow:
@@ -48,6 +54,28 @@ def test_windows_bound_what_is_read() -> None:
     assert prefill.attention_pairs == pytest.approx((210 + 2 * windowed_pairs(0, 20, 8)) / 3)
     decode = rows.follow(plan({1: 1}))
     assert decode.kv_tokens == pytest.approx((21 + 2 * 8) / 3)
+
+
+def test_the_paper_s_forks_copy_what_is_reserved() -> None:
+    """A beam of 20 tokens moves to a reservation of 5 blocks: an extent of 8."""
+    extents = CopiedExtents(RowLengths([None]))
+    extents.follow(
+        plan({1: 20}, opened=[opened(1, 20)], table_writes=[TableWrite(1, 0, 0, (0, 1))])
+    )
+    forked = extents.follow(
+        plan(
+            {1: 1, 2: 1, 3: 4},
+            forks=[Fork(1, 2, 1)],
+            opened=[opened(3, 4)],
+            table_writes=[
+                TableWrite(2, 0, 0, (8, 9, 10, 11, 12)),
+                TableWrite(3, 0, 0, (16, 17)),
+            ],
+            copies=[(0, 8), (1, 9)],
+        )
+    )
+    assert forked.num_copied_blocks == 8
+    assert extents.follow(plan({1: 1, 2: 1})).num_copied_blocks == 0
 
 
 def test_batches_are_padded_to_the_longest() -> None:

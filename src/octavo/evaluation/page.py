@@ -22,17 +22,22 @@ the same colours as ours.
 
 **What is simulated.** Simulations run octavo's own engine, scheduler and KV cache manager on a
 virtual clock. Orca and FasterTransformer are memory policies of the same engine. As in the authors'
-artifact, prompts are computed whole, a step has 2,560 tokens and 256 sequences at most, requests
-are served first come first served, and one of a single sequence that is preempted is computed
-again, others are swapped. What the memory holds (table 1, figures 2, 13 and 15) follows from the
-policies and the lengths.
+artifact, prompts are computed whole, a step has 2,560 tokens and 256 requests at most (its limit is
+called one of sequences, and counts requests), they are served first come first served, and one of a
+single sequence that is preempted is computed again, others are swapped. A fork copies all that
+Orca has reserved for a sequence. What the memory holds (table 1, figures 2, 13 and 15) follows from
+the policies and the lengths.
 
 **Where time comes from.** One cost model for all figures, models and systems: bytes and FLOPs of a
 step over the data sheet of the GPU, times efficiencies, plus overheads. Five of its coefficients
-were fitted to the 24 step times that figures 12 and 13 imply (`evaluation/paper_software.py`; mean
-error 7%), so figure 12's rates are no predictions, though no single system or panel has a number
-of its own; figures 14, 16 and 17 are. One more number, how beams descend from each other, was
-fitted to figure 15 at width 2.
+were fitted to the 24 step times that figure 12 implies (`evaluation/paper_software.py`; root mean
+square error 6%), so figure 12's rates are no predictions, though no single system or panel has a
+number of its own; figures 16 and 17 are. Two more numbers: which part of what a request of one
+sequence costs is the request's, fitted to the ranges that the artifact sweeps for parallel sampling
+(figure 14; beam search is a prediction), and how beams descend from each other, fitted to figure 15
+at width 2. Tried and left out: an overhead for each layer beside that of a step (the fit makes it
+zero), and one for steps with prompts beside decodes (6% becomes 5%, for a cause that we do not
+know).
 
 **What is compared.** "Sustained" is the rate at which the mean of latency over output length
 reaches 0.5 s/token. Rates depend on how long requests arrive: a queue that grows takes time to be

@@ -14,12 +14,14 @@ class Scale:
     # Sweeps of basic sampling. The systems of a plot have the same, and the slowest need many
     # requests, too.
     sharegpt_seconds: float
+    sharegpt_66b_seconds: float  # it serves few requests a second, so they must come for long
     sharegpt_175b_seconds: float
     alpaca_seconds: float
     busy_seconds: float  # figures 14 and 16, whose steps hold the most sequences
     block_size_seconds: float  # figures 18b and 19b: single rates
-    # Figures 2, 13 and 15 look at a window of a run.
+    # Figures 2 and 15 look at a window of a run, figure 13 at a later one.
     window: tuple[float, float]
+    late_window: tuple[float, float]
     resolution: float  # a sweep ends when the sustained rate is known to this share
     measurements: Path | None = None  # a directory with *.json, see `measurements`
 
@@ -30,20 +32,30 @@ class Scale:
     def trace_seconds(self, source: str, model: str) -> float:
         """How long requests arrive in a sweep."""
         if source == "sharegpt":
-            return self.sharegpt_175b_seconds if model == "opt-175b" else self.sharegpt_seconds
+            longer = {
+                "opt-66b": self.sharegpt_66b_seconds,
+                "opt-175b": self.sharegpt_175b_seconds,
+            }
+            return longer.get(model, self.sharegpt_seconds)
         return self.alpaca_seconds
 
     @property
     def description(self) -> str:
         return (
             f"{self.name}. Requests arrive for {self.sharegpt_seconds:g} s on ShareGPT "
-            f"({self.sharegpt_175b_seconds:g} s with OPT-175B), {self.alpaca_seconds:g} s on "
+            f"({self.sharegpt_66b_seconds:g} s with OPT-66B, {self.sharegpt_175b_seconds:g} s with "
+            f"OPT-175B), {self.alpaca_seconds:g} s on "
             f"Alpaca, {self.busy_seconds:g} s in figures 14 and 16, and "
             f"{self.block_size_seconds:g} s in figures 18 and 19, and all are served; steady "
-            f"states are means over the steps from {self.window[0]:g} to {self.window[1]:g} s"
+            f"states are means over the steps from {self.window[0]:g} to {self.window[1]:g} s, in "
+            f"figure 13 from {self.late_window[0]:g} to {self.late_window[1]:g} s"
         )
 
 
-QUICK = Scale("quick", 1200.0, 900.0, 300.0, 150.0, 600.0, (300.0, 900.0), 0.08)
-# As in the paper; the window is that of the artifact.
-FULL = Scale("full", 3600.0, 900.0, 3600.0, 3600.0, 3600.0, (300.0, 900.0), 0.02)
+QUICK = Scale(
+    "quick", 1200.0, 3600.0, 900.0, 600.0, 150.0, 600.0, (300.0, 900.0), (600.0, 1800.0), 0.08
+)
+# As in the paper; the windows are those of the artifact.
+FULL = Scale(
+    "full", 3600.0, 3600.0, 900.0, 3600.0, 3600.0, 3600.0, (300.0, 900.0), (600.0, 3600.0), 0.02
+)

@@ -17,7 +17,7 @@ from octavo.worker.memory import FixedMemory, KVShape, MemoryBudget, plan_memory
 
 BLOCK_SIZE = 16
 MAX_BATCHED_TOKENS = 2560  # artifact
-MAX_SEQS = 256  # artifact
+MAX_REQUESTS = 256  # artifact; it calls them sequences, and counts requests
 SWAP_SPACE_PER_GPU = 20 * GIB  # artifact
 DTYPE: DTypeName = "float16"
 MEMORY_SHARE = 0.95  # artifact

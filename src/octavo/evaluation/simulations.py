@@ -20,7 +20,7 @@ from octavo.evaluation.servers import (
     BLOCK_SIZE,
     DTYPE,
     MAX_BATCHED_TOKENS,
-    MAX_SEQS,
+    MAX_REQUESTS,
     SERVERS,
     SWAP_SPACE_PER_GPU,
 )
@@ -29,10 +29,10 @@ from octavo.simulation.config import SimulationConfig
 from octavo.simulation.run import simulate
 
 DEFAULT_BEAM_SPACING = 1.0
-STEP = 1.3  # how far a sweep goes at once while it looks for the knee
+STEP = 1.15  # how far a sweep goes at once while it looks for the knee
 SHOWN = (0.3, 0.6, 0.85)  # shares of the sustained rate that a curve shows as well
 THRESHOLD = 0.5  # s/token; "sustained" means below it, as we read the paper's figures
-MAX_PROBES = 24
+MAX_PROBES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Scenario:
     block_size: int = BLOCK_SIZE
     preemption_mode: PreemptionMode | None = None  # None: the artifact's rule
     prefix_caching: bool = False
-    batch_limit: int = MAX_SEQS  # FasterTransformer's largest batch
+    batch_limit: int = MAX_REQUESTS  # FasterTransformer's largest batch
     beam_spacing: float = DEFAULT_BEAM_SPACING
 
     def at_rate(self, rate: float) -> Scenario:
@@ -58,6 +58,13 @@ class Scenario:
             return self.preemption_mode
         workload = self.workload
         return "recompute" if workload.n == 1 and workload.beam_width is None else "swap"
+
+    @property
+    def seats(self) -> int:
+        """The limit on sequences. What the artifact limits to 256 is running requests plus the
+        sequences of the one to be admitted, so this many requests run, of any width."""
+        width = self.workload.beam_width or self.workload.n
+        return width * (self.batch_limit + 1 - width)
 
     def config(self) -> SimulationConfig:
         server = SERVERS[self.model]
@@ -74,7 +81,7 @@ class Scenario:
                 memory_policy="paged" if self.system == "vllm" else self.system,
             ),
             scheduler=SchedulerConfig(
-                max_num_seqs=self.batch_limit,
+                max_num_seqs=self.seats,
                 max_num_batched_tokens=MAX_BATCHED_TOKENS,
                 preemption_mode=self.preemption,
                 enable_chunked_prefill=False,
@@ -82,6 +89,7 @@ class Scenario:
             ),
             coefficients=PAPER_SOFTWARE,
             beam_spacing=self.beam_spacing,
+            copies_extents=True,
         )
 
 

@@ -93,7 +93,8 @@ def calibrate(
     Raises:
         ConfigError: the device is unknown, there are too few steps, or SciPy is missing.
     """
-    start = start or Coefficients()
+    # A record does not say how many requests its sequences belong to: they bear it all.
+    start = replace(start or Coefficients(), request_overhead=0.0)
     fitted, held_out = _split(records)
     amounts = AMOUNTS | (ON_SEVERAL if setting.num_gpus > 1 else {})
     names = [

@@ -31,6 +31,7 @@ class SimulationConfig:
     coefficients: Coefficients = field(default_factory=Coefficients)
     overlap: bool = False  # the next step is planned while one is computed, as on GPUs
     beam_spacing: float = 1.0  # see SimulatedExecutor
+    copies_extents: bool = False  # forks under Orca's policies cost as in the paper: CopiedExtents
     seed: int = 0
 
     def __post_init__(self) -> None:

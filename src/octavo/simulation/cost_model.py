@@ -1,6 +1,6 @@
 """How long a step takes: amounts of work over peak rates, times how well they are reached.
 
-    seconds = step overhead + sequences x overhead each
+    seconds = step overhead + requests x overhead each + sequences x overhead each
             + max(weights / memory bandwidth, products / FLOPs)       every linear layer
             + KV read / memory bandwidth + attention / FLOPs
             + all-reduces of tensor parallelism + block copies + swaps
@@ -11,6 +11,7 @@ other. The formula never decreases when a step has more of anything.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 
 from octavo.core.kv_spec import group_layers
@@ -32,13 +33,14 @@ class Coefficients:
     """
 
     step_overhead: float = 5.0e-4  # s; host and launches
+    request_overhead: float = 0.0  # s for each request of a step, however many sequences it has
     seq_overhead: float = 2.0e-6  # s for each sequence of a step
     weight_efficiency: float = 0.79  # reading weights
     gemm_efficiency: float = 0.65  # matrix products of linear layers
     kv_efficiency: float = 0.88  # reading KV
     attention_efficiency: float = 0.33  # attention of prompts
     reduce_efficiency: float = 0.50
-    reduce_latency: float = 1.5e-5  # s for each all-reduce
+    reduce_latency: float = 1.5e-5  # s for each round of an all-reduce, of log2(devices) rounds
     copy_efficiency: float = 0.78  # copies of blocks on the device
     swap_efficiency: float = 0.84
     swap_block_latency: float = 0.0  # s for each block swapped
@@ -138,15 +140,18 @@ class CostModel:
             num_reduces = REDUCES_PER_LAYER * size.num_layers
             # A ring passes every byte 2 (n - 1) / n times over each link.
             passed = 2 * (num_gpus - 1) / num_gpus * size.hidden_bytes
-            self._reduce_fixed = num_reduces * c.reduce_latency
+            # A small all-reduce goes along a tree: its latency grows with the tree's depth.
+            self._reduce_fixed = num_reduces * math.log2(num_gpus) * c.reduce_latency
             self._reduce_token = num_reduces * passed / (gpu.link_bandwidth * c.reduce_efficiency)
 
     def compute_seconds(self, shape: StepShape) -> float:
         """A step without its swaps."""
         products = shape.num_tokens * self._token + shape.num_sampled * self._logits
+        c = self.coefficients
         return (
-            self.coefficients.step_overhead
-            + shape.num_seqs * self.coefficients.seq_overhead
+            c.step_overhead
+            + shape.num_requests * c.request_overhead
+            + shape.num_seqs * c.seq_overhead
             + (max(self._weights, products) + self._reduce_fixed if shape.num_tokens else 0.0)
             + shape.kv_tokens * self._kv_token
             + shape.attention_pairs * self._pair

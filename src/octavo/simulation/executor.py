@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from octavo.core.step import StepPlan, StepResult
@@ -60,6 +61,8 @@ class SimulatedExecutor:
         self.capacity = capacity
         self.is_asynchronous = is_asynchronous
         self.spans: list[tuple[float, float]] = []  # when each step began and ended
+        # Requests that run: a plan knows only sequences, so whoever owns the engine says.
+        self.count_requests: Callable[[], int] = lambda: 0
         self._cost_model = cost_model
         self._clock = clock
         self._tracker = tracker
@@ -70,7 +73,7 @@ class SimulatedExecutor:
         self._num_candidates: dict[int, int] = {}  # of beams
 
     def submit(self, plan: StepPlan) -> SimulatedStep:
-        shape = self._tracker.follow(plan)
+        shape = replace(self._tracker.follow(plan), num_requests=self.count_requests())
         result = StepResult(
             plan.step_id,
             [TOKEN] * len(plan.sampled),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from octavo.bench.memory_use import MemoryUse
 from octavo.bench.throughput import Decoding
 from octavo.bench.traces import TraceRequest, generate_prompts
+from octavo.core.sequence import Request
 from octavo.engine.engine import Engine
 from octavo.errors import RequestTooLong
 from octavo.outputs import RequestOutput
 from octavo.simulation.clock import VirtualClock
 from octavo.simulation.config import SimulationConfig
-from octavo.simulation.executor import SimulatedExecutor
+from octavo.simulation.executor import ShapeTracker, SimulatedExecutor
 from octavo.simulation.result import RequestRecord, SimulationResult, StepSample
-from octavo.simulation.step_shape import PaddedBatches, RowLengths
+from octavo.simulation.step_shape import CopiedExtents, PaddedBatches, RowLengths
 
 
 class Workload(Protocol):
@@ -80,13 +82,17 @@ class Simulation:
         self.engine, self._executor = _make_engine(config, self.clock)
         self._memory = MemoryUse.watch(self.engine)
         self._decoding = workload.decoding
+        is_wide = self._decoding.n > 1 or self._decoding.beam_width is not None
+        self._shares = is_wide and config.cache.memory_policy == "paged"
         self._requests = workload.requests
         self._prompts = self._make_prompts(workload.hash_block_size, config.seed)
         self._finished = finished
         self._arrivals: dict[str, float] = {}
         self._records: list[RequestRecord] = []
+        self._blocks_to_share: list[int] = []  # at each step
         self._samples: list[StepSample] = []
         self._is_over = False
+        self._executor.count_requests = self._look
         self._check_lengths()
 
     def run(self, until: float | None = None) -> SimulationResult:
@@ -140,18 +146,26 @@ class Simulation:
         self._arrivals[prepared.request_id] = _arrival(request)
         self.engine.add_request(prepared)
 
+    def _look(self) -> int:
+        """When a step is submitted: how many requests run, and what they will share."""
+        running = self.engine.scheduler.running
+        self._blocks_to_share.append(sum(map(_blocks_to_share, running)) if self._shares else 0)
+        return len(running)
+
     def _step(self) -> None:
         output = self.engine.step()
         number = len(self._samples)
         assert number < len(self._executor.spans), "requests wait, and none of them can run"
         scheduler = self.engine.scheduler
+        memory = self._memory.steps[number]
+        logical = memory.num_logical_blocks + self._blocks_to_share[number]
         self._samples.append(
             StepSample(
                 *self._executor.spans[number],
                 len(scheduler.waiting),
                 len(scheduler.swapped),
                 sum(scheduler.num_preemptions.values()),
-                self._memory.steps[number],
+                replace(memory, num_logical_blocks=logical),
             )
         )
         if output.finished:
@@ -187,18 +201,31 @@ class Simulation:
 
 def _make_engine(config: SimulationConfig, clock: VirtualClock) -> tuple[Engine, SimulatedExecutor]:
     machine = config.prepare()
-    rows = RowLengths(machine.model.layer_windows)
-    pads = config.cache.memory_policy == "fastertransformer"
+    tracker: ShapeTracker
+    rows = tracker = RowLengths(machine.model.layer_windows)
+    if config.cache.memory_policy == "fastertransformer":
+        tracker = PaddedBatches(rows)
+    elif config.cache.memory_policy != "paged" and config.copies_extents:
+        tracker = CopiedExtents(rows)
     executor = SimulatedExecutor(
         machine.capacity,
         machine.cost_model,
         clock,
-        PaddedBatches(rows) if pads else rows,
+        tracker,
         config.beam_spacing,
         config.seed,
         config.overlap,
     )
     return Engine(config.engine_config, machine.model, executor, clock=clock), executor
+
+
+def _blocks_to_share(request: Request) -> int:
+    """Entries that samples or beams still to come will have in block tables. The paper's software
+    has them from the start, so its sharing counts from the prompt on."""
+    to_come = request.method.max_sequences - len(request.sequences) - len(request.finished)
+    if to_come <= 0 or not request.sequences or (table := request.sequences[0].table) is None:
+        return 0
+    return to_come * sum(map(len, table.block_ids))
 
 
 def _arrival(request: TraceRequest) -> float:

@@ -55,6 +55,23 @@ class StepRecord:
     compute_seconds: float  # of it, as the worker measured; 0 if it did not
     swap_seconds: float
 
+    @classmethod
+    def of(
+        cls, shape: StepShape, seconds: float, compute_seconds: float, swap_seconds: float
+    ) -> StepRecord:
+        return cls(
+            shape.num_seqs,
+            shape.num_tokens,
+            shape.num_sampled,
+            shape.kv_tokens,
+            shape.attention_pairs,
+            shape.num_copied_blocks,
+            shape.num_swapped_blocks,
+            seconds,
+            compute_seconds,
+            swap_seconds,
+        )
+
     @property
     def shape(self) -> StepShape:
         return StepShape(
@@ -133,8 +150,7 @@ class StepRecorder:
             shape = rows.follow(plan)
             if seconds is not None and shape.num_tokens:
                 times = (seconds, compute_seconds, swap_seconds)
-                names = ("seconds", "compute_seconds", "swap_seconds")
-                lines.append(json.dumps(asdict(shape) | dict(zip(names, times, strict=True))))
+                lines.append(json.dumps(asdict(StepRecord.of(shape, *times))))
         self._path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

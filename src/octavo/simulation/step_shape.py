@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.core.step import StepPlan
 
@@ -24,6 +24,7 @@ class StepShape:
     attention_pairs: float  # (query, key) pairs of sequences that compute more than one token
     num_copied_blocks: int = 0
     num_swapped_blocks: int = 0  # in either direction
+    num_requests: int = 0  # that the sequences belong to; 0 where nobody told
 
 
 class RowLengths:
@@ -100,6 +101,25 @@ def windowed_pairs(start: int, end: int, window: int) -> int:
     inside = min(max(window, start), end)  # queries before it see everything
     triangle = inside * (inside + 1) // 2 - start * (start + 1) // 2
     return triangle + (end - inside) * window
+
+
+class CopiedExtents:
+    """The same where a fork copies all that is reserved for a sequence, filled or not, as the
+    paper's Orca does. octavo's own reservations copy the blocks that are used."""
+
+    def __init__(self, rows: RowLengths) -> None:
+        self._rows = rows
+
+    def follow(self, plan: StepPlan) -> StepShape:
+        """Apply a plan, and measure it."""
+        shape = self._rows.follow(plan)
+        if not plan.copies:
+            return shape
+        # A running sequence with reserved memory gets a new table only when it moves. Its extent
+        # was rounded up to a power of two.
+        opened = {row.seq_id for row in plan.opened}
+        moved = [len(write.block_ids) for write in plan.table_writes if write.seq_id not in opened]
+        return replace(shape, num_copied_blocks=sum(1 << (n - 1).bit_length() for n in moved))
 
 
 @dataclass(slots=True)

@@ -51,7 +51,8 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
             "them; the printed means are of all 79,731 pairs of up to 2,048 tokens.",
             "Alpaca: the lengths of the whole set were not published. What is used are "
             f"{num_real:,} real rows (means {measured[0]:.2f} and {measured[1]:.2f}), scaled to "
-            "the printed means, so that its means agree says nothing.",
+            "the printed means, so that its means agree says nothing. A log-normal fit to them is "
+            "no better: see figure 13.",
         ],
     )
 

@@ -16,7 +16,7 @@ from octavo.evaluation.paper_values import (
 )
 from octavo.evaluation.report import Report, Row, Table
 from octavo.evaluation.scale import Scale
-from octavo.evaluation.servers import MAX_SEQS
+from octavo.evaluation.servers import MAX_REQUESTS
 from octavo.evaluation.simulations import Scenario, Sweep
 from octavo.evaluation.workloads import WorkloadSpec
 
@@ -32,7 +32,7 @@ def panels(scale: Scale) -> list[Panel]:
         sustained = {system: pair[1] for system, pair in rates.items()}
         sweeps = {}
         for system, rate in sustained.items():
-            limit = MAX_SEQS
+            limit = MAX_REQUESTS
             if system == "fastertransformer":
                 limit = FASTER_TRANSFORMER_BATCH[model, source]
             workload = WorkloadSpec(source, rate, scale.trace_seconds(source, model))

@@ -83,6 +83,8 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
             "and each further candidate is less likely by a gap, exponential with mean "
             f"{FITTED_SPACING:g}. octavo's own beam search then decides who survives. The mean of "
             "the gaps was fitted to the paper's saving at width 2; widths 4 and 6 follow.",
+            "As in the artifact, a request's samples count from the step of its prompt on, when "
+            "all share it.",
             "Beside it, the real engine runs the demo model on a CPU, with Alpaca's lengths on the "
             "beginnings of held-out stories. Its savings depend on how sure of itself that small "
             "model is, so it need not agree with OPT-13B's; what it shows is that sharing works "
