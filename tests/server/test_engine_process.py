@@ -14,21 +14,28 @@ from pathlib import Path
 import pytest
 
 from core.symbolic import EOS, Ask, expected_beams, expected_samples
+from octavo.config import make_config
+from octavo.engine.engine import Engine
 from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
+from octavo.engine.prepared import RequestPreparer
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
+from octavo.model_config import ModelConfig, resolve_model
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.server.channel import Channel
 from octavo.server.client import Listener, Supervision
+from octavo.server.engine_loop import EngineLoop
 from octavo.server.journal import OpenRequest
-from octavo.server.messages import StepReport
+from octavo.server.messages import Abort, Add, Command, StepReport, decode_message, encode
 from server.clients import (
+    BLOCK_SIZE,
     assert_nothing_is_held,
     complete,
     run,
     sampling,
     symbolic_client,
 )
-from server.symbolic_engine import expected_tokens
+from server.symbolic_engine import HarmfulExecutor, expected_tokens
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -129,6 +136,34 @@ def test_an_abort_gives_the_blocks_back() -> None:
             assert (client.gauges.num_running, client.gauges.num_waiting) == (0, 0)
 
     run(test())
+
+
+class Script(Channel):
+    """Commands at each time of asking, and then the end; keeps the reports."""
+
+    def __init__(self, *times: list[Command]) -> None:
+        self._times = list(times)
+        self.reports: list[StepReport] = []
+
+    def receive(self, wait: bool) -> list[bytes] | None:
+        return [encode(command) for command in self._times.pop(0)] if self._times else None
+
+    def send(self, payload: bytes) -> None:
+        message = decode_message(payload)
+        if isinstance(message, StepReport):
+            self.reports.append(message)
+
+
+def test_a_step_is_reported_once() -> None:
+    """Also if the last request is aborted at the last moment, so that no other step is taken."""
+    config = make_config("demo", block_size=BLOCK_SIZE)
+    executor = HarmfulExecutor(BLOCK_SIZE, 200, 0.0)
+    model_config = ModelConfig.from_directory(resolve_model("demo"))
+    prepared = RequestPreparer(model_config, None, 100, 20, 0).prepare([1, 2, 3], sampling(50))
+    # Asked for before and within each step.
+    script = Script([Add(0, "r", prepared, 0.0)], [], [], [Abort("r")])
+    EngineLoop(Engine(config, model_config, executor), script).run()
+    assert [report.gauges.step_tokens for report in script.reports] == [3, 0]
 
 
 def test_a_name_can_be_used_again_at_once() -> None:

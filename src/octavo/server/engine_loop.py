@@ -57,10 +57,10 @@ class EngineLoop:
             has_changed = self._take_in(wait=not self._engine.has_unfinished)
             if self._is_over:
                 return
+            self._recorder.forget_step()  # which has been reported; there may be no other
             if self._engine.has_unfinished:
                 self._report(self._engine.step())
             elif has_changed:  # the last request was aborted, say: tell how things stand now
-                self._recorder.forget_step()
                 self._report(StepOutput())
 
     def _take_in(self, wait: bool = False) -> bool:
