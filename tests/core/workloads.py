@@ -25,6 +25,7 @@ from octavo.core.step import StepPlan, StepResult
 from octavo.errors import RequestTooLong
 
 STOP = "a stop string"
+NUM_REQUESTS = 12
 
 
 @dataclass
@@ -45,23 +46,26 @@ class Workload:
                 (SlidingWindow(3), FullAttention(), SlidingWindow(7)),
             ]
         )
-        max_seqs = rng.randint(1, 8)
+        self.prefixes = [
+            [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(3)
+        ]
+        self.asks = [self.ask(number) for number in range(NUM_REQUESTS)]
+        max_seqs = rng.choice([1, 2, 4, 6, 8, 8])
+        chunked = rng.random() < 0.8
+        max_tokens = rng.choice([max_seqs, rng.randint(max_seqs, 30)]) if chunked else 200
         self.kv = KVCacheManager(
             self.specs,
             self.block_size,
-            num_blocks=rng.randint(8, 70) * len(self.specs),
+            num_blocks=rng.choice([rng.randint(8, 70) * len(self.specs), self.scarce(max_tokens)]),
             num_swap_blocks=rng.choice([0, 10, 1000]),
             enable_prefix_caching=rng.random() < 0.7,
             # A digest of one byte collides all the time: hits must be verified.
             digest=sha256_128 if rng.random() < 0.7 else lambda b: sha256_128(b)[:1],
         )
-        chunked = rng.random() < 0.8
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=max_seqs,
-                max_num_batched_tokens=rng.choice([max_seqs, rng.randint(max_seqs, 30)])
-                if chunked
-                else 200,
+                max_num_batched_tokens=max_tokens,
                 policy=rng.choice(["fcfs", "priority"]),
                 aging_seconds=rng.choice([1.0, 1000.0]),
                 preemption_mode=rng.choice(["auto", "swap", "recompute"]),
@@ -77,9 +81,12 @@ class Workload:
         self.executor = SymbolicExecutor(self.specs, self.block_size)
         self.alive: dict[str, Ask] = {}
         self.samples: dict[str, list[int]] = {}  # those that are to come, by request
-        self.prefixes = [
-            [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(3)
-        ]
+
+    def scarce(self, chunk: int) -> int:
+        """Hardly more blocks than a large request may need; some will be refused."""
+        rule = KVCacheManager(self.specs, self.block_size, num_blocks=1)
+        needs = sorted(rule.worst_case_blocks(ask.request(0.0), chunk) for ask in self.asks)
+        return self.rng.choice(needs[len(needs) // 2 :]) + self.rng.randint(0, 6)
 
     def ask(self, number: int) -> Ask:
         rng = self.rng
@@ -91,7 +98,7 @@ class Workload:
             prompt=tuple([*prefix, *own] or [0]),
             kind=kind,
             width=1 if kind == "pin" else rng.choice([1, 1, 2, 3, 4]),
-            max_tokens=0 if kind == "pin" else rng.choice([1, 2, 5, 20]),
+            max_tokens=0 if kind == "pin" else rng.choice([1, 2, 5, 20, 20]),
             seed=rng.randrange(5),
             salt=rng.choice(["", "", "tenant"]),
             priority=rng.choice([0, 0, 1, 5]),
@@ -101,14 +108,14 @@ class Workload:
             wants_logprobs=kind == "sample" and rng.random() < 0.2,
         )
 
-    def run(self, num_requests: int = 12) -> None:
+    def run(self) -> None:
         """Run to the end, checking everything on the way. Raises AssertionError."""
         rng, scheduler = self.rng, self.scheduler
-        pending = [self.ask(i) for i in range(num_requests)]
+        pending = list(self.asks)
         under_way: deque[tuple[StepPlan, StepResult]] = deque()
         steps = 0
         while pending or scheduler.has_unfinished or under_way:
-            while pending and (rng.random() < 0.5 or not scheduler.has_unfinished):
+            while pending and (rng.random() < 0.7 or not scheduler.has_unfinished):
                 self.add(pending.pop())
             self.disturb()
             check_scheduler(scheduler)
