@@ -353,7 +353,17 @@ def test_an_executor_that_breaks_down_ends_the_engine() -> None:
     [
         ({"blok_size": 8}, ConfigError, "blok_size: there is no such option; did you mean block"),
         ({"block_size": 0}, ConfigError, "block_size: 0 is not between 1 and 256"),
-        ({"block_size": "16"}, ConfigError, "options: a value has the wrong type"),
+        ({"block_size": "16"}, ConfigError, "block_size: '16' is not an integer"),
+        ({"swap_space": 1e9}, ConfigError, "swap_space: 1000000000.0 is not an integer"),
+        ({"max_num_seqs": True}, ConfigError, "max_num_seqs: True is not an integer"),
+        (
+            {"enable_prefix_caching": "no"},
+            ConfigError,
+            "enable_prefix_caching: 'no' is not true or",
+        ),
+        ({"overlap": 1}, ConfigError, "overlap: 1 is not true or false"),
+        ({"aging_seconds": float("inf")}, ConfigError, "aging_seconds: inf is not a finite number"),
+        ({"max_logprobs": -1}, ConfigError, "max_logprobs: -1 is negative"),
         ({"dtype": "int8"}, ConfigError, "dtype: 'int8' is not one of auto, float32"),
         ({"max_model_len": 4096}, ConfigError, "max_model_len: 4096 is more than the 512 posi"),
         (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError
 
@@ -17,6 +19,7 @@ MemoryPolicyName = Literal["paged", "orca-max", "orca-pow2", "orca-oracle", "fas
 
 GIB = 1 << 30
 MAX_BLOCK_SIZE = 256
+KINDS = {int: "an integer", bool: "true or false", str: "text"}
 
 
 def _require(condition: bool, name: str, message: str) -> None:
@@ -24,8 +27,23 @@ def _require(condition: bool, name: str, message: str) -> None:
         raise ConfigError(name, message)
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, name, f"{value!r} is not one of {', '.join(choices)}")
+def _check_types(options: Any) -> None:
+    """That every option is of its kind: a switch is no text, and a count no fraction."""
+    for name, hint in get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if value is None and type(None) in kinds:
+            continue
+        kind = kinds[0]
+        if get_origin(kind) is Literal:
+            choices = get_args(kind)
+            _require(value in choices, name, f"{value!r} is not one of {', '.join(choices)}")
+        elif kind is float:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            _require(is_number and math.isfinite(value), name, f"{value!r} is not a finite number")
+        else:
+            known = KINDS.get(kind, f"a {kind.__name__}")
+            _require(type(value) is kind, name, f"{value!r} is not {known}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +60,7 @@ class CacheConfig:
     memory_policy: MemoryPolicyName = "paged"
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(
             1 <= self.block_size <= MAX_BLOCK_SIZE,
             "block_size",
@@ -66,7 +85,6 @@ class CacheConfig:
             f"{self.gpu_memory_utilization} is not in the range (0, 1]",
         )
         _require(self.swap_space >= 0, "swap_space", f"{self.swap_space} bytes is negative")
-        _check_choice("memory_policy", self.memory_policy, get_args(MemoryPolicyName))
         _require(
             self.memory_policy == "paged" or not self.enable_prefix_caching,
             "enable_prefix_caching",
@@ -88,6 +106,7 @@ class SchedulerConfig:
     watermark: float = 0.01  # share of the pool kept free when a request is admitted
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(self.max_num_seqs >= 1, "max_num_seqs", f"{self.max_num_seqs} is less than 1")
         # Every running sequence must be able to decode in every step, or decodes would starve.
         _require(
@@ -95,8 +114,6 @@ class SchedulerConfig:
             "max_num_batched_tokens",
             f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})",
         )
-        _check_choice("policy", self.policy, get_args(PolicyName))
-        _check_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _require(self.aging_seconds > 0, "aging_seconds", f"{self.aging_seconds} is not positive")
         _require(self.max_passes >= 0, "max_passes", f"{self.max_passes} is negative")
         _require(
@@ -124,12 +141,11 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _require(bool(self.model), "model", "is empty")
-        _check_choice("dtype", self.dtype, get_args(DTypeName))
-        _check_choice("load_format", self.load_format, get_args(LoadFormat))
-        _check_choice("device", self.device, get_args(DeviceName))
         if self.max_model_len is not None:
             _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
+        _require(self.max_logprobs >= 0, "max_logprobs", f"{self.max_logprobs} is negative")
         if self.num_threads is not None:
             _require(self.num_threads >= 1, "num_threads", f"{self.num_threads} is less than 1")
         _require(
@@ -160,12 +176,9 @@ def make_config(model: str, **options: Any) -> EngineConfig:
             close = get_close_matches(name, [*by_name, *own], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(name, f"there is no such option{hint}")
-    try:
-        return EngineConfig(
-            model,
-            **homes.get("EngineConfig", {}),
-            cache=CacheConfig(**homes.get("CacheConfig", {})),
-            scheduler=SchedulerConfig(**homes.get("SchedulerConfig", {})),
-        )
-    except TypeError as error:  # a comparison of a string with a number, say
-        raise ConfigError("options", f"a value has the wrong type ({error})") from error
+    return EngineConfig(
+        model,
+        **homes.get("EngineConfig", {}),
+        cache=CacheConfig(**homes.get("CacheConfig", {})),
+        scheduler=SchedulerConfig(**homes.get("SchedulerConfig", {})),
+    )
