@@ -132,6 +132,18 @@ def test_a_full_swap_tier_falls_back_to_recompute() -> None:
     assert world.scheduler.num_preemptions == {"swap": 0, "recompute": 1}
 
 
+def test_a_swap_without_room_is_not_announced(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(num_blocks=6, num_swap_blocks=1, preemption_mode="auto")
+    world.scheduler.costs.seconds_per_token = 1.0
+    world.add("a", 8, 12)
+    world.add("b", 8, 12)
+    with caplog.at_level("INFO"):
+        world.run()
+    assert world.scheduler.num_preemptions == {"swap": 0, "recompute": 1}
+    [message] = caplog.messages
+    assert message.startswith("preempting b by recompute: ")
+
+
 def test_swapped_requests_come_back_before_waiting_ones() -> None:
     world = World(num_blocks=7, num_swap_blocks=7, preemption_mode="swap")
     world.add("first", 8, 12)

@@ -34,12 +34,16 @@ class PreemptionCosts:
         return 2 * num_blocks * self.seconds_per_block
 
     def choose(self, held: Seq[Sequence], kv: KVCacheManager) -> str:
-        """ "swap" or "recompute" for a gang, whichever costs less; every choice is logged."""
+        """ "swap" or "recompute" for a gang, whichever costs less; every choice is logged.
+
+        Swapping only if the swap tier has room.
+        """
         num_blocks = kv.num_swap_in_blocks(held)
         # What several sequences share is recomputed once, so count slots rather than tokens.
         num_tokens = min(num_blocks * kv.block_size, sum(seq.num_computed_tokens for seq in held))
         swap, recompute = self.swap_seconds(num_blocks), self.recompute_seconds(num_tokens)
-        mode = "swap" if swap < recompute else "recompute"
+        has_room = num_blocks <= kv.swap_pool.num_free
+        mode = "swap" if has_room and swap < recompute else "recompute"
         logger.info(
             "preempting %s by %s: swapping %d blocks takes %.2f ms, recomputing %d tokens %.2f ms",
             held[0].request.request_id,
