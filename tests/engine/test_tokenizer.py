@@ -142,18 +142,6 @@ def test_broken_bytes_are_not_held_back_for_ever(sentence_piece: Tokenizer) -> N
     )
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "sentence_piece"])
-def test_a_fork_goes_its_own_way(kind: str, request: pytest.FixtureRequest) -> None:
-    tokenizer: Tokenizer = request.getfixturevalue(kind)
-    parent = tokenizer.detokenizer()
-    ids = tokenizer.encode("the 😀")
-    for token_id in ids[:-1]:
-        parent.add(token_id)
-    child = parent.copy()
-    assert parent.add(ids[-1]) == "😀"
-    assert child.add(tokenizer.encode("fox")[-1]).endswith("x")
-
-
 def test_truncation_in_the_file_is_ignored(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer.from_file(
         str(model_zoo.model_directory("gpt2") / "tokenizer.json")

@@ -24,14 +24,6 @@ class OutputText:
         self._num_searched = 0  # no stop string ends before this
         self.text = ""
 
-    def copy(self) -> OutputText:
-        """The same state, for a sequence that forks."""
-        twin = OutputText(self._detokenizer.copy(), self._stops, self._include_stop)
-        twin.text = self.text
-        twin._num_released = self._num_released
-        twin._num_searched = self._num_searched
-        return twin
-
     def add(self, token_id: int, search: bool) -> str | None:
         """Add a token's text. If `search`, returns the stop string that it completes, and cuts
         the text there; of several matches the one that ends first counts."""

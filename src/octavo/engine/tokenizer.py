@@ -6,7 +6,6 @@ Uses the `tokenizers` library alone. An engine that is given token ids needs no 
 from __future__ import annotations
 
 import codecs
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -34,9 +33,6 @@ class Detokenizer(Protocol):
 
     def finish(self) -> str:
         """What was held back: at most one incomplete character, as U+FFFD."""
-
-    def copy(self) -> Detokenizer:
-        """The same state, for a sequence that forks."""
 
 
 class Tokenizer:
@@ -196,9 +192,6 @@ class _ByteDetokenizer:
         text, self._pending = self._pending.decode(errors="replace"), b""
         return text
 
-    def copy(self) -> Detokenizer:
-        return copy.copy(self)
-
 
 class _WindowDetokenizer:
     """Holds the few last tokens: those already shown, as context, and those held back.
@@ -226,9 +219,6 @@ class _WindowDetokenizer:
 
     def finish(self) -> str:
         return self._show(self._decode(self._context + self._pending)) if self._pending else ""
-
-    def copy(self) -> Detokenizer:
-        return copy.copy(self)
 
     def _show(self, text: str) -> str:
         shown = text[len(self._context_text) :]
