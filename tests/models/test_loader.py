@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -283,10 +282,7 @@ def test_dummy_weights_look_random() -> None:
         Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-15m"
     )
     model = build_model(config, torch.bfloat16, CPU)
-    start = time.perf_counter()
     fill_with_noise(model, 0)
-    seconds = time.perf_counter() - start
-    assert seconds < 2, "13 billion parameters would take minutes"
     weight = model.embedding.weight.float()
     assert weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert weight.mean().abs() < 1e-4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -299,26 +298,3 @@ def test_tensors_have_the_types_that_backends_rely_on() -> None:
         for tensor in tensors:
             assert str(tensor.dtype) == f"torch.{name}"
             assert tensor.is_contiguous()
-
-
-def test_a_decode_step_of_256_sequences_takes_little_host_time() -> None:
-    batch, n, length = InputBatch(16, 1), 256, 600
-    batch.apply(StepPlan(0, [], [], [], [], opened=[opened(i, length) for i in range(n)]))
-    tables = [TableWrite(i, 0, 0, tuple(range(1, 50))) for i in range(n)]
-    plan = StepPlan(0, list(range(n)), [length] * n, [], [], table_writes=tables)
-    batch.apply(plan)
-    batch.advance(plan)
-    times = []
-    for step in range(30):
-        seq_ids = list(range(n))
-        writes = [TokenWrite(i, length + step, 1) for i in range(0, n, 4)]
-        plan = StepPlan(step, seq_ids, [1] * n, [], seq_ids, token_writes=writes)
-        started = time.perf_counter()
-        batch.apply(plan)
-        batch.model_input(plan)
-        batch.last_tokens(plan, seq_ids)
-        batch.sampling_batch(seq_ids, [])
-        batch.advance(plan)
-        times.append(time.perf_counter() - started)
-    # The best of 30: 0.2 ms on a quiet machine.
-    assert min(times) < 1e-3
