@@ -83,8 +83,10 @@ class PlanDraft:
         self.budget -= num_tokens
         self.seq_ids.append(seq.seq_id)
         self.num_scheduled_tokens.append(num_tokens)
-        assert seq.table is not None, "room was made for it"
-        self.filled.append((seq, seq.table, seq.num_computed_tokens))
+        table, end = seq.table, seq.num_computed_tokens
+        assert table is not None, "room was made for it"
+        if num_tokens > 1 or end == table.writable_until:
+            self.filled.append((seq, table, end))
         if seq.num_computed_tokens < seq.num_expected_tokens:
             return
         method = request.method

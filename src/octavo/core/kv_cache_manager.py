@@ -52,6 +52,9 @@ class KVCacheManager:
     ) -> None:
         assert specs, "a model has at least one KV group"
         self.specs = tuple(specs)
+        self._windowed = [  # groups that let go of blocks while they grow
+            group for group, spec in enumerate(self.specs) if not isinstance(spec, FullAttention)
+        ]
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_cache = PrefixCache(len(specs), digest)
@@ -365,9 +368,10 @@ class KVCacheManager:
     def _append_one(self, seq: Sequence, num_tokens: int, changes: Changes) -> None:
         table = _table(seq)
         index, offset = divmod(seq.num_computed_tokens, self.block_size)
-        for group, ids in enumerate(table.block_ids):
+        for group in self._windowed:
             first = first_needed_block(self.specs[group], self.block_size, seq.num_computed_tokens)
             table.num_dropped[group] = max(first, table.num_dropped[group])
+        for group, ids in enumerate(table.block_ids):
             start = len(ids)
             if offset and self.pool.ref_count(ids[index]) > 1:
                 source, start = ids[index], index
@@ -384,12 +388,13 @@ class KVCacheManager:
     def _outside_windows(self, targets: Seq[tuple[Sequence, int]]) -> list[tuple[list[int], int]]:
         """Table entries whose blocks no later query of the sequence reads (sliding windows)."""
         outside: list[tuple[list[int], int]] = []
-        for seq, _ in targets:
-            table = _table(seq)
-            for group, ids in enumerate(table.block_ids):
+        for group in self._windowed:
+            for seq, _ in targets:
+                table = _table(seq)
                 first = first_needed_block(
                     self.specs[group], self.block_size, seq.num_computed_tokens
                 )
+                ids = table.block_ids[group]
                 outside.extend((ids, i) for i in range(table.num_dropped[group], first))
         return outside
 

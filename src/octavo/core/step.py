@@ -11,7 +11,7 @@ applies a plan in this order, which the scheduler relies on:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,7 @@ class OpenedRow:
     num_draws: int = 1  # tokens to draw at the end of the prompt (parallel sampling)
 
 
-@dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(NamedTuple):
     """`child_id` becomes a copy of `parent_id`'s row (tokens, tables, sampling)."""
 
     parent_id: int
@@ -61,8 +60,7 @@ class Fork:
     sample_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenWrite:
+class TokenWrite(NamedTuple):
     """Token `position` of a row becomes `token_id`; the row's length becomes `position + 1`."""
 
     seq_id: int
@@ -70,8 +68,7 @@ class TokenWrite:
     token_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class TableWrite:
+class TableWrite(NamedTuple):
     """Entries `start`, `start + 1`, ... of a row's block table in one KV group."""
 
     seq_id: int

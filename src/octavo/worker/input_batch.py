@@ -161,7 +161,9 @@ class InputBatch:
                 index: self._spec(rows[index]).num_logprobs or 0
                 for index in np.flatnonzero(asks & _LOGPROBS).tolist()
             },
-            num_candidates=[self._spec(row).num_candidates for row in rows[len(sampled) :]],
+            num_candidates=[
+                self._spec(row).num_candidates for row in rows[len(sampled) :].tolist()
+            ],
         )
 
     def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
