@@ -199,6 +199,12 @@ def test_a_pinned_prefix_is_computed_once_and_stays(llm: LLM) -> None:
         llm.generate(model_zoo.random_token_ids(100, seed=100 + i), GREEDY, use_tqdm=False)
     [output] = llm.generate([*prefix[:32], 5, 6], GREEDY, use_tqdm=False)
     assert output.num_cached_tokens == 32
+    # Nor is it forgotten with what is cached for a while.
+    other = model_zoo.random_token_ids(40, seed=8)
+    llm.generate(other, GREEDY, use_tqdm=False)
+    llm.reset_prefix_cache()
+    outputs = llm.generate([other, [*prefix[:32], 5, 6]], GREEDY, use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [0, 32]
     with pytest.raises(InvalidRequest, match=f"name: a prefix '{name}' is pinned already"):
         llm.pin_prefix(prefix, name)
     llm.unpin_prefix(name)

@@ -153,6 +153,10 @@ class LLM:
     def unpin_prefix(self, name: str) -> None:
         self.engine.unpin_prefix(name)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached for later prompts, except pinned prefixes."""
+        self.engine.kv.reset_prefix_cache()
+
     def close(self) -> None:
         """Give the memory back."""
         self.engine.executor.shutdown()
