@@ -15,7 +15,7 @@ SOSP 2023 ([arXiv 2309.06180](https://arxiv.org/abs/2309.06180)). This page is w
 
     octavo reproduce all --out docs
 
-without a GPU. The first time that takes 17 minutes of processor time (12 minutes on two cores);
+without a GPU. The first time that takes 25 minutes of processor time (15 minutes on two cores);
 results are kept, so that figures are drawn again in seconds. `octavo reproduce fig12` makes one,
 `--full` simulates the paper's hour of traffic. In the figures, dotted lines are the paper's, in
 the same colours as ours.
@@ -36,13 +36,13 @@ number of its own; figures 16 and 17 are. Two more numbers: which part of what a
 sequence costs is the request's, fitted to the ranges that the artifact sweeps for parallel sampling
 (figure 14; beam search is a prediction), and how beams descend from each other, fitted to figure 15
 at width 2. Tried and left out: an overhead for each layer beside that of a step (the fit makes it
-zero), and one for steps with prompts beside decodes (6% becomes 5%, for a cause that we do not
-know).
+zero), and one for steps with prompts beside decodes (the error falls by one point, for a cause that
+we do not know).
 
 **What is compared.** "Sustained" is the rate at which the mean of latency over output length
 reaches 0.5 s/token. Rates depend on how long requests arrive: a queue that grows takes time to be
-seen, so a trace of ten minutes seems to sustain some percent more than one of an hour; ratios
-hardly change.
+seen, so a trace of ten minutes seems to sustain some percent more than one of an hour. Ratios
+change less, where enough requests come.
 """
 
 

@@ -46,8 +46,8 @@ PAPER_SOFTWARE = replace(
     seq_overhead=SEQ_SHARE * ONE_SEQUENCE.seq_overhead,
 )
 
-# (model, data set, system) -> requests that run where latency reaches 0.5 s/token. Simulated: the
-# means over the steps of figure 12's runs (`fit_paper_software.py --count`).
+# (model, data set, system) -> requests that run where latency reaches 0.5 s/token, on average, once
+# the system has filled up. Simulated (`fit_paper_software.py --count`).
 BATCHES: dict[tuple[str, str, SystemName], float] = {
     ("opt-13b", "sharegpt", "vllm"): 33.0,
     ("opt-13b", "sharegpt", "orca-oracle"): 13.3,
