@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 
 # Test processes share the cores. With a thread a core each, tiny matrix products wait for threads
 # that the system has put aside, and take ten times as long.
@@ -16,8 +18,19 @@ on_gpu = os.environ.setdefault("OCTAVO_TESTS_ON", "gpu" if "gpu" in sys.argv els
 if not on_gpu:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 # Triton's kernels run in its interpreter where there is no GPU. Read when kernels are imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Commands that run inside a test set up logging for a process of their own."""
+    logger = logging.getLogger("octavo")
+    before = logger.level, list(logger.handlers), logger.propagate
+    yield
+    level, logger.handlers, logger.propagate = before
+    logger.setLevel(level)
