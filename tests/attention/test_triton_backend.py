@@ -27,6 +27,7 @@ SMALL_CASES = [
     Case(SMALL[2:], head_dim=17, group=1, num_kv_heads=1, block_size=48, rotary_dim=8),
     Case(((3, 1), (40, 1)), head_dim=32, group=16, num_kv_heads=1, block_size=256, head_norm=True),
     Case(SMALL[3:], head_dim=16, group=4, num_kv_heads=1, block_size=1, window=1),
+    Case(((3, 1), (2, 3)), head_dim=16, group=71, num_kv_heads=1, dtype=torch.float16),
 ]
 
 # Mixed batches, then pure ones.

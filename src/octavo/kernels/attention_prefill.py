@@ -50,10 +50,11 @@ def prefill_config(dtype: torch.dtype, head_dim: int, group: int) -> PrefillConf
     if dtype == torch.float32:
         rows = max(16, power_of_2(group))
         return PrefillConfig(rows, tile=max(16, 2048 // padded), num_warps=4, num_stages=1)
+    rows = max(128, power_of_2(group))  # a tile has room for one token at least
     if padded > 128:
-        return PrefillConfig(rows=128, tile=32, num_warps=8, num_stages=2)
-    if group == 1:
-        return PrefillConfig(rows=128, tile=32, num_warps=8, num_stages=3)
+        return PrefillConfig(rows, tile=32, num_warps=8, num_stages=2)
+    if group == 1 or group > 64:
+        return PrefillConfig(rows, tile=32, num_warps=8, num_stages=3)
     return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=3)
 
 
