@@ -86,7 +86,18 @@ def test_all_keys_are_read_once_for_each_sequence(
         assert (stretch == stretch[0]).all()
         saved += (len(members) - 1) * (end - begin)
     assert saved >= contexts.sum() / 8
+    check_work(tables, contexts, found, tile, members_per_item, num_pieces)
 
+
+def check_work(
+    tables: np.ndarray,
+    contexts: np.ndarray,
+    found: SharedKeys,
+    tile: int,
+    members_per_item: int,
+    num_pieces: int,
+) -> None:
+    """All cached keys are read once for each sequence, and each result has a place of its own."""
     seqs = sequences(contexts)
     work = shared_work(seqs, found, tile, num_pieces, members_per_item)
     decodes = decode_items(seqs, None, tile, BLOCK, num_pieces, shared=work)
@@ -154,6 +165,24 @@ def test_where_results_find_no_room_nothing_is_cut() -> None:
     work = shared_work(sequences(contexts), found, 64, 6, 64)
     assert not work.items.any()
     assert not work.counts.any()
+
+
+def test_stretches_of_odd_sizes_that_lie_in_each_other() -> None:
+    """Two members an item: a stretch of three takes two items, and of nine sequences there are
+    fifteen, where a stretch of two members has one."""
+    depth, own = 8, 5
+    sharers = [(0, 24), (0, 24), (0, 16), (3, 24), (0, 8), (5, 24), (5, 24), (5, 16)]
+    parents = [
+        (9 * family + who, common, (3 * depth - common) * BLOCK + own)
+        for family in range(8)
+        for who, common in [(0, 0), *sharers]
+    ]
+    tables, contexts = grown(parents)
+    found = find_shared_keys(tables, contexts, BLOCK)
+    assert found is not None
+    assert len(found.begins) == 8 * 6
+    for num_pieces in (1, 33, 132):
+        check_work(tables, contexts, found, 64, 2, num_pieces)
 
 
 SHARED_CASES = [

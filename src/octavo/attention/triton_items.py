@@ -71,7 +71,8 @@ def shared_work(
     members_per_item: int,
     num_padded: int = 0,
 ) -> SharedWork:
-    """Cut shared keys into about `num_pieces` pieces; into none if their results find no room.
+    """Cut shared keys into about `num_pieces` pieces; into none if there is no room for these or
+    for their results.
 
     The number of items depends on the number of sequences alone, as in `decode_items`.
     """
@@ -91,10 +92,11 @@ def shared_work(
     counts = -(-lens // lengths)
     results = counts.repeat(sizes)
     num_results = np.bincount(shared.members, results, num_seqs).astype(np.int32)
-    if int(num_results.sum()) + int((num_results > 0).sum()) > SHARED_PLACES:
+    per_stretch = tiles * counts
+    num_places = int(num_results.sum()) + int((num_results > 0).sum())
+    if num_places > SHARED_PLACES or int(per_stretch.sum()) > len(items):
         return nobody
 
-    per_stretch = tiles * counts
     which = np.arange(len(sizes)).repeat(per_stretch)
     number = np.arange(len(which)) - (per_stretch.cumsum() - per_stretch).take(which)
     piece, length = number % counts.take(which), lengths.take(which)
@@ -120,7 +122,8 @@ def shared_work(
 def shared_capacity(num_seqs: int, num_pieces: int) -> int:
     """Items that `shared_work` gives for so many sequences, used or not.
 
-    A stretch has two members or more, and a sequence MOST_LEVELS stretches at most.
+    A stretch has two members or more, and a sequence MOST_LEVELS stretches at most. Where an item
+    takes two members, stretches of three that lie in each other may need some more.
     """
     return MOST_LEVELS * num_seqs // 2 + num_pieces + 1
 
