@@ -11,7 +11,7 @@ from attention_cases import Bench, Case
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, load_backend
+from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
 from octavo.attention.base import AttentionBackend
 
 pytest.importorskip("triton")
@@ -147,6 +147,35 @@ def test_what_a_decode_stages_depends_on_the_number_of_sequences_alone() -> None
         backend.plan(decodes(contexts, table, staging))
         seen.append(dict(staging.lengths))
     assert len(seen[0]) == 1
+    assert all(lengths == seen[0] for lengths in seen)
+
+
+@pytest.mark.parametrize("num_heads", [2, 32])
+@pytest.mark.parametrize("num_tokens", [16, FixedStaging.max_num_tokens])
+def test_a_captured_step_of_prompts_finds_room(num_tokens: int, num_heads: int) -> None:
+    """What it stages depends on its size alone, and fits even where an item takes one token."""
+    kind = load_backend("triton")
+    cache = torch.zeros(9, 1, *kind.kv_block_shape(16, 2, 16))
+    backend = kind([LayerSpec(0, num_heads, 2, 16, 0.25)], [LayerPlace(0, 0)], cache, 16)
+    staging = FixedStaging("cpu")
+    seen = []
+    for lens in ([num_tokens], [1, 1, 2], [3] * (num_tokens // 3), [num_tokens - 1, 1]):
+        chunks = torch.tensor(lens, dtype=torch.int32)
+        starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
+        starts[1:] = chunks.cumsum(0)
+        batch = AttentionBatch(
+            query_lens=chunks,
+            context_lens=chunks,
+            query_starts=starts,
+            positions=torch.cat([torch.arange(n) for n in lens]),
+            block_tables=[torch.ones(len(lens), 8, dtype=torch.int32)],
+            slots=[],
+            rows=torch.arange(len(lens), dtype=torch.int32),
+            staging=staging,
+            padded=PaddedSizes(num_tokens, 8, 21),
+        )
+        backend.plan(batch)
+        seen.append(dict(staging.lengths))
     assert all(lengths == seen[0] for lengths in seen)
 
 

@@ -232,10 +232,11 @@ class TritonBackend:
             tokens_per_item = config.rows // shape.group
             items = prefill_items(seqs, shape.window, config.tile, alignment, tokens_per_item)
             if batch.padded is not None:
-                most = batch.padded.num_tokens // tokens_per_item + num_padded
+                num_tokens = batch.padded.num_tokens
+                most = min(num_tokens // tokens_per_item + num_padded, num_tokens)
                 empty = np.zeros((most - len(items), FIELDS), np.int32)
                 items = np.concatenate([items, empty])  # nothing to read, nothing to write
-            # A sequence of a few tokens takes a whole item, so items may outnumber full ones.
+            # An item has one token at least.
             name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * FIELDS
             self._prefills[shape] = staging.put(name, items.reshape(-1), capacity), config
 
