@@ -84,6 +84,74 @@ def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
             assert torch.equal(mine.cpu(), theirs)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_shared_keys_are_those_of_the_tables_as_they_are_now(seed: int) -> None:
+    """What was found is remembered while tables grow; whatever else happens to them is seen."""
+    rng = random.Random(seed)
+    block_size, num_rows, columns = 16, 9, 40
+    tables = DeviceTables(block_size, 1, num_rows, columns, DEVICE, DeviceStaging(DEVICE, 9, 16))
+    expected = np.zeros((num_rows, columns), np.int64)
+    contexts = np.zeros(num_rows, np.int64)
+    fresh = iter(range(1, 10_000))
+    num_found = 0
+
+    def write(row: int, first: int, end: int) -> None:
+        ids = np.array([next(fresh) for _ in range(first, end)])
+        expected[row, first:end] = ids
+        tables.write(0, np.full(end - first, row), np.arange(first, end), ids)
+
+    def open_row(row: int, common: int) -> None:
+        """With blocks of a prefix that was found in the cache."""
+        tables.clear(row)
+        source = rng.randrange(1, num_rows)
+        common = min(common, int(contexts[source]) // block_size)
+        ids = expected[source, :common].copy()
+        expected[row] = 0
+        expected[row, :common] = ids
+        if common:
+            tables.write(0, np.full(common, row), np.arange(common), ids)
+        write(row, common, common + 2)
+        contexts[row] = (common + 1) * block_size + rng.randrange(1, block_size)
+
+    for row in range(1, num_rows):
+        open_row(row, 8)
+    for _ in range(60):
+        happens = rng.choice(["grow"] * 6 + ["fork", "open", "part", "copy"])
+        row = rng.randrange(1, num_rows)
+        if happens == "open":
+            open_row(row, rng.randrange(6, 30))
+        elif happens == "fork":
+            parent = rng.choice([r for r in range(1, num_rows) if r != row])
+            tables.copy(np.array([row]), np.array([parent]))
+            expected[row], contexts[row] = expected[parent], contexts[parent]
+        elif happens == "part":  # to an extent of its own
+            write(row, 0, -(-int(contexts[row]) // block_size))
+        elif happens == "copy":  # of the last block, before it is written
+            tail = int(contexts[row] - 1) // block_size
+            write(row, tail, tail + 1)
+        for each in range(1, num_rows):
+            if contexts[each] < (columns - 1) * block_size:
+                contexts[each] += 1
+                tail = int(contexts[each] - 1) // block_size
+                if expected[each, tail] == 0:
+                    write(each, tail, tail + 1)
+        rows = np.array(rng.choice([range(1, num_rows), range(1, num_rows), range(2, 7)]))
+        lens = np.ones(len(rows), np.int64)
+        if rng.random() < 0.3:
+            lens[rng.randrange(len(rows))] = 3
+        for keys in tables.shared(rows, lens, contexts[rows]):
+            assert keys is not None
+            for i, (begin, end) in enumerate(zip(keys.begins, keys.ends, strict=True)):
+                members = keys.members[keys.starts[i] : keys.starts[i + 1]]
+                assert (lens[members] == 1).all()
+                assert (contexts[rows[members]] > end).all()
+                blocks = expected[rows[members], begin // block_size : end // block_size]
+                assert (blocks == blocks[0]).all()
+                assert blocks.all()
+                num_found += 1
+    assert num_found > 5
+
+
 def test_blocks_move_in_the_order_of_the_plan() -> None:
     """Out, in, copies; a copy may read what a swap or another copy has just written."""
     staging = DeviceStaging(DEVICE, 4, 16)

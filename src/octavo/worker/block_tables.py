@@ -72,6 +72,13 @@ class HostTables:
         self.tables[group] = widen(self.tables[group], int(columns.max()) + 1)
         self.tables[group][rows, columns] = block_ids
 
+    def holds_others(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> bool:
+        """Whether some of these entries are in use, and not for these blocks."""
+        table = self.tables[group]
+        inside = columns < table.shape[1]
+        old = table[rows[inside], columns[inside]]
+        return bool(((old != 0) & (old != block_ids[inside])).any())
+
     def of_step(self, rows: Int64s, context_lens: Int64s) -> list[Tensor]:
         num_blocks = -(-int(context_lens.max(initial=1)) // self._block_size)
         return [torch.from_numpy(table[rows, :num_blocks]) for table in self.tables]
@@ -138,8 +145,12 @@ class DeviceTables:
         self._copies.append((children, parents))
 
     def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
+        if self._mirror.holds_others(group, rows, columns, block_ids):
+            self._sharing.forget()
         self._mirror.write(group, rows, columns, block_ids)
-        flat = rows * self._tables[group].shape[1] + columns
+        num_columns = self._tables[group].shape[1]
+        assert columns.max() < num_columns, f"column {columns.max()} is not below {num_columns}"
+        flat = rows * num_columns + columns
         entries = self._writes.setdefault(group, {})
         entries.update(zip(flat.tolist(), block_ids.tolist(), strict=True))
 
