@@ -191,3 +191,28 @@ def test_spinning_is_limited_before_torch_is_loaded(
         [sys.executable, "-c", code], env={**environment, **path}, capture_output=True, check=True
     )
     assert done.stdout.decode().strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "modules", "words"),
+    [
+        (None, (9, 4), {}, "only NVIDIA's are served"),
+        ("13.0", (7, 5), {}, "compute capability 7.5, and 8.0 is needed; device='cpu'"),
+        ("13.0", (8, 0), {"triton": None}, r"needs Triton: pip install 'octavo\[gpu\]'"),
+    ],
+)
+def test_gpus_that_are_not_served_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    capability: tuple[int, int],
+    modules: dict[str, None],
+    words: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "octavo.worker.gpu_worker", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        make_executor(device="cuda")

@@ -64,7 +64,10 @@ def _make_worker(config: EngineConfig, model_config: ModelConfig) -> Worker | Gp
         from octavo.worker.worker import Worker
 
         return Worker(config, model_config)
-    from octavo.worker.gpu_worker import GpuWorker
+    from octavo.worker.device_limits import check_gpu
+
+    check_gpu(torch.version.cuda is not None, torch.cuda.get_device_capability())
+    from octavo.worker.gpu_worker import GpuWorker  # loads Triton
 
     return GpuWorker(config, model_config)
 

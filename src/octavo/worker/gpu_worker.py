@@ -6,7 +6,6 @@ import gc
 import logging
 import math
 import time
-from importlib.util import find_spec
 
 import torch
 
@@ -52,8 +51,6 @@ class GpuWorker:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         """Raises ConfigError, ModelError or OutOfMemory, the last with settings that would do."""
-        if find_spec("triton") is None:
-            raise ConfigError("device", "a GPU needs Triton: pip install 'octavo[gpu]'")
         started = time.perf_counter()
         self._config = config
         self._model_config = model_config
