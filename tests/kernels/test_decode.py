@@ -97,3 +97,13 @@ def test_items_have_the_fields_that_the_kernels_read() -> None:
     from octavo.kernels import attention_decode, attention_prefill
 
     assert attention_decode.ITEM_FIELDS == attention_prefill.ITEM_FIELDS == FIELDS
+
+
+def test_configurations_for_little_shared_memory_take_less() -> None:
+    """The second one is for much shared memory: 138 KB, and many GPUs have 99."""
+    for dim in (64, 128, 256):
+        much = decode_config(torch.bfloat16, dim, 8)
+        little = decode_config(torch.bfloat16, dim, 8, shared_memory=99 << 10)
+        assert much.num_programs < little.num_programs
+        keys_and_values = 2 * 2 * dim * little.tile * little.num_stages
+        assert keys_and_values < 99 << 10

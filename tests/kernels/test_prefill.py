@@ -10,6 +10,7 @@ from paged_cases import BOUND, attend, distance, make_paged
 from octavo.attention.triton_items import Sequences, prefill_items
 from octavo.kernels.attention_prefill import PrefillConfig, prefill_attention, prefill_config
 from octavo.kernels.paged import tile_alignment
+from octavo.kernels.sizes import MUCH_SHARED_MEMORY
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -62,3 +63,20 @@ def test_prefills(device: torch.device) -> None:
                 part = slice(start, start + count)
                 expected = attend(query[part], keys, values, int(cached[seq]), window)
                 assert distance(output[part], expected) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("shared_memory", [99 << 10, MUCH_SHARED_MEMORY])
+@pytest.mark.parametrize("dtype", list(BOUND))
+def test_a_tile_holds_a_token_of_any_group(dtype: torch.dtype, shared_memory: int) -> None:
+    for dim in (64, 100, 128, 256):
+        for group in (1, 3, 8, 33, 64, 65, 71, 128):
+            assert prefill_config(dtype, dim, group, shared_memory).rows >= group
+
+
+@pytest.mark.parametrize("group", [1, 8, 128])
+def test_heads_of_256_take_less_where_shared_memory_is_scarce(group: int) -> None:
+    """Compiled for sm_89, the usual tiles take 104 KB, and these 68 to 84 of 99."""
+    much, little = (
+        prefill_config(torch.bfloat16, 256, group, size) for size in (MUCH_SHARED_MEMORY, 99 << 10)
+    )
+    assert little.rows * little.tile < much.rows * much.tile

@@ -56,6 +56,7 @@ from octavo.kernels.attention_shared import (
 )
 from octavo.kernels.kv_write import HeadChanges, write_kv
 from octavo.kernels.paged import tile_alignment
+from octavo.kernels.sizes import shared_memory
 
 Int32s = NDArray[np.int32]
 
@@ -123,6 +124,7 @@ class TritonBackend:
         }
         self._shapes = list(dict.fromkeys(layer.shape for layer in self._layers.values()))
         self._dtype = kv_cache.dtype
+        self._shared_memory = shared_memory(kv_cache.device)
         self._sharing = {
             shape: sharing
             for shape in self._shapes
@@ -170,7 +172,9 @@ class TritonBackend:
         for index, shape in enumerate(self._shapes):
             kv_heads = shape.num_kv_heads
             work = self._cut_shared(shape, seqs, shared, num_padded)
-            config = decode_config(self._dtype, shape.head_dim, num_seqs * kv_heads)
+            config = decode_config(
+                self._dtype, shape.head_dim, num_seqs * kv_heads, self._shared_memory
+            )
             alignment = tile_alignment(config.tile, self._block_size)
             num_pieces = max(1, config.num_programs // kv_heads)
             decodes = decode_items(
@@ -227,7 +231,7 @@ class TritonBackend:
     def _plan_prefills(self, seqs: Sequences, batch: AttentionBatch, num_padded: int) -> None:
         staging = batch.staging
         for index, shape in enumerate(self._shapes):
-            config = prefill_config(self._dtype, shape.head_dim, shape.group)
+            config = prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
             alignment = tile_alignment(config.tile, self._block_size)
             tokens_per_item = config.rows // shape.group
             items = prefill_items(seqs, shape.window, config.tile, alignment, tokens_per_item)

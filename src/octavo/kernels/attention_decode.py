@@ -30,7 +30,7 @@ from octavo.kernels.kv_write import HeadChanges
 from octavo.kernels.paged import key_offsets, tile_blocks
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.rotary import load_heads
-from octavo.kernels.sizes import power_of_2
+from octavo.kernels.sizes import MUCH_SHARED_MEMORY, power_of_2
 
 ITEM_FIELDS = 8
 MOST_PROGRAMS = 528  # that any configuration cuts the keys for
@@ -59,12 +59,15 @@ class Scratch:
 
 
 @cache
-def decode_config(dtype: torch.dtype, head_dim: int, num_pairs: int) -> DecodeConfig:
-    """num_pairs: sequences times KV heads."""
+def decode_config(
+    dtype: torch.dtype, head_dim: int, num_pairs: int, shared_memory: int = MUCH_SHARED_MEMORY
+) -> DecodeConfig:
+    """num_pairs: sequences times KV heads; shared_memory: bytes that a program may take."""
     padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
         return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MOST_PROGRAMS)
-    if num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS:
+    is_evenly_cut = num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS
+    if is_evenly_cut and shared_memory >= MUCH_SHARED_MEMORY:  # takes 138 KB
         return DecodeConfig(max(16, 16384 // padded), 4, num_stages=3, num_programs=_SMS)
     return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=MOST_PROGRAMS)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from octavo.kernels.paged import key_offsets, tile_blocks
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
-from octavo.kernels.sizes import power_of_2
+from octavo.kernels.sizes import MUCH_SHARED_MEMORY, power_of_2
 
 ITEM_FIELDS = 8
 _LOWEST = tl.constexpr(-1.0e30)
@@ -44,13 +44,18 @@ class PrefillConfig:
 
 
 @cache
-def prefill_config(dtype: torch.dtype, head_dim: int, group: int) -> PrefillConfig:
-    """group: query heads a KV head."""
+def prefill_config(
+    dtype: torch.dtype, head_dim: int, group: int, shared_memory: int = MUCH_SHARED_MEMORY
+) -> PrefillConfig:
+    """group: query heads a KV head; shared_memory: bytes that a program may take."""
     padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
         rows = max(16, power_of_2(group))
         return PrefillConfig(rows, tile=max(16, 2048 // padded), num_warps=4, num_stages=1)
     rows = max(128, power_of_2(group))  # a tile has room for one token at least
+    if padded > 128 and shared_memory < MUCH_SHARED_MEMORY:
+        rows, tile = (64, 32) if group <= 64 else (rows, 16)
+        return PrefillConfig(rows, tile, num_warps=8, num_stages=2)
     if padded > 128:
         return PrefillConfig(rows, tile=32, num_warps=8, num_stages=2)
     if group == 1 or group > 64:

@@ -1,8 +1,23 @@
-"""Sizes of tiles: Triton's are powers of 2."""
+"""Sizes of tiles: Triton's are powers of 2, and what they hold has to find room."""
 
 from __future__ import annotations
+
+from functools import cache
+
+import torch
+from triton.runtime import driver
+
+MUCH_SHARED_MEMORY = 160 << 10  # A100, H100 and later of their kind; others have 99 KB
 
 
 def power_of_2(n: int) -> int:
     """The smallest one that is at least n; Triton's own takes 10 us a call."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take; a CPU's interpreter has no limit."""
+    if device.type != "cuda":
+        return MUCH_SHARED_MEMORY
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])

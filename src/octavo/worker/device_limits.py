@@ -1,4 +1,4 @@
-"""Which GPUs are served, and in what words the others are refused. Loads neither torch nor Triton."""
+"""Which GPUs are served, and in what words the others are refused; loads no Triton."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import math
 import time
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from octavo.attention import AttentionBackend, load_backend
 from octavo.config import EngineConfig
@@ -165,6 +166,10 @@ class GpuWorker:
                 f"a step of max_num_batched_tokens="
                 f"{self._config.scheduler.max_num_batched_tokens} tokens does not fit beside the "
                 f"weights ({format_bytes(weights)}); lower it, or max_num_seqs"
+            ) from error
+        except OutOfResources as error:
+            raise ConfigError(
+                "device", f"the model's heads are too large for kernels on this GPU: {error}"
             ) from error
         activations = fixed_parts + int(peak * (1 + _SLACK)) + _SLACK_BYTES
         return FixedMemory(weights, activations, max(graphs, 0))
