@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, load_backend
 from octavo.core.step import StepPlan
 from octavo.errors import ModelError
 from octavo.kernels.sampling import NO_TOKEN
 from octavo.worker.block_tables import DeviceTables, HostTables
 from octavo.worker.device_kv_cache import DeviceKVCache
-from octavo.worker.gpu_sampler import Choice
+from octavo.worker.gpu_sampler import Choice, GpuSampler
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
+from octavo.worker.input_batch import InputBatch
 from octavo.worker.staging import DeviceStaging
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,6 +41,48 @@ def test_staged_arrays_keep_their_addresses_and_arrive_together() -> None:
         staging.put("b", np.zeros(4, np.int32), 3)
     with pytest.raises(AssertionError, match="c: no room for 65536 bytes"):
         staging.put("c", np.zeros(1, np.int64), 1 << 13)
+
+
+@pytest.mark.parametrize(("num_seqs", "num_tokens"), [(1, 1), (4096, 4096), (256, 1 << 20)])
+def test_the_largest_step_finds_room_in_the_staging(num_seqs: int, num_tokens: int) -> None:
+    """Two shapes of layers, one of them with a window: what the runner and its parts put."""
+    staging = DeviceStaging(DEVICE, num_seqs, num_tokens)
+    kind = load_backend("triton")
+    layers = [LayerSpec(0, 64, 8, 16, 0.25), LayerSpec(1, 64, 8, 16, 0.25, window=32)]
+    cache = torch.zeros(2, 1, *kind.kv_block_shape(16, 8, 16), device=DEVICE)
+    backend = kind(layers, [LayerPlace(0, 0), LayerPlace(1, 0)], cache, 16)
+    num_rows = 2 * num_seqs + 1
+    tables = DeviceTables(16, 2, num_rows, 4, DEVICE, staging)
+    batch = InputBatch(16, 2, num_rows, tables, staging)
+    sampler = GpuSampler(staging)
+    staging.begin()
+    for lens in ([num_tokens], [1] * num_seqs):
+        n = len(lens)
+        query_lens = torch.tensor(lens, dtype=torch.int32)
+        starts = torch.zeros(n + 1, dtype=torch.int32)
+        starts[1:] = query_lens.cumsum(0)
+        attention = AttentionBatch(
+            query_lens=query_lens,
+            context_lens=query_lens,
+            query_starts=starts,
+            positions=torch.zeros(sum(lens), dtype=torch.int64),
+            block_tables=[torch.ones(n, 4, dtype=torch.int32, device=DEVICE)] * 2,
+            slots=[],
+            rows=torch.zeros(n, dtype=torch.int32),
+            staging=staging,
+            shared=[None, None],
+        )
+        backend.plan(attention)
+    for name in ("input_ids", "positions"):
+        staging.put(name, np.zeros(num_tokens, np.int64), num_tokens)
+    for name in ("rows", "last", "sampled_rows"):
+        staging.put(name, np.zeros(num_seqs, np.int64), num_seqs)
+    sampler.stage(batch.sampling_batch([], []))
+    tables.copy(np.arange(1, num_seqs + 1), np.arange(num_seqs + 1, num_rows))
+    for group in range(2):
+        tables.write(group, np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
+    tables.stage()
+    staging.flush()
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:

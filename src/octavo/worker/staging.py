@@ -12,6 +12,10 @@ from torch import Tensor
 
 _NUM_BUFFERS = 3  # of the host: steps that may be prepared before the first of them is copied
 _ALIGNMENT = 256  # bytes
+# What is left over is never copied.
+_FIXED_BYTES = 16 << 20  # changes of tables, and what does not grow with the step
+_SEQ_BYTES = 1024  # rows, how to draw, and pieces of attention for up to six shapes of layers
+_TOKEN_BYTES = 256  # ids, positions, and pieces of attention for up to seven shapes of layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,11 @@ class DeviceStaging:
         device: torch.device,
         max_num_seqs: int,
         max_num_tokens: int,
-        num_bytes: int = 16 << 20,
+        num_bytes: int | None = None,
     ) -> None:
+        """`num_bytes`: of a buffer; None: what the arrays of the largest step take, and more."""
+        if num_bytes is None:
+            num_bytes = _FIXED_BYTES + _SEQ_BYTES * max_num_seqs + _TOKEN_BYTES * max_num_tokens
         self.max_num_seqs = max_num_seqs
         self.max_num_tokens = max_num_tokens
         is_gpu = device.type == "cuda"
