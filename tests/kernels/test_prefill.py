@@ -8,6 +8,7 @@ import torch
 from paged_cases import BOUND, attend, distance, make_paged
 
 from octavo.attention.triton_items import Sequences, prefill_items
+from octavo.kernels import attention_prefill
 from octavo.kernels.attention_prefill import PrefillConfig, prefill_attention, prefill_config
 from octavo.kernels.paged import tile_alignment
 from octavo.kernels.sizes import MUCH_SHARED_MEMORY
@@ -31,7 +32,13 @@ SEQUENCES = {"cpu": [(0, 18), (21, 9)], "cuda": [(0, 1), (0, 700), (500, 513), (
 DTYPES = {"cpu": [torch.float32], "cuda": list(BOUND)}
 
 
-def test_prefills(device: torch.device) -> None:
+@pytest.mark.parametrize("most_items", [None, 2])
+def test_prefills(
+    device: torch.device, most_items: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, or a few in each launch."""
+    if most_items is not None:
+        monkeypatch.setattr(attention_prefill, "_MOST_ITEMS", most_items)
     cached, lens = (np.array(x, np.int32) for x in zip(*SEQUENCES[device.type], strict=True))
     starts = (lens.cumsum() - lens).astype(np.int32)
     seqs = Sequences(starts, np.arange(len(lens), dtype=np.int32), cached + lens, lens)

@@ -30,6 +30,7 @@ from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.sizes import MUCH_SHARED_MEMORY, power_of_2
 
 ITEM_FIELDS = 8
+_MOST_ITEMS = 65_535  # of a launch: CUDA's limit for the second dimension of a grid
 _LOWEST = tl.constexpr(-1.0e30)
 
 
@@ -220,27 +221,28 @@ def prefill_attention(
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
-    _prefill_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
-        query,
-        layer_cache,
-        table,
-        items,
-        output,
-        query.stride(0),
-        table.stride(0),
-        layer_cache.stride(0),
-        scale * 1.4426950408889634,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim,
-        DIM_PAD=max(16, power_of_2(head_dim)),
-        BLOCK_SIZE=block_size,
-        ROWS=config.rows,
-        TILE=config.tile,
-        WINDOW=window or 0,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        FIELDS=ITEM_FIELDS,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **launch_options(query.device),
-    )
+    for part in torch.split(items, _MOST_ITEMS * ITEM_FIELDS):
+        _prefill_kernel[(num_kv_heads, len(part) // ITEM_FIELDS)](
+            query,
+            layer_cache,
+            table,
+            part,
+            output,
+            query.stride(0),
+            table.stride(0),
+            layer_cache.stride(0),
+            scale * 1.4426950408889634,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=num_heads // num_kv_heads,
+            HEAD_DIM=head_dim,
+            DIM_PAD=max(16, power_of_2(head_dim)),
+            BLOCK_SIZE=block_size,
+            ROWS=config.rows,
+            TILE=config.tile,
+            WINDOW=window or 0,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            FIELDS=ITEM_FIELDS,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **launch_options(query.device),
+        )
