@@ -19,6 +19,7 @@ from octavo.config import EngineConfig, make_config
 from octavo.core.kv_spec import FullAttention, group_layers
 from octavo.core.step import PendingStep, StepPlan
 from octavo.engine.engine import Engine
+from octavo.errors import OutOfMemory
 from octavo.executor.base import KVCapacity
 from octavo.kernels import attention_decode
 from octavo.kernels.attention_shared import shared_attention
@@ -29,6 +30,7 @@ from octavo.models.loader import load_model
 from octavo.outputs import RequestOutput
 from octavo.worker import gpu_sampler
 from octavo.worker.graphs import Graphs
+from octavo.worker.logit_edits import EditedRow
 from octavo.worker.sampler import SamplingBatch, draw
 
 HAS_GPU = torch.cuda.is_available()
@@ -183,6 +185,43 @@ def test_keys_of_gangs_and_common_prefixes_are_read_once(
     assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
     specs = overlapped.model_config.kv_specs()
     assert (calls > 0) == any(isinstance(spec, FullAttention) for spec in specs)
+
+
+def test_the_steps_that_memory_is_measured_with_are_the_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many tokens as a step may have, and as many draws, all from copies of their logits."""
+    from octavo.worker.gpu_worker import GpuWorker
+
+    overlapped, _ = engines("llama3", 13, "recompute")
+    model_config = overlapped.model_config
+    worker = GpuWorker.__new__(GpuWorker)
+    worker._config, worker._model_config = overlapped.config, model_config
+    worker.layout = group_layers(model_config.kv_specs())
+    copied = []
+
+    def edit(logits: torch.Tensor, rows: list[EditedRow]) -> None:
+        copied.append((len(logits), logits.dtype))
+
+    monkeypatch.setattr(gpu_sampler, "edit_logits", edit)
+    runner = Interpreted(overlapped.config, model_config).runner
+    prompts, draws = worker._largest_steps()
+    for plan in (prompts, draws):
+        result = runner.submit(plan).result()
+        assert len(result.token_ids) == len(plan.sampled)
+    scheduler = overlapped.config.scheduler
+    assert prompts.num_tokens == scheduler.max_num_batched_tokens
+    assert copied[-1] == (scheduler.max_num_seqs, torch.float32)
+
+
+def test_a_device_without_room_is_an_error_of_ours() -> None:
+    from octavo.worker.gpu_worker import _refused
+
+    with (
+        pytest.raises(OutOfMemory, match=r"the weights do not fit .*; use less, .* says: of 8 GiB"),
+        _refused("the weights", "use less"),
+    ):
+        raise torch.cuda.OutOfMemoryError("of 8 GiB")
 
 
 def test_prompt_logprobs() -> None:

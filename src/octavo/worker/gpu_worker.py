@@ -6,6 +6,8 @@ import gc
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -70,17 +72,19 @@ class GpuWorker:
         self._shape = KVShape(self.layout, config.cache.block_size, layer_bytes)
         total = self._room()
         self._check_weights(total)
-        self._model = load_model(
-            model_config, self._dtype, self._device, config.load_format, config.seed
-        )
+        with _refused("the weights", "use a smaller model or dtype"):
+            self._model = load_model(
+                model_config, self._dtype, self._device, config.load_format, config.seed
+            )
         loaded = time.perf_counter()
         fixed = self._measure()
         profiled = time.perf_counter()
         self.budget = self._plan(fixed, total)
         logger.info("memory budget:\n%s", self.budget)
-        self._runner: GpuRunner | None = self._make_runner(
-            self.budget.num_blocks, self.budget.num_swap_blocks, self._graphs()
-        )
+        with _refused("the KV cache and graphs", "lower gpu_memory_utilization or kv_cache_memory"):
+            self._runner: GpuRunner | None = self._make_runner(
+                self.budget.num_blocks, self.budget.num_swap_blocks, self._graphs()
+            )
         gc.collect()
         gc.freeze()  # what has been made lives as long as the engine: no need to look at it again
         logger.info(
@@ -154,7 +158,7 @@ class GpuWorker:
                 free_before = torch.cuda.mem_get_info(self._device)[0]
                 largest = Graphs(wanted.sizes[-1:], [], self._device)
                 runner = self._make_runner(1, 0, largest)
-                graphs = free_before - torch.cuda.mem_get_info(self._device)[0]
+                graphs = free_before - torch.cuda.mem_get_info(self._device)[0] - fixed_parts
                 graphs += wanted.num_graphs * _GRAPH_BYTES
                 # Those with prompts are captured later: they share what the largest of them takes.
                 share = wanted.most_tokens / self._config.scheduler.max_num_batched_tokens
@@ -191,7 +195,8 @@ class GpuWorker:
         lengths = [min(longest, budget - start) for start in range(0, budget, longest)]
         lengths = lengths[: scheduler.max_num_seqs]
         count = scheduler.max_num_seqs
-        spec = SamplingSpec(temperature=1.0, top_p=0.9)
+        # A penalty takes the most: the logits are copied in float32.
+        spec = SamplingSpec(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
 
         def plan(step_id: int, sizes: list[int], closed: list[int]) -> StepPlan:
             ids = [1000 * (step_id + 1) + i for i in range(len(sizes))]
@@ -268,6 +273,18 @@ def make_gpu_runner(
         num_rows,
     )
     return GpuRunner(parts, graphs)
+
+
+@contextmanager
+def _refused(what: str, instead: str) -> Iterator[None]:
+    """Say in our words that the device has no room for something, and what may help."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"{what} do not fit into what is free on the device (another program may have taken "
+            f"memory meanwhile); {instead}, or free some. PyTorch says: {error}"
+        ) from error
 
 
 def _release() -> None:
