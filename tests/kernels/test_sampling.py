@@ -68,6 +68,16 @@ def test_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype) -
         assert differ == 0 if device.type == "cpu" else differ <= 1
 
 
+def test_draws_without_limits_are_those_of_the_cpu(device: torch.device) -> None:
+    """Where no row has top_k or top_p, their kernel is left out; min_p still holds."""
+    specs = [SamplingSpec(temperature=t, min_p=p) for t in (0.0, 0.7, 2.0) for p in (0.0, 0.2, 0.9)]
+    logits = torch.randn(len(specs), 150, generator=torch.Generator().manual_seed(8)) * 2
+    for seed in range(4):
+        batch = make_batch(specs, [seed] * len(specs))
+        draws = replace(to_device(batch, device), is_limited=False)
+        assert torch.equal(sample(logits.to(device), draws).cpu(), sampler.draw(logits, batch)[0])
+
+
 def test_the_limits_keep_ties(device: torch.device) -> None:
     """top_k 4, but five tokens share the largest logit; the last of them stays, too."""
     spec = SPECS["top_k"]
