@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -205,7 +206,7 @@ GPU_CASES = [
 
 
 @pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the interpreter, programs that have nothing to do take as long as others."""
     if not GPU:
         for module, name in (
@@ -214,6 +215,9 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
             (attention_decode, "MOST_PROGRAMS"),
         ):
             monkeypatch.setattr(module, name, 8)
+    attention_decode.decode_config.cache_clear()
+    yield
+    attention_decode.decode_config.cache_clear()
 
 
 def check(case: Case, prefix: int, device: str) -> None:

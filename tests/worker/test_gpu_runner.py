@@ -5,6 +5,7 @@ Steps overlap, so a step is prepared before the tokens of the one before are kno
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -88,7 +89,7 @@ def plain_best(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.T
 
 
 @pytest.fixture(autouse=True)
-def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter would take minutes; tests/kernels judges these kernels by themselves.
 
     Programs that have nothing to do take as long there as others.
@@ -99,6 +100,9 @@ def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_backend, "NUM_PROGRAMS", 4)
         monkeypatch.setattr(gpu_sampler, "sample", plain_sample)
         monkeypatch.setattr(gpu_sampler, "best_tokens", plain_best)
+    attention_decode.decode_config.cache_clear()
+    yield
+    attention_decode.decode_config.cache_clear()
 
 
 @cache
