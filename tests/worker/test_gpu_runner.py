@@ -155,6 +155,7 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
         (prompt(12, 3), SamplingParams(temperature=1, seed=4, n=2, max_tokens=6, top_p=0.9)),
         (prompt(9, 4), BeamSearchParams(beam_width=2, max_tokens=5)),
         (prompt(3, 5), SamplingParams(temperature=0, max_tokens=7, repetition_penalty=1.5)),
+        (prompt(4, 6), SamplingParams(temperature=0, max_tokens=6, logit_bias={5: 1.5, 6: -2.0})),
         (prompt(30, 1), SamplingParams(temperature=0, max_tokens=3, logprobs=2)),
     ]
     got, wanted = run(overlapped, asks), run(plain, asks)

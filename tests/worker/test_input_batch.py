@@ -298,3 +298,20 @@ def test_tensors_have_the_types_that_backends_rely_on() -> None:
         for tensor in tensors:
             assert str(tensor.dtype) == f"torch.{name}"
             assert tensor.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("spec", "needs"),
+    [
+        (SamplingSpec(top_k=3, min_tokens=3, masked_until_min_tokens=(1,)), False),
+        (SamplingSpec(logit_bias=((3, 1.0),), allowed_token_ids=(3, 4)), False),
+        (SamplingSpec(logit_bias=((3, 1.0),), bad_words=((3, 4),)), True),
+        (SamplingSpec(frequency_penalty=0.5), True),
+    ],
+)
+def test_only_draws_that_follow_from_the_text_wait_for_it(spec: SamplingSpec, needs: bool) -> None:
+    batch = InputBatch(BLOCK_SIZE, 1)
+    opened = OpenedRow(7, (1, 2), 2, 0, spec, 0, 0)
+    plan = StepPlan(0, [7], [2], [7], [], opened=[opened], table_writes=[TableWrite(7, 0, 0, (1,))])
+    batch.apply(plan)
+    assert batch.needs_tokens(plan) == needs

@@ -13,14 +13,14 @@ from torch import Tensor
 from octavo.attention import AttentionBatch, HostStaging, Staging
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrite
 from octavo.worker.block_tables import BlockTables, HostTables, widen
-from octavo.worker.logit_edits import EditedRow, has_edits
+from octavo.worker.logit_edits import EditedRow, follows_text, has_edits
 from octavo.worker.sampler import SamplingBatch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 PENDING = -1  # a token that the device has drawn, or will draw, and the host does not know yet
-_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _MIN_TOKENS = 1, 2, 4, 8  # bits of a row's `asks`
+_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _MIN_TOKENS, _TEXT = 1, 2, 4, 8, 16  # bits of `asks`
 
 # A row's scalars lie together, so that a fork copies them at once.
 _ROW = np.dtype(
@@ -186,7 +186,7 @@ class InputBatch:
 
     def needs_tokens(self, plan: StepPlan) -> bool:
         """Whether the plan's draws follow from the text so far, which must then be known."""
-        return bool((self._rows["asks"][self.rows_of(plan.sampled)] & _EDITS).any())
+        return bool((self._rows["asks"][self.rows_of(plan.sampled)] & _TEXT).any())
 
     def advance(self, plan: StepPlan) -> Drawn:
         """The step's tokens are computed, and each sampled row appends one, still to be known."""
@@ -251,6 +251,7 @@ class InputBatch:
         self._tables.clear(row)
         self._specs[row] = spec
         asks = _EDITS if has_edits(spec) else 0
+        asks |= _TEXT if follows_text(spec) else 0
         asks |= _LOGPROBS if spec.num_logprobs is not None else 0
         asks |= _PROMPT_LOGPROBS if spec.num_prompt_logprobs is not None else 0
         asks |= _MIN_TOKENS if spec.min_tokens and spec.masked_until_min_tokens else 0

@@ -37,12 +37,15 @@ class EditedRow:
 
 def has_edits(spec: SamplingSpec) -> bool:
     """Whether a row is edited at every token (min_tokens edits only the first ones)."""
+    return bool(follows_text(spec) or spec.logit_bias or spec.allowed_token_ids)
+
+
+def follows_text(spec: SamplingSpec) -> bool:
+    """Whether a row's edits depend on the tokens before, and not on their number alone."""
     return bool(
         spec.presence_penalty
         or spec.frequency_penalty
         or spec.repetition_penalty != 1.0
-        or spec.logit_bias
-        or spec.allowed_token_ids
         or spec.bad_words
     )
 
