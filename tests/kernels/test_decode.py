@@ -7,7 +7,8 @@ import pytest
 import torch
 from paged_cases import BOUND, NO_CHANGES, attend, distance, make_paged
 
-from octavo.attention.triton_items import FIELDS, Sequences, decode_items
+from octavo.attention.triton_items import ITEM_FIELDS as FIELDS
+from octavo.attention.triton_items import Sequences, decode_items
 from octavo.kernels.attention_decode import DecodeConfig, Scratch, decode_attention, decode_config
 from octavo.kernels.kv_write import HeadChanges
 from octavo.kernels.paged import tile_alignment

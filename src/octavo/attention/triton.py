@@ -28,9 +28,8 @@ from octavo.attention.base import (
     Staging,
 )
 from octavo.attention.triton_items import (
-    FIELDS,
-    MEMBER_FIELDS,
     SHARED_PLACES,
+    Int32s,
     Sequences,
     SharedWork,
     decode_items,
@@ -55,10 +54,8 @@ from octavo.kernels.attention_shared import (
     shared_config,
 )
 from octavo.kernels.kv_write import HeadChanges, write_kv
-from octavo.kernels.paged import tile_alignment
+from octavo.kernels.paged import ITEM_FIELDS, MEMBER_FIELDS, tile_alignment
 from octavo.kernels.sizes import shared_memory
-
-Int32s = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +178,7 @@ class TritonBackend:
                 seqs, shape.window, config.tile, alignment, num_pieces, num_padded, work
             )
             most_pieces = max(1, MOST_PROGRAMS // kv_heads)
-            capacity = item_capacity(staging.max_num_seqs, most_pieces) * FIELDS
+            capacity = item_capacity(staging.max_num_seqs, most_pieces) * ITEM_FIELDS
             name = f"attention.decode.{index}"
             self._decodes[shape] = staging.put(name, decodes.items.reshape(-1), capacity), config
             if work is not None:
@@ -220,7 +217,7 @@ class TritonBackend:
         self, index: int, shape: _Shape, work: SharedWork, members: Int32s, staging: Staging
     ) -> None:
         sharing = self._sharing[shape]
-        capacity = shared_capacity(staging.max_num_seqs, sharing.num_pieces) * FIELDS
+        capacity = shared_capacity(staging.max_num_seqs, sharing.num_pieces) * ITEM_FIELDS
         most_members = MOST_LEVELS * staging.max_num_seqs * MEMBER_FIELDS
         self._shared[shape] = _Shared(
             staging.put(f"attention.shared.{index}", work.items.reshape(-1), capacity),
@@ -238,10 +235,10 @@ class TritonBackend:
             if batch.padded is not None:
                 num_tokens = batch.padded.num_tokens
                 most = min(num_tokens // tokens_per_item + num_padded, num_tokens)
-                empty = np.zeros((most - len(items), FIELDS), np.int32)
+                empty = np.zeros((most - len(items), ITEM_FIELDS), np.int32)
                 items = np.concatenate([items, empty])  # nothing to read, nothing to write
             # An item has one token at least.
-            name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * FIELDS
+            name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * ITEM_FIELDS
             self._prefills[shape] = staging.put(name, items.reshape(-1), capacity), config
 
     def forward(

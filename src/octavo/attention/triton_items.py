@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.attention.base import MOST_LEVELS, SharedKeys
+from octavo.kernels.paged import ITEM_FIELDS, MEMBER_FIELDS
 
 Int32s = NDArray[np.int32]
 
-FIELDS = 8
-MEMBER_FIELDS = 4
 MIN_SPLIT = 128  # keys: below it a piece costs more to start than it reads
 SHARED_PLACES = 4096  # results that shared keys may leave, with those they are added to
 # Lengths of a piece to be tried, in fair shares.
@@ -34,7 +33,7 @@ class Sequences(NamedTuple):
 class SharedWork(NamedTuple):
     """Keys that are read once for several sequences, cut into pieces for `shared_attention`."""
 
-    items: Int32s  # [shared_capacity, FIELDS]; the last ones name no work
+    items: Int32s  # [shared_capacity, ITEM_FIELDS]; the last ones name no work
     members: Int32s  # [num_members]: sequences, as the items name them
     places: Int32s  # [num_members]: each one's first result, counted from its sequence's first one
     ends: Int32s  # [num_seqs]: the keys before it are taken care of
@@ -59,7 +58,7 @@ class SharedWork(NamedTuple):
 class DecodeWork(NamedTuple):
     """What the programs of `decode_attention` do."""
 
-    items: Int32s  # [item_capacity, FIELDS]
+    items: Int32s  # [item_capacity, ITEM_FIELDS]
     first_places: Int32s  # [num_seqs], of those with several results
 
 
@@ -77,7 +76,9 @@ def shared_work(
     The number of items depends on the number of sequences alone, as in `decode_items`.
     """
     num_seqs = len(seqs.tokens)
-    items = np.zeros((shared_capacity(max(num_seqs, num_padded), num_pieces), FIELDS), np.int32)
+    items = np.zeros(
+        (shared_capacity(max(num_seqs, num_padded), num_pieces), ITEM_FIELDS), np.int32
+    )
     nothing = np.zeros(num_seqs, np.int32)
     nobody = SharedWork(items, nothing[:0], nothing[:0], nothing, nothing)
     if shared is None:
@@ -146,7 +147,7 @@ def decode_items(
     tokens, rows, contexts, _ = seqs
     capacity = item_capacity(max(len(tokens), num_padded), num_pieces)
     if not len(tokens):
-        items = np.zeros((capacity, FIELDS), np.int32)
+        items = np.zeros((capacity, ITEM_FIELDS), np.int32)
         items[:, 0] = -1
         return DecodeWork(items, tokens)
     positions = contexts - 1
@@ -158,7 +159,7 @@ def decode_items(
     splits, sizes = _split(lens, tile, num_pieces)
     # Large pieces first, so that programs end together.
     order = (-sizes).argsort(kind="stable")
-    items = np.zeros((capacity, FIELDS), np.int32)
+    items = np.zeros((capacity, ITEM_FIELDS), np.int32)
     num_items = len(tokens)
     split: Int32s | int = 0
     first_places = np.zeros(num_items, np.int32)
@@ -244,7 +245,7 @@ def _cut(lens: Int32s, longest: float, tile: int) -> Int32s:
 def prefill_items(
     seqs: Sequences, window: int | None, tile: int, alignment: int, tokens_per_item: int
 ) -> Int32s:
-    """[num_items, FIELDS], as `prefill_attention` reads them."""
+    """[num_items, ITEM_FIELDS], as `prefill_attention` reads them."""
     tokens, rows, contexts, lens = seqs
     counts = -(-lens // tokens_per_item)
     seq = np.arange(len(lens)).repeat(counts)
@@ -256,7 +257,7 @@ def prefill_items(
         begin = np.maximum(position - window + 1, 0) // alignment * alignment
     end = position + count
     order = np.argsort(begin - end, kind="stable")  # the costly first
-    items = np.zeros((len(seq), FIELDS), np.int32)
+    items = np.zeros((len(seq), ITEM_FIELDS), np.int32)
     items[:, 0] = tokens[seq] + offset
     items[:, 1] = rows[seq]
     items[:, 2] = begin

@@ -27,16 +27,21 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.kv_write import HeadChanges
-from octavo.kernels.paged import key_offsets, tile_blocks
+from octavo.kernels.paged import (
+    ITEM_FIELDS,
+    LOG2_E,
+    LOWEST,
+    key_offsets,
+    precision_of,
+    tile_blocks,
+)
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.rotary import load_heads
 from octavo.kernels.sizes import MUCH_SHARED_MEMORY, power_of_2
 
-ITEM_FIELDS = 8
 MOST_PROGRAMS = 528  # that any configuration cuts the keys for
 _SMS = 132  # multiprocessors that the configurations were measured on
 _COMBINED = 32  # elements of unfinished results that a thread holds at once
-_LOWEST = tl.constexpr(-1.0e30)  # finite, so that rows which see no key yet make no NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ def _combine(
     row = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     inside = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
-    top = tl.full([GROUP_PAD], _LOWEST, tl.float32)
+    top = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     for first in tl.range(0, num_splits, CHUNK):
@@ -98,7 +103,7 @@ def _combine(
         result = place + split[:, None] * STRIDE + row[None, :]
         there = (split < num_splits)[:, None] & (row < GROUP)[None, :]
         # Past the L1 cache, which knows nothing of what other programs wrote.
-        high = tl.load(stats + result * 2, mask=there, other=_LOWEST, cache_modifier=".cg")
+        high = tl.load(stats + result * 2, mask=there, other=LOWEST, cache_modifier=".cg")
         part = tl.load(stats + result * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
         x = tl.load(
             sums + result.to(tl.int64)[:, :, None] * HEAD_DIM + dim[None, None, :],
@@ -183,7 +188,7 @@ def _decode_kernel(
             HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
         )  # fmt: skip
 
-        top = tl.full([ROWS], _LOWEST, tl.float32)
+        top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
         if (split == num_splits - 1) & (position >= 0):
@@ -313,7 +318,7 @@ def decode_attention(
         key.stride(0),
         table.stride(0),
         layer_cache.stride(0),
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
@@ -326,7 +331,7 @@ def decode_attention(
         WINDOW=window or 0,
         ROTARY_HALF=changes.rotary_half,
         HAS_NORM=changes.query_norm is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(query.dtype),
         FIELDS=ITEM_FIELDS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

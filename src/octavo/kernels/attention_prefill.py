@@ -25,13 +25,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.paged import key_offsets, tile_blocks
+from octavo.kernels.paged import (
+    ITEM_FIELDS,
+    LOG2_E,
+    LOWEST,
+    key_offsets,
+    precision_of,
+    tile_blocks,
+)
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.sizes import MUCH_SHARED_MEMORY, power_of_2
 
-ITEM_FIELDS = 8
 _MOST_ITEMS = 65_535  # of a launch: CUDA's limit for the second dimension of a grid
-_LOWEST = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +173,7 @@ def _prefill_kernel(
     keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
     values = keys + BLOCK_SIZE * HEAD_DIM
 
-    top = tl.full([ROWS], _LOWEST, tl.float32)
+    top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
@@ -231,7 +236,7 @@ def prefill_attention(
             query.stride(0),
             table.stride(0),
             layer_cache.stride(0),
-            scale * 1.4426950408889634,
+            scale * LOG2_E,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,
@@ -240,7 +245,7 @@ def prefill_attention(
             ROWS=config.rows,
             TILE=config.tile,
             WINDOW=window or 0,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            PRECISION=precision_of(query.dtype),
             FIELDS=ITEM_FIELDS,
             num_warps=config.num_warps,
             num_stages=config.num_stages,

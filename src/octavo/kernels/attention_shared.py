@@ -20,15 +20,19 @@ from torch import Tensor
 from octavo.kernels.attention_decode import Scratch
 from octavo.kernels.attention_prefill import attend
 from octavo.kernels.kv_write import HeadChanges
-from octavo.kernels.paged import tile_blocks
+from octavo.kernels.paged import (
+    ITEM_FIELDS,
+    LOG2_E,
+    LOWEST,
+    MEMBER_FIELDS,
+    precision_of,
+    tile_blocks,
+)
 from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.rotary import load_rows
 from octavo.kernels.sizes import power_of_2
 
-ITEM_FIELDS = 8
-MEMBER_FIELDS = 4
 NUM_PROGRAMS = 264  # that the keys are cut for
-_LOWEST = tl.constexpr(-1.0e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ def _shared_kernel(
         values = keys + BLOCK_SIZE * HEAD_DIM
         last = tl.zeros([ROWS], tl.int32) + (end - 1)  # all rows see all keys of the stretch
 
-        top = tl.full([ROWS], _LOWEST, tl.float32)
+        top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
         whole = begin + (end - begin) // TILE * TILE
@@ -188,7 +192,7 @@ def shared_attention(
         query.stride(0),
         table.stride(0),
         layer_cache.stride(0),
-        scale * 1.4426950408889634,
+        scale * LOG2_E,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -198,7 +202,7 @@ def shared_attention(
         TILE=config.tile,
         ROTARY_HALF=changes.rotary_half,
         HAS_NORM=changes.query_norm is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION=precision_of(query.dtype),
         FIELDS=ITEM_FIELDS,
         MEMBER_SIZE=MEMBER_FIELDS,
         num_warps=config.num_warps,

@@ -1,4 +1,4 @@
-"""Where keys lie in a paged cache: shared by the attention kernels.
+"""What the attention kernels have in common: where keys lie in a paged cache, and their softmax.
 
 A block of one layer is [num_kv_heads, K or V, block_size, head_dim], so that what one KV head reads
 of a block is one contiguous piece.
@@ -6,8 +6,19 @@ of a block is one contiguous piece.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+ITEM_FIELDS = 8  # int32s of a piece of work
+MEMBER_FIELDS = 4  # of a sequence that shares keys with others
+LOG2_E = 1.4426950408889634
+LOWEST = tl.constexpr(-1.0e30)  # finite, so that rows which see no key yet make no NaN
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How `tl.dot` multiplies: float32 exactly."""
+    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @triton.jit
