@@ -50,6 +50,7 @@ NAMES = {
     "fastertransformer": "FasterTransformer",
 }
 SHORT_NAMES = NAMES | {"vllm": "paged"}
+SOURCE_NAMES = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 STYLE: dict[str, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,

@@ -10,7 +10,7 @@ import numpy as np
 
 from octavo.bench.traces import TraceRequest
 from octavo.evaluation import sources
-from octavo.evaluation.drawing import BLUE, ORANGE, canvas
+from octavo.evaluation.drawing import BLUE, ORANGE, SOURCE_NAMES, canvas
 from octavo.evaluation.jobs import Job, Results
 from octavo.evaluation.paper_values import FIGURE_11
 from octavo.evaluation.report import Report, Row, Table, Target
@@ -19,7 +19,6 @@ from octavo.evaluation.scale import Scale
 NAME = "fig11"
 TITLE = "Figure 11: input and output lengths of the two data sets"
 LIMITS = {"sharegpt": 2048, "alpaca": 256}  # tokens shown
-TITLES = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 
 
 def jobs(scale: Scale) -> list[Job]:
@@ -34,7 +33,9 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
             ("input", "output"), lengths(pairs), FIGURE_11[name], strict=True
         ):
             target = Target(1, "percent") if name == "sharegpt" else None
-            rows.append(Row(f"{TITLES[name]}, {side}", statistics.fmean(values), paper, target))
+            rows.append(
+                Row(f"{SOURCE_NAMES[name]}, {side}", statistics.fmean(values), paper, target)
+            )
     _draw(folder, sets)
     num_real = len(sources.alpaca_measured())
     measured = [statistics.fmean(side) for side in lengths(sources.alpaca_measured())]
@@ -83,7 +84,7 @@ def _draw(folder: Path, sets: dict[str, tuple[TraceRequest, ...]]) -> None:
                     paper, color=colour, linestyle=":", linewidth=2, label=f"the paper: {paper}"
                 )
             axes.set_yscale("log")
-            axes.set_title(TITLES[name] + (" (scaled)" if name == "alpaca" else ""))
+            axes.set_title(SOURCE_NAMES[name] + (" (scaled)" if name == "alpaca" else ""))
             axes.set_xlabel("tokens")
             axes.legend()
         panels[0].set_ylabel("requests, %")

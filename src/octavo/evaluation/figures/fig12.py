@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.evaluation.drawing import SHORT_NAMES, canvas, legend_below, paper_key
+from octavo.evaluation.drawing import SHORT_NAMES, SOURCE_NAMES, canvas, legend_below, paper_key
 from octavo.evaluation.figures.curves import Panel, order_note
 from octavo.evaluation.jobs import Job, Results
 from octavo.evaluation.paper_values import (
@@ -22,7 +22,6 @@ from octavo.evaluation.workloads import WorkloadSpec
 
 NAME = "fig12"
 TITLE = "Figure 12: basic sampling, latency over the request rate"
-SOURCES = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 MODELS = {"opt-13b": "OPT-13B", "opt-66b": "OPT-66B", "opt-175b": "OPT-175B"}
 
 
@@ -40,7 +39,7 @@ def panels(scale: Scale) -> list[Panel]:
             sweeps[system] = Sweep(scenario, rate or 1.0, scale.resolution)
         found.append(
             Panel(
-                f"{MODELS[model]}, {SOURCES[source]}",
+                f"{MODELS[model]}, {SOURCE_NAMES[source]}",
                 sweeps,
                 sustained,
                 FIGURE_12_POINTS.get((model, source), {}),

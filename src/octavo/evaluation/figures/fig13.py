@@ -7,7 +7,7 @@ from pathlib import Path
 
 from octavo.bench.traces import TraceRequest
 from octavo.evaluation import sources
-from octavo.evaluation.drawing import COLOURS, SHORT_NAMES, canvas
+from octavo.evaluation.drawing import COLOURS, SHORT_NAMES, SOURCE_NAMES, canvas
 from octavo.evaluation.jobs import Job, Results
 from octavo.evaluation.paper_values import FIGURE_13, FIGURE_13_RATES, SystemName
 from octavo.evaluation.report import Report, Row, Table, Target
@@ -19,7 +19,6 @@ from octavo.evaluation.workloads import WorkloadSpec
 NAME = "fig13"
 TITLE = "Figure 13: mean number of batched requests"
 TARGETS = {"sharegpt": Target(7, "percent"), "alpaca": Target(15, "percent")}
-NAMES = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 TITLES = {"sharegpt": "ShareGPT, 2 requests/s", "alpaca": "Alpaca, 30 requests/s"}
 
 
@@ -63,7 +62,12 @@ def make(results: Results, scale: Scale, folder: Path) -> Report:
                 for system in paper
             }
             rows = [
-                Row(f"{NAMES[source]}, {SHORT_NAMES[system]}", ours[system], value, TARGETS[source])
+                Row(
+                    f"{SOURCE_NAMES[source]}, {SHORT_NAMES[system]}",
+                    ours[system],
+                    value,
+                    TARGETS[source],
+                )
                 for system, value in paper.items()
             ]
             tables.append(Table(f"{TITLES[source]}: mean batched requests", rows))

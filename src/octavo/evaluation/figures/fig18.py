@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.evaluation.drawing import BLUE, ORANGE, PAPER_LINE, canvas, paper_key
+from octavo.evaluation.drawing import BLUE, ORANGE, PAPER_LINE, SOURCE_NAMES, canvas, paper_key
 from octavo.evaluation.jobs import Job, Results
 from octavo.evaluation.kernel_costs import attention_microseconds
 from octavo.evaluation.measurements import Key, read_measurements
@@ -31,7 +31,6 @@ TITLE = "Figure 18: attention kernel and block size"
 KERNELS: dict[SystemName, str] = {"vllm": "paged", "fastertransformer": "contiguous"}
 KERNEL_COLOURS = {"paged": BLUE, "contiguous": ORANGE}
 SOURCE_COLOURS = {"sharegpt": BLUE, "alpaca": ORANGE}
-TITLES = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 
 
 def job(source: str, block_size: int, scale: Scale) -> Latency:
@@ -128,7 +127,7 @@ def _overheads(values: Mapping[Key, float]) -> list[Row]:
 
 def _size_rows(values: Mapping[Key, float]) -> list[Row]:
     return [
-        Row(f"{TITLES[source]}, blocks of {size}", values.get((source, size)), latency)
+        Row(f"{SOURCE_NAMES[source]}, blocks of {size}", values.get((source, size)), latency)
         for source, latencies in FIGURE_18B.items()
         for size, latency in zip(BLOCK_SIZES, latencies, strict=True)
     ]
@@ -164,7 +163,7 @@ def _draw_sizes(axes: Axes, values: Mapping[Key, float], basis: str) -> None:
     for source, latencies in FIGURE_18B.items():
         colour = SOURCE_COLOURS[source]
         known = [(size, values[source, size]) for size in BLOCK_SIZES if (source, size) in values]
-        axes.plot(*zip(*known, strict=True), color=colour, marker="o", label=TITLES[source])
+        axes.plot(*zip(*known, strict=True), color=colour, marker="o", label=SOURCE_NAMES[source])
         axes.plot(BLOCK_SIZES, latencies, color=colour, **PAPER_LINE)
     paper_key(axes)
     axes.set_xscale("log", base=2)
