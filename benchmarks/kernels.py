@@ -11,6 +11,7 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from octavo.attention import AttentionBatch
 from octavo.attention.triton_items import Sequences, prefill_items
 from octavo.core.step import StepPlan
 from octavo.kernels.attention_prefill import prefill_attention, prefill_config
@@ -213,16 +213,7 @@ def measure_plan() -> Table:
         lens = np.random.default_rng(0).integers(1, 1024, num_seqs).astype(np.int32)
         work.batch.context_lens.copy_(torch.from_numpy(lens))
         staging = DeviceStaging(GPU, 256, 8192)
-        batch = AttentionBatch(
-            work.batch.query_lens,
-            work.batch.context_lens,
-            work.batch.query_starts,
-            work.batch.positions,
-            work.batch.block_tables,
-            [],
-            work.batch.rows,
-            staging,
-        )
+        batch = replace(work.batch, staging=staging)
         times = []
         for _ in range(50):
             staging.begin()

@@ -16,13 +16,13 @@ import argparse
 import json
 import random
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, process_time
 
 from octavo.bench.throughput import Decoding, ThroughputReport, run_throughput
 from octavo.bench.traces import TraceRequest, read_trace
-from octavo.config import CacheConfig, EngineConfig, SchedulerConfig, make_config
+from octavo.config import EngineConfig, make_config
 from octavo.engine.engine import Engine
 from octavo.llm import load_engine
 from octavo.simulation.calibration import calibrate
@@ -124,7 +124,6 @@ def record(engine: Engine, requests: list[TraceRequest], steps: Path, gpu: str) 
 
 def simulation_config(engine: Engine, config: EngineConfig, gpu: str) -> SimulationConfig:
     """The same engine, on a virtual clock; with as many blocks as the real one has."""
-    capacity = engine.executor.capacity
     dtype = computing_dtype(config, engine.model_config)
     return SimulationConfig(
         config.model,
@@ -133,18 +132,8 @@ def simulation_config(engine: Engine, config: EngineConfig, gpu: str) -> Simulat
         max_model_len=config.max_model_len,
         memory_share=1.0,
         workspace=0,
-        cache=CacheConfig(
-            block_size=config.cache.block_size,
-            num_blocks=capacity.num_blocks,
-            swap_space=config.cache.swap_space,
-            enable_prefix_caching=config.cache.enable_prefix_caching,
-            memory_policy=config.cache.memory_policy,
-        ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            preemption_mode=config.scheduler.preemption_mode,
-        ),
+        cache=replace(config.cache, num_blocks=engine.executor.capacity.num_blocks),
+        scheduler=config.scheduler,
         overlap=engine.executor.is_asynchronous if config.overlap is None else config.overlap,
     )
 
