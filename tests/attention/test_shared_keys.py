@@ -23,7 +23,7 @@ from octavo.attention.triton_items import (
     shared_work,
 )
 from octavo.kernels import attention_decode
-from octavo.worker.shared_blocks import MIN_KEYS, find_shared_keys
+from octavo.worker.shared_blocks import MIN_KEYS, SharedKeysFinder, find_shared_keys
 
 BLOCK = 16
 Tables = tuple[np.ndarray, np.ndarray]
@@ -263,3 +263,12 @@ def test_interpreted(case: Case) -> None:
 @pytest.mark.parametrize("case", [*SHARED_CASES, *GPU_CASES])
 def test_on_the_gpu(case: Case) -> None:
     check(case, 1024 if case in GPU_CASES else 64, "cuda")
+
+
+def test_where_windows_move_over_the_keys_none_are_looked_for() -> None:
+    tables, contexts = grown([(0, 0, 200), (0, 12, 8)])
+    rows, ones = np.arange(2), np.ones(2, np.int64)
+    with_window = SharedKeysFinder(BLOCK, [True, False])
+    assert with_window.find([tables, tables], rows, ones, contexts)[0] is None
+    assert with_window.find([tables, tables], rows, ones, contexts)[1] is not None
+    assert SharedKeysFinder(BLOCK, [True]).find([tables], rows, ones, contexts) == []

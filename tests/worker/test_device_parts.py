@@ -52,7 +52,7 @@ def test_the_largest_step_finds_room_in_the_staging(num_seqs: int, num_tokens: i
     cache = torch.zeros(2, 1, *kind.kv_block_shape(16, 8, 16), device=DEVICE)
     backend = kind(layers, [LayerPlace(0, 0), LayerPlace(1, 0)], cache, 16)
     num_rows = 2 * num_seqs + 1
-    tables = DeviceTables(16, 2, num_rows, 4, DEVICE, staging)
+    tables = DeviceTables(16, [False, True], num_rows, 4, DEVICE, staging)
     batch = InputBatch(16, 2, num_rows, tables, staging)
     sampler = GpuSampler(staging)
     staging.begin()
@@ -102,7 +102,7 @@ def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
     num_rows, columns = 9, 12
     staging = DeviceStaging(DEVICE, num_rows, 16)
     host = HostTables(1, 2, num_rows)
-    device = DeviceTables(16, 2, num_rows, columns, DEVICE, staging)
+    device = DeviceTables(16, [False, False], num_rows, columns, DEVICE, staging)
     for _ in range(20):
         # As the worker does it: forks first, then entries, of which the last one holds.
         for _ in range(rng.randrange(3)):
@@ -133,7 +133,9 @@ def test_shared_keys_are_those_of_the_tables_as_they_are_now(seed: int) -> None:
     """What was found is remembered while tables grow; whatever else happens to them is seen."""
     rng = random.Random(seed)
     block_size, num_rows, columns = 16, 9, 40
-    tables = DeviceTables(block_size, 1, num_rows, columns, DEVICE, DeviceStaging(DEVICE, 9, 16))
+    tables = DeviceTables(
+        block_size, [False], num_rows, columns, DEVICE, DeviceStaging(DEVICE, 9, 16)
+    )
     expected = np.zeros((num_rows, columns), np.int64)
     contexts = np.zeros(num_rows, np.int64)
     fresh = iter(range(1, 10_000))

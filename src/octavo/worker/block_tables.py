@@ -108,7 +108,7 @@ class DeviceTables:
     def __init__(
         self,
         block_size: int,
-        num_groups: int,
+        have_windows: Sequence[bool],
         num_rows: int,
         max_blocks: int,
         device: torch.device,
@@ -117,13 +117,14 @@ class DeviceTables:
         """All room is taken now, for captured graphs keep the addresses.
 
         Args:
+            have_windows: whether layers of a group see only the last tokens; one entry a group.
             max_blocks: of the longest sequence.
         """
-        self._mirror = HostTables(block_size, num_groups, num_rows)
-        self._sharing = SharedKeysFinder(block_size)
+        self._mirror = HostTables(block_size, len(have_windows), num_rows)
+        self._sharing = SharedKeysFinder(block_size, have_windows)
         self._tables = [
             torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
-            for _ in range(num_groups)
+            for _ in have_windows
         ]
         self._staging = staging
         self._num_rows = num_rows

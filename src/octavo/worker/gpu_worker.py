@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from octavo.attention import AttentionBackend, load_backend
 from octavo.config import EngineConfig
-from octavo.core.kv_spec import group_layers
+from octavo.core.kv_spec import SlidingWindow, group_layers
 from octavo.core.step import OpenedRow, PendingStep, SamplingSpec, StepPlan, TableWrite
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.model_config import ModelConfig
@@ -258,7 +258,8 @@ def make_gpu_runner(
     # While rows fork, children are there before their parents have gone; row 0 is padding.
     num_rows = 2 * scheduler.max_num_seqs + 1
     max_blocks = -(-model_config.max_model_len // block_size)
-    tables = DeviceTables(block_size, len(layout.groups), num_rows, max_blocks, device, staging)
+    have_windows = [isinstance(group.spec, SlidingWindow) for group in layout.groups]
+    tables = DeviceTables(block_size, have_windows, num_rows, max_blocks, device, staging)
     parts = GpuParts(
         model,
         make_backend(backend_class, model, layout, kv_cache.blocks, block_size),

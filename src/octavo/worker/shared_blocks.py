@@ -24,8 +24,10 @@ MIN_SAVING = 0.125  # of the keys that the step reads
 class SharedKeysFinder:
     """Remembers what it found: while the same sequences decode, tables only grow at their ends."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, have_windows: Sequence[bool]) -> None:
+        """`have_windows`: groups whose keys are read apart, since windows move over them."""
         self._block_size = block_size
+        self._have_windows = have_windows
         self._rows: Int64s | None = None
         self._found: list[SharedKeys | None] = []
 
@@ -42,7 +44,10 @@ class SharedKeysFinder:
         if self._rows is None or not np.array_equal(rows, self._rows):
             self._rows = rows
             contexts = contexts[singles]
-            self._found = [find_shared_keys(t[rows], contexts, self._block_size) for t in tables]
+            self._found = [
+                None if has_window else find_shared_keys(table[rows], contexts, self._block_size)
+                for table, has_window in zip(tables, self._have_windows, strict=True)
+            ]
             if not any(self._found):
                 self._found = []
         if len(singles) == len(query_lens):
