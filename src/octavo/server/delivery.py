@@ -166,4 +166,3 @@ class Delivery:
         if entry.first_token_time is None:
             entry.first_token_time = now
         self.notify("tokens_arrived", entry, num_tokens, now)
-        entry.last_token_time = now

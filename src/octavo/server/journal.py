@@ -34,7 +34,6 @@ class OpenRequest:
     admission: Admitted | None = None  # the first one
     admitted_time: float | None = None
     first_token_time: float | None = None
-    last_token_time: float | None = None
     num_preemptions: int = 0
     num_replays: int = 0  # engine processes that died while it was open
     prompt_scores: list[TokenLogprobs] | None = None

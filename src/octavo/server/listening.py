@@ -31,8 +31,7 @@ class Listener:
         """It runs for the first time: `request.admitted_time` is known, `request.admission` too."""
 
     def tokens_arrived(self, request: OpenRequest, num_tokens: int, now: float) -> None:
-        """A step added tokens to one of its samples. `request.last_token_time` is still that of
-        the step before; None if these are the first."""
+        """A step added tokens to one of its samples."""
 
     def request_finished(self, request: OpenRequest, output: RequestOutput) -> None:
         """It has ended, by itself or by abort."""
