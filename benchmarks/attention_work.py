@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpu_harness import device_seconds
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -103,12 +104,4 @@ def seconds(launch: Callable[[int], object], num_layers: int, launches: int) -> 
     while time.perf_counter() - began < 0.15:
         graph.replay()
         torch.cuda.synchronize()
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / launches)
-    return statistics.median(times)
+    return statistics.median(device_seconds(graph.replay) / launches for _ in range(7))

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_harness import make_engine, report
-from throughput import serve_at, trace
+from gpu_harness import device_name, make_engine, report
+from throughput import normalized_latency, serve_at, trace
 
 from octavo import SamplingParams
 from octavo.core.step import StepPlan
@@ -114,12 +114,7 @@ def latency(engine: Engine, name: str, num_requests: int, rate: float) -> float:
     """Mean normalized latency, seconds a token."""
     asks = trace(name, num_requests)(engine.model_config.vocab_size)
     outputs = serve_at(engine, asks, rate)
-    return round(
-        statistics.fmean(
-            (o.finish_time - o.arrival_time) / len(o.outputs[0].token_ids) for o in outputs
-        ),
-        5,
-    )
+    return round(statistics.fmean(map(normalized_latency, outputs)), 5)
 
 
 def preemption_cost(engine: Engine, block_size: int) -> Rows:
@@ -158,10 +153,9 @@ def preemption_cost(engine: Engine, block_size: int) -> Rows:
 
 
 def write(arguments: Any, kind: str, rows: Rows) -> None:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     content = {
         "kind": kind,
-        "device": device,
+        "device": device_name(),
         "model": f"{arguments.model}, dummy weights",
         "command": "python benchmarks/block_sizes.py",
         "rows": rows,

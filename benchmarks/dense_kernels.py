@@ -8,12 +8,12 @@ overlap as in a model. Prints a table per part; the last line is JSON.
 
 from __future__ import annotations
 
-import json
+import statistics
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from gpu_harness import copy_bandwidth
+from gpu_harness import copy_bandwidth, device_seconds, report
 from torch import Tensor
 
 from octavo.kernels.activation import silu_mul
@@ -64,17 +64,14 @@ def microseconds(work: Callable[[], object], launches: int, expected: float) -> 
     with torch.cuda.graph(graph):
         work()
     graph.replay()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     repeats = max(1, int(SECONDS / expected))
-    times = []
-    for _ in range(5):
-        start.record()
+
+    def replays() -> None:
         for _ in range(repeats):
             graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / repeats / launches * 1e3)
-    return sorted(times)[2]
+
+    times = [device_seconds(replays) for _ in range(5)]
+    return statistics.median(times) / repeats / launches * 1e6
 
 
 def weight_of(shape: Shape) -> Tensor:
@@ -255,14 +252,13 @@ def sampler() -> dict[str, dict[str, float]]:
 
 def main() -> None:
     torch.manual_seed(0)
-    summary = {
-        "device": torch.cuda.get_device_name(),
-        "copy_tb_s": round(copy_bandwidth() / 1e12, 2),
-        "products_tb_s": products(),
-        "layer_us": layers(),
-        "sampler_us": sampler(),
-    }
-    print(json.dumps(summary))
+    report(
+        "dense_kernels",
+        copy_tb_s=round(copy_bandwidth() / 1e12, 2),
+        products_tb_s=products(),
+        layer_us=layers(),
+        sampler_us=sampler(),
+    )
 
 
 if __name__ == "__main__":

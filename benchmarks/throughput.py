@@ -214,12 +214,17 @@ def serve_at(engine: Engine, asks: list[Ask], rate: float) -> list[RequestOutput
     return outputs
 
 
+def normalized_latency(output: RequestOutput) -> float:
+    """Seconds from the arrival to the end, for each token of the only sample."""
+    return (output.finish_time - output.arrival_time) / len(output.outputs[0].token_ids)
+
+
 def measure_online(engine: Engine, rate: int) -> dict[str, float]:
     """Latencies at one rate, counted from the arrivals."""
     engine.kv.reset_prefix_cache()
     asks = trace("sharegpt", 500)(engine.model_config.vocab_size)
     outputs = serve_at(engine, asks, rate)
-    latency = [(o.finish_time - o.arrival_time) / len(o.outputs[0].token_ids) for o in outputs]
+    latency = [normalized_latency(output) for output in outputs]
     first = [o.first_token_time - o.arrival_time for o in outputs if o.first_token_time]
     values = [
         1e3 * value
