@@ -155,6 +155,10 @@ class EngineConfig:
             f"{self.cache.memory_policy} cannot",
         )
 
+    def dtype_for(self, stored: str) -> str:
+        """What a model whose files are in `stored` was asked to be computed in."""
+        return stored if self.dtype == "auto" else self.dtype
+
 
 def make_config(model: str, **options: Any) -> EngineConfig:
     """An EngineConfig from flat options: the fields of all three classes, which do not overlap.

@@ -99,7 +99,7 @@ class Budget:
         model_config = ModelConfig.from_directory(resolve_model(model, weights=False))
         if config.max_model_len is not None:
             model_config = model_config.with_max_model_len(config.max_model_len)
-        dtype = model_config.dtype if config.dtype == "auto" else config.dtype
+        dtype = config.dtype_for(model_config.dtype)
         if device_memory is not None and device_memory <= 0:
             raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
         return cls(config, model_config, dtype, device_memory or host_memory())

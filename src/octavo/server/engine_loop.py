@@ -231,7 +231,7 @@ def engine_info(engine: Engine, start_seconds: float) -> m.EngineInfo:
         max_logprobs=config.max_logprobs,
         enable_prefix_caching=engine.kv.enable_prefix_caching,
         policy=config.scheduler.policy,
-        dtype=engine.model_config.dtype if config.dtype == "auto" else config.dtype,
+        dtype=config.dtype_for(engine.model_config.dtype),
         device=config.device,
         weight_bytes=capacity.budget.weights,
         start_seconds=start_seconds,

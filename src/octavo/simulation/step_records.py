@@ -156,7 +156,7 @@ class StepRecorder:
 
 def computing_dtype(config: EngineConfig, model: ModelConfig) -> str:
     """What a worker computes in; CPUs do not compute in float16."""
-    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    dtype = config.dtype_for(model.dtype)
     return "float32" if config.device == "cpu" and dtype == "float16" else dtype
 
 

@@ -58,7 +58,7 @@ class GpuWorker:
         self._config = config
         self._model_config = model_config
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._dtype = DTYPES[model_config.dtype if config.dtype == "auto" else config.dtype]
+        self._dtype = DTYPES[config.dtype_for(model_config.dtype)]
         backend_class = resolve_backend(config.attention_backend, "triton")
         if backend_class is not load_backend("triton"):
             name = config.attention_backend
