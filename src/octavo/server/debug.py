@@ -6,12 +6,12 @@ import time
 from collections import OrderedDict, deque
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Path, Response
 
 from octavo.engine.events import Admitted, Preempted
 from octavo.engine.snapshot import RequestView, TierView
 from octavo.outputs import RequestOutput
+from octavo.server.api.context import reply
 from octavo.server.api.errors import ApiError
 from octavo.server.client import EngineClient, Listener
 from octavo.server.event_text import LOOKUP_ENDS
@@ -79,7 +79,7 @@ def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
     async def pool() -> Response:
         snapshot = await client.snapshot()
         requests = [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
-        return _json(
+        return reply(
             {
                 "step": snapshot.step,
                 "block_size": snapshot.block_size,
@@ -105,7 +105,7 @@ def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
                 "request_not_found",
             )
         view = await client.inspect(request_id) if history.finish_reasons is None else None
-        return _json(
+        return reply(
             {
                 "request_id": request_id,
                 "num_prompt_tokens": history.num_prompt_tokens,
@@ -173,7 +173,3 @@ def _event(event: Admitted | Preempted) -> dict[str, Any]:
         "num_tokens": event.num_tokens,
         "cost_seconds": event.cost_seconds,
     }
-
-
-def _json(values: Any) -> Response:
-    return Response(msgspec.json.encode(values), media_type="application/json")

@@ -16,12 +16,12 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from octavo.server.api.bodies import Body, read_body
+from octavo.server.api.context import reply
 from octavo.server.api.errors import ApiError
 from octavo.server.feed import MAX_VIEWERS, Feed
 from octavo.server.playpool import play, textbook_case
@@ -83,11 +83,11 @@ def pages_router(feed: Feed) -> APIRouter:
 
     @router.get("/pool/textbook")
     async def textbook() -> Response:
-        return _json(textbook_case())
+        return reply(textbook_case())
 
     @router.post("/pool/play")
     async def play_operations(request: Request) -> Response:
-        return _json(play((await read_body(request, _Play)).operations))
+        return reply(play((await read_body(request, _Play)).operations))
 
     return router
 
@@ -123,7 +123,3 @@ def _page(name: str) -> HTMLResponse:
         "cache-control": "no-cache",
     }
     return HTMLResponse(html, headers=headers)
-
-
-def _json(values: Any) -> Response:
-    return Response(msgspec.json.encode(values), media_type="application/json")
