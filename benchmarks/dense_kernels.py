@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -85,38 +86,37 @@ def products() -> dict[str, dict[str, list[float]]]:
     result: dict[str, dict[str, list[float]]] = {}
     for shape in [shape for _, _, shapes in MODELS.values() for shape in shapes] + HEADS:
         rows, size, activation = shape
-        bytes_ = weight_of(shape).numel() * 2
+        bytes_ = weight_of(shape).nbytes
         weights = [weight_of(shape) for _ in range(min(24, max(2, BYTES_AT_ONCE // bytes_)))]
-        # What a norm follows may come in parts.
-        of_norm = activation is None and rows in (1024, 4096, 5120) and shape != (4096, 1024, None)
         name = f"{size} -> {rows}" + (f" {activation}" if activation else "")
-        result[name] = {}
-        for num_tokens in TOKENS:
-            x = torch.randn(num_tokens, size, device=DEVICE, dtype=DTYPE)
-
-            def ours(
-                x: Tensor = x,
-                weights: list[Tensor] = weights,
-                of_norm: bool = of_norm,
-                activation: Activation = activation,
-            ) -> None:
-                for weight in weights:
-                    if of_norm:
-                        linear_parts(x, weight)
-                    else:
-                        linear(x, weight, None, activation)
-
-            def cublas(x: Tensor = x, weights: list[Tensor] = weights) -> None:
-                for weight in weights:
-                    F.linear(x, weight)
-
-            expected = len(weights) * bytes_ / 3e12
-            times = [microseconds(work, len(weights), expected) for work in (ours, cublas)]
-            result[name][str(num_tokens)] = [round(bytes_ / us / 1e6, 2) for us in times]
+        result[name] = {str(count): product_rates(shape, weights, count) for count in TOKENS}
         cells = " | ".join(f"{ours:.2f} / {blas:.2f}" for ours, blas in result[name].values())
         print(f"| {name} | {cells} |", flush=True)
         del weights
     return result
+
+
+def product_rates(shape: Shape, weights: list[Tensor], num_tokens: int) -> list[float]:
+    rows, size, activation = shape
+    # What a norm follows may come in parts.
+    of_norm = activation is None and rows in (1024, 4096, 5120) and shape != (4096, 1024, None)
+    x = torch.randn(num_tokens, size, device=DEVICE, dtype=DTYPE)
+
+    def ours() -> None:
+        for weight in weights:
+            if of_norm:
+                linear_parts(x, weight)
+            else:
+                linear(x, weight, None, activation)
+
+    def cublas() -> None:
+        for weight in weights:
+            F.linear(x, weight)
+
+    bytes_ = weights[0].nbytes
+    expected = len(weights) * bytes_ / 3e12
+    times = [microseconds(work, len(weights), expected) for work in (ours, cublas)]
+    return [round(bytes_ / us / 1e6, 2) for us in times]
 
 
 def layers() -> dict[str, dict[str, list[float]]]:
@@ -124,79 +124,63 @@ def layers() -> dict[str, dict[str, list[float]]]:
     result: dict[str, dict[str, list[float]]] = {}
     for model, (norm, num_layers, shapes) in MODELS.items():
         weights = [[weight_of(shape) for shape in shapes] for _ in range(num_layers)]
-        hidden_size, attended = shapes[1][0], shapes[1][1]
-        scale = torch.ones(hidden_size, device=DEVICE, dtype=DTYPE)
         activation = shapes[2][2]
-        bytes_ = sum(weight.numel() * 2 for weight in weights[0])
-        result[model] = {}
-        for num_tokens in TOKENS:
-            x, residual = torch.randn(2, num_tokens, hidden_size, device=DEVICE, dtype=DTYPE)
-
-            def normed(
-                hidden: Tensor,
-                residual: Tensor = residual,
-                norm: str = norm,
-                scale: Tensor = scale,
-            ) -> Tensor:
-                if norm == "rms":
-                    return rms_norm(hidden, scale, EPS, residual)
-                return layer_norm(hidden, scale, scale, EPS, residual)
-
-            def normed_by_torch(
-                hidden: Tensor,
-                residual: Tensor = residual,
-                norm: str = norm,
-                scale: Tensor = scale,
-            ) -> Tensor:
-                residual.add_(hidden)
-                if norm == "rms":
-                    return F.rms_norm(residual, scale.shape, scale, EPS)
-                return F.layer_norm(residual, scale.shape, scale, scale, EPS)
-
-            def ours(
-                hidden: Tensor = x,
-                weights: list[list[Tensor]] = weights,
-                attended: int = attended,
-                activation: Activation = activation,
-                normed: Callable[[Tensor], Tensor] = normed,
-            ) -> None:
-                for qkv, output, up, down in weights:
-                    inside = linear(normed(hidden), qkv)[:, :attended]
-                    hidden = linear_parts(inside, output)
-                    hidden = linear_parts(linear(normed(hidden), up, None, activation), down)
-
-            def cublas(
-                norm: Callable[[Tensor], Tensor],
-                gated: Callable[[Tensor], Tensor],
-                hidden: Tensor = x,
-                weights: list[list[Tensor]] = weights,
-                attended: int = attended,
-                activation: Activation = activation,
-            ) -> None:
-                for qkv, output, up, down in weights:
-                    hidden = F.linear(F.linear(norm(hidden), qkv)[:, :attended], output)
-                    inside = F.linear(norm(hidden), up)
-                    inside = F.relu(inside) if activation == "relu" else gated(inside)
-                    hidden = F.linear(inside, down)
-
-            def gated_by_torch(gate_up: Tensor) -> Tensor:
-                gate, up = gate_up.chunk(2, dim=-1)
-                return F.silu(gate) * up
-
-            expected = num_layers * bytes_ / 2e12
-            works = (
-                ours,
-                lambda normed=normed, cublas=cublas: cublas(normed, silu_mul),
-                lambda normed=normed_by_torch, cublas=cublas: cublas(normed, gated_by_torch),
-            )
-            times = [microseconds(work, num_layers, expected) for work in works]
-            result[model][str(num_tokens)] = [round(us, 1) for us in times]
+        result[model] = {
+            str(count): layer_times(norm, weights, activation, count) for count in TOKENS
+        }
         cells = " | ".join(
             " / ".join(f"{us:.1f}" for us in times) for times in result[model].values()
         )
         print(f"| {model} | {cells} |", flush=True)
         del weights
     return result
+
+
+def layer_times(
+    norm: str, weights: list[list[Tensor]], activation: Activation, num_tokens: int
+) -> list[float]:
+    hidden_size, attended = weights[0][1].shape
+    scale = torch.ones(hidden_size, device=DEVICE, dtype=DTYPE)
+    x, residual = torch.randn(2, num_tokens, hidden_size, device=DEVICE, dtype=DTYPE)
+
+    def normed(hidden: Tensor) -> Tensor:
+        if norm == "rms":
+            return rms_norm(hidden, scale, EPS, residual)
+        return layer_norm(hidden, scale, scale, EPS, residual)
+
+    def normed_by_torch(hidden: Tensor) -> Tensor:
+        residual.add_(hidden)
+        if norm == "rms":
+            return F.rms_norm(residual, scale.shape, scale, EPS)
+        return F.layer_norm(residual, scale.shape, scale, scale, EPS)
+
+    def gated_by_torch(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def ours() -> None:
+        hidden = x
+        for qkv, output, up, down in weights:
+            inside = linear(normed(hidden), qkv)[:, :attended]
+            hidden = linear_parts(inside, output)
+            hidden = linear_parts(linear(normed(hidden), up, None, activation), down)
+
+    def cublas(norm: Callable[[Tensor], Tensor], gated: Callable[[Tensor], Tensor]) -> None:
+        hidden = x
+        for qkv, output, up, down in weights:
+            hidden = F.linear(F.linear(norm(hidden), qkv)[:, :attended], output)
+            inside = F.linear(norm(hidden), up)
+            inside = F.relu(inside) if activation == "relu" else gated(inside)
+            hidden = F.linear(inside, down)
+
+    works = (
+        ours,
+        partial(cublas, normed, silu_mul),
+        partial(cublas, normed_by_torch, gated_by_torch),
+    )
+    expected = len(weights) * sum(weight.nbytes for weight in weights[0]) / 2e12
+    times = [microseconds(work, len(weights), expected) for work in works]
+    return [round(us, 1) for us in times]
 
 
 def draws(
