@@ -27,6 +27,11 @@ class Decoding:
     temperature: float | None = None  # None: greedy, or 1 if there are several samples
     beam_width: int | None = None
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether a request has more than one sample, or beams."""
+        return self.n > 1 or self.beam_width is not None
+
     def params(self, output_tokens: int, seed: int) -> SamplingParams | BeamSearchParams:
         if self.beam_width is not None:
             return BeamSearchParams(

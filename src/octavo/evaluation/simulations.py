@@ -56,8 +56,7 @@ class Scenario:
         """The artifact recomputes requests of one sequence, and swaps the others."""
         if self.preemption_mode is not None:
             return self.preemption_mode
-        workload = self.workload
-        return "recompute" if workload.n == 1 and workload.beam_width is None else "swap"
+        return "swap" if self.workload.decoding.is_wide else "recompute"
 
     @property
     def seats(self) -> int:

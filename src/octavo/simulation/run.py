@@ -82,8 +82,7 @@ class Simulation:
         self.engine, self._executor = _make_engine(config, self.clock)
         self._memory = MemoryUse.watch(self.engine)
         self._decoding = workload.decoding
-        is_wide = self._decoding.n > 1 or self._decoding.beam_width is not None
-        self._shares = is_wide and config.cache.memory_policy == "paged"
+        self._shares = self._decoding.is_wide and config.cache.memory_policy == "paged"
         self._requests = workload.requests
         self._prompts = self._make_prompts(workload.hash_block_size, config.seed)
         self._finished = finished
@@ -121,7 +120,7 @@ class Simulation:
                     f"request {number} has {request.prompt_tokens} + {request.output_tokens} "
                     f"tokens, but a sequence may have {limit} here",
                 )
-            if self._decoding.n > 1 or self._decoding.beam_width is not None:
+            if self._decoding.is_wide:
                 self._check_width(number, request)
 
     def _check_width(self, number: int, request: TraceRequest) -> None:
