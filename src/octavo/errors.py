@@ -25,24 +25,25 @@ def _restore(
     return error
 
 
-class InvalidRequest(OctavoError, ValueError):
-    """A request that cannot be served; `field` names the offending argument."""
+class FieldError(OctavoError, ValueError):
+    """Something is wrong with the value of `field`; `reason` says what."""
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
         self.field = field
+        self.reason = reason
+
+
+class InvalidRequest(FieldError):
+    """A request that cannot be served; `field` names the offending argument."""
 
 
 class RequestTooLong(InvalidRequest):
     """A request that can never fit into the model's context or into the KV cache."""
 
 
-class ConfigError(OctavoError, ValueError):
+class ConfigError(FieldError):
     """An engine option with a value that cannot work; `field` names the option."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
 
 
 class ModelError(OctavoError):

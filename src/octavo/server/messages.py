@@ -224,7 +224,10 @@ Message = EngineInfo | StartFailed | Crashed | Reply | Seen | LogLine | Admitted
 
 
 def report_of(error: Exception) -> ErrorReport:
-    return ErrorReport(type(error).__name__, getattr(error, "field", None), str(error))
+    kind = type(error).__name__
+    if isinstance(error, errors.FieldError):
+        return ErrorReport(kind, error.field, error.reason)
+    return ErrorReport(kind, None, str(error))
 
 
 def error_of(report: ErrorReport) -> errors.OctavoError:
@@ -233,8 +236,7 @@ def error_of(report: ErrorReport) -> errors.OctavoError:
     if kind is None or not issubclass(kind, errors.OctavoError):
         return errors.EngineFailed(f"{report.kind}: {report.message}")
     fields = () if report.field is None else (report.field,)
-    message = report.message.removeprefix(f"{report.field}: ")
-    error: errors.OctavoError = kind(*fields, message)
+    error: errors.OctavoError = kind(*fields, report.message)
     return error
 
 

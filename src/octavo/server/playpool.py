@@ -270,7 +270,7 @@ def play(operations: Seq[Operation]) -> dict[str, Any]:
         try:
             pool.run(operation)
         except InvalidRequest as error:
-            raise InvalidRequest(f"operations[{number}].{error.field}", _reason(error)) from error
+            raise InvalidRequest(f"operations[{number}].{error.field}", error.reason) from error
     return pool.state()
 
 
@@ -306,7 +306,3 @@ def _shown(value: object) -> str:
     if isinstance(value, dict | list):
         return f"a {type(value).__name__}"
     return repr(value if not isinstance(value, str) else value[:MAX_SHOWN])
-
-
-def _reason(error: InvalidRequest) -> str:
-    return str(error).removeprefix(f"{error.field}: ")

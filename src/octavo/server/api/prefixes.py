@@ -78,5 +78,5 @@ def _shown(pin: Pin, tenant: Tenant, block_size: int) -> PinnedPrefix:
 def _about_prefix(error: InvalidRequest, tenant: Tenant, name: str) -> InvalidRequest:
     """The same error in the client's own words."""
     field = "name" if error.field == "name" else "prefix"
-    message = str(error).removeprefix(f"{error.field}: ").replace(tenant.scoped(name), name)
+    message = error.reason.replace(tenant.scoped(name), name)
     return type(error)(field, message)

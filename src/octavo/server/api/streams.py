@@ -199,4 +199,4 @@ def _in_clients_words(
     where = names.get(error.field, error.field)
     if error.field == "prompt" and index is not None:
         where += f"[{index}]"
-    return type(error)(where, str(error).removeprefix(f"{error.field}: "))
+    return type(error)(where, error.reason)
