@@ -91,8 +91,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory-policy", default="paged")
     parser.add_argument("--steps", type=Path)
     args = parser.parse_args()
-    if args.num_prompts < 16:
-        parser.error("--num-prompts: at least 16 are needed to calibrate with")
+    if args.num_prompts < 18:
+        parser.error("--num-prompts: at least 18 are needed to calibrate with")
     return args
 
 
