@@ -60,7 +60,7 @@ def rotary_table(rotary_dim: int, device: str = "cpu") -> RotaryTable:
 class DeviceStaging:
     """Brings each array to the device by itself."""
 
-    max_num_seqs, max_num_tokens = 256, 16384
+    max_num_seqs, max_num_tokens = 256, 1 << 17
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -22,14 +22,14 @@ from octavo.core.step import PendingStep, StepPlan
 from octavo.engine.engine import Engine
 from octavo.errors import OutOfMemory
 from octavo.executor.base import KVCapacity
-from octavo.kernels import attention_decode
+from octavo.kernels import attention_decode, attention_shared
 from octavo.kernels.attention_shared import shared_attention
 from octavo.kernels.sampling import DeviceDraws
 from octavo.llm import load_engine
 from octavo.model_config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.outputs import RequestOutput
-from octavo.worker import gpu_sampler
+from octavo.worker import gpu_sampler, shared_blocks
 from octavo.worker.graphs import Graphs
 from octavo.worker.logit_edits import EditedRow
 from octavo.worker.sampler import SamplingBatch, draw
@@ -95,14 +95,15 @@ def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Programs that have nothing to do take as long there as others.
     """
     if not HAS_GPU:
-        for module in (triton_backend, attention_decode):
+        for module in (triton_backend, attention_decode, attention_shared):
             monkeypatch.setattr(module, "MOST_PROGRAMS", 4)
-        monkeypatch.setattr(triton_backend, "NUM_PROGRAMS", 4)
         monkeypatch.setattr(gpu_sampler, "sample", plain_sample)
         monkeypatch.setattr(gpu_sampler, "best_tokens", plain_best)
     attention_decode.decode_config.cache_clear()
+    attention_shared.shared_config.cache_clear()
     yield
     attention_decode.decode_config.cache_clear()
+    attention_shared.shared_config.cache_clear()
 
 
 @cache
@@ -173,6 +174,7 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
 def test_keys_of_gangs_and_common_prefixes_are_read_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_blocks, "MIN_KEYS", 64)
     overlapped, plain = engines(name, 40, "recompute")
     calls = 0
 

@@ -47,12 +47,7 @@ from octavo.kernels.attention_decode import (
     decode_config,
 )
 from octavo.kernels.attention_prefill import PrefillConfig, prefill_attention, prefill_config
-from octavo.kernels.attention_shared import (
-    NUM_PROGRAMS,
-    SharedConfig,
-    shared_attention,
-    shared_config,
-)
+from octavo.kernels.attention_shared import SharedConfig, shared_attention, shared_config
 from octavo.kernels.kv_write import HeadChanges, write_kv
 from octavo.kernels.paged import ITEM_FIELDS, MEMBER_FIELDS, tile_alignment
 from octavo.kernels.sizes import shared_memory
@@ -170,7 +165,7 @@ class TritonBackend:
             kv_heads = shape.num_kv_heads
             work = self._cut_shared(shape, seqs, shared, num_padded)
             config = decode_config(
-                self._dtype, shape.head_dim, num_seqs * kv_heads, self._shared_memory
+                self._dtype, shape.head_dim, shape.group, num_seqs * kv_heads, self._shared_memory
             )
             alignment = tile_alignment(config.tile, self._block_size)
             num_pieces = max(1, config.num_programs // kv_heads)
@@ -193,7 +188,7 @@ class TritonBackend:
         groups = {layer.group for layer in self._layers.values() if layer.shape == shape}
         if config is None or shape.window is not None or len(groups) > 1:
             return None
-        return _Sharing(config, groups.pop(), max(1, NUM_PROGRAMS // shape.num_kv_heads))
+        return _Sharing(config, groups.pop(), max(1, config.num_programs // shape.num_kv_heads))
 
     def _cut_shared(
         self,

@@ -6,12 +6,21 @@ stretch also writes the new token's K and V, so a decode is one kernel. Where a 
 pieces, each leaves an unfinished result, and the program that comes last adds them up in their
 order: same lengths, same bits. Judge: `ReferenceBackend`.
 
-Measured on one H200 (bf16, heads of 128, blocks of 16; in parts of the rate that is kept):
-  what is kept: 32 keys a tile, 2 warps, 3 tiles in flight, 4 programs a multiprocessor
-  16 keys, 1 warp    0.87 to 0.98    32 keys, 1 warp    0.97 to 1.02, 0.8 where few sequences
-  64 keys, 4 warps   0.85 to 1.00    keys cut for 1,056 programs   0.92 at 64 x 1,024, else 1.00
-  1 x 8,192: 0.65; there one program a multiprocessor with 128 keys a tile leaves less to add up
-  the first tiles asked for (prefetch) before the kernel before has ended: 0.90 to 1.00
+Measured on one H200 (bf16, heads of 128, blocks of 16; microseconds of keys a tile, warps, tiles in
+flight):
+                          32, 2, 4   32, 2, 2   32, 1, 2   16, 1, 2   16, 1, 3   64, 4, 2
+  40 / 40: 256 x 33             92         63         57         48         52        103
+           512 x 65            236        184        173        170        170        218
+           64 x 1,024          311        322        316        334        307        311
+           8 x 1,024            49                    46         45         52
+  32 / 8:  256 x 33             22         17         15         13         14         27
+           1,024 x 65          109         83         78         76         75        108
+           64 x 1,024           71         79         69         69         75         69
+           256 x 1,024         255        260        249        251        255        256
+Short contexts cost the latency of a program, not bytes: small programs, of which ten or eleven find
+room on a multiprocessor, take half the time there and lose nothing elsewhere. For 1 x 8,192 one
+program a multiprocessor with 128 keys a tile leaves less to add up. The first tiles asked for
+(prefetch) before the kernel before has ended: 0.90 to 1.00 of the rate.
 Ids of blocks are carried from tile to tile: loaded in the same round, Triton would bring them
 through shared memory, 4 bytes a copy and as many copies as the keys themselves need.
 """
@@ -39,7 +48,7 @@ from octavo.kernels.pdl import allow_next, launch_options, wait_previous
 from octavo.kernels.rotary import load_heads
 from octavo.kernels.sizes import MUCH_SHARED_MEMORY, power_of_2
 
-MOST_PROGRAMS = 528  # that any configuration cuts the keys for
+MOST_PROGRAMS = 1056  # that any configuration cuts the keys for
 _SMS = 132  # multiprocessors that the configurations were measured on
 _COMBINED = 32  # elements of unfinished results that a thread holds at once
 
@@ -65,16 +74,25 @@ class Scratch:
 
 @cache
 def decode_config(
-    dtype: torch.dtype, head_dim: int, num_pairs: int, shared_memory: int = MUCH_SHARED_MEMORY
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    num_pairs: int,
+    shared_memory: int = MUCH_SHARED_MEMORY,
 ) -> DecodeConfig:
-    """num_pairs: sequences times KV heads; shared_memory: bytes that a program may take."""
+    """group: query heads a KV head; num_pairs: sequences times KV heads; shared_memory: bytes that
+    a program may take."""
     padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
         return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MOST_PROGRAMS)
     is_evenly_cut = num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS
     if is_evenly_cut and shared_memory >= MUCH_SHARED_MEMORY:  # takes 138 KB
         return DecodeConfig(max(16, 16384 // padded), 4, num_stages=3, num_programs=_SMS)
-    return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=MOST_PROGRAMS)
+    if padded > 128 or group > 16:  # too much for the registers of one warp
+        return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=_SMS * 4)
+    if group == 1 and num_pairs >= 512:
+        return DecodeConfig(max(16, 2048 // padded), 1, num_stages=3, num_programs=MOST_PROGRAMS)
+    return DecodeConfig(max(16, 4096 // padded), 1, num_stages=2, num_programs=MOST_PROGRAMS)
 
 
 @triton.jit

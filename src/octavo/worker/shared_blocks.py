@@ -17,8 +17,10 @@ from octavo.attention import MOST_LEVELS, SharedKeys
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
-MIN_KEYS = 64  # of a stretch: below it the unfinished results cost as much as is saved
-MIN_SAVING = 0.125  # of the keys that the step reads
+# Measured (kernels/attention_shared.py): shorter stretches are read as fast by each sequence for
+# itself, since those that run at the same time find them in the L2 cache.
+MIN_KEYS = 256  # of a stretch
+MIN_SAVING = 0.25  # of the keys that the step reads
 
 
 class SharedKeysFinder:
