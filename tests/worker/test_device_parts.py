@@ -12,6 +12,7 @@ from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, load_backend
 from octavo.core.step import StepPlan
 from octavo.errors import ModelError
 from octavo.kernels.sampling import NO_TOKEN
+from octavo.worker import shared_blocks
 from octavo.worker.block_tables import DeviceTables, HostTables
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_sampler import Choice, GpuSampler
@@ -129,8 +130,12 @@ def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_shared_keys_are_those_of_the_tables_as_they_are_now(seed: int) -> None:
+def test_shared_keys_are_those_of_the_tables_as_they_are_now(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was found is remembered while tables grow; whatever else happens to them is seen."""
+    monkeypatch.setattr(shared_blocks, "MIN_KEYS", 64)
+    monkeypatch.setattr(shared_blocks, "MIN_SAVING", 1 / 8)
     rng = random.Random(seed)
     block_size, num_rows, columns = 16, 9, 40
     tables = DeviceTables(

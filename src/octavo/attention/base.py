@@ -124,6 +124,11 @@ class SharedKeys(NamedTuple):
     starts: NDArray[np.int32]  # [num_stretches + 1]: where each one's members begin
     members: NDArray[np.int32]  # sequences of the batch, each with one new token
 
+    @classmethod
+    def nothing(cls) -> SharedKeys:
+        none = np.zeros(0, np.int32)
+        return cls(none, none, np.zeros(1, np.int32), none)
+
 
 @dataclass(frozen=True, slots=True)
 class PaddedSizes:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import AttentionBackend, AttentionBatch, PaddedSizes
+from octavo.attention import AttentionBackend, AttentionBatch, PaddedSizes, SharedKeys
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.kernels.rows import fill_pending, keep_tokens
 from octavo.models.base import CausalLM
@@ -60,7 +60,7 @@ class GpuRunner:
     """Owns the tokens drawn last and the captured graphs; steps run in the order of `submit`."""
 
     def __init__(self, parts: GpuParts, graphs: Graphs | None) -> None:
-        """`graphs` are captured in part now, in part when they are first needed."""
+        """`graphs` are captured now, but for steps that read shared keys."""
         self._parts = parts
         staging, device = parts.staging, parts.device
         self._last_tokens = torch.zeros(parts.num_rows, dtype=torch.int64, device=device)
@@ -101,16 +101,24 @@ class GpuRunner:
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        """Capture a decode step of every size, the largest first: the others fit into its memory.
+        """Capture steps of every kind and size, the largest first: the others fit into its memory.
 
-        Steps with prompts, and how tokens are drawn, are captured when they are first needed.
+        A step that is captured while requests are served would keep them waiting. Steps that read
+        shared keys are, but their kernels are compiled here.
         """
-        if self._graphs is None:
+        graphs = self._graphs
+        if graphs is None:
             return
-        for size in reversed(self._graphs.sizes):
-            self._stage_padding(size)
-            for _ in range(2):
-                self._replay(Captured("decodes", size))
+        for size in reversed(graphs.token_sizes):
+            self._stage_padding(Captured("mixed", size))
+            graphs.prepare(Captured("mixed", size), partial(self._run_captured, size))
+        for size in reversed(graphs.sizes):
+            self._stage_padding(Captured("decodes", size))
+            graphs.prepare(Captured("decodes", size), partial(self._run_captured, size))
+            for mode in get_args(DrawMode):
+                graphs.prepare((mode, size), partial(self._draw_captured, size, mode))
+        self._stage_padding(Captured("decodes", graphs.sizes[0], shares=True))
+        self._run_captured(graphs.sizes[0])
 
     # ---------------------------------------------------------------- inputs
 
@@ -135,13 +143,9 @@ class GpuRunner:
             decodes = captured is not None and captured.kind == "decodes"
             num_padding = captured.size - len(plan.seq_ids) if captured and decodes else 0
             inputs = batch.model_input(plan, num_padding)
-            attention = inputs.attention
-            if captured and attention.shared:
+            if captured and inputs.attention.shared:
                 captured = captured._replace(shares=True)
-            if captured and not decodes:
-                num_singles = self._most_singles(captured.size)
-                padded = PaddedSizes(captured.size, num_singles, MOST_CHUNKS)
-                attention = replace(attention, padded=padded)
+            attention = self._padded(inputs.attention, captured)
             self._stage_inputs(inputs.input_ids, attention)
             parts.backend.plan(attention)
             ending = [*plan.sampled, *plan.expanded]
@@ -153,8 +157,12 @@ class GpuRunner:
         parts.tables.update(updates)
         return captured
 
-    def _most_singles(self, num_tokens: int) -> int:
-        return min(num_tokens, self._parts.staging.max_num_seqs)
+    def _padded(self, attention: AttentionBatch, captured: Captured | None) -> AttentionBatch:
+        """Decodes are padded as sequences already; other captured steps by their sizes."""
+        if captured is None or captured.kind == "decodes":
+            return attention
+        num_singles = min(captured.size, self._parts.staging.max_num_seqs)
+        return replace(attention, padded=PaddedSizes(captured.size, num_singles, MOST_CHUNKS))
 
     def _stage_inputs(self, input_ids: Tensor, attention: AttentionBatch) -> None:
         staging = self._parts.staging
@@ -184,14 +192,19 @@ class GpuRunner:
             self._sampled_rows = self._rows
         self._sampler.stage(batch.sampling_batch(plan.sampled, plan.expanded))
 
-    def _stage_padding(self, size: int) -> None:
-        """A step of `size` sequences that do not exist."""
-        parts = self._parts
+    def _stage_padding(self, captured: Captured) -> None:
+        """A step of sequences that do not exist."""
+        parts, batch = self._parts, self._parts.input_batch
         parts.staging.begin()
-        empty = StepPlan(-1, [], [], [], [])
-        inputs = parts.input_batch.model_input(empty, size)
-        self._stage_inputs(inputs.input_ids, inputs.attention)
-        parts.backend.plan(inputs.attention)
+        nobody = StepPlan(-1, [], [], [], [])
+        inputs = batch.model_input(nobody, captured.size if captured.kind == "decodes" else 0)
+        attention = self._padded(inputs.attention, captured)
+        if captured.shares:
+            nothing = [SharedKeys.nothing()] * len(attention.block_tables)
+            attention = replace(attention, shared=nothing)
+        self._stage_inputs(inputs.input_ids, attention)
+        parts.backend.plan(attention)
+        self._sampler.stage(batch.sampling_batch([], []))
         parts.staging.flush()
 
     # ---------------------------------------------------------------- computation
@@ -200,12 +213,9 @@ class GpuRunner:
         """Hidden states of the step's tokens, [num_tokens, hidden_size]."""
         if captured is None:
             return self._run()
-        self._replay(captured)
-        return self._hidden[: plan.num_tokens]
-
-    def _replay(self, captured: Captured) -> None:
-        assert self._graphs is not None
+        assert self._graphs is not None, "nothing is captured without them"
         self._graphs.run(captured, partial(self._run_captured, captured.size))
+        return self._hidden[: plan.num_tokens]
 
     def _run(self) -> Tensor:
         """The model over the staged tokens; those that are pending are single, and come first."""

@@ -156,13 +156,12 @@ class GpuWorker:
             wanted = self._graphs()
             if wanted is not None:
                 free_before = torch.cuda.mem_get_info(self._device)[0]
-                largest = Graphs(wanted.sizes[-1:], [], self._device)
+                # Steps of other sizes share what the largest ones take.
+                largest = Graphs(wanted.sizes[-1:], wanted.token_sizes[-1:], self._device)
                 runner = self._make_runner(1, 0, largest)
+                _release()  # what the same steps took before they were captured
                 graphs = free_before - torch.cuda.mem_get_info(self._device)[0] - fixed_parts
                 graphs += wanted.num_graphs * _GRAPH_BYTES
-                # Those with prompts are captured later: they share what the largest of them takes.
-                share = wanted.most_tokens / self._config.scheduler.max_num_batched_tokens
-                graphs += int(peak * min(1.0, share))
                 del runner
                 _release()
         except torch.cuda.OutOfMemoryError as error:

@@ -40,7 +40,7 @@ class Graphs:
     def __init__(self, sizes: list[int], token_sizes: list[int], device: torch.device) -> None:
         """`sizes`: of steps of decodes, in sequences; `token_sizes`: of others, in tokens."""
         self.sizes = sizes
-        self._token_sizes = token_sizes
+        self.token_sizes = token_sizes
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
@@ -52,13 +52,13 @@ class Graphs:
     @property
     def most_tokens(self) -> int:
         """Of any captured step."""
-        return max(self.sizes[-1:] + self._token_sizes[-1:], default=0)
+        return max(self.sizes[-1:] + self.token_sizes[-1:], default=0)
 
     @property
     def num_graphs(self) -> int:
-        """Of steps that may be captured, each with shared keys and without; how tokens are drawn
-        comes on top and is small."""
-        return 2 * (len(self.sizes) + len(self._token_sizes))
+        """Of steps that may be captured, each with shared keys and without; how tokens are drawn is
+        small beside them."""
+        return 2 * (len(self.sizes) + len(self.token_sizes))
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest size that takes so many sequences."""
@@ -66,8 +66,15 @@ class Graphs:
 
     def token_size_for(self, num_tokens: int) -> int | None:
         """The smallest size that takes so many tokens, prompts among them; None: too many."""
-        place = bisect_left(self._token_sizes, num_tokens)
-        return self._token_sizes[place] if place < len(self._token_sizes) else None
+        place = bisect_left(self.token_sizes, num_tokens)
+        return self.token_sizes[place] if place < len(self.token_sizes) else None
+
+    def prepare(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Do `work` as it is, and capture it, so that `run` never has to."""
+        self._seen.add(key)
+        work()
+        if self._captures:
+            self._graphs[key] = self._capture(work)
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Do `work`, the same launches for the same key every time.

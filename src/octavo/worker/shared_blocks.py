@@ -67,6 +67,8 @@ def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> Share
         tables: int32 [num_seqs, max_blocks]; entries beyond a context may be anything.
         contexts: int64 [num_seqs]: tokens in the cache after this step, the new one included.
     """
+    if contexts.max(initial=0) <= MIN_KEYS:
+        return None
     num_full = np.maximum(contexts - 1, 0) // block_size  # blocks whose keys are all cached
     sharers = _with_company(tables, num_full)
     if not len(sharers):
