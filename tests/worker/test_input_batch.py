@@ -103,6 +103,11 @@ class PlanMaker:
                 lengths[child], computed[child] = lengths[parent], computed[parent]
                 self.held[child] = self.held[parent]
                 family.append(child)
+        for child in rng.sample(list(lengths), min(len(lengths), rng.choice([0, 0, 1, 3]))):
+            parent = rng.choice(list(lengths))  # in place of what the child was, or of itself
+            plan.forks.append(Fork(parent, child, rng.randint(0, 9)))
+            lengths[child], computed[child] = lengths[parent], computed[parent]
+            self.held[child] = self.held[parent]
         for seq_id in rng.sample(list(lengths), min(len(lengths), rng.choice([0, 1, 2]))):
             plan.closed.append(seq_id)
             del lengths[seq_id], computed[seq_id]

@@ -31,7 +31,7 @@ class BlockTables(Protocol):
         """A row is taken by another sequence."""
 
     def copy(self, children: Int64s, parents: Int64s) -> None:
-        """Rows become copies of others, of which none is written here."""
+        """Rows become copies of what others were before."""
 
     def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
         """Set entries; where indices repeat, the last one holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ _ROW = np.dtype(
         ("seed", np.int64),
         ("sample_index", np.int64),
         ("num_draws", np.int64),
+        ("num_candidates", np.int64),
         ("top_k", np.int64),
         ("top_p", np.float64),
         ("temperature", np.float32),
@@ -161,9 +163,7 @@ class InputBatch:
                 index: self._spec(rows[index]).num_logprobs or 0
                 for index in np.flatnonzero(asks & _LOGPROBS).tolist()
             },
-            num_candidates=[
-                self._spec(row).num_candidates for row in rows[len(sampled) :].tolist()
-            ],
+            num_candidates=state["num_candidates"][len(sampled) :].tolist(),
         )
 
     def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
@@ -264,6 +264,7 @@ class InputBatch:
             seed,
             opened.sample_index,
             opened.num_draws,
+            spec.num_candidates,
             spec.top_k,
             spec.top_p,
             spec.temperature,
@@ -273,57 +274,54 @@ class InputBatch:
 
     def _fork(self, forks: Sequence[Fork]) -> None:
         """Copy rows in order; a child may be the parent of a later fork, so copies go in runs."""
-        pending: dict[int, int] = {}  # child row -> parent row
-        for fork in forks:
-            parent = self._row_of[fork.parent_id]
+        row_of = self._row_of
+        pending: dict[int, tuple[int, int]] = {}  # child row -> parent row, sample index
+        for parent_id, child_id, sample_index in forks:
+            parent = row_of[parent_id]
             if parent in pending:
                 self._copy_rows(pending)
                 pending = {}
-            pending[self._take_row(fork.child_id)] = parent
-        self._copy_rows(pending)
-        for fork in forks:
-            self._rows["sample_index"][self._row_of[fork.child_id]] = fork.sample_index
+            child = row_of[child_id] if child_id in row_of else self._take_row(child_id)
+            pending[child] = (parent, sample_index)
+        if pending:
+            self._copy_rows(pending)
 
-    def _copy_rows(self, parent_of: dict[int, int]) -> None:
-        if not parent_of:
-            return
-        children = np.array(list(parent_of), np.int64)
-        parents = np.array(list(parent_of.values()), np.int64)
-        self._rows[children] = self._rows[parents]
-        num_tokens = int(self._rows["num_tokens"][parents].max())
+    def _copy_rows(self, copies: dict[int, tuple[int, int]]) -> None:
+        children = np.array(list(copies), np.int64)
+        parents, sample_indices = np.array(list(copies.values()), np.int64).T
+        state = self._rows[parents]
+        num_tokens = int(state["num_tokens"].max())
+        state["sample_index"] = sample_indices
+        self._rows[children] = state
         self._token_ids[children, :num_tokens] = self._token_ids[parents, :num_tokens]
         self._tables.copy(children, parents)
-        for child, parent in parent_of.items():
+        for child, (parent, _) in copies.items():
             self._specs[child] = self._specs[parent]
 
     def _write_tokens(self, writes: Sequence[TokenWrite]) -> None:
         if not writes:
             return
-        rows = self.rows_of([write.seq_id for write in writes])
-        positions = np.array([write.position for write in writes], np.int64)
+        seq_ids, places, token_ids = zip(*writes, strict=True)
+        rows, positions = self.rows_of(seq_ids), np.array(places, np.int64)
         self._reserve_tokens(int(positions.max()) + 1)
         # Where indices repeat, the last assignment holds: writes take effect in their order.
-        self._token_ids[rows, positions] = [write.token_id for write in writes]
+        self._token_ids[rows, positions] = token_ids
         self._rows["num_tokens"][rows] = positions + 1
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
+        if not writes:
+            return
+        seq_ids, in_groups, starts, blocks = zip(*writes, strict=True)
+        sizes = np.array(list(map(len, blocks)), np.int64)
+        ends = sizes.cumsum()
+        rows = self.rows_of(seq_ids).repeat(sizes)
+        columns = np.arange(ends[-1]) + (np.array(starts, np.int64) - ends + sizes).repeat(sizes)
+        block_ids = np.fromiter(chain.from_iterable(blocks), np.int64, ends[-1])
+        groups = np.array(in_groups, np.int64).repeat(sizes)
         for group in range(self._num_groups):
-            rows: list[int] = []
-            columns: list[int] = []
-            block_ids: list[int] = []
-            for write in writes:
-                if write.group == group:
-                    num_blocks = len(write.block_ids)
-                    rows += [self._row_of[write.seq_id]] * num_blocks
-                    columns += range(write.start, write.start + num_blocks)
-                    block_ids += write.block_ids
-            if rows:
-                self._tables.write(
-                    group,
-                    np.array(rows, np.int64),
-                    np.array(columns, np.int64),
-                    np.array(block_ids, np.int64),
-                )
+            here = groups == group
+            if here.any():
+                self._tables.write(group, rows[here], columns[here], block_ids[here])
 
     def _add_rows(self) -> None:
         num_rows = len(self._rows)
