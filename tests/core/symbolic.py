@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from octavo.core.block_pool import NULL_BLOCK
 from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
 from octavo.core.kv_spec import KVSpec
@@ -118,7 +120,6 @@ class SymbolicExecutor:
 
     def _apply(self, plan: StepPlan) -> None:
         for fork in plan.forks:
-            assert fork.child_id not in self.rows
             self.rows[fork.child_id] = self.rows[fork.parent_id].fork(fork.sample_index)
         for seq_id in plan.closed:
             del self.rows[seq_id]
@@ -193,7 +194,8 @@ class SymbolicExecutor:
             row = self.rows[seq_id]
             assert row.num_computed == len(row.token_ids), "expanded before the last token"
             symbol = self._symbols(row)[-1]
-            result.candidates[seq_id] = best_tokens(symbol, row.sampling.num_candidates)
+            best = best_tokens(symbol, row.sampling.num_candidates)
+            result.candidates[seq_id] = np.array(best)
 
 
 # -------------------------------------------------------------------- what must come out

@@ -59,6 +59,31 @@ def test_only_the_last_holder_of_a_tail_block_writes_in_place() -> None:
     check_manager(kv, [parent, *children])
 
 
+@pytest.mark.parametrize("steps", [(8, 4), (4, 4, 4), (12,)])
+def test_a_sequence_is_replaced_wherever_its_window_stands(steps: tuple[int, ...]) -> None:
+    """Blocks behind a window are returned with the next ones, so that tables of equal length may
+    differ at both ends."""
+    kv = make_manager(specs=[FullAttention(), SlidingWindow(6)])
+    parent = make_sequence(0, [1] * 10)
+    compute(kv, parent)
+    child = make_sequence(1, parent.token_ids)
+    kv.fork(parent, child)
+    grow(kv, parent, 12)
+    for num_tokens in steps:
+        grow(kv, child, num_tokens)
+    for seq, other in [(child, parent), (parent, child)]:
+        kv.replace(seq, other)
+        check_manager(kv, [parent, child])
+        assert parent.table is not None
+        assert child.table is not None
+        assert parent.table.block_ids == child.table.block_ids
+        assert kv.pool.num_held == len(set(parent.table.held()))
+        grow(kv, seq)  # a copy of the tail, or a block
+        check_manager(kv, [parent, child])
+        grow(kv, other)
+        other.token_ids = list(seq.token_ids)
+
+
 def test_a_gang_gets_room_for_all_or_for_none() -> None:
     kv = make_manager(num_blocks=4)
     parent = make_sequence(0, [1] * 6)
@@ -252,6 +277,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.on_device: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.next_id = 0
+        self.family: dict[int, int] = {}  # sequence -> the one that all of its kind descend from
         self.held: list[int] = []  # sources of copies that are not done
 
     def new_sequence(self, token_ids: list[int]) -> Sequence:
@@ -277,6 +303,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         assert needed <= free
         self.held += changes.held
+        self.family[seq.seq_id] = seq.seq_id
         seq.num_computed_tokens = seq.num_tokens
         self.kv.register(seq, seq.num_tokens)
         self.on_device.append(seq)
@@ -303,7 +330,30 @@ class ManagerMachine(RuleBasedStateMachine):
         free = self.kv.pool.num_free
         self.kv.fork(parent, child)
         assert self.kv.pool.num_free == free
+        self.family[child.seq_id] = self.family[parent.seq_id]
         self.on_device.append(child)
+
+    @precondition(lambda self: self.kin())
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        seq, parent = data.draw(st.sampled_from(self.kin()))
+        self.kv.replace(seq, parent)
+        seq.token_ids = list(parent.token_ids)
+        assert seq.table is not None
+        assert parent.table is not None
+        assert seq.table.block_ids == parent.table.block_ids
+        assert seq.prefix_nodes == parent.prefix_nodes
+
+    def kin(self) -> list[tuple[Sequence, Sequence]]:
+        """Pairs of relatives that have computed equally many tokens."""
+        return [
+            (a, b)
+            for a in self.on_device
+            for b in self.on_device
+            if self.family[a.seq_id] == self.family[b.seq_id]
+            and a.num_computed_tokens == b.num_computed_tokens
+            and a is not b
+        ]
 
     @precondition(lambda self: self.on_device or self.swapped)
     @rule(data=st.data())

@@ -154,7 +154,7 @@ def test_expanded_rows_offer_candidates_and_append_nothing() -> None:
         expected.values.tolist(), abs=1e-4
     )
     # Two children of the beam, the one in its place and a fork.
-    best = [token for token, _ in result.candidates[1]]
+    best = result.candidates[1][:, 0].astype(int).tolist()
     result = runner.execute(
         plan(1, seq_ids=[1, 2], num_scheduled_tokens=[1, 1], expanded=[1, 2], forks=[Fork(1, 2, 0)],
              token_writes=[TokenWrite(1, 5, best[0]), TokenWrite(2, 5, best[1])],

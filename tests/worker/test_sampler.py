@@ -304,7 +304,7 @@ def test_candidates_are_the_best_tokens_with_their_logprobs() -> None:
         ranked = sorted(range(30), key=lambda token: -expected[token])
         assert [token for token, _ in output.candidates[row]] == ranked[:number]
         for token, logprob in output.candidates[row]:
-            assert logprob == pytest.approx(expected[token], abs=1e-5)
+            assert logprob == pytest.approx(expected[int(token)], abs=1e-5)
 
 
 def test_an_edited_row_does_not_touch_its_neighbours() -> None:

@@ -6,10 +6,13 @@ a sequence shares its blocks, and the KV cache manager copies one only when it i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.core.sequence import Request, Sequence
 
@@ -21,6 +24,9 @@ class SequenceVerbs(Protocol):
 
     def fork(self, parent: Sequence, sample_index: int) -> Sequence:
         """A new sequence with the parent's tokens, sharing all of its blocks."""
+
+    def replace(self, seq: Sequence, parent: Sequence) -> None:
+        """Drop what a sequence was: it goes on like a fork of `parent`, of the same request."""
 
     def append(self, seq: Sequence, token_id: int) -> None:
         """Add a token that the worker has not drawn for this sequence by itself."""
@@ -54,17 +60,24 @@ class Drawing(Protocol):
         """The first tokens were drawn, `num_draws` > 1 of them, at the end of the prompt."""
 
 
+class Continuations(NamedTuple):
+    """The best ways to go on for a request's sequences by one token, best first."""
+
+    logprobs: list[float]  # of the sequence and the token together
+    parents: list[int]  # which of the request's sequences
+    token_ids: list[int]
+
+
 class Searching(Protocol):
-    """Wants the best candidates for the next token of each of its sequences."""
+    """Wants the best candidates for the next token of its sequences."""
 
     wants: Literal["candidates"]
     max_sequences: int
     max_length: int
+    num_candidates: int  # that it asks for of each sequence, and looks at in a step
 
-    def advance(
-        self, request: Request, candidates: Seq[Seq[tuple[int, float]]], verbs: SequenceVerbs
-    ) -> None:
-        """`candidates[i]` are (token id, logprob) for the request's i-th sequence, best first."""
+    def advance(self, request: Request, best: Continuations, verbs: SequenceVerbs) -> None:
+        """`best` are the `num_candidates` best of all that its sequences were offered."""
 
 
 class Computing(Protocol):
@@ -150,6 +163,8 @@ class BeamSearch:
     ) -> None:
         self.max_sequences = width
         self.max_length = max_length
+        # Enough that `width` of them do not end a beam.
+        self.num_candidates = max(2, 1 + len(eos_ids)) * width
         self._width = width
         self._eos_ids = eos_ids
         self._length_penalty = length_penalty
@@ -157,31 +172,20 @@ class BeamSearch:
         self._num_return = width if num_return_sequences is None else num_return_sequences
         self._finished: list[Hypothesis] = []  # best first, at most `width`
 
-    @property
-    def num_candidates(self) -> int:
-        """Candidates to look at in a step: enough that `width` of them do not end a beam."""
-        return max(2, 1 + len(self._eos_ids)) * self._width
-
-    def advance(
-        self, request: Request, candidates: Seq[Seq[tuple[int, float]]], verbs: SequenceVerbs
-    ) -> None:
+    def advance(self, request: Request, best: Continuations, verbs: SequenceVerbs) -> None:
         beams = request.sequences
-        length = beams[0].num_tokens + 1
-        best = [
-            (beam.cumulative_logprob + logprob, beam, token_id)
-            for beam, tokens in zip(beams, candidates, strict=True)
-            for token_id, logprob in tokens
-        ]
-        best.sort(key=itemgetter(0), reverse=True)
-        del best[self.num_candidates :]
-        survivors: list[tuple[float, Sequence, int]] = []
-        for position, (logprob, beam, token_id) in enumerate(best):
-            reason = self._ends(token_id, length)
-            if reason is None:
-                survivors.append((logprob, beam, token_id))
-            elif position < self._width:
-                self._add_finished(beam, token_id, logprob, reason)
-        del survivors[self._width :]
+        length = len(beams[0].token_ids) + 1
+        survivors = best
+        if length >= self.max_length or not self._eos_ids.isdisjoint(best.token_ids):
+            survivors = Continuations([], [], [])
+            for position, (logprob, parent, token_id) in enumerate(zip(*best, strict=True)):
+                reason = self._ends(token_id, length)
+                if reason is None:
+                    survivors.logprobs.append(logprob)
+                    survivors.parents.append(parent)
+                    survivors.token_ids.append(token_id)
+                elif position < self._width:
+                    self._add_finished(beams[parent], token_id, logprob, reason)
         if self._is_done(survivors, length, request.num_prompt_tokens):
             self._conclude(request, verbs)
         else:
@@ -199,10 +203,8 @@ class BeamSearch:
         self._finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self._finished[self._width :]
 
-    def _is_done(
-        self, survivors: list[tuple[float, Sequence, int]], length: int, num_prompt_tokens: int
-    ) -> bool:
-        if not survivors:
+    def _is_done(self, survivors: Continuations, length: int, num_prompt_tokens: int) -> bool:
+        if not survivors.logprobs:
             return True
         if len(self._finished) < self._width:
             return False
@@ -210,29 +212,35 @@ class BeamSearch:
             return True
         if self._early_stopping == "never" and self._length_penalty > 0:
             length = self.max_length
-        attainable: float = survivors[0][0] / (length - num_prompt_tokens) ** self._length_penalty
+        attainable: float = (
+            survivors.logprobs[0] / (length - num_prompt_tokens) ** self._length_penalty
+        )
         return attainable <= self._finished[-1].score
 
-    def _continue(
-        self,
-        request: Request,
-        survivors: list[tuple[float, Sequence, int]],
-        verbs: SequenceVerbs,
-    ) -> None:
-        """One child of each surviving beam takes its place; the others are forked off."""
+    def _continue(self, request: Request, survivors: Continuations, verbs: SequenceVerbs) -> None:
+        """One child of each surviving beam takes its place; the others replace beams that do not
+        survive, or are forked off."""
         beams = list(request.sequences)
+        parents = survivors.parents[: self._width]
+        dropped = [beam for index, beam in enumerate(beams) if index not in parents]
         chosen: list[Sequence] = []
-        replaced: set[int] = set()
-        for _, beam, _ in survivors:
-            if beam.seq_id in replaced:
-                chosen.append(verbs.fork(beam, beam.sample_index))
+        taken: set[int] = set()
+        for index in parents:
+            beam = beams[index]
+            if index not in taken:
+                taken.add(index)
+            elif dropped:
+                parent, beam = beam, dropped.pop()
+                verbs.replace(beam, parent)
             else:
-                replaced.add(beam.seq_id)
-                chosen.append(beam)
-        for beam in beams:
-            if beam.seq_id not in replaced:
-                verbs.free(beam)
-        for beam, (logprob, _, token_id) in zip(chosen, survivors, strict=True):
+                beam = verbs.fork(beam, beam.sample_index)
+            chosen.append(beam)
+        for beam in dropped:
+            verbs.free(beam)
+        # The survivors that are beyond the width are left out.
+        for beam, logprob, token_id in zip(
+            chosen, survivors.logprobs, survivors.token_ids, strict=False
+        ):
             verbs.append(beam, token_id)
             beam.cumulative_logprob = logprob
         request.sequences[:] = chosen
@@ -246,6 +254,40 @@ class BeamSearch:
             result.cumulative_logprob = hypothesis.logprob
             result.score = hypothesis.score
             verbs.finish(result, hypothesis.reason)
+
+
+def best_continuations(
+    searches: Seq[tuple[Request, Searching]], candidates: Mapping[int, NDArray[np.float64]]
+) -> list[Continuations]:
+    """What each search is to look at; of equal ones, the first offered come first.
+
+    candidates: of each of their sequences, by its id; see StepResult.
+    """
+    # Those of one shape are ranked at once.
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for place, (request, method) in enumerate(searches):
+        beams = request.sequences
+        offered = len(candidates[beams[0].seq_id])
+        shape = (len(beams), offered, method.num_candidates)
+        groups.setdefault(shape, []).append(place)
+    found: dict[int, Continuations] = {}
+    for (width, offered, number), places in groups.items():
+        beams = [beam for place in places for beam in searches[place][0].sequences]
+        pairs = np.concatenate([candidates[beam.seq_id] for beam in beams])
+        before = np.array([beam.cumulative_logprob for beam in beams])
+        logprobs = pairs[:, 1].reshape(len(beams), offered) + before[:, None]
+        logprobs = logprobs.reshape(len(places), width * offered)
+        token_ids = pairs[:, 0].astype(np.int64).reshape(logprobs.shape)
+        order = np.argsort(-logprobs, axis=1, kind="stable")[:, :number]
+        lists = zip(
+            places,
+            np.take_along_axis(logprobs, order, 1).tolist(),
+            (order // offered).tolist(),
+            np.take_along_axis(token_ids, order, 1).tolist(),
+            strict=True,
+        )
+        found.update((place, Continuations(*best)) for place, *best in lists)
+    return [found[place] for place in range(len(searches))]
 
 
 class PinPrefix:

@@ -28,6 +28,8 @@ class RowChanges:
 
     def token_writes(self) -> list[TokenWrite]:
         """Those into rows that are still there."""
+        if not self.closed:
+            return self._token_writes
         closed = set(self.closed)
         return [write for write in self._token_writes if write.seq_id not in closed]
 
@@ -74,6 +76,22 @@ class PlanDraft:
             if table is not None and end == table.writable_until:
                 self.filled.append((seq, table, end))
 
+    def search(self, request: Request) -> None:
+        """Compute the next token of a search's sequences, which have room for it."""
+        sequences = request.sequences
+        self.budget -= len(sequences)
+        seq_ids = [seq.seq_id for seq in sequences]
+        self.seq_ids += seq_ids
+        self.num_scheduled_tokens += [1] * len(sequences)
+        self.expanded += seq_ids
+        for seq in sequences:
+            end = seq.num_computed_tokens = seq.num_computed_tokens + 1
+            table = seq.table
+            if table is not None and end == table.writable_until:
+                self.filled.append((seq, table, end))
+        self.searching.append(request)
+        self._await_decision(request)
+
     def add(self, seq: Sequence, num_tokens: int) -> None:
         """Compute a sequence's next `num_tokens`, for which it has room."""
         request = seq.request
@@ -103,6 +121,10 @@ class PlanDraft:
             self.searching.append(request)
         else:
             self.computing.append(seq)
+        self._await_decision(request)
+
+    def _await_decision(self, request: Request) -> None:
+        """The step's result decides which of a request's sequences live on."""
         request.num_undecided += 1
         self.undecided.append(request)
 

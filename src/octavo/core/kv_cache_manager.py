@@ -251,19 +251,17 @@ class KVCacheManager:
         The sequences are a gang: room for all of them or for none. A block at the end of a table
         that others hold too is copied before it is written (copy-on-write, section 4.4).
         """
-        writers = self._count_writers(targets)
-        needed = 0
+        num_new = 0
         for seq, num_tokens in targets:
-            table = _table(seq)
             total = -(-num_tokens // self.block_size)
-            needed += sum(max(0, total - len(ids)) for ids in table.block_ids)
-        for block_id, count in writers.items():
-            # The last holder keeps the block; all others need a copy of it.
-            needed += min(count, self.pool.ref_count(block_id) - 1)
-        outside = self._outside_windows(targets)
-        freed = sum(self.pool.ref_count(ids[i]) == 1 for ids, i in outside)
-        if needed > self.pool.num_free + freed:
-            return None
+            for ids in _table(seq).block_ids:
+                num_new += max(0, total - len(ids))
+        outside = self._outside_windows(targets) if self._windowed else []
+        # Each tail may have to be copied; how many are is counted only where that matters.
+        if num_new + len(targets) * len(self.specs) > self.pool.num_free:
+            freed = sum(self.pool.ref_count(ids[i]) == 1 for ids, i in outside)
+            if num_new + self._num_tail_copies(targets) > self.pool.num_free + freed:
+                return None
         for ids, i in outside:
             self.pool.release(ids[i])
             ids[i] = NULL_BLOCK
@@ -277,12 +275,33 @@ class KVCacheManager:
         table = _table(parent)
         for block_id in table.held():
             self.pool.share(block_id)
-        # Both must ask before they write, for the tail block is shared from now on.
-        table.writable_until = min(table.writable_until, parent.num_computed_tokens)
         child.table = table.copy()
         child.num_computed_tokens = parent.num_computed_tokens
-        # Beyond what is computed, the two may already have different tokens.
-        child.prefix_nodes = parent.prefix_nodes[: parent.num_computed_tokens // self.block_size]
+        self._begin_sharing(parent, child)
+
+    def replace(self, seq: Sequence, parent: Sequence) -> None:
+        """Like `free(seq)` and `fork(parent, seq)`, for two sequences of a request that have
+        computed equally many tokens.
+
+        Few blocks change hands: sequences that share a block share all before it, so that tables
+        differ at their ends, and where a window has been moved on in one of them alone.
+        """
+        self._prefixes.abandon(seq)
+        table, other = _table(seq), _table(parent)
+        for group, (ids, wanted) in enumerate(zip(table.block_ids, other.block_ids, strict=True)):
+            low, high = sorted((table.num_dropped[group], other.num_dropped[group]))
+            first = end = len(ids)
+            while first > high and ids[first - 1] != wanted[first - 1]:
+                first -= 1
+            for i in [*range(end - 1, first - 1, -1), *range(low, high)]:
+                if ids[i] != NULL_BLOCK:
+                    self.pool.release(ids[i])
+                if wanted[i] != NULL_BLOCK:
+                    self.pool.share(wanted[i])
+                ids[i] = wanted[i]
+        table.num_dropped = list(other.num_dropped)
+        table.num_registered = other.num_registered
+        self._begin_sharing(parent, seq)
 
     def free(self, seq: Sequence) -> None:
         """Give back all blocks that a sequence holds. Without blocks it does nothing."""
@@ -329,6 +348,16 @@ class KVCacheManager:
 
     # ---------------------------------------------------------------- inside
 
+    def _begin_sharing(self, parent: Sequence, child: Sequence) -> None:
+        """The two have the same blocks from now on."""
+        num_computed = parent.num_computed_tokens
+        table = _table(parent)
+        # Both must ask before they write, for the tail block is shared.
+        table.writable_until = min(table.writable_until, num_computed)
+        _table(child).writable_until = table.writable_until
+        # Beyond what is computed, the two may already have different tokens.
+        child.prefix_nodes = parent.prefix_nodes[: num_computed // self.block_size]
+
     def _hold_indexed_blocks(self, seq: Sequence) -> None:
         """Where the index names another block than the sequence's own for the same tokens, hold
         that one: it is what later prompts find, and it must not be evicted."""
@@ -353,8 +382,8 @@ class KVCacheManager:
         for _ in range(len(ids), -(-num_tokens // self.block_size)):
             ids.append(self.pool.allocate())
 
-    def _count_writers(self, targets: Seq[tuple[Sequence, int]]) -> dict[int, int]:
-        """Shared blocks that `targets` are about to write into, and how many of them will."""
+    def _num_tail_copies(self, targets: Seq[tuple[Sequence, int]]) -> int:
+        """How many of `targets` are about to write into a block that stays with another holder."""
         writers: dict[int, int] = {}
         for seq, _ in targets:
             if seq.num_computed_tokens % self.block_size == 0:
@@ -363,21 +392,22 @@ class KVCacheManager:
                 tail = ids[seq.num_computed_tokens // self.block_size]
                 if self.pool.ref_count(tail) > 1:
                     writers[tail] = writers.get(tail, 0) + 1
-        return writers
+        # The last holder keeps the block; all others need a copy of it.
+        return sum(min(n, self.pool.ref_count(tail) - 1) for tail, n in writers.items())
 
     def _append_one(self, seq: Sequence, num_tokens: int, changes: Changes) -> None:
-        table = _table(seq)
+        table, pool = _table(seq), self.pool
         index, offset = divmod(seq.num_computed_tokens, self.block_size)
         for group in self._windowed:
             first = first_needed_block(self.specs[group], self.block_size, seq.num_computed_tokens)
             table.num_dropped[group] = max(first, table.num_dropped[group])
         for group, ids in enumerate(table.block_ids):
             start = len(ids)
-            if offset and self.pool.ref_count(ids[index]) > 1:
+            if offset and pool.ref_count(ids[index]) > 1:
                 source, start = ids[index], index
-                ids[index] = self.pool.allocate()
+                ids[index] = pool.allocate()
                 changes.copies.append((source, ids[index]))
-                self.pool.release(source)
+                pool.release(source)
                 self.num_cow_copies += 1
             self._grow(ids, num_tokens)
             if start < len(ids):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from octavo.core.decoding import best_continuations
 from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.sequence import Request, Sequence, Status
@@ -62,10 +63,8 @@ class Outcomes:
                 reason = method.accept(seq, token_id)
                 if reason is not None:
                     self.finish(seq, reason)
-        for request in draft.searching:
-            if not request.is_finished and request.method.wants == "candidates":
-                found = [result.candidates[seq.seq_id] for seq in request.sequences]
-                request.method.advance(request, found, self)
+        if draft.searching:
+            self._advance_searches(draft, result)
         for seq in draft.computing:
             if seq.finish_reason is None and seq.request.method.wants == "kv":
                 seq.request.method.computed(seq, self)
@@ -81,6 +80,14 @@ class Outcomes:
         parent.request.sequences.append(child)
         self.rows.fork(parent, child)
         return child
+
+    def replace(self, seq: Sequence, parent: Sequence) -> None:
+        seq.token_ids = list(parent.token_ids)
+        seq.sample_index = parent.sample_index
+        seq.cumulative_logprob = parent.cumulative_logprob
+        seq.logprobs = list(parent.logprobs)
+        self.kv.replace(seq, parent)
+        self.rows.fork(parent, seq)
 
     def append(self, seq: Sequence, token_id: int) -> None:
         self.rows.write_token(seq, token_id)
@@ -112,6 +119,16 @@ class Outcomes:
         seq.finish_reason = "pinned"
         request.finished.append(seq)
         self.progress.finished.append(request)
+
+    def _advance_searches(self, draft: PlanDraft, result: StepResult) -> None:
+        searches = [
+            (request, method)
+            for request in draft.searching
+            if not request.is_finished and (method := request.method).wants == "candidates"
+        ]
+        found = best_continuations(searches, result.candidates)
+        for (request, method), best in zip(searches, found, strict=True):
+            method.advance(request, best, self)
 
     def _take_draws(self, seq: Sequence, token_id: int, result: StepResult) -> None:
         """Tokens that come with log-probabilities, or several at once."""

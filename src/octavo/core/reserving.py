@@ -109,6 +109,10 @@ class ReservingKVCacheManager(KVCacheManager):
         super().fork(parent, child)
         self._reservations[parent.request.request_id].num_holders += 1
 
+    def replace(self, seq: Sequence, parent: Sequence) -> None:
+        self.free(seq)
+        self.fork(parent, seq)
+
     def free(self, seq: Sequence) -> None:
         table, request = seq.table, seq.request
         if table is None:

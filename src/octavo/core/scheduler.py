@@ -171,17 +171,38 @@ class Scheduler:
                 else:
                     draft.decode(sequences)
                     continue
+            elif method.wants == "candidates" and sequences and not request.catching_up:
+                # Few beams need help: those that were forked, and those whose blocks are full.
+                goals = []
+                for seq in sequences:
+                    table = seq.table
+                    end = seq.num_computed_tokens + 1
+                    if table is None or end != len(seq.token_ids):
+                        break
+                    if end > table.writable_until:
+                        goals.append((seq, end))
+                else:
+                    if not goals or self._make_room(request, goals, draft):
+                        draft.search(request)
+                    continue
             self._continue(request, draft, draft.budget - later)
 
     def _continue(self, request: Request, draft: PlanDraft, room: int) -> None:
-        """Run a request's next tokens, at most `room`; preempt others if blocks run out.
-
-        Later ones in the order go first, itself at last: it is decided, or had no targets.
-        """
+        """Run a request's next tokens, at most `room`."""
         targets = self._next_targets(request, draft, room)
-        if not targets:
-            return
         goals = [(seq, seq.num_computed_tokens + n) for seq, n in targets]
+        if goals and self._make_room(request, goals, draft):
+            for seq, n in targets:
+                draft.add(seq, n)
+
+    def _make_room(
+        self, request: Request, goals: list[tuple[Sequence, int]], draft: PlanDraft
+    ) -> bool:
+        """Let sequences of a request be written up to their goals; preempt if blocks run out.
+
+        Later ones in the order go first, the request itself at last: it is decided, or had no
+        goals. False if it came to that.
+        """
         while (changes := self.kv.append(goals)) is None:
             draft.ran_out_of_blocks = True
             victim = next(
@@ -189,10 +210,9 @@ class Scheduler:
             )
             self._preempt(victim, draft)
             if victim is request:
-                return
+                return False
         draft.apply(changes)
-        for seq, n in targets:
-            draft.add(seq, n)
+        return True
 
     def _next_targets(
         self, request: Request, draft: PlanDraft, room: int

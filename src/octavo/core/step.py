@@ -11,7 +11,11 @@ applies a plan in this order, which the scheduler relies on:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,10 @@ class OpenedRow:
 
 
 class Fork(NamedTuple):
-    """`child_id` becomes a copy of `parent_id`'s row (tokens, tables, sampling)."""
+    """`child_id` becomes a copy of `parent_id`'s row (tokens, tables, sampling).
+
+    It gets a row, or has one whose contents are given up.
+    """
 
     parent_id: int
     child_id: int
@@ -129,8 +136,8 @@ class StepResult:
     token_ids: list[int]  # one per entry of plan.sampled, in its order
     # All draws of a row with num_draws > 1, the first equal to its entry in token_ids.
     draws: dict[int, list[int]] = field(default_factory=dict)
-    # Beam search: (token id, logprob) of the best next tokens, best first.
-    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    # Beam search: the best next tokens, best first; [num_candidates, 2]: token id, logprob.
+    candidates: dict[int, NDArray[np.float64]] = field(default_factory=dict)
     # One entry per draw.
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     # For the positions of this step's chunk: entry i scores token (first computed + 1 + i).

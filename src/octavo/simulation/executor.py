@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
 from octavo.core.step import StepPlan, StepResult
 from octavo.executor.base import KVCapacity
 from octavo.simulation.clock import VirtualClock
@@ -85,7 +87,8 @@ class SimulatedExecutor:
             for seq_id in self._num_draws.keys() & set(plan.sampled):
                 result.draws[seq_id] = list(range(self._num_draws.pop(seq_id)))
         for seq_id in plan.expanded:
-            result.candidates[seq_id] = self._candidates(self._num_candidates[seq_id])
+            found = self._candidates(self._num_candidates[seq_id])
+            result.candidates[seq_id] = np.array(found)
         start = max(self._clock.now, self._last_end)
         self._last_end = start + result.compute_seconds + result.swap_seconds
         self.spans.append((start, self._last_end))

@@ -81,22 +81,21 @@ class Choice:
         pairs = zip(self._firsts.tolist(), ends, strict=True)
         return {row: tokens[a:b] for row, (a, b) in enumerate(pairs) if b - a > 1}
 
-    def candidates(self) -> dict[int, list[tuple[int, float]]]:
-        """(token id, log-probability) of the best next tokens of each expanded row.
+    def candidates(self) -> dict[int, NDArray[np.float64]]:
+        """Of each expanded row: its best next tokens, as in StepResult.
 
         Raises ModelError if a row had no finite logits.
         """
         if self._best is None:
             return {}
-        if not self._best[0][:, 0].isfinite().all():
+        values, ids = self._best[0].numpy(), self._best[1].numpy()
+        if not np.isfinite(values[:, 0]).all():
             raise logits_not_finite()
-        values, ids = self._best[0].tolist(), self._best[1].tolist()
-        return {
-            row: list(zip(ids_of_row[:n], values_of_row[:n], strict=True))
-            for row, (n, ids_of_row, values_of_row) in enumerate(
-                zip(self._num_candidates, ids, values, strict=True), self._num_sampled
-            )
-        }
+        pairs = np.empty((*values.shape, 2))
+        pairs[..., 0] = ids
+        pairs[..., 1] = values
+        rows = enumerate(zip(pairs, self._num_candidates, strict=True), self._num_sampled)
+        return {row: best[:number] for row, (best, number) in rows}
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class SamplerOutput:
     token_ids: Tensor  # int64 [num_sampled], the first draw of each row
     draws: dict[int, list[int]]  # rows with several draws
     logprobs: dict[int, list[TokenLogprobs]]  # one entry per draw
-    candidates: dict[int, list[tuple[int, float]]]
+    candidates: dict[int, NDArray[np.float64]]  # as in StepResult
 
 
 class Sampler:
@@ -113,12 +113,12 @@ class Sampler:
                 draws[int(rows[index])] = drawn[firsts[index] : end].tolist()
         return token_ids, draws
 
-    def _expand(self, logits: Tensor, batch: SamplingBatch) -> dict[int, list[tuple[int, float]]]:
+    def _expand(self, logits: Tensor, batch: SamplingBatch) -> dict[int, NDArray[np.float64]]:
         """The best next tokens of each expanded row by log-probability, best first.
 
         As in transformers' beam search, edits act on log-probabilities, without renormalising.
         """
-        candidates: dict[int, list[tuple[int, float]]] = {}
+        candidates: dict[int, NDArray[np.float64]] = {}
         expanded = np.arange(batch.num_sampled, batch.num_sampled + len(batch.num_candidates))
         for rows in _slices(expanded, logits):
             scores = _select(logits, rows).log_softmax(dim=-1)
@@ -126,10 +126,9 @@ class Sampler:
             wanted = [batch.num_candidates[row - batch.num_sampled] for row in rows]
             top = scores.topk(min(max(wanted), scores.shape[1]), dim=-1)
             _check_finite(top.values[:, 0])
-            for row, number, values, ids in zip(
-                rows.tolist(), wanted, top.values.tolist(), top.indices.tolist(), strict=True
-            ):
-                candidates[row] = list(zip(ids[:number], values[:number], strict=True))
+            pairs = torch.stack([top.indices.double(), top.values.double()], dim=-1).cpu().numpy()
+            for row, number, best in zip(rows.tolist(), wanted, pairs, strict=True):
+                candidates[row] = best[:number]
         return candidates
 
 
