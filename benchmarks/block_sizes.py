@@ -1,8 +1,8 @@
 """Figures 18 and 19 on a GPU: what paging costs a kernel, and what block sizes cost in service.
 
 Writes the files that `octavo reproduce fig18 fig19 --measurements DIR` draws from. Requests of
-figures 18b and 19b arrive as a Poisson process; for 19b the pool is so small that they preempt each
-other.
+figures 18b and 19b arrive as a Poisson process; for 19b most of the pool is taken away, so that
+they preempt each other.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,31 +80,34 @@ def attention_kernel() -> Rows:
 
 
 def measure_block_size(block_size: int, arguments: Any, results: dict[str, Rows]) -> None:
-    """Figures 18b, 19a and 19b at one block size."""
-    options = {"block_size": block_size, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
-    engine = make_engine(arguments.model, **options, enable_prefix_caching=False)
-    rates = {"sharegpt": arguments.rate, "alpaca": arguments.alpaca_rate}
-    for name, rate in rates.items():
+    """Figures 18b, 19a and 19b at one block size, with one engine."""
+    engine = make_engine(
+        arguments.model,
+        block_size=block_size,
+        max_num_seqs=128,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        swap_space=8 << 30,
+    )
+    traces = {"sharegpt": arguments.rate, "alpaca": arguments.alpaca_rate}
+    for name, rate in traces.items():
         value = latency(engine, name, arguments.num_requests, rate)
         row = {"trace": name, "block_size": block_size, "seconds_per_token": value}
         results["block-size"].append(row)
     results["preemption-cost"] += preemption_cost(engine, block_size)
-    engine.executor.shutdown()
-    num_blocks = max(2048 // block_size, arguments.short_blocks // block_size)
+    pool, scheduler = engine.kv.pool, engine.scheduler
+    num_left = max(2048, arguments.short_blocks) // block_size
+    taken = [pool.allocate() for _ in range(pool.num_free - num_left)]
     for method in ("recompute", "swap"):
-        engine = make_engine(
-            arguments.model,
-            **options,
-            enable_prefix_caching=False,
-            num_blocks=num_blocks,
-            swap_space=16 << 30,
-            preemption_mode=method,
-        )
+        scheduler.config = replace(scheduler.config, preemption_mode=method)
+        before = sum(scheduler.num_preemptions.values())
         value = latency(engine, "sharegpt", arguments.num_requests, arguments.rate)
         row = {"method": method, "block_size": block_size, "seconds_per_token": value}
-        row["preemptions"] = sum(engine.scheduler.num_preemptions.values())
+        row["preemptions"] = sum(scheduler.num_preemptions.values()) - before
         results["preemption"].append(row)
-        engine.executor.shutdown()
+    for block_id in taken:
+        pool.release(block_id)
+    engine.executor.shutdown()
     for kind in ("block-size", "preemption", "preemption-cost"):
         for row in results[kind]:
             if row["block_size"] == block_size:
