@@ -130,7 +130,7 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     max_model_len: int | None = None  # tokens; None: what the model was made for
     device: DeviceName = "auto"  # auto: a GPU if there is one
-    cuda_graphs: bool = True  # on a GPU: decode steps are captured once and replayed
+    cuda_graphs: bool = True  # on a GPU: steps are captured at the start and replayed
     attention_backend: str = "auto"
     seed: int = 0  # of requests that bring none, and of dummy weights
     max_logprobs: int = 20

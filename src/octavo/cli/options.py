@@ -24,7 +24,7 @@ ENGINE_HELP = {
     "load_format": "dummy: random weights, made from config.json alone.",
     "max_model_len": "Longest sequence in tokens, prompt and output.",
     "device": "Where the model runs; auto takes a GPU if there is one.",
-    "cuda_graphs": "Capture decode steps on a GPU, and replay them.",
+    "cuda_graphs": "Capture steps on a GPU at the start, and replay them.",
     "attention_backend": "Which attention implementation; auto takes the fast one.",
     "seed": "Of requests that bring none, and of dummy weights.",
     "max_logprobs": "Most log-probabilities that a request may ask for.",
