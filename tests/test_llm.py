@@ -253,6 +253,7 @@ BAD_REQUESTS: list[tuple[Any, Callable[[], Any], str]] = [
     ([1], lambda: SamplingParams(top_p=0), "top_p: 0.0 leaves no token"),
     ([1], lambda: SamplingParams(n=2, temperature=0), r"n: 2 greedy samples .* n must be 1"),
     ([1], lambda: SamplingParams(n=9), r"n: 9 sequences exceed max_num_seqs \(8\)"),
+    ([1], lambda: BeamSearchParams(beam_width=9), "beam_width: 9 sequences exceed max_num_seqs"),
     ([1], lambda: SamplingParams(stop_token_ids=[999]), "stop_token_ids: token id 999 is outside"),
     ([1], lambda: SamplingParams(logprobs=21), r"logprobs: 21 is more than max_logprobs \(20\)"),
     ([1], lambda: SamplingParams(min_tokens=9, max_tokens=3), "min_tokens: 9 is more than max_tok"),

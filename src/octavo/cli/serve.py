@@ -127,7 +127,7 @@ def serve(
     from octavo.config import make_config
     from octavo.server.api.keys import ApiKeys, read_key_file
     from octavo.server.logs import set_up_logs
-    from octavo.server.run import run_server
+    from octavo.server.run import is_loopback, run_server
     from octavo.server.settings import LOOPBACK, Listening, ServerSettings
     from octavo.server.supervisor import Supervision
 
@@ -136,8 +136,8 @@ def serve(
 
     keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file else ())]
     listening = Listening(**given(LISTENING))
-    if not keys and listening.host in (*LOOPBACK, "::1"):
-        allowed_hosts = (*LOOPBACK, *allowed_hosts)
+    if not keys and is_loopback(listening.host):
+        allowed_hosts = tuple(dict.fromkeys((*LOOPBACK, listening.host, *allowed_hosts)))
     settings = ServerSettings(
         model_names or (model,),
         api_keys=ApiKeys(keys),

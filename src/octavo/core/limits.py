@@ -46,7 +46,7 @@ class Limits:
         method = request.method
         if method.max_sequences > self._config.max_num_seqs:
             raise RequestTooLong(
-                "n",
+                "beam_width" if method.wants == "candidates" else "n",
                 f"{method.max_sequences} sequences exceed max_num_seqs "
                 f"({self._config.max_num_seqs})",
             )
