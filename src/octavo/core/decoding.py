@@ -28,8 +28,8 @@ class SequenceVerbs(Protocol):
     def replace(self, seq: Sequence, parent: Sequence) -> None:
         """Drop what a sequence was: it goes on like a fork of `parent`, of the same request."""
 
-    def append(self, seq: Sequence, token_id: int) -> None:
-        """Add a token that the worker has not drawn for this sequence by itself."""
+    def append(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
+        """Add to each sequence a token that the worker has not drawn for it by itself."""
 
     def free(self, seq: Sequence) -> None:
         """Drop a sequence; nothing of it is returned to the client."""
@@ -115,8 +115,7 @@ class Sampling:
     def start(self, seq: Sequence, token_ids: Seq[int], verbs: SequenceVerbs) -> None:
         # Fork before anything is appended: what the samples share is the prompt.
         siblings = [verbs.fork(seq, index) for index in range(1, len(token_ids))]
-        for sibling, token_id in zip(siblings, token_ids[1:], strict=True):
-            verbs.append(sibling, token_id)
+        verbs.append(siblings, token_ids[1:])
         seq.token_ids.append(token_ids[0])  # the worker has done so, too
         for sample, token_id in zip([seq, *siblings], token_ids, strict=True):
             reason = self._ends(sample, token_id)
@@ -237,11 +236,8 @@ class BeamSearch:
             chosen.append(beam)
         for beam in dropped:
             verbs.free(beam)
-        # The survivors that are beyond the width are left out.
-        for beam, logprob, token_id in zip(
-            chosen, survivors.logprobs, survivors.token_ids, strict=False
-        ):
-            verbs.append(beam, token_id)
+        verbs.append(chosen, survivors.token_ids[: self._width])
+        for beam, logprob in zip(chosen, survivors.logprobs[: self._width], strict=True):
             beam.cumulative_logprob = logprob
         request.sequences[:] = chosen
 
@@ -279,14 +275,14 @@ def best_continuations(
         logprobs = logprobs.reshape(len(places), width * offered)
         token_ids = pairs[:, 0].astype(np.int64).reshape(logprobs.shape)
         order = np.argsort(-logprobs, axis=1, kind="stable")[:, :number]
+        which = order + np.arange(0, logprobs.size, width * offered)[:, None]
         lists = zip(
-            places,
-            np.take_along_axis(logprobs, order, 1).tolist(),
+            logprobs.take(which).tolist(),
             (order // offered).tolist(),
-            np.take_along_axis(token_ids, order, 1).tolist(),
+            token_ids.take(which).tolist(),
             strict=True,
         )
-        found.update((place, Continuations(*best)) for place, *best in lists)
+        found.update(zip(places, map(Continuations._make, lists), strict=True))
     return [found[place] for place in range(len(searches))]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from octavo.core.block_table import BlockTable
 from octavo.core.kv_cache_manager import Changes
 from octavo.core.sequence import Request, Sequence
@@ -22,9 +24,12 @@ class RowChanges:
     def close(self, seq: Sequence) -> None:
         self.closed.append(seq.seq_id)
 
-    def write_token(self, seq: Sequence, token_id: int) -> None:
-        """The token after a sequence's last one, which the worker has not drawn by itself."""
-        self._token_writes.append(TokenWrite(seq.seq_id, seq.num_tokens, token_id))
+    def write_tokens(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
+        """The token after each sequence's last one, which the worker has not drawn by itself."""
+        self._token_writes += [
+            TokenWrite(seq.seq_id, len(seq.token_ids), token_id)
+            for seq, token_id in zip(seqs, token_ids, strict=True)
+        ]
 
     def token_writes(self) -> list[TokenWrite]:
         """Those into rows that are still there."""

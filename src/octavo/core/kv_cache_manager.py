@@ -289,15 +289,19 @@ class KVCacheManager:
         self._prefixes.abandon(seq)
         table, other = _table(seq), _table(parent)
         for group, (ids, wanted) in enumerate(zip(table.block_ids, other.block_ids, strict=True)):
-            low, high = sorted((table.num_dropped[group], other.num_dropped[group]))
-            first = end = len(ids)
-            while first > high and ids[first - 1] != wanted[first - 1]:
-                first -= 1
-            for i in [*range(end - 1, first - 1, -1), *range(low, high)]:
-                if ids[i] != NULL_BLOCK:
-                    self.pool.release(ids[i])
-                if wanted[i] != NULL_BLOCK:
-                    self.pool.share(wanted[i])
+            dropped, other_dropped = table.num_dropped[group], other.num_dropped[group]
+            high = max(dropped, other_dropped)
+            i = len(ids) - 1
+            while i >= high and ids[i] != wanted[i]:
+                self.pool.release(ids[i])
+                self.pool.share(wanted[i])
+                ids[i] = wanted[i]
+                i -= 1
+            for i in range(dropped, high):
+                self.pool.release(ids[i])
+                ids[i] = NULL_BLOCK
+            for i in range(other_dropped, high):
+                self.pool.share(wanted[i])
                 ids[i] = wanted[i]
         table.num_dropped = list(other.num_dropped)
         table.num_registered = other.num_registered

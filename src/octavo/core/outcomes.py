@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from octavo.core.decoding import best_continuations
@@ -89,10 +90,11 @@ class Outcomes:
         self.kv.replace(seq, parent)
         self.rows.fork(parent, seq)
 
-    def append(self, seq: Sequence, token_id: int) -> None:
-        self.rows.write_token(seq, token_id)
-        seq.token_ids.append(token_id)
-        self.progress.advanced.append(seq)
+    def append(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
+        self.rows.write_tokens(seqs, token_ids)
+        for seq, token_id in zip(seqs, token_ids, strict=True):
+            seq.token_ids.append(token_id)
+        self.progress.advanced += seqs
 
     def free(self, seq: Sequence) -> None:
         if seq.table is not None and seq.request.status is Status.RUNNING:

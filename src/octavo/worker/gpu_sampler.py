@@ -122,6 +122,9 @@ class GpuSampler:
         """Bring to the device how the rows of the step's logits become tokens."""
         self._batch = batch
         n = batch.num_sampled
+        self.mode = self._draws = self._firsts = None
+        if not n and batch.num_candidates:
+            return  # nothing is drawn
         num_draws = batch.num_draws[:n]
         # Draw i belongs to row owners[i]; the j-th draw of a row is for its j-th next sample.
         owners = self._owners = np.repeat(np.arange(n), num_draws)
@@ -142,12 +145,10 @@ class GpuSampler:
             is_greedy=not is_random.any(),
             is_limited=bool((is_random & has_limits).any()),
         )
-        self._firsts = None
         if len(owners) != n:
             firsts = np.searchsorted(owners, np.arange(n))
             self._firsts = (firsts, self._put("firsts", firsts))
         is_plain = not (batch.edited or batch.num_logprobs or batch.num_candidates)
-        self.mode = None
         if is_plain and len(owners) == n:
             self.mode = "greedy" if self._draws.is_greedy else "random"
             self.mode = "limited" if self._draws.is_limited else self.mode
@@ -187,9 +188,11 @@ class GpuSampler:
         """Rows that draw, then expanded ones: [num_rows, vocab_size]."""
         batch, draws = self._batch, self._draws
         assert batch is not None, "stage() comes first"
-        assert draws is not None, "stage() comes first"
         n = batch.num_sampled
-        token_ids = sample(logits[:n], draws)
+        if draws is None:  # no row draws
+            token_ids = torch.zeros(0, dtype=torch.int64, device=logits.device)
+        else:
+            token_ids = sample(logits[:n], draws)
         edited = [edit for edit in batch.edited if edit.index < n]
         if edited:
             self._redraw(token_ids, logits, edited)

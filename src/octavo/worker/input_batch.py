@@ -145,7 +145,7 @@ class InputBatch:
     def sampling_batch(self, sampled: Sequence[int], expanded: Sequence[int]) -> SamplingBatch:
         """How the next tokens of these sequences are chosen."""
         rows = self.rows_of([*sampled, *expanded])
-        state = self._rows[rows]
+        state = self._rows.take(rows)  # several times as fast as indexing is with records
         asks = state["asks"]
         at_prompt_end = state["num_tokens"] == state["num_prompt"]
         return SamplingBatch(
@@ -275,27 +275,30 @@ class InputBatch:
     def _fork(self, forks: Sequence[Fork]) -> None:
         """Copy rows in order; a child may be the parent of a later fork, so copies go in runs."""
         row_of = self._row_of
-        pending: dict[int, tuple[int, int]] = {}  # child row -> parent row, sample index
-        for parent_id, child_id, sample_index in forks:
+        parent_of: dict[int, int] = {}  # rows that are still to be copied
+        for parent_id, child_id, _ in forks:
             parent = row_of[parent_id]
-            if parent in pending:
-                self._copy_rows(pending)
-                pending = {}
+            if parent in parent_of:
+                self._copy_rows(parent_of)
+                parent_of = {}
             child = row_of[child_id] if child_id in row_of else self._take_row(child_id)
-            pending[child] = (parent, sample_index)
-        if pending:
-            self._copy_rows(pending)
+            parent_of[child] = parent
+        self._copy_rows(parent_of)
+        if forks:
+            _, child_ids, sample_indices = zip(*forks, strict=True)
+            self._rows["sample_index"][self.rows_of(child_ids)] = sample_indices
 
-    def _copy_rows(self, copies: dict[int, tuple[int, int]]) -> None:
-        children = np.array(list(copies), np.int64)
-        parents, sample_indices = np.array(list(copies.values()), np.int64).T
-        state = self._rows[parents]
+    def _copy_rows(self, parent_of: dict[int, int]) -> None:
+        if not parent_of:
+            return
+        children = np.array(list(parent_of), np.int64)
+        parents = np.array(list(parent_of.values()), np.int64)
+        state = self._rows.take(parents)
+        self._rows.put(children, state)
         num_tokens = int(state["num_tokens"].max())
-        state["sample_index"] = sample_indices
-        self._rows[children] = state
         self._token_ids[children, :num_tokens] = self._token_ids[parents, :num_tokens]
         self._tables.copy(children, parents)
-        for child, (parent, _) in copies.items():
+        for child, parent in parent_of.items():
             self._specs[child] = self._specs[parent]
 
     def _write_tokens(self, writes: Sequence[TokenWrite]) -> None:
