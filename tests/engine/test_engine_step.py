@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import model_zoo
 from octavo import BeamSearchParams
 from octavo.config import make_config
+from octavo.core.step import PendingStep, StepPlan
 from octavo.errors import EngineFailed
 from octavo.llm import load_engine
 
@@ -38,6 +40,23 @@ def test_a_device_that_waits_for_decisions_computes_again_before_clients_are_tol
         engine.step()
     ahead = ["submit", *["submit", "report"] * 2, "report"]
     assert events == (ahead if overlap else ["submit", "report"] * 3)
+
+
+def test_no_garbage_is_collected_while_the_device_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = str(model_zoo.model_directory("llama3"))
+    engine = load_engine(make_config(directory, device="cpu", num_blocks=20, overlap=True))
+    submit, is_collecting = engine.executor.submit, []
+
+    def note(plan: StepPlan) -> PendingStep:
+        is_collecting.append(gc.isenabled())
+        return submit(plan)
+
+    monkeypatch.setattr(engine.executor, "submit", note)
+    engine.add_request(engine.make_request([1, 2, 3], BeamSearchParams(2, max_tokens=3)))
+    while engine.has_unfinished:
+        engine.step()
+        assert gc.isenabled()
+    assert is_collecting == [True, False, False]
 
 
 def test_whom_the_intake_ends_between_two_steps_is_not_reported_on() -> None:

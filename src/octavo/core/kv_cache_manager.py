@@ -287,23 +287,23 @@ class KVCacheManager:
         differ at their ends, and where a window has been moved on in one of them alone.
         """
         self._prefixes.abandon(seq)
-        table, other = _table(seq), _table(parent)
-        for group, (ids, wanted) in enumerate(zip(table.block_ids, other.block_ids, strict=True)):
-            dropped, other_dropped = table.num_dropped[group], other.num_dropped[group]
-            high = max(dropped, other_dropped)
+        table, other, pool = _table(seq), _table(parent), self.pool
+        for group in self._windowed:
+            ids, wanted = table.block_ids[group], other.block_ids[group]
+            for i in range(table.num_dropped[group], other.num_dropped[group]):
+                pool.release(ids[i])
+                ids[i] = NULL_BLOCK
+            for i in range(other.num_dropped[group], table.num_dropped[group]):
+                pool.share(wanted[i])
+                ids[i] = wanted[i]
+            table.num_dropped[group] = other.num_dropped[group]
+        for ids, wanted in zip(table.block_ids, other.block_ids, strict=True):
             i = len(ids) - 1
-            while i >= high and ids[i] != wanted[i]:
-                self.pool.release(ids[i])
-                self.pool.share(wanted[i])
+            while i >= 0 and ids[i] != wanted[i]:
+                pool.release(ids[i])
+                pool.share(wanted[i])
                 ids[i] = wanted[i]
                 i -= 1
-            for i in range(dropped, high):
-                self.pool.release(ids[i])
-                ids[i] = NULL_BLOCK
-            for i in range(other_dropped, high):
-                self.pool.share(wanted[i])
-                ids[i] = wanted[i]
-        table.num_dropped = list(other.num_dropped)
         table.num_registered = other.num_registered
         self._begin_sharing(parent, seq)
 

@@ -83,10 +83,10 @@ class Outcomes:
         return child
 
     def replace(self, seq: Sequence, parent: Sequence) -> None:
-        seq.token_ids = list(parent.token_ids)
+        seq.token_ids = parent.token_ids.copy()
         seq.sample_index = parent.sample_index
         seq.cumulative_logprob = parent.cumulative_logprob
-        seq.logprobs = list(parent.logprobs)
+        seq.logprobs = parent.logprobs.copy()
         self.kv.replace(seq, parent)
         self.rows.fork(parent, seq)
 

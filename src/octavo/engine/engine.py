@@ -15,6 +15,7 @@ from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request
 from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
 from octavo.engine.delivery import Delivery
+from octavo.engine.garbage import collecting_later
 from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.pacing import Pacer
 from octavo.engine.prepared import Params, PreparedRequest, Prompt, RequestPreparer
@@ -168,18 +169,19 @@ class Engine:
         if not self._under_way:
             return StepOutput()
         plan, pending = self._under_way.popleft()
-        result = pending.result()
-        self._pacer.finished(plan, result)
+        # Whether the device waits once it has the result, which decides on the next step (beam
+        # search, the first tokens of samples): clients are told while it computes again.
         is_waiting = self._depth > 1 and not self._under_way
-        if is_waiting:
-            self._take_in()  # not later: whom this ends must not be reported on any more
-        progress = self.scheduler.update(plan, result)
-        for observe in self.observers:
-            observe(plan, result, progress)
-        if is_waiting:
-            # The device waits, since this step decided on the next one (beam search, the first
-            # tokens of samples): clients are told while it computes again.
-            self._start_step()
+        with collecting_later(is_waiting):
+            result = pending.result()
+            self._pacer.finished(plan, result)
+            if is_waiting:
+                self._take_in()  # not later: whom this ends must not be reported on any more
+            progress = self.scheduler.update(plan, result)
+            for observe in self.observers:
+                observe(plan, result, progress)
+            if is_waiting:
+                self._start_step()
         return self._delivery.report(progress)
 
     def _take_in(self) -> None:
