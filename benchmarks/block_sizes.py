@@ -40,15 +40,18 @@ def main() -> None:
     parser.add_argument("--alpaca-rate", type=float, default=80.0)
     parser.add_argument("--short-blocks", type=int, default=12_000, help="slots of the small pool")
     parser.add_argument("--no-kernels", action="store_true", help="leave figure 18a out")
+    parser.add_argument("--no-serving", action="store_true", help="leave figures 18b and 19b out")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Rows] = {"block-size": [], "preemption": [], "preemption-cost": []}
+    results: dict[str, Rows] = {"preemption-cost": []}
     if not arguments.no_kernels:
         results["attention-kernel"] = attention_kernel()
+    if not arguments.no_serving:
+        results |= {"block-size": [], "preemption": []}
     for block_size in arguments.block_sizes:
         measure_block_size(block_size, arguments, results)
-    for kind, rows in results.items():
-        write(arguments, kind, rows)
+        for kind, rows in results.items():
+            write(arguments, kind, rows)
     report("block_sizes", rows={kind: len(rows) for kind, rows in results.items()})
 
 
@@ -84,34 +87,48 @@ def measure_block_size(block_size: int, arguments: Any, results: dict[str, Rows]
     engine = make_engine(
         arguments.model,
         block_size=block_size,
-        max_num_seqs=128,
-        max_num_batched_tokens=8192,
+        max_num_seqs=8 if arguments.no_serving else 128,
+        max_num_batched_tokens=512 if arguments.no_serving else 8192,
         enable_prefix_caching=False,
-        swap_space=8 << 30,
+        swap_space=(1 if arguments.no_serving else 8) << 30,
     )
-    traces = {"sharegpt": arguments.rate, "alpaca": arguments.alpaca_rate}
-    for name, rate in traces.items():
-        value = latency(engine, name, arguments.num_requests, rate)
-        row = {"trace": name, "block_size": block_size, "seconds_per_token": value}
-        results["block-size"].append(row)
+    if not arguments.no_serving:
+        results["block-size"] += block_size_rows(engine, block_size, arguments)
     results["preemption-cost"] += preemption_cost(engine, block_size)
+    if not arguments.no_serving:
+        results["preemption"] += preemption_rows(engine, block_size, arguments)
+    engine.executor.shutdown()
+    for kind, rows in results.items():
+        for row in rows:
+            if row.get("block_size") == block_size:
+                print(kind, row, flush=True)
+
+
+def block_size_rows(engine: Engine, block_size: int, arguments: Any) -> Rows:
+    """Figure 18b: latency with all of the pool."""
+    rates = {"sharegpt": arguments.rate, "alpaca": arguments.alpaca_rate}
+    rows: Rows = []
+    for name, rate in rates.items():
+        value = latency(engine, name, arguments.num_requests, rate)
+        rows.append({"trace": name, "block_size": block_size, "seconds_per_token": value})
+    return rows
+
+
+def preemption_rows(engine: Engine, block_size: int, arguments: Any) -> Rows:
+    """Figure 19b: latency with so little of the pool that requests preempt each other."""
     pool, scheduler = engine.kv.pool, engine.scheduler
     num_left = max(2048, arguments.short_blocks) // block_size
     taken = [pool.allocate() for _ in range(pool.num_free - num_left)]
+    rows: Rows = []
     for method in ("recompute", "swap"):
         scheduler.config = replace(scheduler.config, preemption_mode=method)
         before = sum(scheduler.num_preemptions.values())
         value = latency(engine, "sharegpt", arguments.num_requests, arguments.rate)
         row = {"method": method, "block_size": block_size, "seconds_per_token": value}
-        row["preemptions"] = sum(scheduler.num_preemptions.values()) - before
-        results["preemption"].append(row)
+        rows.append(row | {"preemptions": sum(scheduler.num_preemptions.values()) - before})
     for block_id in taken:
         pool.release(block_id)
-    engine.executor.shutdown()
-    for kind in ("block-size", "preemption", "preemption-cost"):
-        for row in results[kind]:
-            if row["block_size"] == block_size:
-                print(kind, row, flush=True)
+    return rows
 
 
 def latency(engine: Engine, name: str, num_requests: int, rate: float) -> float:
