@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from octavo.core.step import StepPlan, StepResult
-from octavo.engine.pacing import MARGIN, Pacer
+from octavo.engine.pacing import CAUTION, FORGETTING, MARGIN, Pacer
 
 DECODES = StepPlan(0, [1, 2], [1, 1], [1, 2], [])
-PROMPT = StepPlan(1, [1, 3], [1, 50], [1, 3], [])
+PROMPT = StepPlan(1, [1, 3], [1, 101], [1, 3], [])  # 100 tokens more than decodes have
 
 
 class Clock:
@@ -39,7 +39,7 @@ def test_planning_waits_until_the_step_is_nearly_over() -> None:
     assert clock.now - started < 0.010
 
 
-def test_steps_with_prompts_teach_nothing() -> None:
+def test_a_prompt_tells_nothing_before_decodes_do() -> None:
     clock = Clock()
     pacer = Pacer(clock, clock.sleep)
     began = pacer.began()
@@ -49,3 +49,22 @@ def test_steps_with_prompts_teach_nothing() -> None:
     started = clock.now
     pacer.linger()
     assert clock.now == started
+
+
+def test_a_step_with_prompts_is_waited_for_by_the_least_that_they_have_taken() -> None:
+    clock = Clock()
+    pacer = Pacer(clock, clock.sleep)
+    pacer.finished(DECODES, StepResult(0, [5, 5], compute_seconds=0.010))
+    for seconds in (0.900, 0.060, 0.070):  # the first one compiled something
+        pacer.planned(PROMPT, pacer.began(), is_first=False)
+        pacer.finished(PROMPT, StepResult(1, [5, 5], compute_seconds=seconds))
+    pacer.planned(PROMPT, pacer.began(), is_first=False)
+    started = clock.now
+    pacer.linger()
+    waited = clock.now - started
+    assert waited + 1e-9 >= 0.010 + CAUTION * 0.050 - MARGIN
+    assert waited < 0.010 + CAUTION * FORGETTING * 0.050
+    pacer.planned(DECODES, pacer.began(), is_first=True)
+    started = clock.now
+    pacer.linger()
+    assert abs(clock.now - started - (0.010 - MARGIN)) < 1e-9

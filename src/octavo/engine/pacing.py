@@ -1,9 +1,9 @@
 """When to plan the next step: late enough for newcomers, early enough to keep the device busy.
 
 With overlap the next step is planned while one computes. Planned at once, it would miss every
-request that arrives meanwhile, and these would wait for a whole step more. What planning takes and
-how long steps of decodes last is measured; a step with prompts lasts longer than these, so the
-device never waits for the host because of this.
+request that arrives meanwhile, and these would wait for a whole step more. What planning takes, how
+long steps of decodes last and what each prompt token adds is measured, the last with care: a step
+that is over before the host has planned the next one leaves the device without work.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from octavo.core.step import StepPlan, StepResult
 
 SMOOTHING = 0.2  # weight of the newest measurement
 MARGIN = 5e-4  # seconds, for what varies
+MIN_PROMPT_TOKENS = 64  # of a step from which their price is learnt
+CAUTION = 0.9  # share of the price that is counted on
+FORGETTING = 1.05  # by how much the lowest price may rise with a step
 
 
 class Pacer:
@@ -30,10 +33,14 @@ class Pacer:
         self._started = clock()  # when the step that computes now began, at the latest
         self._planning = 0.0  # seconds of the host to plan and start a step of decodes
         self._computing = 0.0  # seconds of the device for the last step of decodes
+        self._prompt_tokens = 0  # of the step that computes now, beyond one a sequence
+        # The least that a prompt token has added to a step, seconds; None: nothing is known.
+        self._price: float | None = None
 
     def linger(self) -> None:
         """Return when the step under way has little more than the time of planning left."""
-        end = self._started + self._computing - self._planning - MARGIN
+        prompts = CAUTION * (self._price or 0.0) * self._prompt_tokens
+        end = self._started + self._computing + prompts - self._planning - MARGIN
         left = end - self._clock()
         if left > 0:
             self._sleep(left)
@@ -45,6 +52,7 @@ class Pacer:
     def planned(self, plan: StepPlan, began: float, is_first: bool) -> None:
         """A step has been started; `is_first`: the device had nothing to do before."""
         now = self._clock()
+        self._prompt_tokens = _num_prompt_tokens(plan)
         if is_first:
             self._started = now
         if plan.only_decodes:
@@ -53,5 +61,13 @@ class Pacer:
     def finished(self, plan: StepPlan, result: StepResult) -> None:
         """The device has just gone on to the next step."""
         self._started = self._clock()
+        num_prompt_tokens = _num_prompt_tokens(plan)
         if plan.only_decodes:
             self._computing = result.compute_seconds
+        elif num_prompt_tokens >= MIN_PROMPT_TOKENS and self._computing:
+            price = max(0.0, result.compute_seconds - self._computing) / num_prompt_tokens
+            self._price = price if self._price is None else min(price, FORGETTING * self._price)
+
+
+def _num_prompt_tokens(plan: StepPlan) -> int:
+    return plan.num_tokens - len(plan.seq_ids)
