@@ -63,8 +63,21 @@ def test_a_step_with_prompts_is_waited_for_by_the_least_that_they_have_taken() -
     pacer.linger()
     waited = clock.now - started
     assert waited + 1e-9 >= 0.010 + CAUTION * 0.050 - MARGIN
-    assert waited < 0.010 + CAUTION * FORGETTING * 0.050
+    assert waited < 0.010 + CAUTION * FORGETTING[0] * 0.051
     pacer.planned(DECODES, pacer.began(), is_first=True)
     started = clock.now
     pacer.linger()
     assert abs(clock.now - started - (0.010 - MARGIN)) < 1e-9
+
+
+def test_a_prompt_that_seemed_to_cost_nothing_is_forgotten() -> None:
+    clock = Clock()
+    pacer = Pacer(clock, clock.sleep)
+    for computing, steps in ((0.080, 1), (0.010, 150)):  # many decodes, then few
+        pacer.finished(DECODES, StepResult(0, [5, 5], compute_seconds=computing))
+        for _ in range(steps):
+            pacer.finished(PROMPT, StepResult(1, [5, 5], compute_seconds=0.060))
+    pacer.planned(PROMPT, pacer.began(), is_first=True)
+    started = clock.now
+    pacer.linger()
+    assert abs(clock.now - started - (0.010 + CAUTION * 0.050 - MARGIN)) < 1e-9

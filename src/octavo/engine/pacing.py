@@ -17,7 +17,7 @@ SMOOTHING = 0.2  # weight of the newest measurement
 MARGIN = 5e-4  # seconds, for what varies
 MIN_PROMPT_TOKENS = 64  # of a step from which their price is learnt
 CAUTION = 0.9  # share of the price that is counted on
-FORGETTING = 1.05  # by how much the lowest price may rise with a step
+FORGETTING = 1.05, 1e-7  # how the lowest price may rise with a step: times, and plus seconds
 
 
 class Pacer:
@@ -66,7 +66,9 @@ class Pacer:
             self._computing = result.compute_seconds
         elif num_prompt_tokens >= MIN_PROMPT_TOKENS and self._computing:
             price = max(0.0, result.compute_seconds - self._computing) / num_prompt_tokens
-            self._price = price if self._price is None else min(price, FORGETTING * self._price)
+            if self._price is not None:
+                price = min(price, FORGETTING[0] * self._price + FORGETTING[1])
+            self._price = price
 
 
 def _num_prompt_tokens(plan: StepPlan) -> int:
