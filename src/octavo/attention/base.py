@@ -126,6 +126,7 @@ class SharedKeys(NamedTuple):
 
     @classmethod
     def nothing(cls) -> SharedKeys:
+        """No stretches: a backend does all that it does for shared keys, and reads none."""
         none = np.zeros(0, np.int32)
         return cls(none, none, np.zeros(1, np.int32), none)
 

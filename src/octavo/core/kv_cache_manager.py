@@ -256,7 +256,7 @@ class KVCacheManager:
             total = -(-num_tokens // self.block_size)
             for ids in _table(seq).block_ids:
                 num_new += max(0, total - len(ids))
-        outside = self._outside_windows(targets) if self._windowed else []
+        outside = self._outside_windows(targets)
         # Each tail may have to be copied; how many are is counted only where that matters.
         if num_new + len(targets) * len(self.specs) > self.pool.num_free:
             freed = sum(self.pool.ref_count(ids[i]) == 1 for ids, i in outside)

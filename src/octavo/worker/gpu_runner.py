@@ -110,15 +110,17 @@ class GpuRunner:
         if graphs is None:
             return
         for size in reversed(graphs.token_sizes):
-            self._stage_padding(Captured("mixed", size))
-            graphs.prepare(Captured("mixed", size), partial(self._run_captured, size))
+            self._prepare(graphs, Captured("mixed", size))
         for size in reversed(graphs.sizes):
-            self._stage_padding(Captured("decodes", size))
-            graphs.prepare(Captured("decodes", size), partial(self._run_captured, size))
+            self._prepare(graphs, Captured("decodes", size))
             for mode in get_args(DrawMode):
                 graphs.prepare((mode, size), partial(self._draw_captured, size, mode))
         self._stage_padding(Captured("decodes", graphs.sizes[0], shares=True))
         self._run_captured(graphs.sizes[0])
+
+    def _prepare(self, graphs: Graphs, captured: Captured) -> None:
+        self._stage_padding(captured)
+        graphs.prepare(captured, partial(self._run_captured, captured.size))
 
     # ---------------------------------------------------------------- inputs
 

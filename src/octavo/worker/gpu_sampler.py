@@ -15,7 +15,7 @@ from octavo.kernels.candidates import MAX_CANDIDATES, best_tokens
 from octavo.kernels.sampling import NO_TOKEN, DeviceDraws, sample
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
-from octavo.worker.sampler import SamplingBatch, logits_not_finite
+from octavo.worker.sampler import SamplingBatch, candidate_pairs, logits_not_finite
 from octavo.worker.staging import DeviceStaging
 
 Int64s = NDArray[np.int64]
@@ -88,12 +88,10 @@ class Choice:
         """
         if self._best is None:
             return {}
-        values, ids = self._best[0].numpy(), self._best[1].numpy()
-        if not np.isfinite(values[:, 0]).all():
+        logprobs, token_ids = self._best
+        if not np.isfinite(logprobs[:, 0].numpy()).all():
             raise logits_not_finite()
-        pairs = np.empty((*values.shape, 2))
-        pairs[..., 0] = ids
-        pairs[..., 1] = values
+        pairs = candidate_pairs(token_ids, logprobs)
         rows = enumerate(zip(pairs, self._num_candidates, strict=True), self._num_sampled)
         return {row: best[:number] for row, (best, number) in rows}
 

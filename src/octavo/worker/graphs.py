@@ -71,7 +71,6 @@ class Graphs:
 
     def prepare(self, key: Hashable, work: Callable[[], None]) -> None:
         """Do `work` as it is, and capture it, so that `run` never has to."""
-        self._seen.add(key)
         work()
         if self._captures:
             self._graphs[key] = self._capture(work)

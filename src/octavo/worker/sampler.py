@@ -126,7 +126,7 @@ class Sampler:
             wanted = [batch.num_candidates[row - batch.num_sampled] for row in rows]
             top = scores.topk(min(max(wanted), scores.shape[1]), dim=-1)
             _check_finite(top.values[:, 0])
-            pairs = torch.stack([top.indices.double(), top.values.double()], dim=-1).cpu().numpy()
+            pairs = candidate_pairs(top.indices, top.values)
             for row, number, best in zip(rows.tolist(), wanted, pairs, strict=True):
                 candidates[row] = best[:number]
         return candidates
@@ -181,6 +181,14 @@ def logits_not_finite() -> ModelError:
         "the model's logits are not finite numbers: its weights are damaged, or too large for "
         "their dtype"
     )
+
+
+def candidate_pairs(token_ids: Tensor, logprobs: Tensor) -> NDArray[np.float64]:
+    """[num_rows, n, 2], as in StepResult; of tensors [num_rows, n] on the host."""
+    pairs = np.empty((*token_ids.shape, 2))
+    pairs[..., 0] = token_ids.numpy()
+    pairs[..., 1] = logprobs.numpy()
+    return pairs
 
 
 def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
