@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 CASES = {
     "64 x 2 beams, 128 + 32": Case(64, 2, 128, 32),
-    "64 x 4 beams, 128 + 32": Case(64, 4, 128, 32),
+    "64 x 4 beams, 512 + 32": Case(64, 4, 512, 32),
     "64 x 6 beams, 128 + 32": Case(64, 6, 128, 32),
     "4 x 8 beams, 2,048 + 128": Case(4, 8, 2048, 128),
     "16 behind 4,096, 256 each": Case(1, 16, 4096, 256),
@@ -80,7 +80,7 @@ def main() -> None:
         "--configs",
         nargs="*",
         default=["chosen"],
-        metavar="ROWS,KEYS,WARPS,STAGES",
+        metavar="ROWS,KEYS,WARPS,STAGES,PROGRAMS",
         help="tiles to try instead of the chosen ones",
     )
     arguments = parser.parse_args()
