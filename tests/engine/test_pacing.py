@@ -70,6 +70,22 @@ def test_a_step_with_prompts_is_waited_for_by_the_least_that_they_have_taken() -
     assert abs(clock.now - started - (0.010 - MARGIN)) < 1e-9
 
 
+def test_short_and_long_prompts_have_prices_of_their_own() -> None:
+    clock = Clock()
+    pacer = Pacer(clock, clock.sleep)
+    long_prompt = StepPlan(1, [1, 3], [1, 1001], [1, 3], [])
+    longer_prompt = StepPlan(2, [1, 3], [1, 2001], [1, 3], [])
+    pacer.finished(DECODES, StepResult(0, [5, 5], compute_seconds=0.010))
+    for plan, seconds in ((PROMPT, 0.011), (long_prompt, 0.050)) * 2:  # 10 and 40 us a token
+        pacer.finished(plan, StepResult(1, [5, 5], compute_seconds=seconds))
+    pacer.finished(longer_prompt, StepResult(2, [5, 5], compute_seconds=9.0))  # once is not enough
+    for plan, seconds in ((PROMPT, 0.001), (long_prompt, 0.040), (longer_prompt, 0.080)):
+        pacer.planned(plan, pacer.began(), is_first=True)
+        started = clock.now
+        pacer.linger()
+        assert abs(clock.now - started - (0.010 + CAUTION * seconds - MARGIN)) < 1e-9
+
+
 def test_a_prompt_that_seemed_to_cost_nothing_is_forgotten() -> None:
     clock = Clock()
     pacer = Pacer(clock, clock.sleep)

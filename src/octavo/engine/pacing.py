@@ -8,16 +8,26 @@ that is over before the host has planned the next one leaves the device without 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from octavo.core.step import StepPlan, StepResult
 
 SMOOTHING = 0.2  # weight of the newest measurement
 MARGIN = 5e-4  # seconds, for what varies
-MIN_PROMPT_TOKENS = 64  # of a step from which their price is learnt
-CAUTION = 0.9  # share of the price that is counted on
+MIN_PROMPT_TOKENS = 16  # of a step whose price is learnt
+SIZES_AN_OCTAVE = 2  # each with its price: few tokens cost little more than reading the weights
+CAUTION = 0.93  # share of the price that is counted on
 FORGETTING = 1.05, 1e-7  # how the lowest price may rise with a step: times, and plus seconds
+
+
+class Price(NamedTuple):
+    """The least that a prompt token has added to steps of one size."""
+
+    seconds: float
+    num_steps: int
 
 
 class Pacer:
@@ -34,13 +44,12 @@ class Pacer:
         self._planning = 0.0  # seconds of the host to plan and start a step of decodes
         self._computing = 0.0  # seconds of the device for the last step of decodes
         self._prompt_tokens = 0  # of the step that computes now, beyond one a sequence
-        # The least that a prompt token has added to a step, seconds; None: nothing is known.
-        self._price: float | None = None
+        self._prices: dict[int, Price] = {}  # by the size of the step
 
     def linger(self) -> None:
         """Return when the step under way has little more than the time of planning left."""
-        prompts = CAUTION * (self._price or 0.0) * self._prompt_tokens
-        end = self._started + self._computing + prompts - self._planning - MARGIN
+        prompts = self._price(self._prompt_tokens) * self._prompt_tokens
+        end = self._started + self._computing + CAUTION * prompts - self._planning - MARGIN
         left = end - self._clock()
         if left > 0:
             self._sleep(left)
@@ -65,10 +74,25 @@ class Pacer:
         if plan.only_decodes:
             self._computing = result.compute_seconds
         elif num_prompt_tokens >= MIN_PROMPT_TOKENS and self._computing:
+            size = _size(num_prompt_tokens)
             price = max(0.0, result.compute_seconds - self._computing) / num_prompt_tokens
-            if self._price is not None:
-                price = min(price, FORGETTING[0] * self._price + FORGETTING[1])
-            self._price = price
+            old = self._prices.get(size)
+            if old is not None:
+                price = min(price, FORGETTING[0] * old.seconds + FORGETTING[1])
+            self._prices[size] = Price(price, 1 if old is None else old.num_steps + 1)
+
+    def _price(self, num_prompt_tokens: int) -> float:
+        """Of each, seconds. Prices rise with the size: what is known of smaller steps is not too
+        much. One step alone tells nothing; something else may have kept it up."""
+        if num_prompt_tokens < MIN_PROMPT_TOKENS:
+            return 0.0
+        limit = _size(num_prompt_tokens)
+        known = [s for s, price in self._prices.items() if s <= limit and price.num_steps > 1]
+        return self._prices[max(known)].seconds if known else 0.0
+
+
+def _size(num_prompt_tokens: int) -> int:
+    return math.floor(SIZES_AN_OCTAVE * math.log2(num_prompt_tokens))
 
 
 def _num_prompt_tokens(plan: StepPlan) -> int:
