@@ -42,10 +42,10 @@ def make_paged(
     table = (torch.randperm(len(cached) * blocks) + 1).view(len(cached), blocks)
     kv = torch.randn(2, len(cached), capacity, num_kv_heads, head_dim).to(dtype).to(device)
     for seq, count in enumerate(cached):
-        for token in range(count):
-            block, offset = int(table[seq, token // block_size]), token % block_size
-            cache[block, :, 0, offset] = kv[0, seq, token]
-            cache[block, :, 1, offset] = kv[1, seq, token]
+        token = torch.arange(count)
+        slots = table[seq, token // block_size].to(device), (token % block_size).to(device)
+        for side in range(2):
+            cache[:, :, side][slots[0], :, slots[1]] = kv[side, seq, :count]
     return Paged(list(kv[0]), list(kv[1]), cache, table.int().to(device))
 
 
