@@ -86,6 +86,25 @@ def test_short_and_long_prompts_have_prices_of_their_own() -> None:
         assert abs(clock.now - started - (0.010 + CAUTION * seconds - MARGIN)) < 1e-9
 
 
+def test_a_host_that_was_late_knows_when_the_step_began() -> None:
+    clock = Clock()
+    pacer = Pacer(clock, clock.sleep)
+    pacer.finished(DECODES, StepResult(0, [5, 5], compute_seconds=0.010))
+    began = pacer.began()
+    clock.now += 0.040  # launching this step took longer than the step before did
+    pacer.planned(DECODES, began, is_first=False)
+    pacer.waits()
+    pacer.finished(DECODES, StepResult(1, [5, 5], compute_seconds=0.010))
+    late = clock.now
+    pacer.linger()
+    assert clock.now == late, "it began 30 ms ago"
+    pacer.waits()
+    clock.now += 0.005
+    pacer.finished(DECODES, StepResult(2, [5, 5], compute_seconds=0.030))
+    pacer.linger()
+    assert clock.now > late + 0.005, "it has begun just now"
+
+
 def test_a_prompt_that_seemed_to_cost_nothing_is_forgotten() -> None:
     clock = Clock()
     pacer = Pacer(clock, clock.sleep)

@@ -173,6 +173,7 @@ class Engine:
         # search, the first tokens of samples): clients are told while it computes again.
         is_waiting = self._depth > 1 and not self._under_way
         with collecting_later(is_waiting):
+            self._pacer.waits()
             result = pending.result()
             self._pacer.finished(plan, result)
             if is_waiting:

@@ -20,6 +20,7 @@ MARGIN = 5e-4  # seconds, for what varies
 MIN_PROMPT_TOKENS = 16  # of a step whose price is learnt
 SIZES_AN_OCTAVE = 2  # each with its price: few tokens cost little more than reading the weights
 CAUTION = 0.93  # share of the price that is counted on
+AT_ONCE = 3e-4  # seconds: a result that took no longer was there before it was asked for
 FORGETTING = 1.05, 1e-7  # how the lowest price may rise with a step: times, and plus seconds
 
 
@@ -40,7 +41,8 @@ class Pacer:
     ) -> None:
         self._clock = clock
         self._sleep = sleep
-        self._started = clock()  # when the step that computes now began, at the latest
+        self._started = clock()  # when the step that computes now began
+        self._asked = self._started  # when its result was asked for
         self._planning = 0.0  # seconds of the host to plan and start a step of decodes
         self._computing = 0.0  # seconds of the device for the last step of decodes
         self._prompt_tokens = 0  # of the step that computes now, beyond one a sequence
@@ -62,14 +64,26 @@ class Pacer:
         """A step has been started; `is_first`: the device had nothing to do before."""
         now = self._clock()
         self._prompt_tokens = _num_prompt_tokens(plan)
-        if is_first:
-            self._started = now
+        if is_first:  # it has begun before the last of it was launched
+            self._started = min(now, began + self._planning)
         if plan.only_decodes:
             self._planning += SMOOTHING * (now - began - self._planning)
 
+    def waits(self) -> None:
+        """The host has nothing to do before it has the result of the step that computes now."""
+        self._asked = self._clock()
+
     def finished(self, plan: StepPlan, result: StepResult) -> None:
-        """The device has just gone on to the next step."""
-        self._started = self._clock()
+        """That result is there; the device has gone on to the next step.
+
+        It did so just now if the host had to wait. Else the host was late: launching what is not
+        captured can take it longer than a step.
+        """
+        now = self._clock()
+        if now - self._asked > AT_ONCE:
+            self._started = now
+        else:
+            self._started = min(now, self._started + result.compute_seconds)
         num_prompt_tokens = _num_prompt_tokens(plan)
         if plan.only_decodes:
             self._computing = result.compute_seconds

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-MOST_MIXED_TOKENS = 1024
+MOST_MIXED_TOKENS = 2048  # launched one by one, so many take the host half as long as the device
 ROOM_FOR_PROMPTS = 512  # tokens beside as many decodes as may run
 MOST_CHUNKS = 16  # sequences with several tokens in a captured step
 
@@ -30,7 +30,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 def mixed_sizes(max_num_seqs: int, max_num_tokens: int) -> list[int]:
     """Numbers of tokens to which steps with prompts are padded, ascending."""
     limit = min(max_num_tokens, max(MOST_MIXED_TOKENS, max_num_seqs + ROOM_FOR_PROMPTS))
-    sizes = [16, 32, 64, 96, 128, *range(192, 1024, 64), *range(1024, limit + 1, 128)]
+    sizes = [16, 32, 64, 96, 128, *range(192, 1024, 64), *range(1024, 1536, 128)]
+    sizes += range(1536, limit + 1, 256)  # products are computed in tiles of 256 tokens anyway
     return [size for size in sizes if size <= limit]
 
 
