@@ -17,7 +17,7 @@ from octavo.core.block_pool import NULL_BLOCK
 from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
 from octavo.core.kv_spec import KVSpec
 from octavo.core.sequence import Request
-from octavo.core.step import SamplingSpec, StepPlan, StepResult, TokenLogprobs
+from octavo.core.step import Candidates, SamplingSpec, StepPlan, StepResult, TokenLogprobs
 
 VOCABULARY = 7
 EOS = 6
@@ -135,10 +135,10 @@ class SymbolicExecutor:
                 opened.num_draws,
                 opened.num_prompt_tokens,
             )
-        for write in plan.token_writes:
-            tokens = self.rows[write.seq_id].token_ids
-            assert write.position <= len(tokens)
-            tokens[write.position :] = [write.token_id]
+        for seq_id, position, token_id in zip(*plan.token_writes, strict=True):
+            tokens = self.rows[seq_id].token_ids
+            assert position <= len(tokens)
+            tokens[position:] = [token_id]
         for table_write in plan.table_writes:
             table = self.rows[table_write.seq_id].tables[table_write.group]
             assert table_write.start <= len(table)
@@ -190,12 +190,13 @@ class SymbolicExecutor:
                 result.logprobs[seq_id] = scored
             result.token_ids.append(tokens[0])
             row.token_ids.append(tokens[0])
-        for seq_id in plan.expanded:
-            row = self.rows[seq_id]
-            assert row.num_computed == len(row.token_ids), "expanded before the last token"
-            symbol = self._symbols(row)[-1]
-            best = best_tokens(symbol, row.sampling.num_candidates)
-            result.candidates[seq_id] = np.array(best)
+        expanded = [self.rows[seq_id] for seq_id in plan.expanded]
+        if expanded:
+            for row in expanded:
+                assert row.num_computed == len(row.token_ids), "expanded before the last token"
+            number = max(row.sampling.num_candidates for row in expanded)
+            best = np.array([best_tokens(self._symbols(row)[-1], number) for row in expanded])
+            result.candidates = Candidates(best[..., 0].astype(np.int64), best[..., 1])
 
 
 # -------------------------------------------------------------------- what must come out

@@ -14,7 +14,7 @@ from model_zoo import model_directory
 from octavo.bench.throughput import Decoding
 from octavo.bench.traces import TraceRequest
 from octavo.config import CacheConfig, SchedulerConfig
-from octavo.core.step import StepPlan
+from octavo.core.step import StepPlan, TokenWrites
 from octavo.errors import ConfigError, OutOfMemory, RequestTooLong
 from octavo.executor.local import LocalExecutor
 from octavo.model_config import ModelConfig
@@ -94,8 +94,9 @@ def decisions(plans: list[StepPlan]) -> Iterator[Any]:
             (row.seq_id, len(row.token_ids), row.num_computed_tokens, row.num_draws)
             for row in plan.opened
         ]
-        writes = [(write.seq_id, write.position) for write in plan.token_writes]
-        yield replace(plan, opened=[], token_writes=[]), opened, writes
+        writes = plan.token_writes
+        unwritten = replace(plan, opened=[], token_writes=TokenWrites.none())
+        yield unwritten, opened, writes.seq_ids, writes.positions
 
 
 @pytest.mark.parametrize(

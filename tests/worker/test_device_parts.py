@@ -92,7 +92,7 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(ModelError, match="not finite"):
         Choice(2, torch.tensor([4, NO_TOKEN.value])).first_tokens()
     best = Choice(0, torch.zeros(0, dtype=torch.int64))
-    best.expand(torch.tensor([[-0.5, -1.0], [torch.nan, torch.nan]]), torch.ones(2, 2), [2, 2])
+    best.expand(torch.tensor([[-0.5, -1.0], [torch.nan, torch.nan]]), torch.ones(2, 2))
     with pytest.raises(ModelError, match="not finite"):
         best.candidates()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrite
+from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite
 from octavo.worker.input_batch import InputBatch
 
 BLOCK_SIZE = 4
@@ -61,9 +61,8 @@ class NaiveRows:
                 o.num_draws,
                 [{} for _ in range(self.num_groups)],
             )
-        for write in plan.token_writes:
-            tokens = self.rows[write.seq_id].tokens
-            tokens[write.position :] = [write.token_id]
+        for seq_id, position, token_id in zip(*plan.token_writes, strict=True):
+            self.rows[seq_id].tokens[position:] = [token_id]
         for table_write in plan.table_writes:
             table = self.rows[table_write.seq_id].tables[table_write.group]
             for index, block_id in enumerate(table_write.block_ids, table_write.start):
@@ -135,7 +134,9 @@ class PlanMaker:
         for seq_id in list(lengths):
             for _ in range(rng.choice([0, 0, 1, 2])):
                 position = rng.choice([lengths[seq_id], max(lengths[seq_id] - 1, computed[seq_id])])
-                plan.token_writes.append(TokenWrite(seq_id, position, rng.randrange(1000)))
+                write = (seq_id, position, rng.randrange(1000))
+                for column, value in zip(plan.token_writes, write, strict=True):
+                    column.append(value)
                 lengths[seq_id] = position + 1
         self._schedule(plan, lengths, computed)
         return plan

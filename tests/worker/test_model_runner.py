@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrite
+from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
 from octavo.worker import logprobs
 from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel, make_runner
 
@@ -72,7 +72,7 @@ def test_samples_fork_after_the_prompt_and_copy_the_shared_block_on_write() -> N
     second = runner.execute(
         plan(1, seq_ids=[0, 11, 12], num_scheduled_tokens=[1, 1, 1], sampled=[0, 11, 12],
              forks=[Fork(0, 11, 1), Fork(0, 12, 2)],
-             token_writes=[TokenWrite(11, 6, drawn[1]), TokenWrite(12, 6, drawn[2])],
+             token_writes=TokenWrites([11, 12], [6, 6], drawn[1:]),
              table_writes=[TableWrite(11, 0, 1, (3,)), TableWrite(12, 0, 1, (4,))],
              copies=[(2, 3), (2, 4)])
     )  # fmt: skip
@@ -149,20 +149,20 @@ def test_expanded_rows_offer_candidates_and_append_nothing() -> None:
     )  # fmt: skip
     expected = model.expected_logits(tokens)[-1].log_softmax(-1).topk(4)
     assert result.token_ids == []
-    assert [token for token, _ in result.candidates[1]] == expected.indices.tolist()
-    assert [logprob for _, logprob in result.candidates[1]] == pytest.approx(
-        expected.values.tolist(), abs=1e-4
-    )
+    assert result.candidates is not None
+    assert result.candidates.token_ids.tolist() == [expected.indices.tolist()]
+    assert result.candidates.logprobs == pytest.approx(expected.values[None].numpy(), abs=1e-4)
     # Two children of the beam, the one in its place and a fork.
-    best = result.candidates[1][:, 0].astype(int).tolist()
+    best = result.candidates.token_ids[0, :2].tolist()
     result = runner.execute(
         plan(1, seq_ids=[1, 2], num_scheduled_tokens=[1, 1], expanded=[1, 2], forks=[Fork(1, 2, 0)],
-             token_writes=[TokenWrite(1, 5, best[0]), TokenWrite(2, 5, best[1])],
+             token_writes=TokenWrites([1, 2], [5, 5], best),
              table_writes=[TableWrite(2, 0, 1, (3,))], copies=[(2, 3)])
     )  # fmt: skip
-    for seq_id, token in ((1, best[0]), (2, best[1])):
+    assert result.candidates is not None
+    for offered, token in zip(result.candidates.token_ids, best, strict=True):
         expected = model.expected_logits([*tokens, token])[-1].log_softmax(-1).topk(4)
-        assert [t for t, _ in result.candidates[seq_id]] == expected.indices.tolist()
+        assert offered.tolist() == expected.indices.tolist()
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 100])

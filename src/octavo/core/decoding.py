@@ -6,15 +6,15 @@ a sequence shares its blocks, and the KV cache manager copies one only when it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.core.sequence import Request, Sequence
+from octavo.core.step import Candidates
 
 EarlyStopping = bool | Literal["never"]
 
@@ -24,9 +24,6 @@ class SequenceVerbs(Protocol):
 
     def fork(self, parent: Sequence, sample_index: int) -> Sequence:
         """A new sequence with the parent's tokens, sharing all of its blocks."""
-
-    def replace(self, seq: Sequence, parent: Sequence) -> None:
-        """Drop what a sequence was: it goes on like a fork of `parent`, of the same request."""
 
     def append(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
         """Add to each sequence a token that the worker has not drawn for it by itself."""
@@ -76,8 +73,11 @@ class Searching(Protocol):
     max_length: int
     num_candidates: int  # that it asks for of each sequence, and looks at in a step
 
-    def advance(self, request: Request, best: Continuations, verbs: SequenceVerbs) -> None:
-        """`best` are the `num_candidates` best of all that its sequences were offered."""
+    def advance(
+        self, request: Request, best: Continuations, verbs: SequenceVerbs
+    ) -> Continuations | None:
+        """Choose those that live on, of the `num_candidates` best of all that the sequences were
+        offered: forks, appends and frees follow from that. None if the request has ended."""
 
 
 class Computing(Protocol):
@@ -171,24 +171,35 @@ class BeamSearch:
         self._num_return = width if num_return_sequences is None else num_return_sequences
         self._finished: list[Hypothesis] = []  # best first, at most `width`
 
-    def advance(self, request: Request, best: Continuations, verbs: SequenceVerbs) -> None:
+    def advance(
+        self, request: Request, best: Continuations, verbs: SequenceVerbs
+    ) -> Continuations | None:
         beams = request.sequences
         length = len(beams[0].token_ids) + 1
         survivors = best
         if length >= self.max_length or not self._eos_ids.isdisjoint(best.token_ids):
-            survivors = Continuations([], [], [])
-            for position, (logprob, parent, token_id) in enumerate(zip(*best, strict=True)):
-                reason = self._ends(token_id, length)
-                if reason is None:
-                    survivors.logprobs.append(logprob)
-                    survivors.parents.append(parent)
-                    survivors.token_ids.append(token_id)
-                elif position < self._width:
-                    self._add_finished(beams[parent], token_id, logprob, reason)
+            survivors = self._set_finished_aside(beams, best, length)
         if self._is_done(survivors, length, request.num_prompt_tokens):
             self._conclude(request, verbs)
-        else:
-            self._continue(request, survivors, verbs)
+            return None
+        logprobs, parents, token_ids = survivors
+        width = self._width
+        return Continuations(logprobs[:width], parents[:width], token_ids[:width])
+
+    def _set_finished_aside(
+        self, beams: Seq[Sequence], best: Continuations, length: int
+    ) -> Continuations:
+        """Those that go on; of the others, what stands among the `width` best is finished."""
+        survivors = Continuations([], [], [])
+        for position, (logprob, parent, token_id) in enumerate(zip(*best, strict=True)):
+            reason = self._ends(token_id, length)
+            if reason is None:
+                survivors.logprobs.append(logprob)
+                survivors.parents.append(parent)
+                survivors.token_ids.append(token_id)
+            elif position < self._width:
+                self._add_finished(beams[parent], token_id, logprob, reason)
+        return survivors
 
     def _ends(self, token_id: int, length: int) -> str | None:
         if token_id in self._eos_ids:
@@ -216,31 +227,6 @@ class BeamSearch:
         )
         return attainable <= self._finished[-1].score
 
-    def _continue(self, request: Request, survivors: Continuations, verbs: SequenceVerbs) -> None:
-        """One child of each surviving beam takes its place; the others replace beams that do not
-        survive, or are forked off."""
-        beams = list(request.sequences)
-        parents = survivors.parents[: self._width]
-        dropped = [beam for index, beam in enumerate(beams) if index not in parents]
-        chosen: list[Sequence] = []
-        taken: set[int] = set()
-        for index in parents:
-            beam = beams[index]
-            if index not in taken:
-                taken.add(index)
-            elif dropped:
-                parent, beam = beam, dropped.pop()
-                verbs.replace(beam, parent)
-            else:
-                beam = verbs.fork(beam, beam.sample_index)
-            chosen.append(beam)
-        for beam in dropped:
-            verbs.free(beam)
-        verbs.append(chosen, survivors.token_ids[: self._width])
-        for beam, logprob in zip(chosen, survivors.logprobs[: self._width], strict=True):
-            beam.cumulative_logprob = logprob
-        request.sequences[:] = chosen
-
     def _conclude(self, request: Request, verbs: SequenceVerbs) -> None:
         """The finished beams, best first, become the request's results."""
         for beam in list(request.sequences):
@@ -252,38 +238,48 @@ class BeamSearch:
             verbs.finish(result, hypothesis.reason)
 
 
-def best_continuations(
-    searches: Seq[tuple[Request, Searching]], candidates: Mapping[int, NDArray[np.float64]]
-) -> list[Continuations]:
-    """What each search is to look at; of equal ones, the first offered come first.
+class Search(NamedTuple):
+    """A search whose sequences have been offered candidates."""
 
-    candidates: of each of their sequences, by its id; see StepResult.
-    """
+    request: Request
+    method: Searching
+    first_row: int  # of the candidates; its sequences have one each, in their order
+
+
+def best_continuations(
+    searches: Seq[Search], candidates: Candidates
+) -> Iterator[tuple[Search, Continuations]]:
+    """What each search is to look at; of equal ones, the first offered come first."""
     # Those of one shape are ranked at once.
-    groups: dict[tuple[int, int, int], list[int]] = {}
-    for place, (request, method) in enumerate(searches):
-        beams = request.sequences
-        offered = len(candidates[beams[0].seq_id])
-        shape = (len(beams), offered, method.num_candidates)
-        groups.setdefault(shape, []).append(place)
-    found: dict[int, Continuations] = {}
-    for (width, offered, number), places in groups.items():
-        beams = [beam for place in places for beam in searches[place][0].sequences]
-        pairs = np.concatenate([candidates[beam.seq_id] for beam in beams])
-        before = np.array([beam.cumulative_logprob for beam in beams])
-        logprobs = pairs[:, 1].reshape(len(beams), offered) + before[:, None]
-        logprobs = logprobs.reshape(len(places), width * offered)
-        token_ids = pairs[:, 0].astype(np.int64).reshape(logprobs.shape)
-        order = np.argsort(-logprobs, axis=1, kind="stable")[:, :number]
-        which = order + np.arange(0, logprobs.size, width * offered)[:, None]
-        lists = zip(
-            logprobs.take(which).tolist(),
-            (order // offered).tolist(),
-            token_ids.take(which).tolist(),
-            strict=True,
-        )
-        found.update(zip(places, map(Continuations._make, lists), strict=True))
-    return [found[place] for place in range(len(searches))]
+    groups: dict[tuple[int, int], list[Search]] = {}
+    for search in searches:
+        shape = len(search.request.sequences), search.method.num_candidates
+        groups.setdefault(shape, []).append(search)
+    for (width, number), group in groups.items():
+        yield from zip(group, _ranked(group, width, number, candidates), strict=True)
+
+
+def _ranked(
+    searches: Seq[Search], width: int, number: int, candidates: Candidates
+) -> Iterator[Continuations]:
+    """The `number` best continuations of each search; all have `width` sequences."""
+    first_rows = np.array([search.first_row for search in searches])[:, None]
+    before = np.array(
+        [seq.cumulative_logprob for search in searches for seq in search.request.sequences]
+    )
+    logprobs = candidates.logprobs[first_rows + np.arange(width)]
+    num_offered = logprobs.shape[2]
+    logprobs = (logprobs + before.reshape(-1, width, 1)).reshape(len(searches), -1)
+    order = (-logprobs).argsort(axis=1, kind="stable")[:, :number]
+    # Places in the flat arrays.
+    ranked = order + np.arange(0, logprobs.size, width * num_offered)[:, None]
+    offers = order + first_rows * num_offered
+    return map(
+        Continuations,
+        logprobs.take(ranked).tolist(),
+        (order // num_offered).tolist(),
+        candidates.token_ids.take(offers).tolist(),
+    )
 
 
 class PinPrefix:

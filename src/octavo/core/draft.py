@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import compress
 
 from octavo.core.block_table import BlockTable
+from octavo.core.decoding import Search, Searching
 from octavo.core.kv_cache_manager import Changes
 from octavo.core.sequence import Request, Sequence
-from octavo.core.step import Fork, OpenedRow, StepPlan, TableWrite, TokenWrite
+from octavo.core.step import Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 
 
 class RowChanges:
@@ -16,7 +18,7 @@ class RowChanges:
     def __init__(self) -> None:
         self.forks: list[Fork] = []
         self.closed: list[int] = []
-        self._token_writes: list[TokenWrite] = []
+        self._token_writes = TokenWrites.none()
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         self.forks.append(Fork(parent.seq_id, child.seq_id, child.sample_index))
@@ -26,17 +28,18 @@ class RowChanges:
 
     def write_tokens(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
         """The token after each sequence's last one, which the worker has not drawn by itself."""
-        self._token_writes += [
-            TokenWrite(seq.seq_id, len(seq.token_ids), token_id)
-            for seq, token_id in zip(seqs, token_ids, strict=True)
-        ]
+        writes = self._token_writes
+        writes.seq_ids.extend([seq.seq_id for seq in seqs])
+        writes.positions.extend([len(seq.token_ids) for seq in seqs])
+        writes.token_ids.extend(token_ids)
 
-    def token_writes(self) -> list[TokenWrite]:
+    def token_writes(self) -> TokenWrites:
         """Those into rows that are still there."""
         if not self.closed:
             return self._token_writes
         closed = set(self.closed)
-        return [write for write in self._token_writes if write.seq_id not in closed]
+        is_there = [seq_id not in closed for seq_id in self._token_writes.seq_ids]
+        return TokenWrites(*(list(compress(column, is_there)) for column in self._token_writes))
 
 
 class PlanDraft:
@@ -60,7 +63,7 @@ class PlanDraft:
         # For `update`, when the results are in.
         self.held: list[int] = []  # sources of copies
         self.drawn: list[Sequence] = []  # as `sampled`
-        self.searching: list[Request] = []
+        self.searching: list[Search] = []
         self.undecided: list[Request] = []
         self.computing: list[Sequence] = []
         self.filled: list[tuple[Sequence, BlockTable, int]] = []  # with the tokens then computed
@@ -81,10 +84,11 @@ class PlanDraft:
             if table is not None and end == table.writable_until:
                 self.filled.append((seq, table, end))
 
-    def search(self, request: Request) -> None:
+    def search(self, request: Request, method: Searching) -> None:
         """Compute the next token of a search's sequences, which have room for it."""
         sequences = request.sequences
         self.budget -= len(sequences)
+        self.searching.append(Search(request, method, len(self.expanded)))
         seq_ids = [seq.seq_id for seq in sequences]
         self.seq_ids += seq_ids
         self.num_scheduled_tokens += [1] * len(sequences)
@@ -94,7 +98,6 @@ class PlanDraft:
             table = seq.table
             if table is not None and end == table.writable_until:
                 self.filled.append((seq, table, end))
-        self.searching.append(request)
         self._await_decision(request)
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
@@ -121,9 +124,9 @@ class PlanDraft:
                 return
         elif method.wants == "candidates":
             self.expanded.append(seq.seq_id)
-            if self.searching[-1:] == [request]:
+            if self.searching and self.searching[-1].request is request:
                 return
-            self.searching.append(request)
+            self.searching.append(Search(request, method, len(self.expanded) - 1))
         else:
             self.computing.append(seq)
         self._await_decision(request)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from octavo.core.decoding import best_continuations
+from octavo.core.decoding import Search, best_continuations
 from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.sequence import Request, Sequence, Status
-from octavo.core.step import StepResult
+from octavo.core.step import Candidates, StepResult
 
 
 @dataclass(slots=True)
@@ -64,8 +64,10 @@ class Outcomes:
                 reason = method.accept(seq, token_id)
                 if reason is not None:
                     self.finish(seq, reason)
-        if draft.searching:
-            self._advance_searches(draft, result)
+        searches = [search for search in draft.searching if not search.request.is_finished]
+        if searches:
+            assert result.candidates is not None, "searches have asked for them"
+            self._advance_searches(searches, result.candidates)
         for seq in draft.computing:
             if seq.finish_reason is None and seq.request.method.wants == "kv":
                 seq.request.method.computed(seq, self)
@@ -81,14 +83,6 @@ class Outcomes:
         parent.request.sequences.append(child)
         self.rows.fork(parent, child)
         return child
-
-    def replace(self, seq: Sequence, parent: Sequence) -> None:
-        seq.token_ids = parent.token_ids.copy()
-        seq.sample_index = parent.sample_index
-        seq.cumulative_logprob = parent.cumulative_logprob
-        seq.logprobs = parent.logprobs.copy()
-        self.kv.replace(seq, parent)
-        self.rows.fork(parent, seq)
 
     def append(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
         self.rows.write_tokens(seqs, token_ids)
@@ -122,15 +116,53 @@ class Outcomes:
         request.finished.append(seq)
         self.progress.finished.append(request)
 
-    def _advance_searches(self, draft: PlanDraft, result: StepResult) -> None:
-        searches = [
-            (request, method)
-            for request in draft.searching
-            if not request.is_finished and (method := request.method).wants == "candidates"
-        ]
-        found = best_continuations(searches, result.candidates)
-        for (request, method), best in zip(searches, found, strict=True):
-            method.advance(request, best, self)
+    def _advance_searches(self, searches: Seq[Search], candidates: Candidates) -> None:
+        """Let all searches choose, and append what they chose at once: the device waits for it."""
+        children: list[Sequence] = []
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        for search, best in best_continuations(searches, candidates):
+            chosen = search.method.advance(search.request, best, self)
+            if chosen is not None:
+                children += self._branch(search.request, chosen.parents)
+                token_ids += chosen.token_ids
+                logprobs += chosen.logprobs
+        self.append(children, token_ids)
+        for child, logprob in zip(children, logprobs, strict=True):
+            child.cumulative_logprob = logprob
+
+    def _branch(self, request: Request, parents: list[int]) -> list[Sequence]:
+        """Children of the sequences at these places become the request's sequences.
+
+        The first child of a sequence takes its place; others replace sequences that have no child,
+        or are forked off.
+        """
+        sequences = list(request.sequences)
+        childless = [seq for place, seq in enumerate(sequences) if place not in parents]
+        children: list[Sequence] = []
+        taken: set[int] = set()
+        for place in parents:
+            child = sequences[place]
+            if place not in taken:
+                taken.add(place)
+            elif childless:
+                parent, child = child, childless.pop()
+                self._replace(child, parent)
+            else:
+                child = self.fork(child, child.sample_index)
+            children.append(child)
+        for seq in childless:
+            self.free(seq)
+        request.sequences[:] = children
+        return children
+
+    def _replace(self, seq: Sequence, parent: Sequence) -> None:
+        """Drop what a sequence was: it goes on like a fork of `parent`, of the same request."""
+        seq.token_ids = parent.token_ids.copy()
+        seq.sample_index = parent.sample_index
+        seq.logprobs = parent.logprobs.copy()
+        self.kv.replace(seq, parent)
+        self.rows.fork(parent, seq)
 
     def _take_draws(self, seq: Sequence, token_id: int, result: StepResult) -> None:
         """Tokens that come with log-probabilities, or several at once."""

@@ -183,7 +183,7 @@ class Scheduler:
                         goals.append((seq, end))
                 else:
                     if not goals or self._make_room(request, goals, draft):
-                        draft.search(request)
+                        draft.search(request, method)
                     continue
             self._continue(request, draft, draft.budget - later)
 

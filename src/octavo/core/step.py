@@ -67,12 +67,17 @@ class Fork(NamedTuple):
     sample_index: int
 
 
-class TokenWrite(NamedTuple):
-    """Token `position` of a row becomes `token_id`; the row's length becomes `position + 1`."""
+class TokenWrites(NamedTuple):
+    """Writes into rows, in their order, as columns: token `position` becomes `token_id`, and the
+    row's length `position + 1`."""
 
-    seq_id: int
-    position: int
-    token_id: int
+    seq_ids: list[int]
+    positions: list[int]
+    token_ids: list[int]
+
+    @classmethod
+    def none(cls) -> TokenWrites:
+        return cls([], [], [])
 
 
 class TableWrite(NamedTuple):
@@ -101,7 +106,7 @@ class StepPlan:
     forks: list[Fork] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
     opened: list[OpenedRow] = field(default_factory=list)
-    token_writes: list[TokenWrite] = field(default_factory=list)
+    token_writes: TokenWrites = field(default_factory=TokenWrites.none)
     table_writes: list[TableWrite] = field(default_factory=list)
     # Moves of whole blocks, (source, destination) ids.
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> swap tier
@@ -128,6 +133,14 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
+class Candidates(NamedTuple):
+    """The best next tokens of rows, best first: [num_rows, n], for the largest n that a row asks
+    for, or the whole vocabulary."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float64]
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step computed. Dictionaries hold entries only for rows that asked."""
@@ -136,8 +149,7 @@ class StepResult:
     token_ids: list[int]  # one per entry of plan.sampled, in its order
     # All draws of a row with num_draws > 1, the first equal to its entry in token_ids.
     draws: dict[int, list[int]] = field(default_factory=dict)
-    # Beam search: the best next tokens, best first; [num_candidates, 2]: token id, logprob.
-    candidates: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    candidates: Candidates | None = None  # a row per entry of plan.expanded, if it has any
     # One entry per draw.
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     # For the positions of this step's chunk: entry i scores token (first computed + 1 + i).

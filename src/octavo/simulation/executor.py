@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from octavo.core.step import StepPlan, StepResult
+from octavo.core.step import Candidates, StepPlan, StepResult
 from octavo.executor.base import KVCapacity
 from octavo.simulation.clock import VirtualClock
 from octavo.simulation.cost_model import CostModel
@@ -86,9 +86,11 @@ class SimulatedExecutor:
         if self._num_draws:
             for seq_id in self._num_draws.keys() & set(plan.sampled):
                 result.draws[seq_id] = list(range(self._num_draws.pop(seq_id)))
-        for seq_id in plan.expanded:
-            found = self._candidates(self._num_candidates[seq_id])
-            result.candidates[seq_id] = np.array(found)
+        if plan.expanded:
+            number = max(self._num_candidates[seq_id] for seq_id in plan.expanded)
+            logprobs = np.array([self._candidates(number) for _ in plan.expanded])
+            token_ids = np.broadcast_to(np.arange(number), logprobs.shape)
+            result.candidates = Candidates(token_ids, logprobs)
         start = max(self._clock.now, self._last_end)
         self._last_end = start + result.compute_seconds + result.swap_seconds
         self.spans.append((start, self._last_end))
@@ -110,12 +112,10 @@ class SimulatedExecutor:
             if opened.sampling.num_candidates:
                 self._num_candidates[opened.seq_id] = opened.sampling.num_candidates
 
-    def _candidates(self, count: int) -> list[tuple[int, float]]:
-        """(token id, log-probability), best first; the ids are the ranks."""
+    def _candidates(self, count: int) -> list[float]:
+        """Log-probabilities, best first; the ids of the tokens are their ranks."""
         draw = self._random.expovariate
-        logprob = -draw(1.0)
-        found = [(0, logprob)]
-        for rank in range(1, count):
-            logprob -= draw(1.0) * self._beam_spacing
-            found.append((rank, logprob))
-        return found
+        logprobs = [-draw(1.0)]
+        for _ in range(1, count):
+            logprobs.append(logprobs[-1] - draw(1.0) * self._beam_spacing)
+        return logprobs

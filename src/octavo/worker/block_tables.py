@@ -181,10 +181,10 @@ class DeviceTables:
         """Carry the changes out on the device, in the order of the plan: copies, then entries."""
         for children, parents in self._staged_copies:
             for table in self._tables:
-                table[children] = table[parents]
+                table.index_copy_(0, children, table.index_select(0, parents))
         self._staged_copies = []
         for table, where, what in updates:
-            table[where] = what
+            table.index_copy_(0, where, what)
 
     def _stage_copies(self) -> list[tuple[Tensor, Tensor]]:
         runs, self._copies = self._copies, []

@@ -187,6 +187,8 @@ class GpuRunner:
         if not in_order:
             last = batch.last_tokens(plan, ending).numpy()
             self._last = staging.put("last", last, staging.max_num_seqs)
+        if not plan.sampled:
+            return  # for candidates alone the sampler needs nothing on the device: see _choose
         if not in_order or plan.expanded:
             sampled_rows = batch.rows_of(plan.sampled).astype(np.int32)
             self._sampled_rows = staging.put("sampled_rows", sampled_rows, staging.max_num_seqs)
@@ -233,6 +235,8 @@ class GpuRunner:
         parts = self._parts
         if not plan.sampled and not plan.expanded:
             return Choice.nothing(parts.device)
+        if not plan.sampled:
+            self._sampler.stage(parts.input_batch.sampling_batch([], plan.expanded))
         mode = self._sampler.mode
         if mode is not None and self._last is None and captured and self._graphs:
             n, size = len(plan.sampled), captured.size
@@ -292,7 +296,7 @@ class GpuStep:
             plan.step_id,
             first.tolist(),
             draws={ids[row]: tokens for row, tokens in choice.draws().items()},
-            candidates={ids[row]: best for row, best in choice.candidates().items()},
+            candidates=choice.candidates(),
             logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
             prompt_logprobs=self._prompt_logprobs,
             compute_seconds=ended.seconds_since(moved) if plan.seq_ids else 0.0,

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.step import TokenLogprobs
+from octavo.core.step import Candidates, TokenLogprobs
 from octavo.kernels.candidates import MAX_CANDIDATES, best_tokens
 from octavo.kernels.sampling import NO_TOKEN, DeviceDraws, sample
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
-from octavo.worker.sampler import SamplingBatch, candidate_pairs, logits_not_finite
+from octavo.worker.sampler import SamplingBatch, candidates_of, logits_not_finite
 from octavo.worker.staging import DeviceStaging
 
 Int64s = NDArray[np.int64]
@@ -35,7 +35,6 @@ class Choice:
         self._num_sampled = num_sampled
         self._token_ids = token_ids
         self._best: tuple[Tensor, Tensor] | None = None
-        self._num_candidates: list[int] = []
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self._firsts = None if firsts is None else firsts[0]
         self._device_firsts = None if firsts is None else firsts[1]
@@ -52,10 +51,9 @@ class Choice:
             return self._token_ids
         return self._token_ids[self._device_firsts]
 
-    def expand(self, values: Tensor, token_ids: Tensor, wanted: list[int]) -> None:
-        """Keep the candidates of expanded rows, best first: [num_rows, max(wanted)] each."""
-        self._best = (values, token_ids)
-        self._num_candidates = wanted
+    def expand(self, logprobs: Tensor, token_ids: Tensor) -> None:
+        """Keep the candidates of expanded rows, best first: [num_rows, n] each."""
+        self._best = (logprobs, token_ids)
 
     def read_back(self) -> None:
         """Start the copies to the host."""
@@ -81,19 +79,12 @@ class Choice:
         pairs = zip(self._firsts.tolist(), ends, strict=True)
         return {row: tokens[a:b] for row, (a, b) in enumerate(pairs) if b - a > 1}
 
-    def candidates(self) -> dict[int, NDArray[np.float64]]:
-        """Of each expanded row: its best next tokens, as in StepResult.
+    def candidates(self) -> Candidates | None:
+        """Of the expanded rows, if there are any.
 
         Raises ModelError if a row had no finite logits.
         """
-        if self._best is None:
-            return {}
-        logprobs, token_ids = self._best
-        if not np.isfinite(logprobs[:, 0].numpy()).all():
-            raise logits_not_finite()
-        pairs = candidate_pairs(token_ids, logprobs)
-        rows = enumerate(zip(pairs, self._num_candidates, strict=True), self._num_sampled)
-        return {row: best[:number] for row, (best, number) in rows}
+        return None if self._best is None else candidates_of(*self._best)
 
 
 def _to_host(values: Tensor) -> Tensor:
@@ -198,8 +189,7 @@ class GpuSampler:
         if batch.num_logprobs:
             self._score(choice, logits, batch, token_ids)
         if batch.num_candidates:
-            values, ids = _expand(logits[n:], batch)
-            choice.expand(values, ids, batch.num_candidates)
+            choice.expand(*_expand(logits[n:], batch))
         return choice
 
     def _redraw(self, token_ids: Tensor, logits: Tensor, edited: list[EditedRow]) -> None:

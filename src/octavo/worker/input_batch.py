@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention import AttentionBatch, HostStaging, Staging
-from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrite
+from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
 from octavo.worker.block_tables import BlockTables, HostTables, widen
 from octavo.worker.logit_edits import EditedRow, follows_text, has_edits
 from octavo.worker.sampler import SamplingBatch
@@ -301,14 +301,13 @@ class InputBatch:
         for child, parent in parent_of.items():
             self._specs[child] = self._specs[parent]
 
-    def _write_tokens(self, writes: Sequence[TokenWrite]) -> None:
-        if not writes:
+    def _write_tokens(self, writes: TokenWrites) -> None:
+        if not writes.seq_ids:
             return
-        seq_ids, places, token_ids = zip(*writes, strict=True)
-        rows, positions = self.rows_of(seq_ids), np.array(places, np.int64)
+        rows, positions = self.rows_of(writes.seq_ids), np.array(writes.positions, np.int64)
         self._reserve_tokens(int(positions.max()) + 1)
         # Where indices repeat, the last assignment holds: writes take effect in their order.
-        self._token_ids[rows, positions] = token_ids
+        self._token_ids[rows, positions] = writes.token_ids
         self._rows["num_tokens"][rows] = positions + 1
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:

@@ -57,7 +57,7 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
         """Choose the next tokens, put them into the result, and advance the rows."""
         ending = [*plan.sampled, *plan.expanded]
-        output = SamplerOutput(torch.empty(0, dtype=torch.int64), {}, {}, {})
+        output = SamplerOutput(torch.empty(0, dtype=torch.int64), {}, {}, None)
         if ending:
             last = self._input_batch.last_tokens(plan, ending)
             logits = self._model.logits(hidden[last])
@@ -68,4 +68,4 @@ class ModelRunner:
         result.token_ids = token_ids.tolist()
         result.draws = {ending[row]: drawn for row, drawn in output.draws.items()}
         result.logprobs = {ending[row]: entries for row, entries in output.logprobs.items()}
-        result.candidates = {ending[row]: best for row, best in output.candidates.items()}
+        result.candidates = output.candidates

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.step import TokenLogprobs
+from octavo.core.step import Candidates, TokenLogprobs
 from octavo.errors import ModelError
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
@@ -61,7 +61,7 @@ class SamplerOutput:
     token_ids: Tensor  # int64 [num_sampled], the first draw of each row
     draws: dict[int, list[int]]  # rows with several draws
     logprobs: dict[int, list[TokenLogprobs]]  # one entry per draw
-    candidates: dict[int, NDArray[np.float64]]  # as in StepResult
+    candidates: Candidates | None  # of the expanded rows, if there are any
 
 
 class Sampler:
@@ -113,23 +113,22 @@ class Sampler:
                 draws[int(rows[index])] = drawn[firsts[index] : end].tolist()
         return token_ids, draws
 
-    def _expand(self, logits: Tensor, batch: SamplingBatch) -> dict[int, NDArray[np.float64]]:
+    def _expand(self, logits: Tensor, batch: SamplingBatch) -> Candidates | None:
         """The best next tokens of each expanded row by log-probability, best first.
 
         As in transformers' beam search, edits act on log-probabilities, without renormalising.
         """
-        candidates: dict[int, NDArray[np.float64]] = {}
+        if not batch.num_candidates:
+            return None
+        number = min(max(batch.num_candidates), logits.shape[1])
         expanded = np.arange(batch.num_sampled, batch.num_sampled + len(batch.num_candidates))
+        found = []
         for rows in _slices(expanded, logits):
             scores = _select(logits, rows).log_softmax(dim=-1)
             edit_logits(scores, _edits_of(batch, rows))
-            wanted = [batch.num_candidates[row - batch.num_sampled] for row in rows]
-            top = scores.topk(min(max(wanted), scores.shape[1]), dim=-1)
-            _check_finite(top.values[:, 0])
-            pairs = candidate_pairs(top.indices, top.values)
-            for row, number, best in zip(rows.tolist(), wanted, pairs, strict=True):
-                candidates[row] = best[:number]
-        return candidates
+            found.append(scores.topk(number, dim=-1))
+        values, indices = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return candidates_of(values, indices)
 
 
 def draw(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, NDArray[np.int64]]:
@@ -183,12 +182,15 @@ def logits_not_finite() -> ModelError:
     )
 
 
-def candidate_pairs(token_ids: Tensor, logprobs: Tensor) -> NDArray[np.float64]:
-    """[num_rows, n, 2], as in StepResult; of tensors [num_rows, n] on the host."""
-    pairs = np.empty((*token_ids.shape, 2))
-    pairs[..., 0] = token_ids.numpy()
-    pairs[..., 1] = logprobs.numpy()
-    return pairs
+def candidates_of(logprobs: Tensor, token_ids: Tensor) -> Candidates:
+    """Of tensors [num_rows, n], best first.
+
+    Raises ModelError if a row had no finite logits.
+    """
+    best: NDArray[np.float64] = logprobs.double().cpu().numpy()
+    if not np.isfinite(best[:, 0]).all():
+        raise logits_not_finite()
+    return Candidates(token_ids.long().cpu().numpy(), best)
 
 
 def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
