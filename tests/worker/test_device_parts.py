@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, load_backend
+from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
 from octavo.core.step import StepPlan
 from octavo.errors import ModelError
 from octavo.kernels.sampling import NO_TOKEN
@@ -232,12 +232,17 @@ def test_every_batch_has_a_size(max_num_seqs: int) -> None:
         size = graphs.size_for(n)
         assert n <= size <= max_num_seqs
         assert size - n <= max(7, n // 7)  # little of a large batch is padding
-    assert graphs.token_size_for(17) == 32
-    assert graphs.token_size_for(max(1024, max_num_seqs + 512)) is not None
-    assert graphs.token_size_for(2049) is None
-    assert graphs.num_graphs < 200
+    assert graphs.num_graphs < 220
+    few, most = min(256, max_num_seqs), max_num_seqs
+    assert graphs.mixed_size_for(PaddedSizes(17, 1, 1)) == PaddedSizes(32, min(32, few), 16)
+    assert graphs.mixed_size_for(PaddedSizes(1160, few, 1)) == PaddedSizes(1280, few, 16)
+    for singles in (few, most):
+        size = graphs.mixed_size_for(PaddedSizes(singles + 512, singles, 16))
+        assert size is not None
+        assert size.num_singles >= singles
+    assert graphs.mixed_size_for(PaddedSizes(2049, 1, 1)) is None
+    assert graphs.mixed_size_for(PaddedSizes(100, 1, 17)) is None
 
 
 def test_steps_of_fewer_tokens_than_the_smallest_budget_are_captured() -> None:
-    assert mixed_sizes(4, 40) == [16, 32]
-    assert mixed_sizes(1024, 8192)[-1] >= 1024 + 512
+    assert [size.num_tokens for size in mixed_sizes(4, 40)] == [16, 32]

@@ -14,7 +14,7 @@ import torch
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.attention import load_backend
+from octavo.attention import PaddedSizes, load_backend
 from octavo.attention import triton as triton_backend
 from octavo.config import EngineConfig, make_config
 from octavo.core.kv_spec import FullAttention, group_layers
@@ -53,7 +53,9 @@ class Interpreted:
         from octavo.worker.gpu_worker import make_gpu_runner
 
         model = load_model(model_config, torch.float32, DEVICE)
-        graphs = Graphs([1, 2, 4, config.scheduler.max_num_seqs], [4, 16, 24], DEVICE)
+        most = config.scheduler.max_num_seqs
+        mixed = [PaddedSizes(n, min(n, most), 16) for n in (4, 16, 24)]
+        graphs = Graphs([1, 2, 4, most], mixed, DEVICE)
         num_blocks = (config.cache.num_blocks or NUM_BLOCKS, NUM_SWAP_BLOCKS)
         self.runner = make_gpu_runner(
             config, model_config, model, load_backend("triton"), num_blocks, graphs, DEVICE

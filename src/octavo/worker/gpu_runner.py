@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from octavo.worker.block_tables import DeviceTables
 from octavo.worker.device_clock import Moment
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_sampler import Choice, DrawMode, GpuSampler
-from octavo.worker.graphs import MOST_CHUNKS, Graphs
+from octavo.worker.graphs import Graphs
 from octavo.worker.input_batch import Drawn, InputBatch
 from octavo.worker.prompt_scores import score_prompts
 from octavo.worker.staging import DeviceStaging
@@ -49,10 +49,10 @@ class GpuParts:
 
 
 class Captured(NamedTuple):
-    """Which graph computes a step: of decodes, by sequences, or of all kinds, by tokens."""
+    """Which graph computes a step."""
 
-    kind: Literal["decodes", "mixed"]
-    size: int
+    size: int  # sequences, if each computes one token; else tokens
+    mixed: PaddedSizes | None = None  # of a step with prompts
     shares: bool = False  # keys are read for several sequences at once
 
 
@@ -109,13 +109,13 @@ class GpuRunner:
         graphs = self._graphs
         if graphs is None:
             return
-        for size in reversed(graphs.token_sizes):
-            self._prepare(graphs, Captured("mixed", size))
+        for mixed in reversed(graphs.mixed):
+            self._prepare(graphs, Captured(mixed.num_tokens, mixed))
         for size in reversed(graphs.sizes):
-            self._prepare(graphs, Captured("decodes", size))
+            self._prepare(graphs, Captured(size))
             for mode in get_args(DrawMode):
                 graphs.prepare((mode, size), partial(self._draw_captured, size, mode))
-        self._stage_padding(Captured("decodes", graphs.sizes[0], shares=True))
+        self._stage_padding(Captured(graphs.sizes[0], shares=True))
         self._run_captured(graphs.sizes[0])
 
     def _prepare(self, graphs: Graphs, captured: Captured) -> None:
@@ -130,10 +130,11 @@ class GpuRunner:
         if graphs is None or num_seqs == 0:
             return None
         if plan.only_decodes:
-            return Captured("decodes", graphs.size_for(num_seqs))
+            return Captured(graphs.size_for(num_seqs))
         num_chunks = sum(n > 1 for n in plan.num_scheduled_tokens)
-        size = graphs.token_size_for(plan.num_tokens)
-        return Captured("mixed", size) if size and num_chunks <= MOST_CHUNKS else None
+        wanted = PaddedSizes(plan.num_tokens, num_seqs - num_chunks, num_chunks)
+        mixed = graphs.mixed_size_for(wanted)
+        return Captured(mixed.num_tokens, mixed) if mixed else None
 
     def _stage(self, plan: StepPlan, captured: Captured | None) -> Captured | None:
         """Bring the step's arrays and what has changed in the tables to the device.
@@ -142,12 +143,14 @@ class GpuRunner:
         """
         parts, batch = self._parts, self._parts.input_batch
         if plan.seq_ids:
-            decodes = captured is not None and captured.kind == "decodes"
+            decodes = captured is not None and captured.mixed is None
             num_padding = captured.size - len(plan.seq_ids) if captured and decodes else 0
             inputs = batch.model_input(plan, num_padding)
             if captured and inputs.attention.shared:
                 captured = captured._replace(shares=True)
-            attention = self._padded(inputs.attention, captured)
+            attention = inputs.attention
+            if captured and captured.mixed:
+                attention = replace(attention, padded=captured.mixed)
             self._stage_inputs(inputs.input_ids, attention)
             parts.backend.plan(attention)
             ending = [*plan.sampled, *plan.expanded]
@@ -158,13 +161,6 @@ class GpuRunner:
         parts.staging.flush()
         parts.tables.update(updates)
         return captured
-
-    def _padded(self, attention: AttentionBatch, captured: Captured | None) -> AttentionBatch:
-        """Decodes are padded as sequences already; other captured steps by their sizes."""
-        if captured is None or captured.kind == "decodes":
-            return attention
-        num_singles = min(captured.size, self._parts.staging.max_num_seqs)
-        return replace(attention, padded=PaddedSizes(captured.size, num_singles, MOST_CHUNKS))
 
     def _stage_inputs(self, input_ids: Tensor, attention: AttentionBatch) -> None:
         staging = self._parts.staging
@@ -201,8 +197,8 @@ class GpuRunner:
         parts, batch = self._parts, self._parts.input_batch
         parts.staging.begin()
         nobody = StepPlan(-1, [], [], [], [])
-        inputs = batch.model_input(nobody, captured.size if captured.kind == "decodes" else 0)
-        attention = self._padded(inputs.attention, captured)
+        inputs = batch.model_input(nobody, 0 if captured.mixed else captured.size)
+        attention = replace(inputs.attention, padded=captured.mixed)
         if captured.shares:
             nothing = [SharedKeys.nothing()] * len(attention.block_tables)
             attention = replace(attention, shared=nothing)

@@ -136,8 +136,8 @@ class GpuWorker:
             return None
         scheduler = self._config.scheduler
         sizes = graph_sizes(scheduler.max_num_seqs)
-        token_sizes = mixed_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        return Graphs(sizes, token_sizes, self._device)
+        mixed = mixed_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        return Graphs(sizes, mixed, self._device)
 
     def _measure(self) -> FixedMemory:
         """What weights, the largest step and the graphs take, by running such a step."""
@@ -157,7 +157,7 @@ class GpuWorker:
             if wanted is not None:
                 free_before = torch.cuda.mem_get_info(self._device)[0]
                 # Steps of other sizes share what the largest ones take.
-                largest = Graphs(wanted.sizes[-1:], wanted.token_sizes[-1:], self._device)
+                largest = Graphs(wanted.sizes[-1:], wanted.mixed[-1:], self._device)
                 runner = self._make_runner(1, 0, largest)
                 _release()  # what the same steps took before they were captured
                 graphs = free_before - torch.cuda.mem_get_info(self._device)[0] - fixed_parts

@@ -13,9 +13,13 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from octavo.attention import PaddedSizes
+
 MOST_MIXED_TOKENS = 2048  # launched one by one, so many take the host half as long as the device
 ROOM_FOR_PROMPTS = 512  # tokens beside as many decodes as may run
 MOST_CHUNKS = 16  # sequences with several tokens in a captured step
+FEW_SINGLES = 256  # decodes beside prompts: a program a head is started for each, there or not
+CROWD_STEP = 256  # tokens between the sizes for more of them
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -27,21 +31,26 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def mixed_sizes(max_num_seqs: int, max_num_tokens: int) -> list[int]:
-    """Numbers of tokens to which steps with prompts are padded, ascending."""
+def mixed_sizes(max_num_seqs: int, max_num_tokens: int) -> list[PaddedSizes]:
+    """To what steps with prompts are padded, the smallest first."""
     limit = min(max_num_tokens, max(MOST_MIXED_TOKENS, max_num_seqs + ROOM_FOR_PROMPTS))
-    sizes = [16, 32, 64, 96, 128, *range(192, 1024, 64), *range(1024, 1536, 128)]
-    sizes += range(1536, limit + 1, 256)  # products are computed in tiles of 256 tokens anyway
-    return [size for size in sizes if size <= limit]
+    sizes = [16, 32, 64, 96, 128, *range(192, 1024, 64), *range(1024, limit + 1, 128)]
+    found = []
+    for size in (size for size in sizes if size <= limit):
+        most = min(size, max_num_seqs)
+        found.append(PaddedSizes(size, min(most, FEW_SINGLES), MOST_CHUNKS))
+        if most > FEW_SINGLES and size % CROWD_STEP == 0:
+            found.append(PaddedSizes(size, most, MOST_CHUNKS))
+    return found
 
 
 class Graphs:
     """Owns the captured graphs, by key, and their memory."""
 
-    def __init__(self, sizes: list[int], token_sizes: list[int], device: torch.device) -> None:
-        """`sizes`: of steps of decodes, in sequences; `token_sizes`: of others, in tokens."""
+    def __init__(self, sizes: list[int], mixed: list[PaddedSizes], device: torch.device) -> None:
+        """`sizes`: of steps of decodes, in sequences; `mixed`: of others; both ascending."""
         self.sizes = sizes
-        self.token_sizes = token_sizes
+        self.mixed = mixed
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._seen: set[Hashable] = set()
@@ -53,22 +62,28 @@ class Graphs:
     @property
     def most_tokens(self) -> int:
         """Of any captured step."""
-        return max(self.sizes[-1:] + self.token_sizes[-1:], default=0)
+        return max(self.sizes[-1:] + [size.num_tokens for size in self.mixed], default=0)
 
     @property
     def num_graphs(self) -> int:
         """Of steps that may be captured, each with shared keys and without; how tokens are drawn is
         small beside them."""
-        return 2 * (len(self.sizes) + len(self.token_sizes))
+        return 2 * (len(self.sizes) + len(self.mixed))
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest size that takes so many sequences."""
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
-    def token_size_for(self, num_tokens: int) -> int | None:
-        """The smallest size that takes so many tokens, prompts among them; None: too many."""
-        place = bisect_left(self.token_sizes, num_tokens)
-        return self.token_sizes[place] if place < len(self.token_sizes) else None
+    def mixed_size_for(self, wanted: PaddedSizes) -> PaddedSizes | None:
+        """The smallest size that takes so many of each; None: too many."""
+        for size in self.mixed:
+            if (
+                wanted.num_tokens <= size.num_tokens
+                and wanted.num_singles <= size.num_singles
+                and wanted.num_chunks <= size.num_chunks
+            ):
+                return size
+        return None
 
     def prepare(self, key: Hashable, work: Callable[[], None]) -> None:
         """Do `work` as it is, and capture it, so that `run` never has to."""
