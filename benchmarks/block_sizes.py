@@ -1,8 +1,8 @@
 """Figures 18 and 19 on a GPU: what paging costs a kernel, and what block sizes cost in service.
 
-Writes the files that `octavo reproduce fig18 fig19 --measurements DIR` draws from. Requests of
-figures 18b and 19b arrive as a Poisson process; for 19b most of the pool is taken away, so that
-they preempt each other.
+Writes the files that `octavo reproduce fig18 fig19 --measurements DIR` draws from, beside what it
+simulates of the paper's figures 18b and 19b. Requests arrive as a Poisson process; for 19b most of
+the pool is taken away, so that they preempt each other.
 """
 
 from __future__ import annotations
@@ -173,12 +173,27 @@ def preemption_cost(engine: Engine, block_size: int) -> Rows:
     return rows
 
 
+def setting(arguments: Any, kind: str) -> str:
+    """How rows of a kind were measured, for captions."""
+    count, rate = arguments.num_requests, f"{arguments.rate:g} requests/s"
+    return {
+        "attention-kernel": "a layer's decode in blocks of 16 tokens, beside PyTorch's attention "
+        "over dense keys and values; bfloat16",
+        "block-size": f"{count} requests of ShareGPT at {rate}, then as many of Alpaca at "
+        f"{arguments.alpaca_rate:g}, with all of the pool, once at each block size",
+        "preemption-cost": f"{NUM_TOKENS} tokens, in blocks from anywhere in the pool; medians",
+        "preemption": f"{count} requests of ShareGPT at {rate}, with {arguments.short_blocks:,} "
+        "slots left of the pool, once at each block size",
+    }[kind]
+
+
 def write(arguments: Any, kind: str, rows: Rows) -> None:
     content = {
         "kind": kind,
         "device": device_name(),
         "model": f"{arguments.model}, dummy weights",
         "command": "python benchmarks/block_sizes.py",
+        "setting": setting(arguments, kind),
         "rows": rows,
     }
     path = arguments.out / f"{kind}.json"

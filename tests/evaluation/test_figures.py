@@ -19,7 +19,7 @@ from octavo.evaluation.jobs import Job
 from octavo.evaluation.page import write_page
 from octavo.evaluation.paper_values import FIGURE_2, FIGURE_12, FIGURE_13, FIGURE_15
 from octavo.evaluation.report import Report, Row, Table, Target, load, save
-from octavo.evaluation.scale import FULL, QUICK
+from octavo.evaluation.scale import FULL, QUICK, Scale
 from octavo.evaluation.simulations import Latency, SteadyState, Sweep
 
 
@@ -98,21 +98,51 @@ def test_orca_s_counts_bound_alpaca_s_lengths() -> None:
 
 
 def write_measurement(folder: Path, kind: str, rows: list[Mapping[str, object]]) -> None:
-    content = {"kind": kind, "device": "NVIDIA H200", "model": "OPT-13B", "rows": rows}
+    content = {
+        "kind": kind,
+        "device": "NVIDIA H200",
+        "model": "opt-13b",
+        "command": "measure",
+        "setting": f"{kind}s of a test",
+        "rows": rows,
+    }
     (folder / f"{kind}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def test_measurements_come_before_the_cost_model(tmp_path: Path) -> None:
+def make_figure(name: str, scale: Scale, folder: Path) -> Report:
+    module = find_figure(name)
+    return module.make({job: as_in_the_paper(job) for job in module.jobs(scale)}, scale, folder)
+
+
+def test_measured_latencies_are_a_panel_of_their_own(tmp_path: Path) -> None:
+    """Simulations stay beside the paper, measurements of another card do not come near it."""
     (tmp_path / "other.json").write_text('{"kind": "something else"}', encoding="utf-8")
+    latencies = {("recompute", 16): 0.02, ("recompute", 32): 0.03, ("swap", 32): 0.033}
     write_measurement(
         tmp_path,
         "preemption",
         [
-            {"method": method, "block_size": size, "seconds_per_token": 0.1}
-            for method in ("recompute", "swap")
-            for size in (16, 32)
+            {"method": method, "block_size": size, "seconds_per_token": latency}
+            for (method, size), latency in latencies.items()
         ],
     )
+    simulated = make_figure("fig19", QUICK, tmp_path)
+    scale = QUICK.with_measurements(tmp_path)
+    assert find_figure("fig19").jobs(scale) == find_figure("fig19").jobs(QUICK)
+    report = make_figure("fig19", scale, tmp_path)
+    assert report.tables[:2] == simulated.tables
+    assert report.tables[2].rows == [
+        Row("recompute, blocks of 16", 20.0, None),
+        Row("recompute, blocks of 32", 30.0, None),
+        Row("swap, blocks of 32", 33.0, None),
+    ]
+    assert report.basis.startswith("(a) cost model, (b) simulated, (c) measured on NVIDIA H200: ")
+    assert "recompute 20.0 ms/token (blocks of 16) to 30.0 (blocks of 32), swap" in report.notes[2]
+    assert "NVIDIA H200, opt-13b, `measure`: preemptions of a test." in report.notes[2]
+    assert "10% apart" in report.notes[2]
+
+
+def test_measured_kernels_and_moves_replace_the_cost_model(tmp_path: Path) -> None:
     write_measurement(
         tmp_path,
         "attention-kernel",
@@ -121,15 +151,31 @@ def test_measurements_come_before_the_cost_model(tmp_path: Path) -> None:
             for kernel, time in (("paged", 12), ("contiguous", 10))
         ],
     )
+    write_measurement(
+        tmp_path,
+        "block-size",
+        [{"trace": "sharegpt", "block_size": 16, "seconds_per_token": 0.01}],
+    )
+    write_measurement(
+        tmp_path,
+        "preemption-cost",
+        [
+            {"method": method, "block_size": 16, "milliseconds": time}
+            for method, time in (("swap-out", 4), ("swap-in", 5), ("recompute", 12))
+        ],
+    )
     scale = QUICK.with_measurements(tmp_path)
-    fig19 = find_figure("fig19")
-    assert fig19.jobs(scale) == []
-    assert "(b) measured on NVIDIA H200, OPT-13B" in fig19.make({}, scale, tmp_path).basis
-    fig18 = find_figure("fig18")
-    results = {job: as_in_the_paper(job) for job in fig18.jobs(scale)}
-    report = fig18.make(results, scale, tmp_path)
-    assert report.rows[0].ours == pytest.approx(1.2)
-    assert report.rows[1].ours is None
+    report = make_figure("fig18", scale, tmp_path)
+    assert report.basis.startswith("(a) and (c) measured on NVIDIA H200, (b) simulated: ")
+    assert [row.ours for row in report.rows[:2]] == [pytest.approx(1.2), None]
+    assert [row.label for row in report.tables[2].rows] == ["ShareGPT, blocks of 16"]
+    report = make_figure("fig19", scale, tmp_path)
+    assert report.basis.startswith("(a) measured on NVIDIA H200, (b) simulated: ")
+    assert {row.label: row.ours for row in report.tables[0].rows if row.ours} == {
+        "swap, blocks of 16": 9.0,
+        "recompute, blocks of 16": 12.0,
+    }
+    assert len(report.tables) == 2
     assert QUICK.with_measurements(tmp_path / "none").measurements is None
 
 
@@ -139,6 +185,7 @@ def test_measurements_come_before_the_cost_model(tmp_path: Path) -> None:
         ("[", "bad.json"),
         ('{"kind": "block-size", "rows": 3}', "rows must be a list"),
         ('{"kind": "block-size", "rows": [{"trace": "x"}]}', "row 0 needs trace, block_size"),
+        ('{"kind": "block-size", "rows": []}', "device must be a string, not None"),
     ],
 )
 def test_broken_measurements(tmp_path: Path, text: str, message: str) -> None:

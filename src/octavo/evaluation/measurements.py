@@ -2,19 +2,19 @@
 
 A directory of *.json, one object a file:
 
-    {"kind": ..., "device": "NVIDIA H200", "model": "OPT-13B, dummy weights", "command": ...,
-     "rows": [...]}
+    {"kind": ..., "device": "NVIDIA H200", "model": "opt-13b, dummy weights",
+     "command": "python benchmarks/block_sizes.py", "setting": "150 requests ...", "rows": [...]}
 
 `kind` says what a row is; other kinds are left alone, and files of the same kind are put together.
 
     "attention-kernel"   {"kernel": "paged" or "contiguous", "batch_size": 8, "context": 64,
                           "microseconds": 31.5}                                    figure 18a
     "block-size"         {"trace": "sharegpt", "block_size": 16,
-                          "seconds_per_token": 0.085}                              figure 18b
+                          "seconds_per_token": 0.085}                              figure 18c
     "preemption-cost"    {"method": "recompute", "swap-out" or "swap-in", "block_size": 16,
                           "milliseconds": 18.0}; of 256 tokens                     figure 19a
     "preemption"         {"method": "recompute" or "swap", "block_size": 16,
-                          "seconds_per_token": 0.07}                               figure 19b
+                          "seconds_per_token": 0.07}                               figure 19c
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[tuple[str, ...], str]] = {
     "preemption-cost": (("method", "block_size"), "milliseconds"),
     "preemption": (("method", "block_size"), "seconds_per_token"),
 }
+FACTS = ("device", "model", "command", "setting")  # that each file states of its rows
 
 Key = tuple[str | int, ...]
 
@@ -43,7 +44,8 @@ class Measurements:
     """All rows of one kind: (fields that say what was measured) -> value."""
 
     values: Mapping[Key, float]
-    description: str  # the devices and models, for captions
+    device: str  # one, or several joined, as is the description
+    description: str  # device, model, command and setting
 
 
 def read_measurements(folder: Path | None, kind: str) -> Measurements | None:
@@ -53,12 +55,12 @@ def read_measurements(folder: Path | None, kind: str) -> Measurements | None:
     """
     names, value_name = KINDS[kind]
     values: dict[Key, float] = {}
-    described: dict[str, None] = {}
+    devices: dict[str, None] = {}
+    descriptions: dict[str, None] = {}
     for path in sorted(folder.glob("*.json")) if folder is not None else ():
         content = _read(path)
         if content.get("kind") != kind:
             continue
-        described[f"{content.get('device')}, {content.get('model')}"] = None
         for number, row in enumerate(_rows(path, content)):
             try:
                 values[tuple(row[name] for name in names)] = float(row[value_name])
@@ -67,7 +69,10 @@ def read_measurements(folder: Path | None, kind: str) -> Measurements | None:
                 raise ConfigError(
                     "measurements", f"{path}: row {number} needs {expected}"
                 ) from error
-    return Measurements(values, "; ".join(described)) if values else None
+        device, model, command, setting = _facts(path, content)
+        devices[device] = None
+        descriptions[f"{device}, {model}, `{command}`: {setting}"] = None
+    return Measurements(values, "; ".join(devices), "; ".join(descriptions)) if values else None
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -77,6 +82,15 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ConfigError("measurements", f"{path}: {error}") from error
     # Files of other kinds may hold whatever they like.
     return content if isinstance(content, Mapping) else {}
+
+
+def _facts(path: Path, content: Mapping[str, Any]) -> list[str]:
+    """The values of FACTS."""
+    for name in FACTS:
+        value = content.get(name)
+        if not isinstance(value, str):
+            raise ConfigError("measurements", f"{path}: {name} must be a string, not {value!r}")
+    return [content[name] for name in FACTS]
 
 
 def _rows(path: Path, content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -6,10 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.evaluation.drawing import BLUE, ORANGE, PAPER_LINE, SOURCE_NAMES, canvas, paper_key
+from octavo.evaluation.drawing import BLUE, ORANGE, SOURCE_NAMES, canvas, paper_key
+from octavo.evaluation.figures.block_sizes import (
+    Line,
+    basis,
+    draw_measured,
+    draw_simulated,
+    milliseconds,
+    ranges,
+)
 from octavo.evaluation.jobs import Job, Results
 from octavo.evaluation.kernel_costs import attention_microseconds
-from octavo.evaluation.measurements import Key, read_measurements
+from octavo.evaluation.measurements import Key, Measurements, read_measurements
 from octavo.evaluation.paper_values import (
     BLOCK_SIZES,
     FIGURE_18A,
@@ -30,7 +38,10 @@ NAME = "fig18"
 TITLE = "Figure 18: attention kernel and block size"
 KERNELS: dict[SystemName, str] = {"vllm": "paged", "fastertransformer": "contiguous"}
 KERNEL_COLOURS = {"paged": BLUE, "contiguous": ORANGE}
-SOURCE_COLOURS = {"sharegpt": BLUE, "alpaca": ORANGE}
+LINES = [
+    Line(source, SOURCE_NAMES[source], colour, dict(zip(BLOCK_SIZES, latencies, strict=True)))
+    for (source, latencies), colour in zip(FIGURE_18B.items(), (BLUE, ORANGE), strict=True)
+]
 
 
 def job(source: str, block_size: int, scale: Scale) -> Latency:
@@ -39,57 +50,54 @@ def job(source: str, block_size: int, scale: Scale) -> Latency:
 
 
 def jobs(scale: Scale) -> list[Job]:
-    if read_measurements(scale.measurements, "block-size"):
-        return []
+    _measured(scale)  # broken files are refused before anything is simulated
     return [job(source, size, scale) for source in FIGURE_18B for size in BLOCK_SIZES]
 
 
 def make(results: Results, scale: Scale, folder: Path) -> Report:
-    kernels = read_measurements(scale.measurements, "attention-kernel")
-    sizes = read_measurements(scale.measurements, "block-size")
+    kernels, served = _measured(scale)
     kernel_values = kernels.values if kernels else _priced_kernels()
-    size_values = sizes.values if sizes else _simulated_sizes(results, scale)
-    with canvas(folder, NAME, columns=2, panel=(4.6, 3.2)) as (_, (left, right)):
-        _draw_kernels(left, kernel_values, kernels.description if kernels else "cost model")
-        _draw_sizes(right, size_values, sizes.description if sizes else "simulated")
-    basis = (
-        f"(a) {_measured(kernels.description) if kernels else 'cost model'}, "
-        f"(b) {_measured(sizes.description) if sizes else 'simulated'}: "
-        "OPT-13B; the paper's numbers are of an A100 of 40 GB."
-    )
-    notes = []
-    if kernels is None:
-        notes.append(
-            "(a) No kernel was measured: what is shown is the cost model's time for reading KV, "
-            "with and without looking blocks up. It knows no launch and no start of a kernel, so "
-            "small batches are too cheap."
-        )
-    if sizes is None:
-        notes.append(
-            "(b) The rates are the artifact's. They lie at the edge of what is sustained, where "
-            "latency depends steeply on the machine's speed and on how long the run is. The "
-            "paper's own figure 12 breaks down at 1.93 and 28.1 requests/s, with 1.1 s/token for "
-            "ShareGPT at 2.0, and this one shows 0.085 at 2.01 and 0.59 for Alpaca at 30.1. The "
-            "cost model follows figure 12, so it is overloaded here whatever the block size. What "
-            "can be compared is the shape, a valley between too many look-ups and too much "
-            "fragmentation, and where it lies: at blocks of 16 to 64 tokens for ShareGPT and 16 to "
-            "32 for Alpaca."
-        )
-    return Report(
-        NAME,
-        TITLE,
-        basis,
-        [
-            Table("(a) Paged over contiguous attention, times", _overheads(kernel_values)),
-            Table("(b) Normalized latency, s/token", _size_rows(size_values), 3),
-        ],
-        [NAME],
-        notes,
-    )
+    tables = [Table("(a) Paged over contiguous attention, times", _overheads(kernel_values))]
+    with canvas(folder, NAME, columns=3 if served else 2, panel=(4.6, 3.2)) as (_, axes):
+        title = f"measured on {kernels.device}" if kernels else "cost model"
+        _draw_kernels(axes[0], kernel_values, f"(a) {title}")
+        tables.append(draw_simulated(axes[1], _simulated_sizes(results, scale), LINES))
+        if served:
+            tables.append(draw_measured(axes[2], served, LINES))
+    return Report(NAME, TITLE, basis(kernels, served), tables, [NAME], _notes(kernels, served))
 
 
-def _measured(description: str) -> str:
-    return f"measured on {description}"
+def _measured(scale: Scale) -> tuple[Measurements | None, Measurements | None]:
+    """For panels (a) and (c)."""
+    folder = scale.measurements
+    return read_measurements(folder, "attention-kernel"), read_measurements(folder, "block-size")
+
+
+def _notes(kernels: Measurements | None, served: Measurements | None) -> list[str]:
+    notes = [
+        f"(a) {kernels.description}."
+        if kernels
+        else "(a) No kernel was measured: what is shown is the cost model's time for reading KV, "
+        "with and without looking blocks up. It knows no launch and no start of a kernel, so "
+        "small batches are too cheap.",
+        "(b) The rates are the artifact's. They lie at the edge of what is sustained, where "
+        "latency depends steeply on the machine's speed and on how long the run is. The "
+        "paper's own figure 12 breaks down at 1.93 and 28.1 requests/s, with 1.1 s/token for "
+        "ShareGPT at 2.0, and this one shows 0.085 at 2.01 and 0.59 for Alpaca at 30.1. The "
+        "cost model follows figure 12, so it is overloaded here whatever the block size. What "
+        "can be compared is the shape, a valley between too many look-ups and too much "
+        "fragmentation, and where it lies: at blocks of 16 to 64 tokens for ShareGPT and 16 to "
+        "32 for Alpaca.",
+    ]
+    if served:
+        seen = ranges(milliseconds(served), LINES, "ms/token")
+        notes.append(
+            f"(c) {served.description}. Another card at other rates: not to be held against the "
+            f"paper. Between block sizes, {seen}. There is no valley, for looking small "
+            "blocks up costs octavo's kernels little, and memory is not short, so that large "
+            "blocks may waste some. Figure 19 (c) shows what they cost where it is."
+        )
+    return notes
 
 
 def _priced_kernels() -> dict[Key, float]:
@@ -125,15 +133,7 @@ def _overheads(values: Mapping[Key, float]) -> list[Row]:
     return rows
 
 
-def _size_rows(values: Mapping[Key, float]) -> list[Row]:
-    return [
-        Row(f"{SOURCE_NAMES[source]}, blocks of {size}", values.get((source, size)), latency)
-        for source, latencies in FIGURE_18B.items()
-        for size, latency in zip(BLOCK_SIZES, latencies, strict=True)
-    ]
-
-
-def _draw_kernels(axes: Axes, values: Mapping[Key, float], basis: str) -> None:
+def _draw_kernels(axes: Axes, values: Mapping[Key, float], title: str) -> None:
     ticks: list[str] = []
     for batch, paper in FIGURE_18A.items():
         for i, context in enumerate(FIGURE_18A_CONTEXTS):
@@ -155,21 +155,5 @@ def _draw_kernels(axes: Axes, values: Mapping[Key, float], basis: str) -> None:
     axes.set_xlabel("batch size and context, tokens")
     axes.set_ylabel("attention kernel, us")
     axes.grid(axis="x", visible=False)
-    axes.set_title(f"(a) {basis}")
+    axes.set_title(title)
     axes.legend(loc="upper left")
-
-
-def _draw_sizes(axes: Axes, values: Mapping[Key, float], basis: str) -> None:
-    for source, latencies in FIGURE_18B.items():
-        colour = SOURCE_COLOURS[source]
-        known = [(size, values[source, size]) for size in BLOCK_SIZES if (source, size) in values]
-        axes.plot(*zip(*known, strict=True), color=colour, marker="o", label=SOURCE_NAMES[source])
-        axes.plot(BLOCK_SIZES, latencies, color=colour, **PAPER_LINE)
-    paper_key(axes)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(BLOCK_SIZES, [str(size) for size in BLOCK_SIZES])
-    axes.set_xlabel("block size, tokens")
-    axes.set_ylabel("normalized latency, s/token")
-    axes.set_title(f"(b) {basis}")
-    axes.legend()
