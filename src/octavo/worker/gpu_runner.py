@@ -90,7 +90,7 @@ class GpuRunner:
             hidden = self._forward(plan, captured)
             chunks = parts.input_batch.prompt_chunks(plan)
             scores = score_prompts(parts.model, hidden, chunks, parts.vocab_size)
-            choice = self._choose(plan, hidden, captured)
+            choice = self._choose(plan, hidden)
         drawn = parts.input_batch.advance(plan)
         choice.read_back()
         step = GpuStep(
@@ -155,7 +155,7 @@ class GpuRunner:
             parts.backend.plan(attention)
             ending = [*plan.sampled, *plan.expanded]
             if ending:
-                self._stage_ending(plan, ending, decodes)
+                self._stage_ending(plan, ending, attention.rows if decodes else None)
         parts.kv_cache.stage(plan)
         updates = parts.tables.stage()
         parts.staging.flush()
@@ -175,22 +175,28 @@ class GpuRunner:
         self._input_ids = staging.put("input_ids", ids, staging.max_num_tokens)
         self._positions = staging.put("positions", positions, staging.max_num_tokens)
 
-    def _stage_ending(self, plan: StepPlan, ending: list[int], decodes: bool) -> None:
-        """Where the last tokens of rows stand that come to their end, and how these are drawn."""
-        batch, staging = self._parts.input_batch, self._parts.staging
-        in_order = decodes and ending == plan.seq_ids
+    def _stage_ending(self, plan: StepPlan, ending: list[int], decodes: Tensor | None) -> None:
+        """Where the last tokens of rows stand that come to their end, and how these are drawn.
+
+        `decodes`: the rows of a captured step of decodes, with padding.
+        """
+        batch, staging, graphs = self._parts.input_batch, self._parts.staging, self._graphs
+        in_order = decodes is not None and ending == plan.seq_ids
         self._last = None
         if not in_order:
             last = batch.last_tokens(plan, ending).numpy()
             self._last = staging.put("last", last, staging.max_num_seqs)
         if not plan.sampled:
             return  # for candidates alone the sampler needs nothing on the device: see _choose
-        if not in_order or plan.expanded:
-            sampled_rows = batch.rows_of(plan.sampled).astype(np.int32)
-            self._sampled_rows = staging.put("sampled_rows", sampled_rows, staging.max_num_seqs)
-        else:
-            self._sampled_rows = self._rows
         self._sampler.stage(batch.sampling_batch(plan.sampled, plan.expanded))
+        if decodes is not None and in_order and not plan.expanded:
+            rows = decodes.numpy()
+        else:
+            rows = batch.rows_of(plan.sampled).astype(np.int32)
+            if graphs is not None and self._sampler.mode is not None:
+                padding = np.zeros(graphs.size_for(len(rows)) - len(rows), np.int32)
+                rows = np.concatenate([rows, padding])
+        self._sampled_rows = staging.put("sampled_rows", rows, staging.max_num_seqs)
 
     def _stage_padding(self, captured: Captured) -> None:
         """A step of sequences that do not exist."""
@@ -205,6 +211,8 @@ class GpuRunner:
         self._stage_inputs(inputs.input_ids, attention)
         parts.backend.plan(attention)
         self._sampler.stage(batch.sampling_batch([], []))
+        nobodys = np.zeros(parts.staging.max_num_seqs, np.int32)
+        parts.staging.put("sampled_rows", nobodys, len(nobodys))
         parts.staging.flush()
 
     # ---------------------------------------------------------------- computation
@@ -226,29 +234,32 @@ class GpuRunner:
     def _run_captured(self, num_tokens: int) -> None:
         self._hidden[:num_tokens].copy_(self._run())
 
-    def _choose(self, plan: StepPlan, hidden: Tensor, captured: Captured | None) -> Choice:
+    def _choose(self, plan: StepPlan, hidden: Tensor) -> Choice:
         """Draw the next tokens, and keep them where the next step finds them."""
         parts = self._parts
         if not plan.sampled and not plan.expanded:
             return Choice.nothing(parts.device)
         if not plan.sampled:
             self._sampler.stage(parts.input_batch.sampling_batch([], plan.expanded))
-        mode = self._sampler.mode
-        if mode is not None and self._last is None and captured and self._graphs:
-            n, size = len(plan.sampled), captured.size
-            self._graphs.run((mode, size), partial(self._draw_captured, size, mode))
-            return Choice(n, self._drawn[:n])
-        ending = hidden if self._last is None else hidden[self._last]
-        choice = self._sampler(parts.model.logits(ending))
-        if plan.sampled:
-            keep_tokens(choice.first, self._sampled_rows[: len(plan.sampled)], self._last_tokens)
-        return choice
+        n, mode, graphs = len(plan.sampled), self._sampler.mode, self._graphs
+        if mode is None or graphs is None:
+            ending = hidden if self._last is None else hidden[self._last]
+            choice = self._sampler(parts.model.logits(ending))
+            if plan.sampled:
+                keep_tokens(choice.first, self._sampled_rows[:n], self._last_tokens)
+            return choice
+        if self._last is not None:
+            self._hidden[:n] = hidden[self._last]
+        size = graphs.size_for(n)
+        graphs.run((mode, size), partial(self._draw_captured, size, mode))
+        return Choice(n, self._drawn[:n])
 
     def _draw_captured(self, size: int, mode: DrawMode) -> None:
-        """A token for each row of a captured step; rows of padding all keep theirs in row 0."""
+        """A token for each hidden state; rows of padding all keep theirs in row 0."""
         logits = self._parts.model.logits(self._hidden[:size])
         token_ids = self._sampler.draw_padded(logits, mode)
-        keep_tokens(token_ids, self._parts.staging.padded("rows", size), self._last_tokens)
+        rows = self._parts.staging.padded("sampled_rows", size)
+        keep_tokens(token_ids, rows, self._last_tokens)
         self._drawn[:size].copy_(token_ids)
 
 

@@ -89,7 +89,7 @@ class Choice:
 
 def _to_host(values: Tensor) -> Tensor:
     if values.device.type == "cpu":
-        return values
+        return values.clone()  # the next step draws into the same place
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
 
