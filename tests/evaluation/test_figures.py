@@ -214,7 +214,7 @@ def test_the_page_says_what_was_missed(tmp_path: Path) -> None:
         "fig0",
         "Figure 0: a test",
         "Simulated: nothing.",
-        [Table("What", rows)],
+        [Table("What", rows), Table("Ours", [Row("alone", 3.0, None)], 1)],
         ["fig0"],
         scale="tiny",
     )
@@ -225,6 +225,7 @@ def test_the_page_says_what_was_missed(tmp_path: Path) -> None:
     assert "| Simulated | 1 of 2 | far -50.0% |" in text
     assert "![Figure 0: a test](figures/fig0.svg)" in text
     assert "| far | 1.00 | 2.00 | -50.0% | 20%: **missed** |" in text
+    assert "| Ours | octavo |\n|---|---:|\n| alone | 3.0 |\n" in text
 
 
 def test_unknown_figure() -> None:

@@ -31,6 +31,7 @@ SHOWING = (
     "evaluation/drawing.py",
     "evaluation/figures",
     "evaluation/jobs.py",
+    "evaluation/measurements.py",
     "evaluation/page.py",
     "evaluation/paper_values.py",
     "evaluation/report.py",

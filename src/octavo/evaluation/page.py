@@ -88,24 +88,31 @@ def _section(report: Report, folder: str) -> str:
     return "\n".join(parts)
 
 
+_COLUMNS = {"octavo": "---:", "paper": "---:", "deviation": "---:", "target": "---"}
+
+
 def _table(table: Table) -> str:
-    lines = [
-        f"| {table.caption} | octavo | paper | deviation | target |",
-        "|---|---:|---:|---:|---|",
-    ]
-    lines += [_row(row, table.digits) for row in table.rows]
+    """Columns in which nothing stands are left out."""
+    rows = [_cells(row, table.digits) for row in table.rows]
+    used = [name for name in _COLUMNS if any(cells[name] for cells in rows)]
+    lines = [f"| {' | '.join([table.caption, *used])} |"]
+    lines.append(f"|{'|'.join(['---', *(_COLUMNS[name] for name in used)])}|")
+    for row, cells in zip(table.rows, rows, strict=True):
+        lines.append(f"| {' | '.join([row.label, *(cells[name] for name in used)])} |")
     return "\n".join(lines) + "\n"
 
 
-def _row(row: Row, digits: int) -> str:
+def _cells(row: Row, digits: int) -> dict[str, str]:
     target = ""
     if row.target is not None:
         verdict = {True: "met", False: "**missed**", None: ""}[row.is_met]
         target = f"{row.target}: {verdict}"
-    return (
-        f"| {row.label} | {_number(row.ours, digits)} | {_number(row.paper, digits)} "
-        f"| {row.deviation} | {target} |"
-    )
+    return {
+        "octavo": _number(row.ours, digits),
+        "paper": _number(row.paper, digits),
+        "deviation": row.deviation,
+        "target": target,
+    }
 
 
 def _number(value: float | None, digits: int) -> str:
