@@ -84,16 +84,21 @@ class Pacer:
             self._started = now
         else:
             self._started = min(now, self._started + result.compute_seconds)
-        num_prompt_tokens = _num_prompt_tokens(plan)
         if plan.only_decodes:
             self._computing = result.compute_seconds
-        elif num_prompt_tokens >= MIN_PROMPT_TOKENS and self._computing:
-            size = _size(num_prompt_tokens)
-            price = max(0.0, result.compute_seconds - self._computing) / num_prompt_tokens
-            old = self._prices.get(size)
-            if old is not None:
-                price = min(price, FORGETTING[0] * old.seconds + FORGETTING[1])
-            self._prices[size] = Price(price, 1 if old is None else old.num_steps + 1)
+        elif self._computing:
+            self._learn_price(_num_prompt_tokens(plan), result.compute_seconds - self._computing)
+
+    def _learn_price(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A step took so much longer for its prompts."""
+        if num_prompt_tokens < MIN_PROMPT_TOKENS:
+            return
+        size = _size(num_prompt_tokens)
+        price = max(0.0, seconds) / num_prompt_tokens
+        old = self._prices.get(size)
+        if old is not None:
+            price = min(price, FORGETTING[0] * old.seconds + FORGETTING[1])
+        self._prices[size] = Price(price, 1 if old is None else old.num_steps + 1)
 
     def _price(self, num_prompt_tokens: int) -> float:
         """Of each, seconds. Prices rise with the size: what is known of smaller steps is not too

@@ -181,16 +181,16 @@ class GpuRunner:
         `decodes`: the rows of a captured step of decodes, with padding.
         """
         batch, staging, graphs = self._parts.input_batch, self._parts.staging, self._graphs
-        in_order = decodes is not None and ending == plan.seq_ids
+        in_order = decodes if ending == plan.seq_ids else None
         self._last = None
-        if not in_order:
+        if in_order is None:
             last = batch.last_tokens(plan, ending).numpy()
             self._last = staging.put("last", last, staging.max_num_seqs)
         if not plan.sampled:
             return  # for candidates alone the sampler needs nothing on the device: see _choose
         self._sampler.stage(batch.sampling_batch(plan.sampled, plan.expanded))
-        if decodes is not None and in_order and not plan.expanded:
-            rows = decodes.numpy()
+        if in_order is not None and not plan.expanded:
+            rows = in_order.numpy()
         else:
             rows = batch.rows_of(plan.sampled).astype(np.int32)
             if graphs is not None and self._sampler.mode is not None:
