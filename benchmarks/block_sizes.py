@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--no-kernels", action="store_true", help="leave figure 18a out")
     parser.add_argument("--no-serving", action="store_true", help="leave figures 18b and 19b out")
     arguments = parser.parse_args()
+    arguments.short_blocks = max(2048, arguments.short_blocks)  # a request may take so many
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Rows] = {"preemption-cost": []}
     if not arguments.no_kernels:
@@ -117,7 +118,7 @@ def block_size_rows(engine: Engine, block_size: int, arguments: Any) -> Rows:
 def preemption_rows(engine: Engine, block_size: int, arguments: Any) -> Rows:
     """Figure 19b: latency with so little of the pool that requests preempt each other."""
     pool, scheduler = engine.kv.pool, engine.scheduler
-    num_left = max(2048, arguments.short_blocks) // block_size
+    num_left = arguments.short_blocks // block_size
     taken = [pool.allocate() for _ in range(pool.num_free - num_left)]
     rows: Rows = []
     for method in ("recompute", "swap"):
