@@ -127,10 +127,8 @@ class DeviceTables:
             for _ in have_windows
         ]
         self._staging = staging
-        self._num_rows = num_rows
-        self._copies: list[tuple[Int64s, Int64s]] = []
-        self._staged_copies: list[tuple[Tensor, Tensor]] = []
-        self._writes: dict[int, dict[int, int]] = {}  # group -> flat index -> block id
+        # Rows and columns of entries that the device has not been told of, by group.
+        self._changed: list[list[tuple[Int64s, Int64s]]] = [[] for _ in have_windows]
 
     def add_rows(self, num_rows: int) -> None:
         raise AssertionError("a plan never opens more rows than the limits allow")
@@ -141,19 +139,20 @@ class DeviceTables:
         self._sharing.forget()
 
     def copy(self, children: Int64s, parents: Int64s) -> None:
-        self._mirror.copy(children, parents)
+        for table, changed in zip(self._mirror.tables, self._changed, strict=True):
+            copied = table[parents]
+            differing, columns = (table[children] != copied).nonzero()
+            table[children] = copied
+            changed.append((children[differing], columns))
         self._sharing.forget()
-        self._copies.append((children, parents))
 
     def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
-        if self._mirror.holds_others(group, rows, columns, block_ids):
+        if self._sharing.remembers and self._mirror.holds_others(group, rows, columns, block_ids):
             self._sharing.forget()
-        self._mirror.write(group, rows, columns, block_ids)
         num_columns = self._tables[group].shape[1]
         assert columns.max() < num_columns, f"column {columns.max()} is not below {num_columns}"
-        flat = rows * num_columns + columns
-        entries = self._writes.setdefault(group, {})
-        entries.update(zip(flat.tolist(), block_ids.tolist(), strict=True))
+        self._mirror.write(group, rows, columns, block_ids)
+        self._changed[group].append((rows, columns))
 
     def stage(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Put the changes where the next copy to the device takes them along.
@@ -161,39 +160,28 @@ class DeviceTables:
         Returns what `update` needs.
         """
         updates = []
-        if self._copies:
-            self._staged_copies = self._stage_copies()
-        for group, entries in self._writes.items():
-            index = np.fromiter(entries.keys(), np.int64, len(entries))
-            values = np.fromiter(entries.values(), np.int32, len(entries))
-            table = self._tables[group].view(-1)
+        for group, changed in enumerate(self._changed):
+            if not changed:
+                continue
+            rows, columns = map(np.concatenate, zip(*changed, strict=True))
+            changed.clear()
+            # As they are now: where an entry has changed twice, it stands here twice alike.
+            values = self._mirror.tables[group][rows, columns]
+            table = self._tables[group]
+            index = rows * table.shape[1] + columns
             if len(index) <= _STAGED_ENTRIES:
                 where = self._staging.put(f"table_index_{group}", index, _STAGED_ENTRIES)
                 what = self._staging.put(f"table_value_{group}", values, _STAGED_ENTRIES)
             else:
                 where = torch.from_numpy(index).to(table.device)
                 what = torch.from_numpy(values).to(table.device)
-            updates.append((table, where, what))
-        self._writes = {}
+            updates.append((table.view(-1), where, what))
         return updates
 
     def update(self, updates: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Carry the changes out on the device, in the order of the plan: copies, then entries."""
-        for children, parents in self._staged_copies:
-            for table in self._tables:
-                table.index_copy_(0, children, table.index_select(0, parents))
-        self._staged_copies = []
+        """Carry the changes out on the device."""
         for table, where, what in updates:
             table.index_copy_(0, where, what)
-
-    def _stage_copies(self) -> list[tuple[Tensor, Tensor]]:
-        runs, self._copies = self._copies, []
-        sides = []
-        for name, arrays in zip(("children", "parents"), zip(*runs, strict=True), strict=True):
-            rows = np.concatenate(arrays)
-            staged = self._staging.put(f"table_{name}", rows, self._num_rows)
-            sides.append(torch.split(staged, [len(array) for array in arrays]))
-        return list(zip(*sides, strict=True))
 
     def of_step(self, rows: Int64s, context_lens: Int64s) -> list[Tensor]:
         return self._tables

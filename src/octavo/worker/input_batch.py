@@ -113,13 +113,13 @@ class InputBatch:
             rows = np.concatenate([rows, np.zeros(num_padding, np.int64)])
             query_lens = np.concatenate([query_lens, np.ones(num_padding, np.int64)])
         query_starts = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(query_lens, out=query_starts[1:])
+        query_lens.cumsum(out=query_starts[1:])
         num_computed = self._rows["num_computed"][rows]
         context_lens = num_computed + query_lens
 
-        row_of_token = np.repeat(rows, query_lens)
+        row_of_token = rows.repeat(query_lens)
         positions = np.arange(query_starts[-1])
-        positions += np.repeat(num_computed - query_starts[:-1], query_lens)
+        positions += (num_computed - query_starts[:-1]).repeat(query_lens)
         if num_padding:
             positions[-num_padding:] = 0
         attention = AttentionBatch(
@@ -208,8 +208,7 @@ class InputBatch:
         self._token_ids[rows, positions] = token_ids[owned]
 
     def rows_of(self, seq_ids: Sequence[int]) -> Int64s:
-        row_of = self._row_of
-        return np.array([row_of[seq_id] for seq_id in seq_ids], np.int64)
+        return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))
 
     def _spec(self, row: int) -> SamplingSpec:
         spec = self._specs[row]
@@ -275,30 +274,27 @@ class InputBatch:
     def _fork(self, forks: Sequence[Fork]) -> None:
         """Copy rows in order; a child may be the parent of a later fork, so copies go in runs."""
         row_of = self._row_of
-        parent_of: dict[int, int] = {}  # rows that are still to be copied
-        for parent_id, child_id, _ in forks:
+        run: dict[int, tuple[int, int]] = {}  # rows to be copied to: from which, and their samples
+        for parent_id, child_id, sample_index in forks:
             parent = row_of[parent_id]
-            if parent in parent_of:
-                self._copy_rows(parent_of)
-                parent_of = {}
+            if parent in run:
+                self._copy_rows(run)
+                run = {}
             child = row_of[child_id] if child_id in row_of else self._take_row(child_id)
-            parent_of[child] = parent
-        self._copy_rows(parent_of)
-        if forks:
-            _, child_ids, sample_indices = zip(*forks, strict=True)
-            self._rows["sample_index"][self.rows_of(child_ids)] = sample_indices
+            run[child] = parent, sample_index
+        if run:
+            self._copy_rows(run)
 
-    def _copy_rows(self, parent_of: dict[int, int]) -> None:
-        if not parent_of:
-            return
-        children = np.array(list(parent_of), np.int64)
-        parents = np.array(list(parent_of.values()), np.int64)
+    def _copy_rows(self, run: dict[int, tuple[int, int]]) -> None:
+        children = np.array(list(run), np.int64)
+        parents, sample_indices = np.array(list(run.values()), np.int64).T
         state = self._rows.take(parents)
+        state["sample_index"] = sample_indices
         self._rows.put(children, state)
         num_tokens = int(state["num_tokens"].max())
         self._token_ids[children, :num_tokens] = self._token_ids[parents, :num_tokens]
         self._tables.copy(children, parents)
-        for child, parent in parent_of.items():
+        for child, (parent, _) in run.items():
             self._specs[child] = self._specs[parent]
 
     def _write_tokens(self, writes: TokenWrites) -> None:
@@ -311,19 +307,17 @@ class InputBatch:
         self._rows["num_tokens"][rows] = positions + 1
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
-        if not writes:
-            return
-        seq_ids, in_groups, starts, blocks = zip(*writes, strict=True)
-        sizes = np.array(list(map(len, blocks)), np.int64)
-        ends = sizes.cumsum()
-        rows = self.rows_of(seq_ids).repeat(sizes)
-        columns = np.arange(ends[-1]) + (np.array(starts, np.int64) - ends + sizes).repeat(sizes)
-        block_ids = np.fromiter(chain.from_iterable(blocks), np.int64, ends[-1])
-        groups = np.array(in_groups, np.int64).repeat(sizes)
         for group in range(self._num_groups):
-            here = groups == group
-            if here.any():
-                self._tables.write(group, rows[here], columns[here], block_ids[here])
+            here = [write for write in writes if write.group == group]
+            if not here:
+                continue
+            seq_ids, _, starts, blocks = zip(*here, strict=True)
+            sizes = np.array(list(map(len, blocks)), np.int64)
+            ends = sizes.cumsum()
+            rows = self.rows_of(seq_ids).repeat(sizes)
+            columns = np.arange(ends[-1]) + (np.array(starts) - ends + sizes).repeat(sizes)
+            block_ids = np.fromiter(chain.from_iterable(blocks), np.int64, ends[-1])
+            self._tables.write(group, rows, columns, block_ids)
 
     def _add_rows(self) -> None:
         num_rows = len(self._rows)

@@ -33,6 +33,10 @@ class SharedKeysFinder:
         self._rows: Int64s | None = None
         self._found: list[SharedKeys | None] = []
 
+    @property
+    def remembers(self) -> bool:
+        return self._rows is not None
+
     def forget(self) -> None:
         """Tables have changed otherwise than at their ends."""
         self._rows = None
