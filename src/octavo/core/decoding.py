@@ -6,15 +6,11 @@ a sequence shares its blocks, and the KV cache manager copies one only when it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-import numpy as np
-
 from octavo.core.sequence import Request, Sequence
-from octavo.core.step import Candidates
 
 EarlyStopping = bool | Literal["never"]
 
@@ -72,6 +68,11 @@ class Searching(Protocol):
     max_sequences: int
     max_length: int
     num_candidates: int  # that it asks for of each sequence, and looks at in a step
+
+    def goes_on(self, request: Request, token_ids: Seq[int], logprob: float) -> bool:
+        """Whether a step is like most: none of the best continuations, of which these are all
+        tokens and the first one's log-probability, ends a sequence, nor do they end the search.
+        Then the `max_sequences` best live on, and `advance` is not asked."""
 
     def advance(
         self, request: Request, best: Continuations, verbs: SequenceVerbs
@@ -164,27 +165,34 @@ class BeamSearch:
         self.max_length = max_length
         # Enough that `width` of them do not end a beam.
         self.num_candidates = max(2, 1 + len(eos_ids)) * width
-        self._width = width
         self._eos_ids = eos_ids
         self._length_penalty = length_penalty
         self._early_stopping = early_stopping
         self._num_return = width if num_return_sequences is None else num_return_sequences
         self._finished: list[Hypothesis] = []  # best first, at most `width`
 
+    def goes_on(self, request: Request, token_ids: Seq[int], logprob: float) -> bool:
+        length = len(request.sequences[0].token_ids) + 1
+        return (
+            length < self.max_length
+            and self._eos_ids.isdisjoint(token_ids)
+            and not self._is_done(logprob, length, request.num_prompt_tokens)
+        )
+
     def advance(
         self, request: Request, best: Continuations, verbs: SequenceVerbs
     ) -> Continuations | None:
         beams = request.sequences
         length = len(beams[0].token_ids) + 1
-        survivors = best
-        if length >= self.max_length or not self._eos_ids.isdisjoint(best.token_ids):
-            survivors = self._set_finished_aside(beams, best, length)
-        if self._is_done(survivors, length, request.num_prompt_tokens):
+        survivors = self._set_finished_aside(beams, best, length)
+        if not survivors.logprobs or self._is_done(
+            survivors.logprobs[0], length, request.num_prompt_tokens
+        ):
             self._conclude(request, verbs)
             return None
-        logprobs, parents, token_ids = survivors
-        width = self._width
-        return Continuations(logprobs[:width], parents[:width], token_ids[:width])
+        for column in survivors:
+            del column[self.max_sequences :]
+        return survivors
 
     def _set_finished_aside(
         self, beams: Seq[Sequence], best: Continuations, length: int
@@ -197,7 +205,7 @@ class BeamSearch:
                 survivors.logprobs.append(logprob)
                 survivors.parents.append(parent)
                 survivors.token_ids.append(token_id)
-            elif position < self._width:
+            elif position < self.max_sequences:
                 self._add_finished(beams[parent], token_id, logprob, reason)
         return survivors
 
@@ -211,20 +219,17 @@ class BeamSearch:
         score = logprob / num_output_tokens**self._length_penalty
         self._finished.append(Hypothesis(score, logprob, [*beam.token_ids, token_id], reason))
         self._finished.sort(key=lambda hypothesis: -hypothesis.score)
-        del self._finished[self._width :]
+        del self._finished[self.max_sequences :]
 
-    def _is_done(self, survivors: Continuations, length: int, num_prompt_tokens: int) -> bool:
-        if not survivors.logprobs:
-            return True
-        if len(self._finished) < self._width:
+    def _is_done(self, logprob: float, length: int, num_prompt_tokens: int) -> bool:
+        """`logprob`: of the best beam that goes on."""
+        if len(self._finished) < self.max_sequences:
             return False
         if self._early_stopping is True:
             return True
         if self._early_stopping == "never" and self._length_penalty > 0:
             length = self.max_length
-        attainable: float = (
-            survivors.logprobs[0] / (length - num_prompt_tokens) ** self._length_penalty
-        )
+        attainable: float = logprob / (length - num_prompt_tokens) ** self._length_penalty
         return attainable <= self._finished[-1].score
 
     def _conclude(self, request: Request, verbs: SequenceVerbs) -> None:
@@ -236,50 +241,6 @@ class BeamSearch:
             result.cumulative_logprob = hypothesis.logprob
             result.score = hypothesis.score
             verbs.finish(result, hypothesis.reason)
-
-
-class Search(NamedTuple):
-    """A search whose sequences have been offered candidates."""
-
-    request: Request
-    method: Searching
-    first_row: int  # of the candidates; its sequences have one each, in their order
-
-
-def best_continuations(
-    searches: Seq[Search], candidates: Candidates
-) -> Iterator[tuple[Search, Continuations]]:
-    """What each search is to look at; of equal ones, the first offered come first."""
-    # Those of one shape are ranked at once.
-    groups: dict[tuple[int, int], list[Search]] = {}
-    for search in searches:
-        shape = len(search.request.sequences), search.method.num_candidates
-        groups.setdefault(shape, []).append(search)
-    for (width, number), group in groups.items():
-        yield from zip(group, _ranked(group, width, number, candidates), strict=True)
-
-
-def _ranked(
-    searches: Seq[Search], width: int, number: int, candidates: Candidates
-) -> Iterator[Continuations]:
-    """The `number` best continuations of each search; all have `width` sequences."""
-    first_rows = np.array([search.first_row for search in searches])[:, None]
-    before = np.array(
-        [seq.cumulative_logprob for search in searches for seq in search.request.sequences]
-    )
-    logprobs = candidates.logprobs[first_rows + np.arange(width)]
-    num_offered = logprobs.shape[2]
-    logprobs = (logprobs + before.reshape(-1, width, 1)).reshape(len(searches), -1)
-    order = (-logprobs).argsort(axis=1, kind="stable")[:, :number]
-    # Places in the flat arrays.
-    ranked = order + np.arange(0, logprobs.size, width * num_offered)[:, None]
-    offers = order + first_rows * num_offered
-    return map(
-        Continuations,
-        logprobs.take(ranked).tolist(),
-        (order // num_offered).tolist(),
-        candidates.token_ids.take(offers).tolist(),
-    )
 
 
 class PinPrefix:

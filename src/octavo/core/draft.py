@@ -6,8 +6,9 @@ from collections.abc import Sequence as Seq
 from itertools import compress
 
 from octavo.core.block_table import BlockTable
-from octavo.core.decoding import Search, Searching
+from octavo.core.decoding import Searching
 from octavo.core.kv_cache_manager import Changes
+from octavo.core.ranking import Search
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 
@@ -84,17 +85,17 @@ class PlanDraft:
             if table is not None and end == table.writable_until:
                 self.filled.append((seq, table, end))
 
-    def search(self, request: Request, method: Searching) -> None:
-        """Compute the next token of a search's sequences, which have room for it."""
+    def search(self, request: Request, method: Searching, end: int) -> None:
+        """Compute the next token of a search's sequences, which have room for it: until `end`."""
         sequences = request.sequences
-        self.budget -= len(sequences)
-        self.searching.append(Search(request, method, len(self.expanded)))
         seq_ids = [seq.seq_id for seq in sequences]
+        self.budget -= len(seq_ids)
+        self.searching.append(Search(request, method, len(self.expanded)))
         self.seq_ids += seq_ids
-        self.num_scheduled_tokens += [1] * len(sequences)
+        self.num_scheduled_tokens += [1] * len(seq_ids)
         self.expanded += seq_ids
         for seq in sequences:
-            end = seq.num_computed_tokens = seq.num_computed_tokens + 1
+            seq.num_computed_tokens = end
             table = seq.table
             if table is not None and end == table.writable_until:
                 self.filled.append((seq, table, end))

@@ -253,11 +253,11 @@ class KVCacheManager:
         """
         num_new = 0
         for seq, num_tokens in targets:
-            total = -(-num_tokens // self.block_size)
+            num_blocks = -(-num_tokens // self.block_size)
             for ids in _table(seq).block_ids:
-                if total > len(ids):
-                    num_new += total - len(ids)
-        outside = self._outside_windows(targets)
+                if num_blocks > len(ids):
+                    num_new += num_blocks - len(ids)
+        outside = self._outside_windows(targets) if self._windowed else []
         # Each tail may have to be copied; how many are is counted only where that matters.
         if num_new + len(targets) * len(self.specs) > self.pool.num_free:
             freed = sum(self.pool.ref_count(ids[i]) == 1 for ids, i in outside)
@@ -406,6 +406,7 @@ class KVCacheManager:
         for group in self._windowed:
             first = first_needed_block(self.specs[group], self.block_size, seq.num_computed_tokens)
             table.num_dropped[group] = max(first, table.num_dropped[group])
+        num_blocks = -(-num_tokens // self.block_size)
         for group, ids in enumerate(table.block_ids):
             start = len(ids)
             if offset and pool.ref_count(ids[index]) > 1:
@@ -414,7 +415,8 @@ class KVCacheManager:
                 changes.copies.append((source, ids[index]))
                 pool.release(source)
                 self.num_cow_copies += 1
-            self._grow(ids, num_tokens)
+            while len(ids) < num_blocks:
+                ids.append(pool.allocate())
             if start < len(ids):
                 write = TableWrite(seq.seq_id, group, start, tuple(ids[start:]))
                 changes.table_writes.append(write)

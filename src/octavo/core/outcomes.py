@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from octavo.core.decoding import Search, best_continuations
 from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.ranking import Search, rank
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import Candidates, StepResult
 
@@ -121,12 +121,20 @@ class Outcomes:
         children: list[Sequence] = []
         token_ids: list[int] = []
         logprobs: list[float] = []
-        for search, best in best_continuations(searches, candidates):
-            chosen = search.method.advance(search.request, best, self)
-            if chosen is not None:
-                children += self._branch(search.request, chosen.parents)
-                token_ids += chosen.token_ids
-                logprobs += chosen.logprobs
+        for ranking in rank(searches, candidates):
+            usual = ranking.usual()
+            best_logprobs, parents_of, best_ids = ranking.best(usual)
+            for place, parents in zip(usual, parents_of, strict=True):
+                children += self._branch(ranking.searches[place].request, parents)
+            token_ids += best_ids
+            logprobs += best_logprobs
+            for place in sorted(set(range(len(ranking.searches))).difference(usual)):
+                request, method, _ = ranking.searches[place]
+                chosen = method.advance(request, ranking.offered(place), self)
+                if chosen is not None:
+                    children += self._branch(request, chosen.parents)
+                    token_ids += chosen.token_ids
+                    logprobs += chosen.logprobs
         self.append(children, token_ids)
         for child, logprob in zip(children, logprobs, strict=True):
             child.cumulative_logprob = logprob
@@ -137,23 +145,22 @@ class Outcomes:
         The first child of a sequence takes its place; others replace sequences that have no child,
         or are forked off.
         """
-        sequences = list(request.sequences)
-        childless = [seq for place, seq in enumerate(sequences) if place not in parents]
-        children: list[Sequence] = []
-        taken: set[int] = set()
-        for place in parents:
-            child = sequences[place]
-            if place not in taken:
-                taken.add(place)
-            elif childless:
-                parent, child = child, childless.pop()
-                self._replace(child, parent)
-            else:
-                child = self.fork(child, child.sample_index)
-            children.append(child)
-        for seq in childless:
-            self.free(seq)
-        request.sequences[:] = children
+        sequences = request.sequences
+        children = [sequences[place] for place in parents]
+        if not len(set(parents)) == len(parents) == len(sequences):  # else each has a child
+            childless = [seq for place, seq in enumerate(sequences) if place not in parents]
+            for i, place in enumerate(parents):
+                if parents.index(place) == i:
+                    continue  # the first child
+                parent = sequences[place]
+                if childless:
+                    children[i] = childless.pop()
+                    self._replace(children[i], parent)
+                else:
+                    children[i] = self.fork(parent, parent.sample_index)
+            for seq in childless:
+                self.free(seq)
+        request.sequences = children
         return children
 
     def _replace(self, seq: Sequence, parent: Sequence) -> None:

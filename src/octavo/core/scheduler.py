@@ -172,18 +172,18 @@ class Scheduler:
                     draft.decode(sequences)
                     continue
             elif method.wants == "candidates" and sequences and not request.catching_up:
-                # Few beams need help: those that were forked, and those whose blocks are full.
-                goals = []
-                for seq in sequences:
-                    table = seq.table
-                    end = seq.num_computed_tokens + 1
-                    if table is None or end != len(seq.token_ids):
-                        break
-                    if end > table.writable_until:
-                        goals.append((seq, end))
-                else:
+                # Beams are as long as each other. Few need help: those that were forked, and those
+                # whose blocks are full.
+                end = sequences[0].num_computed_tokens + 1
+                if end == len(sequences[0].token_ids):
+                    goals = []
+                    for seq in sequences:
+                        table = seq.table
+                        assert table is not None, "it runs"
+                        if end > table.writable_until:
+                            goals.append((seq, end))
                     if not goals or self._make_room(request, goals, draft):
-                        draft.search(request, method)
+                        draft.search(request, method, end)
                     continue
             self._continue(request, draft, draft.budget - later)
 
