@@ -384,7 +384,7 @@ class KVCacheManager:
             self.evicted_ids.append(block_id)
 
     def _grow(self, ids: list[int], num_tokens: int) -> None:
-        for _ in range(len(ids), -(-num_tokens // self.block_size)):
+        while len(ids) * self.block_size < num_tokens:
             ids.append(self.pool.allocate())
 
     def _num_tail_copies(self, targets: Seq[tuple[Sequence, int]]) -> int:
@@ -406,7 +406,6 @@ class KVCacheManager:
         for group in self._windowed:
             first = first_needed_block(self.specs[group], self.block_size, seq.num_computed_tokens)
             table.num_dropped[group] = max(first, table.num_dropped[group])
-        num_blocks = -(-num_tokens // self.block_size)
         for group, ids in enumerate(table.block_ids):
             start = len(ids)
             if offset and pool.ref_count(ids[index]) > 1:
@@ -415,8 +414,7 @@ class KVCacheManager:
                 changes.copies.append((source, ids[index]))
                 pool.release(source)
                 self.num_cow_copies += 1
-            while len(ids) < num_blocks:
-                ids.append(pool.allocate())
+            self._grow(ids, num_tokens)
             if start < len(ids):
                 write = TableWrite(seq.seq_id, group, start, tuple(ids[start:]))
                 changes.table_writes.append(write)
