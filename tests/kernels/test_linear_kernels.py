@@ -94,7 +94,7 @@ class TestOnGpu:
     DEVICE = torch.device("cuda")
 
     @pytest.mark.parametrize("shape", MEASURED)
-    @pytest.mark.parametrize("num_tokens", [1, 2, 16, 24, 33, 64, 100, 128, 200])
+    @pytest.mark.parametrize("num_tokens", [1, 2, 16, 24, 33, 64, 100, 128, 200, 256])
     def test_shapes_of_models(self, shape: tuple[int, int, int], num_tokens: int) -> None:
         num_rows, size, code = shape
         activation: Activation = (None, "relu", "silu_mul")[code]  # type: ignore[assignment]
@@ -105,6 +105,17 @@ class TestOnGpu:
         if activation is None:
             parts = linear_parts(x, weight, bias)
             assert_close(parts.sum(0) if parts.dim() == 3 else parts, wanted, torch.bfloat16)
+
+    @pytest.mark.parametrize("shape", [(4096, 14336), (1024, 2048), (28672, 4096)])
+    def test_two_products_for_one(self, shape: tuple[int, int]) -> None:
+        x, weight, _ = operands(256, *shape, torch.bfloat16, self.DEVICE)
+        if shape[0] > shape[1]:
+            actual = linear(x, weight, None, "silu_mul")
+            assert_close(actual, expected(x, weight, None, "silu_mul"), torch.bfloat16)
+            return
+        parts = linear_parts(x, weight)
+        assert parts.shape[0] == 2
+        assert_close(parts.sum(0), expected(x, weight, None, None), torch.bfloat16)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("num_tokens", [1, 5, 31, 128])

@@ -1,7 +1,8 @@
 """y = x W^T for the few tokens of a decode step, where reading W is what takes the time.
 
 One token: linear_one.py. Some tokens, on Hopper: linear_hopper.py with the tiles that
-linear_table.py chooses. Everything else (many tokens, float32, other GPUs) is F.linear.
+linear_table.py chooses. Everything else (many tokens, float32, other GPUs) is cuBLAS, for some
+shapes by two products rather than one.
 
 What holds for a token's result: it depends on the kernel and the tiles, which follow from the
 number of tokens padded as linear_table.py does, never on the values of the other tokens. Sums of
@@ -20,7 +21,12 @@ from torch import Tensor
 
 from octavo.kernels.activation import silu_mul
 from octavo.kernels.linear_one import linear_one
-from octavo.kernels.linear_table import Tiles, choose_tiles
+from octavo.kernels.linear_table import (
+    Tiles,
+    choose_tiles,
+    pays_in_halves,
+    pays_in_two_parts,
+)
 from octavo.kernels.pdl import launch_options
 
 Activation = Literal["relu", "silu_mul"] | None
@@ -62,14 +68,23 @@ def linear(
 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, perhaps in parts: float32 [num_parts, num_tokens, out_features] to be added up.
+    """x W^T + b, perhaps in parts: [num_parts, num_tokens, out_features] to be added up.
 
-    For a norm that adds them up: where K is cut into shares, nobody then waits for anybody.
+    For a norm that adds them up: where K is cut into shares, nobody then waits for anybody. Parts
+    are float32, or of x's dtype: rounding each loses no more than rounding their sum.
     """
     num_tokens, size = x.shape
     num_rows = weight.shape[0]
-    tiles = choose_tiles(num_tokens, num_rows, size, 0) if _is_fast(x, weight) else None
-    if num_tokens == 1 or tiles is None or tiles.shares == 1:
+    if num_tokens == 1 or not _is_fast(x, weight):
+        return linear(x, weight, bias)
+    tiles = choose_tiles(num_tokens, num_rows, size, 0)
+    if tiles is None and bias is None and pays_in_two_parts(num_tokens, num_rows, size):
+        shares = (2, size // 2)
+        return torch.bmm(
+            x.view(num_tokens, *shares).transpose(0, 1),
+            weight.view(num_rows, *shares).permute(1, 2, 0),
+        )
+    if tiles is None or tiles.shares == 1:
         return linear(x, weight, bias)
     out = x.new_empty((tiles.shares, num_tokens, num_rows), dtype=torch.float32)
     _launch(x, weight, bias, out, 0, tiles, parts=True)
@@ -80,10 +95,20 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activatio
     if activation == "relu" and bias is not None:
         # cuBLAS takes both along in the product; there is no public name for it.
         return torch._addmm_activation(bias, x, weight.t())
+    if activation == "silu_mul" and bias is None and pays_in_halves(len(x), *weight.shape):
+        return silu_mul(_halves(x, weight))
     y = F.linear(x, weight, bias)
     if activation == "relu":
         return y.relu_()
     return silu_mul(y) if activation == "silu_mul" else y
+
+
+def _halves(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T by a product for each half of W."""
+    y = x.new_empty((len(x), len(weight)))
+    for rows, out in zip(weight.chunk(2), y.chunk(2, dim=1), strict=True):
+        torch.mm(x, rows.t(), out=out)
+    return y
 
 
 def _is_dense(x: Tensor, weight: Tensor) -> bool:

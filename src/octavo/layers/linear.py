@@ -102,7 +102,7 @@ class Linear(nn.Module):
     def forward_parts(self, x: Tensor) -> Tensor:
         """As forward, for a norm that follows: on a GPU perhaps in parts, which it adds up.
 
-        Parts are float32 [num_parts, num_tokens, out_features].
+        Parts are [num_parts, num_tokens, out_features].
         """
         if x.device.type == "cuda":
             from octavo.kernels.linear import linear_parts
