@@ -70,8 +70,8 @@ def linear(
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, perhaps in parts: [num_parts, num_tokens, out_features] to be added up.
 
-    For a norm that adds them up: where K is cut into shares, nobody then waits for anybody. Parts
-    are float32, or of x's dtype: rounding each loses no more than rounding their sum.
+    For a norm that adds them up in float32: where K is cut into shares, nobody then waits for
+    anybody. Rounding each part loses no more than rounding their sum.
     """
     num_tokens, size = x.shape
     num_rows = weight.shape[0]
@@ -86,7 +86,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         )
     if tiles is None or tiles.shares == 1:
         return linear(x, weight, bias)
-    out = x.new_empty((tiles.shares, num_tokens, num_rows), dtype=torch.float32)
+    out = x.new_empty((tiles.shares, num_tokens, num_rows))
     _launch(x, weight, bias, out, 0, tiles, parts=True)
     return out
 

@@ -6,8 +6,8 @@ wgmma. The fetching warp starts on W before the kernels before it have ended (pd
 none of them. By default rows of W fill the 64 rows of a wgmma and the tokens are its columns, so
 that few tokens cost little; swapped, the tokens fill the 64 rows, and BN may be less than 64.
 
-A long K may be cut into SPLIT shares. Their sums are float32 and are added in a fixed order: by
-the program of a tile that ends last, or by the kernel that reads them next (`PARTS`).
+A long K may be cut into SPLIT shares, whose sums are added in a fixed order: as float32 by the
+program of a tile that ends last, or by the kernel that reads them next (`PARTS`).
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def linear_kernel(
 
     Args:
         x, weight: descriptors of [num_tokens, size] and of W [num_rows or 2 * num_rows, size].
-        out: with PARTS float32 [num_shares, num_tokens, num_rows].
+        out: with PARTS [num_shares, num_tokens, num_rows].
         sums: float32 workspace of SPLIT > 1.
         arrivals: int32, 0 for every tile; left so.
     """
