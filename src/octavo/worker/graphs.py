@@ -34,7 +34,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 def mixed_sizes(max_num_seqs: int, max_num_tokens: int) -> list[PaddedSizes]:
     """To what steps with prompts are padded, the smallest first."""
     limit = min(max_num_tokens, max(MOST_MIXED_TOKENS, max_num_seqs + ROOM_FOR_PROMPTS))
-    sizes = [16, 32, 64, 96, 128, *range(192, 1024, 64), *range(1024, limit + 1, 128)]
+    sizes = [16, 32, 64, 96, 128, *range(192, limit + 1, 64)]
     found = []
     for size in (size for size in sizes if size <= limit):
         most = min(size, max_num_seqs)
