@@ -13,6 +13,7 @@ import torch
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from octavo.config import EngineConfig, make_config
 from octavo.errors import (
     ConfigError,
     EngineFailed,
@@ -353,6 +354,22 @@ def test_an_executor_that_breaks_down_ends_the_engine() -> None:
         broken.generate([1, 2], GREEDY, use_tqdm=False)
     with pytest.raises(EngineFailed, match="RuntimeError: the device is on fire"):
         broken.generate([1, 2], GREEDY, use_tqdm=False)
+
+
+def test_a_large_gpu_gets_larger_steps_unless_they_were_chosen() -> None:
+    def limits(config: EngineConfig) -> tuple[int, int]:
+        return config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+
+    usual = make_config("demo", policy="priority")
+    large = usual.for_gpu(80 * 10**9)
+    assert limits(usual) == limits(usual.for_gpu(48 * 10**9)) == (256, 2048)
+    assert limits(large) == (1024, 8192)
+    assert large.scheduler.policy == "priority"
+    for chosen in (make_config("demo", max_num_seqs=256), make_config("demo", max_num_seqs=8)):
+        assert chosen.for_gpu(80 * 10**9) == chosen
+    assert limits(EngineConfig("demo").for_gpu(80 * 10**9)) == (256, 2048)
+    with pytest.raises(ConfigError, match="has_usual_steps: there is no such option"):
+        make_config("demo", has_usual_steps=True)
 
 
 @pytest.mark.parametrize(

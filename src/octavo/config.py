@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -18,6 +18,7 @@ PolicyName = Literal["fcfs", "priority"]
 MemoryPolicyName = Literal["paged", "orca-max", "orca-pow2", "orca-oracle", "fastertransformer"]
 
 GIB = 1 << 30
+LARGE_GPU = 70 * 10**9  # bytes: it has room for the activations and the KV of larger steps
 MAX_BLOCK_SIZE = 256
 KINDS = {int: "an integer", bool: "true or false", str: "text"}
 
@@ -137,6 +138,8 @@ class EngineConfig:
     num_threads: int | None = None  # CPU threads of the worker; None: torch's choice
     # Plan the next step while the device computes this one. None: on a GPU. A CPU gains nothing.
     overlap: bool | None = None
+    # max_num_seqs and max_num_batched_tokens were not asked for, and may follow the device.
+    has_usual_steps: bool = False
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -155,6 +158,13 @@ class EngineConfig:
             f"{self.cache.memory_policy} cannot",
         )
 
+    def for_gpu(self, memory: int) -> EngineConfig:
+        """For a GPU with so many bytes of memory: larger steps than usual if it is a large one."""
+        if not self.has_usual_steps or memory < LARGE_GPU:
+            return self
+        steps = replace(self.scheduler, max_num_seqs=1024, max_num_batched_tokens=8192)
+        return replace(self, scheduler=steps)
+
     def dtype_for(self, stored: str) -> str:
         """What a model whose files are in `stored` was asked to be computed in."""
         return stored if self.dtype == "auto" else self.dtype
@@ -170,7 +180,8 @@ def make_config(model: str, **options: Any) -> EngineConfig:
         options = {"enable_prefix_caching": False, **options}
     homes: dict[str, dict[str, Any]] = {}
     by_name = {f.name: kind for kind in (CacheConfig, SchedulerConfig) for f in fields(kind)}
-    own = {f.name for f in fields(EngineConfig)} - {"model", "cache", "scheduler"}
+    own = {f.name for f in fields(EngineConfig)}
+    own -= {"model", "has_usual_steps", "cache", "scheduler"}
     for name, value in options.items():
         if name in by_name:
             homes.setdefault(by_name[name].__name__, {})[name] = value
@@ -183,6 +194,7 @@ def make_config(model: str, **options: Any) -> EngineConfig:
     return EngineConfig(
         model,
         **homes.get("EngineConfig", {}),
+        has_usual_steps=options.keys().isdisjoint({"max_num_seqs", "max_num_batched_tokens"}),
         cache=CacheConfig(**homes.get("CacheConfig", {})),
         scheduler=SchedulerConfig(**homes.get("SchedulerConfig", {})),
     )

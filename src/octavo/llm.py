@@ -268,7 +268,8 @@ def load_engine(config: EngineConfig) -> Engine:
     tokenizer = None
     if (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.from_directory(directory)
-    return Engine(config, model_config, LocalExecutor(config, model_config), tokenizer)
+    executor = LocalExecutor(config, model_config)
+    return Engine(executor.config, model_config, executor, tokenizer)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

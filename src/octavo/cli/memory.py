@@ -102,6 +102,8 @@ class Budget:
         dtype = config.dtype_for(model_config.dtype)
         if device_memory is not None and device_memory <= 0:
             raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
+        if device_memory is not None:
+            config = config.for_gpu(device_memory)
         return cls(config, model_config, dtype, device_memory or host_memory())
 
     @property

@@ -112,9 +112,12 @@ def make_simulation_config(options: Options, engine: Options, num_gpus: int) -> 
     from octavo.simulation.calibration import read_calibration
     from octavo.simulation.config import SimulationConfig
     from octavo.simulation.cost_model import Coefficients
+    from octavo.simulation.gpus import find_gpu
 
     made = make_config(options["model"], **engine)
     overlaps = options["software"] == "octavo" and options["gpu"] != "cpu"
+    if overlaps:
+        made = made.for_gpu(find_gpu(options["gpu"]).memory)
     config = SimulationConfig(
         made.model,
         options["gpu"],

@@ -22,7 +22,7 @@ SPIN_COUNT = "1000"
 
 
 class LocalExecutor:
-    """Owns one worker and calls it directly."""
+    """Owns one worker and calls it directly; `config` is what was asked for, on this device."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         """Load the model and take the memory.
@@ -32,7 +32,7 @@ class LocalExecutor:
         """
         limit_spinning()
         # torch comes only now, because OpenMP reads the variable when it is loaded.
-        self._worker = _make_worker(config, model_config)
+        self.config, self._worker = _make_worker(config, model_config)
         budget = self._worker.budget
         self.capacity = KVCapacity(
             num_blocks=budget.num_blocks,
@@ -53,7 +53,9 @@ class LocalExecutor:
         self._worker.shutdown()
 
 
-def _make_worker(config: EngineConfig, model_config: ModelConfig) -> Worker | GpuWorker:
+def _make_worker(
+    config: EngineConfig, model_config: ModelConfig
+) -> tuple[EngineConfig, Worker | GpuWorker]:
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -63,13 +65,15 @@ def _make_worker(config: EngineConfig, model_config: ModelConfig) -> Worker | Gp
     if (wants_cpu and config.device != "cuda") or not has_gpu:
         from octavo.worker.worker import Worker
 
-        return Worker(config, model_config)
+        return config, Worker(config, model_config)
     from octavo.worker.device_limits import check_gpu
 
     check_gpu(torch.version.cuda is not None, torch.cuda.get_device_capability())
     from octavo.worker.gpu_worker import GpuWorker  # loads Triton
 
-    return GpuWorker(config, model_config)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    config = config.for_gpu(properties.total_memory)
+    return config, GpuWorker(config, model_config)
 
 
 def limit_spinning() -> None:
