@@ -87,11 +87,11 @@ def test_the_largest_step_finds_room_in_the_staging(num_seqs: int, num_tokens: i
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
-    fine = Choice(2, torch.tensor([4, 0]))
+    fine = Choice(torch.tensor([4, 0]))
     assert fine.first_tokens().tolist() == [4, 0]
     with pytest.raises(ModelError, match="not finite"):
-        Choice(2, torch.tensor([4, NO_TOKEN.value])).first_tokens()
-    best = Choice(0, torch.zeros(0, dtype=torch.int64))
+        Choice(torch.tensor([4, NO_TOKEN.value])).first_tokens()
+    best = Choice(torch.zeros(0, dtype=torch.int64))
     best.expand(torch.tensor([[-0.5, -1.0], [torch.nan, torch.nan]]), torch.ones(2, 2))
     with pytest.raises(ModelError, match="not finite"):
         best.candidates()

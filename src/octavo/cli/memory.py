@@ -100,9 +100,9 @@ class Budget:
         if config.max_model_len is not None:
             model_config = model_config.with_max_model_len(config.max_model_len)
         dtype = config.dtype_for(model_config.dtype)
-        if device_memory is not None and device_memory <= 0:
-            raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
         if device_memory is not None:
+            if device_memory <= 0:
+                raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
             config = config.for_gpu(device_memory)
         return cls(config, model_config, dtype, device_memory or host_memory())
 

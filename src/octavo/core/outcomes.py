@@ -122,13 +122,13 @@ class Outcomes:
         token_ids: list[int] = []
         logprobs: list[float] = []
         for ranking in rank(searches, candidates):
-            usual = ranking.usual()
+            usual, others = ranking.split()
             best_logprobs, parents_of, best_ids = ranking.best(usual)
             for place, parents in zip(usual, parents_of, strict=True):
                 children += self._branch(ranking.searches[place].request, parents)
             token_ids += best_ids
             logprobs += best_logprobs
-            for place in sorted(set(range(len(ranking.searches))).difference(usual)):
+            for place in others:
                 request, method, _ = ranking.searches[place]
                 chosen = method.advance(request, ranking.offered(place), self)
                 if chosen is not None:

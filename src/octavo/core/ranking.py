@@ -35,16 +35,16 @@ class Ranking(NamedTuple):
     parents: NDArray[np.int64]
     token_ids: NDArray[np.int64]
 
-    def usual(self) -> list[int]:
-        """The places of searches that go on by their `width` best."""
+    def split(self) -> tuple[list[int], list[int]]:
+        """The places of usual searches, which go on by their `width` best, and of the others."""
+        usual: list[int] = []
+        others: list[int] = []
         offers = zip(
             self.searches, self.token_ids.tolist(), self.logprobs[:, 0].tolist(), strict=True
         )
-        return [
-            place
-            for place, ((request, method, _), token_ids, logprob) in enumerate(offers)
-            if method.goes_on(request, token_ids, logprob)
-        ]
+        for place, ((request, method, _), token_ids, logprob) in enumerate(offers):
+            (usual if method.goes_on(request, token_ids, logprob) else others).append(place)
+        return usual, others
 
     def best(self, places: Seq[int]) -> tuple[list[float], list[list[int]], list[int]]:
         """What usual searches choose: log-probabilities, parents by search, and token ids."""

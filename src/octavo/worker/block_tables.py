@@ -140,10 +140,9 @@ class DeviceTables:
 
     def copy(self, children: Int64s, parents: Int64s) -> None:
         for table, changed in zip(self._mirror.tables, self._changed, strict=True):
-            copied = table[parents]
-            differing, columns = (table[children] != copied).nonzero()
-            table[children] = copied
+            differing, columns = (table[children] != table[parents]).nonzero()
             changed.append((children[differing], columns))
+        self._mirror.copy(children, parents)
         self._sharing.forget()
 
     def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:

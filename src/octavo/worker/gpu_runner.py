@@ -252,7 +252,7 @@ class GpuRunner:
             self._hidden[:n] = hidden[self._last]
         size = graphs.size_for(n)
         graphs.run((mode, size), partial(self._draw_captured, size, mode))
-        return Choice(n, self._drawn[:n])
+        return Choice(self._drawn[:n])
 
     def _draw_captured(self, size: int, mode: DrawMode) -> None:
         """A token for each hidden state; rows of padding all keep theirs in row 0."""

@@ -25,14 +25,11 @@ DrawMode = Literal["greedy", "random", "limited"]
 class Choice:
     """What a step has drawn, on the device and, after `read_back`, soon on the host."""
 
-    def __init__(
-        self, num_sampled: int, token_ids: Tensor, firsts: tuple[Int64s, Tensor] | None = None
-    ) -> None:
+    def __init__(self, token_ids: Tensor, firsts: tuple[Int64s, Tensor] | None = None) -> None:
         """token_ids int64 [num_draws], row by row.
 
         `firsts`: where each row's draws begin, on host and device; None: each row has one.
         """
-        self._num_sampled = num_sampled
         self._token_ids = token_ids
         self._best: tuple[Tensor, Tensor] | None = None
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -42,7 +39,7 @@ class Choice:
     @classmethod
     def nothing(cls, device: torch.device) -> Choice:
         """Of a step that ends no row."""
-        return cls(0, torch.zeros(0, dtype=torch.int64, device=device))
+        return cls(torch.zeros(0, dtype=torch.int64, device=device))
 
     @property
     def first(self) -> Tensor:
@@ -185,7 +182,7 @@ class GpuSampler:
         edited = [edit for edit in batch.edited if edit.index < n]
         if edited:
             self._redraw(token_ids, logits, edited)
-        choice = Choice(n, token_ids, self._firsts)
+        choice = Choice(token_ids, self._firsts)
         if batch.num_logprobs:
             self._score(choice, logits, batch, token_ids)
         if batch.num_candidates:
