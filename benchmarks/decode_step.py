@@ -11,7 +11,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from gpu_harness import copy_bandwidth, make_engine, report
+from gpu_harness import ceilings, make_engine, report
 
 from octavo import SamplingParams
 from octavo.engine.engine import Engine
@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--profile", metavar="FILE", help="a table of the kernels of ten steps")
     parser.add_argument("--no-overlap", action="store_true")
     arguments = parser.parse_args()
-    bandwidth = copy_bandwidth()
-    print(f"copy {bandwidth / 1e12:.2f} TB/s")
+    card = ceilings()
+    bandwidth = 1e12 * card["copy_tb_s"]
     results: dict[str, Any] = {}
     for model in arguments.models:
         engine = make_engine(
@@ -68,7 +68,7 @@ def main() -> None:
                 flush=True,
             )
         engine.executor.shutdown()
-    report("decode_step", copy_tb_s=round(bandwidth / 1e12, 3), context=CONTEXT, steps=results)
+    report("decode_step", **card, context=CONTEXT, steps=results)
 
 
 def step_times(

@@ -18,6 +18,8 @@ from octavo.llm import load_engine
 ROOT = Path(__file__).parent
 CONFIGS = ROOT / "configs"
 TRACES = ROOT / "traces"
+SQUARE = 8192
+SQUARE_FLOPS = 2 * SQUARE**3
 
 
 def make_engine(model: str, **options: Any) -> Engine:
@@ -46,6 +48,46 @@ def copy_bandwidth() -> float:
     target = torch.empty_like(source)
     times = [device_seconds(lambda: target.copy_(source)) for _ in range(12)]
     return 2 * source.nbytes / statistics.median(times[2:])
+
+
+def first_and_settled(work: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """How long the device takes for `work` at first, and after a while of nothing else: medians of
+    the first five times, and of the later half."""
+    times: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        times.append(device_seconds(work))
+    return statistics.median(times[:5]), statistics.median(times[len(times) // 2 :])
+
+
+def square_product() -> Callable[[], torch.Tensor]:
+    """A bf16 product of SQUARE_FLOPS, of random numbers: what costs the most power."""
+    a, b = (torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return lambda: a @ b
+
+
+def matmul_rate(seconds: float = 1.5) -> tuple[float, float]:
+    """FLOP/s of that product: at first, and after so many seconds, held back by power."""
+    product = square_product()
+    product()
+    torch.cuda.synchronize()
+    first, settled = first_and_settled(product, seconds)
+    return SQUARE_FLOPS / first, SQUARE_FLOPS / settled
+
+
+def ceilings() -> dict[str, float]:
+    """What this card reaches today, for a report; cards of one kind differ."""
+    copy, (first, settled) = copy_bandwidth(), matmul_rate()
+    print(
+        f"copy {copy / 1e12:.2f} TB/s, {SQUARE}^3 product at first {first / 1e12:.0f}, then "
+        f"{settled / 1e12:.0f} TFLOP/s",
+        flush=True,
+    )
+    return {
+        "copy_tb_s": round(copy / 1e12, 3),
+        "matmul_tflop_s": round(first / 1e12),
+        "settled_matmul_tflop_s": round(settled / 1e12),
+    }
 
 
 def report(benchmark: str, **values: Any) -> None:

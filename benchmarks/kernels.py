@@ -149,13 +149,15 @@ def measure_copies() -> Table:
     for model, (_, kv_heads, layers, _) in MODELS.items():
         words = layers * kv_heads * 2 * BLOCK_SIZE * HEAD_DIM
         num_blocks = max(160, int(4e9 / words / 2))
-        cache = torch.empty(num_blocks, words, dtype=torch.bfloat16, device=GPU).normal_()
+        shape = (num_blocks, layers * kv_heads * 2, BLOCK_SIZE, HEAD_DIM)
+        cache = torch.empty(shape, dtype=torch.bfloat16, device=GPU).normal_()
         results[model] = {}
         for count in (1, 8, 64):
             pairs = torch.randperm(num_blocks, device=GPU)[: 2 * count].view(count, 2).int()
             sources, targets = pairs.long().unbind(1)
+            copies = torch.cat((pairs, torch.full_like(pairs[:, :1], BLOCK_SIZE)), 1)
             moved = 4 * count * words
-            ours = seconds(lambda _, c=cache, p=pairs: copy_blocks(c, p), 1, 10)
+            ours = seconds(lambda _, c=cache, p=copies: copy_blocks(c, p), 1, 10)
             theirs = seconds(
                 lambda _, c=cache, s=sources, t=targets: c.index_copy_(0, t, c[s]), 1, 10
             )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_harness import TRACES, make_engine, report
+from gpu_harness import TRACES, ceilings, make_engine, report
 
 from octavo import BeamSearchParams, SamplingParams
 from octavo.bench.traces import TraceRequest, make_prompts, read_trace
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
     parser.add_argument("--rates", nargs="*", type=int, default=list(ONLINE))
     arguments = parser.parse_args()
+    card = ceilings()
     results: dict[str, Any] = {}
     models = dict.fromkeys(ROWS[name].model for name in arguments.rows)
     if arguments.rates:
@@ -142,7 +143,7 @@ def main() -> None:
         engine.executor.shutdown()
         del engine
         torch.cuda.empty_cache()
-    report("throughput", rows=results)
+    report("throughput", **card, rows=results)
 
 
 def measure(engine: Engine, name: str, row: Row) -> dict[str, float]:

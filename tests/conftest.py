@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -17,6 +18,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 on_gpu = os.environ.setdefault("OCTAVO_TESTS_ON", "gpu" if "gpu" in sys.argv else "cpu") == "gpu"
 if not on_gpu:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+# A shell lets what it starts in the background ignore Ctrl-C, and so would the programs under test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

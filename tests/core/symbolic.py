@@ -98,11 +98,11 @@ class SymbolicExecutor:
             self.swap[target] = list(self._block(source))
         for source, target in plan.swap_in:
             self.device[target] = list(self.swap[source])
-        contents = [list(self._block(source)) for source, _ in plan.copies]
-        targets = [target for _, target in plan.copies]
+        contents = [self._block(copy.source)[: copy.num_tokens] for copy in plan.copies]
+        targets = [copy.target for copy in plan.copies]
         assert len(set(targets)) == len(targets), "two copies into one block"
         for target, content in zip(targets, contents, strict=True):
-            self.device[target] = content
+            self.device[target] = content + self._block(target)[len(content) :]
         assert len(set(plan.seq_ids)) == len(plan.seq_ids)
         self._write(plan)
         result = StepResult(plan.step_id, [])

@@ -16,9 +16,10 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_spec import FullAttention, SlidingWindow, group_layers
 from octavo.core.prefix_cache import PrefixNode, sha256_128
 from octavo.core.sequence import Sequence
+from octavo.core.step import BlockCopy
 
 
-def grow(kv: KVCacheManager, seq: Sequence, num_tokens: int = 1) -> list[tuple[int, int]]:
+def grow(kv: KVCacheManager, seq: Sequence, num_tokens: int = 1) -> list[BlockCopy]:
     """Append tokens; returns the copies that this took."""
     seq.token_ids += [5] * num_tokens
     changes = kv.append([(seq, seq.num_tokens)])
@@ -52,7 +53,8 @@ def test_only_the_last_holder_of_a_tail_block_writes_in_place() -> None:
     for child in children:
         kv.fork(parent, child)
     tail = parent.table.block_ids[0][1]  # type: ignore[union-attr]
-    assert grow(kv, parent) == [(tail, parent.table.block_ids[0][1])]  # type: ignore[union-attr]
+    copies = grow(kv, parent)
+    assert copies == [(tail, parent.table.block_ids[0][1], 2)]  # type: ignore[union-attr]
     assert len(grow(kv, children[0])) == 1
     assert grow(kv, children[1]) == []
     assert children[1].table.block_ids[0][1] == tail  # type: ignore[union-attr]

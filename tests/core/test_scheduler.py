@@ -11,6 +11,7 @@ from core.symbolic import Ask
 from core.worlds import BLOCK_SIZE, World
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.draft import PlanDraft, RowChanges
+from octavo.core.scheduler import FEW_WAITING, TOKENS_OF_FEW
 from octavo.core.sequence import Request, Status
 from octavo.core.step import SamplingSpec
 from octavo.errors import RequestTooLong
@@ -465,3 +466,21 @@ def test_a_sequence_that_has_ended_is_computed_once_too_often_at_most() -> None:
     assert num_computed(2, by_length) == num_computed(1, by_length) == 8
     at_once = Sampling(1, 9, frozenset(range(7)), frozenset())
     assert num_computed(2, at_once) == num_computed(1, at_once) + 1
+
+
+def test_few_prompts_share_a_step_up_to_a_limit() -> None:
+    """The first of two long prompts does not wait for the second; a crowd starts at once."""
+    world = World(num_blocks=2000, max_num_batched_tokens=8192, enable_prefix_caching=False)
+    for name, length in (("a", 900), ("b", TOKENS_OF_FEW - 901), ("c", 2), ("d", 3000)):
+        world.add(name, length, 4)
+    plan, _ = world.step()
+    assert plan.num_scheduled_tokens == [900, TOKENS_OF_FEW - 901]
+    plan, _ = world.step()
+    assert plan.num_scheduled_tokens == [1, 1, 2]  # the step has a prompt: the longest waits
+    plan, _ = world.step()
+    assert plan.num_scheduled_tokens == [1, 1, 1, 3000]  # beside decodes it starts, long as it is
+    world.run()
+    for i in range(FEW_WAITING + 1):
+        world.add(f"e{i}", 1000, 1)
+    plan, _ = world.step()
+    assert plan.num_scheduled_tokens == [1000] * (FEW_WAITING + 1)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import model_zoo
-from octavo import BeamSearchParams
+from octavo import BeamSearchParams, SamplingParams
 from octavo.config import make_config
+from octavo.core.sequence import Request, Sequence
 from octavo.core.step import PendingStep, StepPlan
 from octavo.errors import EngineFailed
 from octavo.llm import load_engine
@@ -57,6 +58,38 @@ def test_no_garbage_is_collected_while_the_device_waits(monkeypatch: pytest.Monk
         engine.step()
         assert gc.isenabled()
     assert is_collecting == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=2, temperature=1.0, max_tokens=4, detokenize=False),
+        BeamSearchParams(beam_width=2, max_tokens=4, detokenize=False),
+    ],
+)
+def test_what_has_ended_leaves_no_garbage(params: SamplingParams | BeamSearchParams) -> None:
+    """Else the collector would have to look through everything while requests are served."""
+    engine = load_engine(make_config(str(model_zoo.model_directory("llama3")), num_blocks=40))
+    names = "gone-1", "gone-2"
+
+    def start(name: str) -> None:
+        engine.add_request(engine.make_request([1, 2, 3], params, request_id=name))
+        engine.step()
+
+    gc.disable()
+    try:
+        for name in names:
+            start(name)
+        engine.abort_request(names[0])
+        while engine.has_unfinished:
+            engine.step()
+        start("later")  # what the last step brought is remembered until the next one
+        things = gc.get_objects()
+        requests = [thing for thing in things if type(thing) is Request]
+        requests += [thing.request for thing in things if type(thing) is Sequence]
+        assert not [request for request in requests if request.request_id in names]
+    finally:
+        gc.enable()
 
 
 def test_whom_the_intake_ends_between_two_steps_is_not_reported_on() -> None:

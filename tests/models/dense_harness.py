@@ -31,9 +31,13 @@ class DenseHarness:
         )
         self.lengths = [0] * max_seqs
 
-    @torch.inference_mode()
     def run(self, chunks: dict[int, list[int]]) -> list[Tensor]:
         """Append tokens to sequences; the logits of all of them, a tensor for each sequence."""
+        return list(torch.split(self.logits(chunks), [len(ids) for ids in chunks.values()]))
+
+    @torch.inference_mode()
+    def logits(self, chunks: dict[int, list[int]], wanted: Tensor | None = None) -> Tensor:
+        """Append tokens to sequences; the logits of all of them or of the `wanted` ones."""
         starts = {seq: self.lengths[seq] for seq in chunks}
         positions = [starts[seq] + i for seq, ids in chunks.items() for i in range(len(ids))]
         slots = []
@@ -54,5 +58,5 @@ class DenseHarness:
         )
         self.attention.plan(batch)
         token_ids = torch.tensor([token for ids in chunks.values() for token in ids])
-        hidden = self.model.forward(token_ids, batch.positions, self.attention)
-        return list(torch.split(self.model.logits(hidden), counts))
+        hidden = self.model.forward(token_ids, batch.positions, self.attention, wanted)
+        return self.model.logits(hidden)

@@ -62,6 +62,32 @@ def test_sequences_in_one_batch(name: str) -> None:
     assert_equal(got[2], wants[1])
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [*((name, {}) for name in model_zoo.NAMES), ("opt", {"do_layer_norm_before": False})],
+)
+def test_wanted_tokens_alone(
+    name: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the caller's order; the last layer computes no others, but what comes later sees all."""
+    directory = model_zoo.write_model(name, tmp_path, **overrides)
+    want = expected(model_zoo.load_reference(directory), PROMPT)
+    model = load(directory)
+    harness = DenseHarness(model, len(PROMPT), max_seqs=2)
+    rows: list[int] = []
+    down = model.layers[-1].down
+
+    def feed_forward(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return type(down).forward_parts(down, x)
+
+    monkeypatch.setattr(down, "forward_parts", feed_forward)
+    got = harness.logits({0: PROMPT[:40], 1: PROMPT[:5]}, torch.tensor([44, 39, 12]))
+    assert_equal(got, want[[4, 39, 12]])
+    assert rows == [3]
+    assert_equal(harness.logits({0: PROMPT[40:]}, torch.tensor([29]))[0], want[69])
+
+
 LLAMA_BIAS = {"attention_bias": True, "mlp_bias": True}
 YARN = {
     "rope_type": "yarn",

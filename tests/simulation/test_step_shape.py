@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite
+from octavo.core.step import BlockCopy, Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite
 from octavo.simulation.step_shape import (
     CopiedExtents,
     PaddedBatches,
@@ -40,7 +40,13 @@ def test_amounts_by_hand() -> None:
     pairs = (5 + 6 + 7 + 8 + 9 + 10) + (1 + 2 + 3)
     assert prefill == StepShape(2, 9, 2, 13, pairs)
     decode = rows.follow(
-        plan({1: 1, 3: 1}, forks=[Fork(1, 3, 1)], closed=[2], copies=[(1, 2)], swap_out=[(3, 1)])
+        plan(
+            {1: 1, 3: 1},
+            forks=[Fork(1, 3, 1)],
+            closed=[2],
+            copies=[BlockCopy(1, 2, 3)],
+            swap_out=[(3, 1)],
+        )
     )
     assert decode == StepShape(2, 2, 2, 22, 0, num_copied_blocks=1, num_swapped_blocks=1)
     assert rows.num_rows == 2
@@ -71,7 +77,7 @@ def test_the_paper_s_forks_copy_what_is_reserved() -> None:
                 TableWrite(2, 0, 0, (8, 9, 10, 11, 12)),
                 TableWrite(3, 0, 0, (16, 17)),
             ],
-            copies=[(0, 8), (1, 9)],
+            copies=[BlockCopy(0, 8, 16), BlockCopy(1, 9, 4)],
         )
     )
     assert forked.num_copied_blocks == 8

@@ -42,14 +42,20 @@ class FakeModel:
     def weight_targets(self) -> dict[str, Tensor]:
         return {}
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         self.forward_calls.append(len(input_ids))
         hidden = self.embedding[input_ids] + self.positions[positions]
         for layer, weights in zip(self.attention_layers, self.qkv, strict=True):
             heads = (hidden @ weights).view(len(hidden), -1, HEAD_DIM)
             query, key, value = heads.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
             hidden = torch.tanh(hidden + attention.forward(layer.layer_id, query, key, value))
-        return hidden
+        return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.embedding.T

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
-from octavo.core.step import StepPlan
+from octavo.core.step import BlockCopy, StepPlan
 from octavo.errors import ModelError
 from octavo.kernels.sampling import NO_TOKEN
 from octavo.worker import shared_blocks
@@ -217,7 +217,7 @@ def test_blocks_move_in_the_order_of_the_plan() -> None:
         0, [], [], [], [],
         swap_out=[(1, 4), (2, 5), (3, 9)],
         swap_in=[(5, 7), (4, 8)],
-        copies=[(7, 1), (1, 2), (9, 3)],
+        copies=[BlockCopy(7, 1, 3), BlockCopy(1, 2, 3), BlockCopy(9, 3, 1)],
     )  # fmt: skip
     staging.begin()
     cache.stage(plan)
@@ -226,6 +226,7 @@ def test_blocks_move_in_the_order_of_the_plan() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert cache.blocks[:, 0, 0, 0].tolist() == [0, 2, 2, 9, 4, 5, 6, 2, 1, 9]
+    assert cache.blocks[3, 1].tolist() == [[9] * 4, [3] * 4, [3] * 4]  # its first token alone
     assert cache.swapped[[4, 5, 9], 1, 2, 3].tolist() == [1, 2, 3]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from octavo.core.step import StepPlan
+from octavo.core.step import BlockCopy, StepPlan
 from octavo.errors import OutOfMemory
 from octavo.worker.kv_cache import KVCache, independent_runs
 
@@ -41,9 +41,8 @@ def plan(
     swap_in: Sequence[tuple[int, int]] = (),
     copies: Sequence[tuple[int, int]] = (),
 ) -> StepPlan:
-    return StepPlan(
-        0, [], [], [], [], swap_out=list(swap_out), swap_in=list(swap_in), copies=list(copies)
-    )
+    whole = [BlockCopy(source, target, SHAPE[-2]) for source, target in copies]
+    return StepPlan(0, [], [], [], [], swap_out=list(swap_out), swap_in=list(swap_in), copies=whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,13 +98,15 @@ def test_runs_of_copies_are_cut_where_they_depend_on_each_other() -> None:
     """What a GPU does run by run equals the moves one by one."""
     rng = random.Random(0)
     for _ in range(200):
-        moves = [(rng.randrange(8), rng.randrange(8)) for _ in range(rng.randrange(10))]
+        copies = [
+            BlockCopy(rng.randrange(8), rng.randrange(8), 1) for _ in range(rng.randrange(10))
+        ]
         expected = list(range(8))
-        for source, target in moves:
+        for source, target, _ in copies:
             expected[target] = expected[source]
         got = torch.arange(8)
-        for run in independent_runs(moves, same_tier=True):
+        for run in independent_runs(copies):
             if run:
-                sources, targets = zip(*run, strict=True)
+                sources, targets, _ = zip(*run, strict=True)
                 got[list(targets)] = got[list(sources)]
         assert got.tolist() == expected

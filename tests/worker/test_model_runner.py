@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
+from octavo.core.step import (
+    BlockCopy,
+    Fork,
+    OpenedRow,
+    SamplingSpec,
+    StepPlan,
+    TableWrite,
+    TokenWrites,
+)
 from octavo.worker import logprobs
 from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel, make_runner
 
@@ -74,7 +82,7 @@ def test_samples_fork_after_the_prompt_and_copy_the_shared_block_on_write() -> N
              forks=[Fork(0, 11, 1), Fork(0, 12, 2)],
              token_writes=TokenWrites([11, 12], [6, 6], drawn[1:]),
              table_writes=[TableWrite(11, 0, 1, (3,)), TableWrite(12, 0, 1, (4,))],
-             copies=[(2, 3), (2, 4)])
+             copies=[BlockCopy(2, 3, 2), BlockCopy(2, 4, 2)])
     )  # fmt: skip
     # Each sample alone, from the prompt and its first token, gives the same second token.
     for index, token_id in enumerate(second.token_ids):
@@ -110,7 +118,7 @@ def test_moves_come_before_the_computation() -> None:
              opened=[OpenedRow(1, tuple(sequence), 8, 8, GREEDY, 0, 0)],
              table_writes=[TableWrite(1, 0, 0, (5, 6, 7)), TableWrite(2, 0, 2, (3,)),
                            TableWrite(2, 0, 0, (8,))],
-             swap_in=[(4, 5), (7, 6)], copies=[(1, 8)])
+             swap_in=[(4, 5), (7, 6)], copies=[BlockCopy(1, 8, 4)])
     )  # fmt: skip
     assert back.token_ids == [
         greedy_reference(model, tokens, 2)[1],
@@ -121,7 +129,7 @@ def test_moves_come_before_the_computation() -> None:
 def test_a_plan_may_only_move_blocks_or_only_change_rows() -> None:
     runner, kv_cache = make_runner(FakeModel())
     kv_cache.blocks[3] = 3
-    result = runner.execute(plan(5, copies=[(3, 4)]))
+    result = runner.execute(plan(5, copies=[BlockCopy(3, 4, 4)]))
     assert (result.step_id, result.token_ids, result.compute_seconds) == (5, [], 0.0)
     assert (kv_cache.blocks[4] == 3).all()
     opened = [OpenedRow(1, (1, 2), 2, 0, GREEDY, 0, 0)]
@@ -157,7 +165,7 @@ def test_expanded_rows_offer_candidates_and_append_nothing() -> None:
     result = runner.execute(
         plan(1, seq_ids=[1, 2], num_scheduled_tokens=[1, 1], expanded=[1, 2], forks=[Fork(1, 2, 0)],
              token_writes=TokenWrites([1, 2], [5, 5], best),
-             table_writes=[TableWrite(2, 0, 1, (3,))], copies=[(2, 3)])
+             table_writes=[TableWrite(2, 0, 1, (3,))], copies=[BlockCopy(2, 3, 4)])
     )  # fmt: skip
     assert result.candidates is not None
     for offered, token in zip(result.candidates.token_ids, best, strict=True):

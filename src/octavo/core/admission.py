@@ -23,6 +23,7 @@ class Entry(Enum):
     STARTED = auto()
     NO_ROOM = auto()
     TOO_EARLY = auto()  # steps under way compute what it needs to know, or can share
+    NEXT_STEP = auto()  # it would make this one too long for those who have been started before
 
 
 @dataclass(slots=True)
@@ -57,8 +58,13 @@ class Admission:
         """Kept free when something is admitted, so that running requests can grow."""
         return self._watermark if self._is_crowded else 0
 
-    def start(self, request: Request, draft: PlanDraft, room: int) -> Entry:
-        """Admit a waiting request if it fits; at most `room` of its tokens are computed now."""
+    def start(
+        self, request: Request, draft: PlanDraft, room: int, longest: int | None = None
+    ) -> Entry:
+        """Admit a waiting request if it fits; at most `room` of its tokens are computed now.
+
+        longest: it is not started if more of its tokens would be computed now.
+        """
         if request.is_pending:
             return Entry.TOO_EARLY
         free = self._kv.num_free_blocks
@@ -81,7 +87,10 @@ class Admission:
             demand.num_tokens += excess - demand.hit.num_tokens
         if demand.num_tokens > room and not self._config.enable_chunked_prefill:
             return Entry.NO_ROOM
-        return self._allocate(request, demand, draft, min(demand.num_tokens, room))
+        num_tokens = min(demand.num_tokens, room)
+        if longest is not None and num_tokens > longest:
+            return Entry.NEXT_STEP
+        return self._allocate(request, demand, draft, num_tokens)
 
     def fits(self, request: Request, draft: PlanDraft, leaving: Seq[Request] = ()) -> bool:
         """Whether a waiting request could start in this step if some running ones left."""

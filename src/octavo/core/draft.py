@@ -10,7 +10,7 @@ from octavo.core.decoding import Searching
 from octavo.core.kv_cache_manager import Changes
 from octavo.core.ranking import Search
 from octavo.core.sequence import Request, Sequence
-from octavo.core.step import Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
+from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 
 
 class RowChanges:
@@ -56,7 +56,7 @@ class PlanDraft:
         self.table_writes: list[TableWrite] = []
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
-        self.copies: list[tuple[int, int]] = []
+        self.copies: list[BlockCopy] = []
         # For the scheduler, while it plans.
         self.ran_out_of_blocks = False
         self.preempted: list[Request] = []

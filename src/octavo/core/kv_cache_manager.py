@@ -18,14 +18,14 @@ from octavo.core.kv_spec import FullAttention, KVSpec, first_needed_block
 from octavo.core.prefix_cache import Digest, PrefixCache, sha256_128
 from octavo.core.prefix_matcher import PrefixHit, PrefixMatcher
 from octavo.core.sequence import Request, Sequence
-from octavo.core.step import TableWrite
+from octavo.core.step import BlockCopy, TableWrite
 
 
 @dataclass(slots=True)
 class Changes:
     """What the worker must do before the tokens are computed."""
 
-    copies: list[tuple[int, int]] = field(default_factory=list)  # source, destination
+    copies: list[BlockCopy] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
     # Sources of copies that nobody may overwrite before the step is over.
     held: list[int] = field(default_factory=list)
@@ -192,9 +192,10 @@ class KVCacheManager:
                 self.pool.share(source)
             self.held_sources.update(hit.partial)
             changes.held = list(hit.partial)
+            used = hit.num_tokens % self.block_size
             for ids, source in zip(table.block_ids, hit.partial, strict=True):
                 destination = self.pool.allocate()
-                changes.copies.append((source, destination))
+                changes.copies.append(BlockCopy(source, destination, used))
                 ids.append(destination)
         seq.table = table
         seq.num_computed_tokens = hit.num_tokens
@@ -411,7 +412,7 @@ class KVCacheManager:
             if offset and pool.ref_count(ids[index]) > 1:
                 source, start = ids[index], index
                 ids[index] = pool.allocate()
-                changes.copies.append((source, ids[index]))
+                changes.copies.append(BlockCopy(source, ids[index], offset))
                 pool.release(source)
                 self.num_cow_copies += 1
             self._grow(ids, num_tokens)

@@ -16,7 +16,7 @@ from octavo.core.kv_cache_manager import Changes, KVCacheManager
 from octavo.core.kv_spec import KVSpec
 from octavo.core.prefix_matcher import PrefixHit
 from octavo.core.sequence import Request, Sequence
-from octavo.core.step import TableWrite
+from octavo.core.step import BlockCopy, TableWrite
 
 Extent = list[list[int]]  # the blocks of one sequence, by KV group
 
@@ -165,7 +165,8 @@ class ReservingKVCacheManager(KVCacheManager):
         num_used = -(-seq.num_computed_tokens // self.block_size)
         table.block_ids = self._reservations[seq.request.request_id].spares.pop()
         for group, (old, new) in enumerate(zip(shared, table.block_ids, strict=True)):
-            changes.copies += zip(old[:num_used], new[:num_used], strict=True)
+            for source, target in zip(old[:num_used], new[:num_used], strict=True):
+                changes.copies.append(BlockCopy(source, target, self.block_size))
             changes.table_writes.append(TableWrite(seq.seq_id, group, 0, tuple(new)))
         self._release(shared)
         self.num_cow_copies += num_used * len(shared)

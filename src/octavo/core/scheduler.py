@@ -22,6 +22,13 @@ from octavo.core.queues import Queues
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import StepPlan, StepResult
 
+# While few requests wait, prompts share a step of at most so many tokens; longer ones are computed
+# one after the other. Of 512 to 8,192 tokens 1,536 gave the lowest 99th percentile of the time to
+# the first token, 0.1 to 1.8 ms less than 8,192, at the same time a token (simulated 100 times for
+# each of 6 to 14 requests a second, with the times of OPT-13B's steps on two H200s).
+FEW_WAITING = 4
+TOKENS_OF_FEW = 1536
+
 
 class Scheduler:
     """Decides, step by step, who runs. Where requests stand is in its queues; blocks are the
@@ -339,6 +346,7 @@ class Scheduler:
 
     def _admit_waiting(self, draft: PlanDraft) -> None:
         """Admit waiting requests in order; a few may pass one that does not fit."""
+        few_wait = len(self.waiting) <= FEW_WAITING and not self.kv.forms_batches
         passed: list[Request] = []
         position = 0
         while position < len(self.waiting) and draft.budget > 0 and self._queues.num_free_seats > 0:
@@ -347,7 +355,10 @@ class Scheduler:
                 return
             if self.swapped and not self._policy.may_displace(request, self.swapped[0]):
                 return
-            entry = self._admission.start(request, draft, draft.budget)
+            longest = self._room_beside_prompts(draft) if few_wait else None
+            entry = self._admission.start(request, draft, draft.budget, longest)
+            if entry is Entry.NEXT_STEP:
+                return
             if entry is Entry.STARTED:
                 for other in passed:
                     other.num_passes += 1
@@ -359,6 +370,11 @@ class Scheduler:
             limit = self.config.max_passes
             if request.num_passes >= limit or len(passed) > limit:
                 return
+
+    def _room_beside_prompts(self, draft: PlanDraft) -> int | None:
+        """For one of few newcomers; None: the step has no prompt yet."""
+        num_tokens = self.config.max_num_batched_tokens - draft.budget
+        return TOKENS_OF_FEW - num_tokens if num_tokens > len(draft.seq_ids) else None
 
     # ---------------------------------------------------------------- ends
 

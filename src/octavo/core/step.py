@@ -89,6 +89,15 @@ class TableWrite(NamedTuple):
     block_ids: tuple[int, ...]
 
 
+class BlockCopy(NamedTuple):
+    """The KV of a block's first tokens is copied into another block; nobody reads what is behind
+    them before it is written."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: which tokens of which sequences are computed, and which blocks move before."""
@@ -111,7 +120,13 @@ class StepPlan:
     # Moves of whole blocks, (source, destination) ids.
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> swap tier
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # swap tier -> device
-    copies: list[tuple[int, int]] = field(default_factory=list)  # device -> device
+    # Of what blocks hold, device -> device.
+    copies: list[BlockCopy] = field(default_factory=list)
+
+    @property
+    def ending(self) -> list[int]:
+        """Rows that reach their last token, in the order of their logits."""
+        return [*self.sampled, *self.expanded]
 
     @property
     def only_decodes(self) -> bool:

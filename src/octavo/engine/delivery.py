@@ -126,11 +126,15 @@ class Delivery:
         prompt_logprobs = None
         if request.sampling.num_prompt_logprobs is not None:
             prompt_logprobs = [None, *request.prompt_logprobs]
+        outputs = [self._sequence_output(client, seq) for seq in request.finished]
+        # A request and its sequences know each other. Parted, they go at once, not when the garbage
+        # collector looks through everything, which would keep a step waiting.
+        request.finished.clear()
         return RequestOutput(
             request.request_id,
             client.prompt,
             request.prompt_token_ids,
-            [self._sequence_output(client, seq) for seq in request.finished],
+            outputs,
             prompt_logprobs,
             request.num_cached_tokens,
             request.num_preemptions,

@@ -19,7 +19,7 @@ SMOOTHING = 0.2  # weight of the newest measurement
 MARGIN = 5e-4  # seconds, for what varies
 MIN_PROMPT_TOKENS = 16  # of a step whose price is learnt
 SIZES_AN_OCTAVE = 2  # each with its price: few tokens cost little more than reading the weights
-CAUTION = 0.93  # share of the price that is counted on
+CAUTION = 0.97  # share of the price that is counted on
 AT_ONCE = 3e-4  # seconds: a result that took no longer was there before it was asked for
 FORGETTING = 1.05, 1e-7  # how the lowest price may rise with a step: times, and plus seconds
 

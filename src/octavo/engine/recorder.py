@@ -152,4 +152,4 @@ class Recorder:
             watched.append(Evicted(now, kv.evicted_ids))
             kv.evicted_ids = []
         if plan.copies:
-            watched.append(Copied(now, plan.copies))
+            watched.append(Copied(now, [(copy.source, copy.target) for copy in plan.copies]))

@@ -1,4 +1,4 @@
-"""Batched copy of whole KV blocks (copy-on-write). Judge: an indexed copy in PyTorch."""
+"""Batched copy of the filled part of KV blocks (copy-on-write). Judge: slices copied in PyTorch."""
 
 from __future__ import annotations
 
@@ -7,33 +7,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 8192  # of 4 bytes: 32 KB a program
+COPY_FIELDS = 3  # integers of a copy: source, target, tokens
+_CHUNK = 8192  # words a program
 
 
 @triton.jit
-def _copy_kernel(cache, pairs, words, CHUNK: tl.constexpr):
-    """One program copies one chunk of one block; `words`: 4-byte words a block."""
-    pair = tl.program_id(0)
+def _copy_kernel(
+    cache,
+    copies,
+    words,
+    FIELDS: tl.constexpr,
+    TOKEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program copies one chunk of one block; `words`: of a block; TOKEN: of a token in one of
+    its pieces, which hold TOKENS each."""
+    copy = copies + tl.program_id(0) * FIELDS
     offset = tl.program_id(1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    source = tl.load(pairs + pair * 2).to(tl.int64)
-    target = tl.load(pairs + pair * 2 + 1).to(tl.int64)
-    chunk = tl.load(cache + source * words + offset, mask=offset < words)
-    tl.store(cache + target * words + offset, chunk, mask=offset < words)
+    source = tl.load(copy).to(tl.int64)
+    target = tl.load(copy + 1).to(tl.int64)
+    filled = tl.load(copy + 2) * TOKEN
+    wanted = (offset < words) & (offset % (TOKENS * TOKEN) < filled)
+    chunk = tl.load(cache + source * words + offset, mask=wanted)
+    tl.store(cache + target * words + offset, chunk, mask=wanted)
 
 
-def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copy block pairs[i, 0] of the cache to block pairs[i, 1], for all i at once.
+def copy_blocks(cache: Tensor, copies: Tensor) -> None:
+    """Copy tokens 0 .. copies[i, 2] - 1 of block copies[i, 0] to block copies[i, 1], for all i at
+    once.
 
-    cache [num_blocks, ...], dense, a multiple of 4 bytes a block; pairs int32 or int64 [n, 2] on
-    the cache's device. No pair may read or write what another pair writes: runs of dependent pairs
-    are cut by the caller.
+    cache [num_blocks, ..., block_size, size], dense: each piece of a block holds `size` elements a
+    token. copies int32 or int64 [n, COPY_FIELDS] on the cache's device. No copy may read or write
+    what another one writes: runs of dependent ones are cut by the caller.
     """
-    if not len(pairs):
+    if not len(copies):
         return
     assert cache.is_contiguous(), "the cache is one dense allocation"
-    assert pairs.is_contiguous(), "pairs are dense"
-    words = cache.view(len(cache), -1).view(torch.int32)
-    num_words = words.shape[1]
-    _copy_kernel[(len(pairs), -(-num_words // _CHUNK))](
-        words, pairs, num_words, CHUNK=_CHUNK, num_warps=8
+    assert copies.is_contiguous(), "copies are dense"
+    block_size, size = cache.shape[-2:]
+    # Words of 4 bytes where a token's part is made of such.
+    word = torch.int32 if size * cache.itemsize % 4 == 0 else torch.int16
+    words = cache.view(len(cache), -1).view(word)
+    _copy_kernel[(len(copies), -(-words.shape[1] // _CHUNK))](
+        words,
+        copies,
+        words.shape[1],
+        FIELDS=COPY_FIELDS,
+        TOKEN=size * cache.itemsize // word.itemsize,
+        TOKENS=block_size,
+        CHUNK=_CHUNK,
+        num_warps=8,
     )

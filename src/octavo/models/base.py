@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,10 +30,18 @@ class CausalLM(nn.Module):
     embedding: Embedding
     head: LMHead
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         """int64 ids and positions [num_tokens] -> hidden states [num_tokens, hidden_size].
 
-        `attention` has been given the step's metadata by `plan`.
+        `attention` has been given the step's metadata by `plan`. Where only some tokens' hidden
+        states are asked for, `wanted` says which: int64 [num_wanted] -> [num_wanted, hidden_size].
+        The last layer computes no others once their K and V are written. At least one is wanted.
         """
         raise NotImplementedError
 
@@ -92,6 +100,15 @@ def merged_targets(names: list[str], linear: MergedLinear) -> WeightTargets:
         for name, part in zip(names, torch.split(parameter, list(linear.out_sizes)), strict=True):
             targets[f"{name}.{parameter_name}"] = part
     return targets
+
+
+def each_wanting(
+    layers: nn.ModuleList, wanted: Tensor | None
+) -> Iterator[tuple[Any, Tensor | None]]:
+    """Each layer, with the tokens that it is asked for: all, but of the last one."""
+    final = len(layers) - 1
+    for index, layer in enumerate(layers):
+        yield layer, wanted if index == final else None
 
 
 def layer_targets(name: str, layers: Iterable[Any]) -> WeightTargets:

@@ -15,6 +15,7 @@ from octavo.models.base import (
     CausalLM,
     WeightTargets,
     attention_layers,
+    each_wanting,
     layer_targets,
     merged_qkv,
     module_targets,
@@ -43,15 +44,23 @@ class GPT2Layer(nn.Module):
         self.down = Linear(inner, hidden, config.mlp_bias)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, attention: AttentionBackend
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        attention: AttentionBackend,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [num_tokens, hidden_size], still to be added to the residual; same out.
+        """hidden [num_tokens, hidden_size], still to be added to the residual; same out, but only
+        the `wanted` tokens.
 
         On a GPU hidden may come and go in parts (Linear.forward_parts).
         """
         hidden, residual = self.input_norm.forward(hidden, residual)
         query, key, value = split_heads(self.qkv.forward(hidden), self.spec)
-        hidden = self.output.forward_parts(attention.forward(self.spec.layer_id, query, key, value))
+        attended = attention.forward(self.spec.layer_id, query, key, value)
+        if wanted is not None:
+            attended, residual = attended[wanted], residual[wanted]
+        hidden = self.output.forward_parts(attended)
         hidden, residual = self.post_norm.forward(hidden, residual)
         inner = self.up.forward_activated(hidden, self.activation)
         return self.down.forward_parts(inner), residual
@@ -80,12 +89,18 @@ class Model(CausalLM):
         self.norm = LayerNorm(hidden, config.norm_eps)
         self.head = LMHead(hidden, config.vocab_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         """See CausalLM.forward."""
         hidden = self.embedding.forward(input_ids).add_(self.positions.forward(positions))
         residual = None
-        for layer in self.layers:
-            hidden, residual = layer.forward(hidden, residual, attention)
+        for layer, tokens in each_wanting(self.layers, wanted):
+            hidden, residual = layer.forward(hidden, residual, attention, tokens)
         return self.norm.forward(hidden, residual)[0]
 
     def weight_targets(self) -> WeightTargets:

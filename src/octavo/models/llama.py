@@ -20,6 +20,7 @@ from octavo.models.base import (
     CausalLM,
     WeightTargets,
     attention_layers,
+    each_wanting,
     layer_targets,
     merged_qkv,
     merged_targets,
@@ -58,14 +59,18 @@ class LlamaLayer(nn.Module):
         residual: Tensor | None,
         attention: AttentionBackend,
         rotary: RotaryTable,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """hidden [num_tokens, hidden_size], still to be added to the residual; same out.
+        """hidden [num_tokens, hidden_size], still to be added to the residual; same out, but only
+        the `wanted` tokens.
 
         On a GPU hidden may come and go in parts (Linear.forward_parts).
         """
         hidden, residual = self.input_norm.forward(hidden, residual)
         query, key, value = split_heads(self.qkv.forward(hidden), self.spec)
         attended = attention.forward(self.spec.layer_id, query, key, value, rotary, self.head_norms)
+        if wanted is not None:
+            attended, residual = attended[wanted], residual[wanted]
         hidden = self.output.forward_parts(attended)
         hidden, residual = self.post_norm.forward(hidden, residual)
         inner = self.gate_up.forward_activated(hidden, self.activation)
@@ -99,11 +104,17 @@ class Model(CausalLM):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = LMHead(config.hidden_size, config.vocab_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         """See CausalLM.forward; the backend applies the rotary embedding, from its own plan."""
         hidden, residual = self.embedding.forward(input_ids), None
-        for layer in self.layers:
-            hidden, residual = layer.forward(hidden, residual, attention, self.rotary)
+        for layer, tokens in each_wanting(self.layers, wanted):
+            hidden, residual = layer.forward(hidden, residual, attention, self.rotary, tokens)
         return self.norm.forward(hidden, residual)[0]
 
     def weight_targets(self) -> WeightTargets:

@@ -15,6 +15,7 @@ from octavo.models.base import (
     CausalLM,
     WeightTargets,
     attention_layers,
+    each_wanting,
     layer_targets,
     merged_qkv,
     merged_targets,
@@ -43,24 +44,33 @@ class OPTLayer(nn.Module):
         self.down = Linear(inner, hidden, config.mlp_bias)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, attention: AttentionBackend
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        attention: AttentionBackend,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden [num_tokens, hidden_size], still to be added to the residual; same out.
+        """hidden [num_tokens, hidden_size], still to be added to the residual; same out, but only
+        the `wanted` tokens.
 
         With norms after the blocks nothing is pending between layers: residual is None. On a GPU
         hidden may come and go in parts (Linear.forward_parts).
         """
         if self.norm_after:
-            hidden, _ = self.attention_norm.forward(self._attend(hidden, attention), hidden)
+            residual = hidden
+        else:
+            hidden, residual = self.attention_norm.forward(hidden, residual)
+        query, key, value = split_heads(self.qkv.forward(hidden), self.spec)
+        attended = attention.forward(self.spec.layer_id, query, key, value)
+        if wanted is not None:
+            attended, residual = attended[wanted], residual[wanted]
+        hidden = self.output.forward_parts(attended)
+        if self.norm_after:
+            hidden, _ = self.attention_norm.forward(hidden, residual)
             hidden, _ = self.up_norm.forward(self._feed_forward(hidden), hidden)
             return hidden, None
-        hidden, residual = self.attention_norm.forward(hidden, residual)
-        hidden, residual = self.up_norm.forward(self._attend(hidden, attention), residual)
+        hidden, residual = self.up_norm.forward(hidden, residual)
         return self._feed_forward(hidden), residual
-
-    def _attend(self, hidden: Tensor, attention: AttentionBackend) -> Tensor:
-        query, key, value = split_heads(self.qkv.forward(hidden), self.spec)
-        return self.output.forward_parts(attention.forward(self.spec.layer_id, query, key, value))
 
     def _feed_forward(self, hidden: Tensor) -> Tensor:
         return self.down.forward_parts(self.up.forward_activated(hidden, self.activation))
@@ -96,14 +106,20 @@ class Model(CausalLM):
         self.project_out = Linear(hidden, embedding, bias=False) if projected else None
         self.head = LMHead(embedding, config.vocab_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         """See CausalLM.forward."""
         hidden, residual = self.embedding.forward(input_ids), None
         if self.project_in is not None:
             hidden = self.project_in.forward(hidden)
         hidden = hidden.add_(self.positions.forward(positions))
-        for layer in self.layers:
-            hidden, residual = layer.forward(hidden, residual, attention)
+        for layer, tokens in each_wanting(self.layers, wanted):
+            hidden, residual = layer.forward(hidden, residual, attention, tokens)
         if self.norm is not None:
             return self.norm.forward(hidden, residual)[0]
         return hidden if residual is None else add_parts(residual, hidden)

@@ -178,11 +178,11 @@ class PlayPool:
         self._tell_of(name, seq, before, changes)
 
     def _tell_of(self, name: str, seq: Sequence, before: list[int], changes: Changes) -> None:
-        for source, block_id in changes.copies:
+        for copy in changes.copies:
             self.events.append(
-                {"kind": "copy", "sequence": name, "block": block_id, "source": source}
+                {"kind": "copy", "sequence": name, "block": copy.target, "source": copy.source}
             )
-        copied = {block_id for _, block_id in changes.copies}
+        copied = {copy.target for copy in changes.copies}
         assert seq.table is not None, "it has just been written"
         for block_id in seq.table.held():
             if block_id not in before and block_id not in copied:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.core.step import StepPlan
 from octavo.errors import OutOfMemory
-from octavo.kernels.block_copy import copy_blocks
+from octavo.kernels.block_copy import COPY_FIELDS, copy_blocks
 from octavo.worker.device_clock import Moment
 from octavo.worker.kv_cache import Move, independent_runs
 from octavo.worker.memory import format_bytes
@@ -63,21 +63,21 @@ class DeviceKVCache:
         self._runs = []
         if not plan.copies:
             return
-        runs = independent_runs(plan.copies, same_tier=True)
-        pairs = np.array([pair for run in runs for pair in run], np.int32).reshape(-1)
+        runs = independent_runs(plan.copies)
+        copies = np.array(plan.copies, np.int32).reshape(-1)
         if len(plan.copies) <= _STAGED_COPIES:
-            staged = self._staging.put("copies", pairs, 2 * _STAGED_COPIES)
+            staged = self._staging.put("copies", copies, COPY_FIELDS * _STAGED_COPIES)
         else:
-            staged = torch.from_numpy(pairs).to(self._device)
-        self._runs = list(torch.split(staged.view(-1, 2), [len(run) for run in runs]))
+            staged = torch.from_numpy(copies).to(self._device)
+        self._runs = list(torch.split(staged.view(-1, COPY_FIELDS), [len(run) for run in runs]))
 
     def move(self, plan: StepPlan) -> Moment:
         """Start a plan's moves: swap out, swap in, copy. Returns the end of swapping."""
         if plan.swap_out or plan.swap_in:
             self._swap(plan)
         swapped = Moment(self._device)
-        for pairs in self._runs:
-            copy_blocks(self.blocks, pairs)
+        for copies in self._runs:
+            copy_blocks(self.blocks, copies)
         return swapped
 
     def _swap(self, plan: StepPlan) -> None:

@@ -26,7 +26,7 @@ from octavo.worker.device_clock import Moment
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_sampler import Choice, DrawMode, GpuSampler
 from octavo.worker.graphs import Graphs
-from octavo.worker.input_batch import Drawn, InputBatch
+from octavo.worker.input_batch import Drawn, InputBatch, at_least_one
 from octavo.worker.prompt_scores import score_prompts
 from octavo.worker.staging import DeviceStaging
 
@@ -64,8 +64,8 @@ class GpuRunner:
         self._parts = parts
         staging, device = parts.staging, parts.device
         self._last_tokens = torch.zeros(parts.num_rows, dtype=torch.int64, device=device)
-        # Hidden states of a captured step, for all graphs.
-        most = graphs.most_tokens if graphs else 0
+        # What a captured step leaves of its sequences: hidden states of their last tokens.
+        most = staging.max_num_seqs if graphs else 0
         self._hidden = torch.zeros((most, parts.hidden_size), dtype=parts.dtype, device=device)
         self._sampler = GpuSampler(staging)
         self._under_way: GpuStep | None = None
@@ -82,13 +82,13 @@ class GpuRunner:
             self._under_way.result()
         started = Moment(parts.device)
         parts.staging.begin()
-        captured = self._stage(plan, self._captured_as(plan))
+        chunks = parts.input_batch.prompt_chunks(plan)
+        captured = self._stage(plan, None if chunks else self._captured_as(plan), bool(chunks))
         choice = Choice.nothing(parts.device)
         scores: dict[int, list[TokenLogprobs]] = {}
         moved = parts.kv_cache.move(plan)
         if plan.seq_ids:
             hidden = self._forward(plan, captured)
-            chunks = parts.input_batch.prompt_chunks(plan)
             scores = score_prompts(parts.model, hidden, chunks, parts.vocab_size)
             choice = self._choose(plan, hidden)
         drawn = parts.input_batch.advance(plan)
@@ -116,11 +116,11 @@ class GpuRunner:
             for mode in get_args(DrawMode):
                 graphs.prepare((mode, size), partial(self._draw_captured, size, mode))
         self._stage_padding(Captured(graphs.sizes[0], shares=True))
-        self._run_captured(graphs.sizes[0])
+        self._run_captured(Captured(graphs.sizes[0], shares=True))
 
     def _prepare(self, graphs: Graphs, captured: Captured) -> None:
         self._stage_padding(captured)
-        graphs.prepare(captured, partial(self._run_captured, captured.size))
+        graphs.prepare(captured, partial(self._run_captured, captured))
 
     # ---------------------------------------------------------------- inputs
 
@@ -136,10 +136,11 @@ class GpuRunner:
         mixed = graphs.mixed_size_for(wanted)
         return Captured(mixed.num_tokens, mixed) if mixed else None
 
-    def _stage(self, plan: StepPlan, captured: Captured | None) -> Captured | None:
+    def _stage(self, plan: StepPlan, captured: Captured | None, wants_all: bool) -> Captured | None:
         """Bring the step's arrays and what has changed in the tables to the device.
 
-        Returns `captured`, with what the tables say.
+        wants_all: hidden states of all tokens are needed, not of the last ones alone. Returns
+        `captured`, with what the tables say.
         """
         parts, batch = self._parts, self._parts.input_batch
         if plan.seq_ids:
@@ -153,9 +154,9 @@ class GpuRunner:
                 attention = replace(attention, padded=captured.mixed)
             self._stage_inputs(inputs.input_ids, attention)
             parts.backend.plan(attention)
-            ending = [*plan.sampled, *plan.expanded]
-            if ending:
-                self._stage_ending(plan, ending, attention.rows if decodes else None)
+            self._stage_last(plan, captured, decodes, wants_all)
+            if plan.sampled:
+                self._stage_draws(plan, attention.rows if decodes else None)
         parts.kv_cache.stage(plan)
         updates = parts.tables.stage()
         parts.staging.flush()
@@ -175,22 +176,44 @@ class GpuRunner:
         self._input_ids = staging.put("input_ids", ids, staging.max_num_tokens)
         self._positions = staging.put("positions", positions, staging.max_num_tokens)
 
-    def _stage_ending(self, plan: StepPlan, ending: list[int], decodes: Tensor | None) -> None:
-        """Where the last tokens of rows stand that come to their end, and how these are drawn.
+    def _stage_last(
+        self, plan: StepPlan, captured: Captured | None, decodes: bool, wants_all: bool
+    ) -> None:
+        """Where the last tokens of rows stand that come to their end: `_wanted` of the model, or
+        `_last` of its result; neither if that has them alone and in order.
+
+        decodes: a captured step computes one token of each row.
+        """
+        batch, staging = self._parts.input_batch, self._parts.staging
+        ending = plan.ending
+        self._wanted = self._last = None
+        if decodes and ending == plan.seq_ids:
+            return
+        last = at_least_one(batch.last_tokens(plan, ending)).numpy()
+        if captured and captured.mixed:
+            last = np.append(
+                last, np.zeros(self._most_wanted(captured.mixed) - len(last), np.int64)
+            )
+        staged = staging.put("last", last, staging.max_num_seqs)
+        if decodes or wants_all:
+            self._last = staged
+        else:
+            self._wanted = staged
+
+    def _most_wanted(self, mixed: PaddedSizes) -> int:
+        """Sequences, at most, of a captured step with prompts."""
+        most = min(mixed.num_tokens, mixed.num_singles + mixed.num_chunks)
+        return min(most, self._parts.staging.max_num_seqs)
+
+    def _stage_draws(self, plan: StepPlan, decodes: Tensor | None) -> None:
+        """How tokens are drawn; for candidates alone the device needs nothing: see _choose.
 
         `decodes`: the rows of a captured step of decodes, with padding.
         """
         batch, staging, graphs = self._parts.input_batch, self._parts.staging, self._graphs
-        in_order = decodes if ending == plan.seq_ids else None
-        self._last = None
-        if in_order is None:
-            last = batch.last_tokens(plan, ending).numpy()
-            self._last = staging.put("last", last, staging.max_num_seqs)
-        if not plan.sampled:
-            return  # for candidates alone the sampler needs nothing on the device: see _choose
         self._sampler.stage(batch.sampling_batch(plan.sampled, plan.expanded))
-        if in_order is not None and not plan.expanded:
-            rows = in_order.numpy()
+        if decodes is not None and plan.sampled == plan.seq_ids:
+            rows = decodes.numpy()
         else:
             rows = batch.rows_of(plan.sampled).astype(np.int32)
             if graphs is not None and self._sampler.mode is not None:
@@ -213,26 +236,32 @@ class GpuRunner:
         self._sampler.stage(batch.sampling_batch([], []))
         nobodys = np.zeros(parts.staging.max_num_seqs, np.int32)
         parts.staging.put("sampled_rows", nobodys, len(nobodys))
+        parts.staging.put("last", nobodys.astype(np.int64), len(nobodys))
         parts.staging.flush()
 
     # ---------------------------------------------------------------- computation
 
     def _forward(self, plan: StepPlan, captured: Captured | None) -> Tensor:
-        """Hidden states of the step's tokens, [num_tokens, hidden_size]."""
+        """Hidden states of the step's tokens, or of those that are wanted: [n, hidden_size]."""
         if captured is None:
-            return self._run()
+            return self._run(self._wanted)
         assert self._graphs is not None, "nothing is captured without them"
-        self._graphs.run(captured, partial(self._run_captured, captured.size))
-        return self._hidden[: plan.num_tokens]
+        self._graphs.run(captured, partial(self._run_captured, captured))
+        return self._hidden
 
-    def _run(self) -> Tensor:
+    def _run(self, wanted: Tensor | None) -> Tensor:
         """The model over the staged tokens; those that are pending are single, and come first."""
+        parts = self._parts
         num_single = min(len(self._rows), len(self._input_ids))
         fill_pending(self._input_ids[:num_single], self._rows, self._last_tokens)
-        return self._parts.model.forward(self._input_ids, self._positions, self._parts.backend)
+        return parts.model.forward(self._input_ids, self._positions, parts.backend, wanted)
 
-    def _run_captured(self, num_tokens: int) -> None:
-        self._hidden[:num_tokens].copy_(self._run())
+    def _run_captured(self, captured: Captured) -> None:
+        wanted = None
+        if captured.mixed is not None:
+            wanted = self._parts.staging.padded("last", self._most_wanted(captured.mixed))
+        hidden = self._run(wanted)
+        self._hidden[: len(hidden)].copy_(hidden)
 
     def _choose(self, plan: StepPlan, hidden: Tensor) -> Choice:
         """Draw the next tokens, and keep them where the next step finds them."""
@@ -242,14 +271,15 @@ class GpuRunner:
         if not plan.sampled:
             self._sampler.stage(parts.input_batch.sampling_batch([], plan.expanded))
         n, mode, graphs = len(plan.sampled), self._sampler.mode, self._graphs
+        ending = hidden if self._last is None else hidden[self._last]
+        ending = ending[: n + len(plan.expanded)]
         if mode is None or graphs is None:
-            ending = hidden if self._last is None else hidden[self._last]
             choice = self._sampler(parts.model.logits(ending))
             if plan.sampled:
                 keep_tokens(choice.first, self._sampled_rows[:n], self._last_tokens)
             return choice
-        if self._last is not None:
-            self._hidden[:n] = hidden[self._last]
+        if hidden is not self._hidden or self._last is not None:
+            self._hidden[:n] = ending
         size = graphs.size_for(n)
         graphs.run((mode, size), partial(self._draw_captured, size, mode))
         return Choice(self._drawn[:n])
@@ -297,7 +327,7 @@ class GpuStep:
         plan, choice = self._plan, self._choice
         first: NDArray[np.int64] = choice.first_tokens()
         self._input_batch.fill(self._drawn, first)
-        ids = [*plan.sampled, *plan.expanded]
+        ids = plan.ending
         swaps = bool(plan.swap_out or plan.swap_in)
         return StepResult(
             plan.step_id,

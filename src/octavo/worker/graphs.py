@@ -60,11 +60,6 @@ class Graphs:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
-    def most_tokens(self) -> int:
-        """Of any captured step."""
-        return max(self.sizes[-1:] + [size.num_tokens for size in self.mixed], default=0)
-
-    @property
     def num_graphs(self) -> int:
         """Of steps that may be captured, each with shared keys and without; how tokens are drawn is
         small beside them."""

@@ -69,6 +69,11 @@ class Drawn:
     positions: Int64s
 
 
+def at_least_one(wanted: Tensor) -> Tensor:
+    """`wanted`, for CausalLM.forward; the first token of the step if nobody comes to an end."""
+    return wanted if len(wanted) else wanted.new_zeros(1)
+
+
 class InputBatch:
     """Owns the rows of all running sequences: their tokens, block tables and sampling."""
 

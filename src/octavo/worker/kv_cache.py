@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.step import StepPlan
+from octavo.core.step import BlockCopy, StepPlan
 from octavo.errors import OutOfMemory
 from octavo.worker.memory import format_bytes
 
@@ -53,7 +53,7 @@ class KVCache:
         _copy_blocks(self.blocks, self.swapped, plan.swap_out)
         _copy_blocks(self.swapped, self.blocks, plan.swap_in)
         swap_seconds = perf_counter() - started if plan.swap_out or plan.swap_in else 0.0
-        _copy_blocks(self.blocks, self.blocks, plan.copies)
+        _copy_blocks(self.blocks, self.blocks, [(c.source, c.target) for c in plan.copies])
         return swap_seconds
 
 
@@ -89,17 +89,17 @@ def _bytes_of(blocks: Tensor) -> NDArray[np.uint8]:
     return flat
 
 
-def independent_runs(moves: Sequence[Move], same_tier: bool) -> list[list[Move]]:
-    """Cut the moves where one reads or writes what an earlier one of its run wrote.
+def independent_runs(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
+    """Cut the copies where one reads or writes what an earlier one of its run wrote.
 
     For devices that carry out a run at once (device_kv_cache.py).
     """
-    runs: list[list[Move]] = [[]]
+    runs: list[list[BlockCopy]] = [[]]
     written: set[int] = set()
-    for source_id, target_id in moves:
-        if target_id in written or (same_tier and source_id in written):
+    for copy in copies:
+        if copy.target in written or copy.source in written:
             runs.append([])
             written.clear()
-        runs[-1].append((source_id, target_id))
-        written.add(target_id)
+        runs[-1].append(copy)
+        written.add(copy.target)
     return runs

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.attention import AttentionBackend
 from octavo.core.step import StepPlan, StepResult
 from octavo.models.base import CausalLM
-from octavo.worker.input_batch import InputBatch
+from octavo.worker.input_batch import InputBatch, at_least_one
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.prompt_scores import score_prompts
 from octavo.worker.sampler import Sampler, SamplerOutput
@@ -41,26 +41,33 @@ class ModelRunner:
         result = StepResult(plan.step_id, token_ids=[], swap_seconds=swap_seconds)
         if plan.seq_ids:
             started = perf_counter()
-            hidden = self._forward(plan)
+            last = self._input_batch.last_tokens(plan, plan.ending)
             chunks = self._input_batch.prompt_chunks(plan)
-            result.prompt_logprobs = score_prompts(self._model, hidden, chunks, self._vocab_size)
+            hidden = self._forward(plan, None if chunks else at_least_one(last))
+            if chunks:
+                scores = score_prompts(self._model, hidden, chunks, self._vocab_size)
+                result.prompt_logprobs = scores
+                hidden = hidden[last]
             self._sample(plan, hidden, result)
             result.compute_seconds = perf_counter() - started
         return result
 
-    def _forward(self, plan: StepPlan) -> Tensor:
-        """Hidden states of the step's tokens, [num_tokens, hidden_size]."""
+    def _forward(self, plan: StepPlan, wanted: Tensor | None) -> Tensor:
+        """Hidden states of the step's tokens or of the `wanted` ones, [n, hidden_size]."""
         inputs = self._input_batch.model_input(plan)
+        positions = inputs.attention.positions
         self._backend.plan(inputs.attention)
-        return self._model.forward(inputs.input_ids, inputs.attention.positions, self._backend)
+        return self._model.forward(inputs.input_ids, positions, self._backend, wanted)
 
     def _sample(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
-        """Choose the next tokens, put them into the result, and advance the rows."""
-        ending = [*plan.sampled, *plan.expanded]
+        """Choose the next tokens, put them into the result, and advance the rows.
+
+        hidden: [len(plan.ending), hidden_size], of their last tokens, if there are any.
+        """
+        ending = plan.ending
         output = SamplerOutput(torch.empty(0, dtype=torch.int64), {}, {}, None)
         if ending:
-            last = self._input_batch.last_tokens(plan, ending)
-            logits = self._model.logits(hidden[last])
+            logits = self._model.logits(hidden)
             batch = self._input_batch.sampling_batch(plan.sampled, plan.expanded)
             output = self._sampler(logits, batch)
         token_ids = output.token_ids.numpy()
