@@ -100,7 +100,7 @@ def test_the_queue_is_bounded() -> None:
     async def test() -> None:
         patience = Supervision(max_waiting=3)
         async with symbolic_client("step=0.002", max_num_seqs=2, supervision=patience) as client:
-            good = [asyncio.create_task(complete(client, [i], 200)) for i in range(2)]
+            good = [asyncio.create_task(complete(client, [i], 500)) for i in range(2)]
             while client.gauges.num_running < 2:
                 await asyncio.sleep(0.001)
             good += [asyncio.create_task(complete(client, [i], 5)) for i in range(2, 5)]
@@ -190,7 +190,7 @@ def test_events_and_pictures() -> None:
     async def test() -> None:
         heard = Recording()
         # Blocks for two of the requests: the third waits, or one is preempted.
-        async with symbolic_client("blocks=40", listeners=(heard,)) as client:
+        async with symbolic_client("blocks=40", "step=0.002", listeners=(heard,)) as client:
             seen: list[Event] = []
 
             async def watch() -> None:
@@ -221,7 +221,7 @@ def test_events_and_pictures() -> None:
             assert (first.num_tokens, first.num_hit_tokens) == (100, 0)
             assert first.lookup_end == "unknown"
             num_seen = len(seen)
-            async with await client.generate([1, 2, 3], sampling(200, n=2)) as stream:
+            async with await client.generate([1, 2, 3], sampling(280, n=2)) as stream:
                 await anext(aiter(stream))
                 picture = await client.snapshot()
                 [view] = picture.running

@@ -27,7 +27,7 @@ from server.symbolic_engine import DEADLY, HANGING, RAISING, UNACCEPTABLE
 async def load_of_requests(client: EngineClient) -> None:
     """One, two and three samples, some of them waiting for their turn; all must be right."""
     await asyncio.gather(
-        *[complete(client, [seed % 5] * (20 + seed), 60, seed, 1 + seed % 3) for seed in range(16)]
+        *[complete(client, [seed % 5] * (20 + seed), 90, seed, 1 + seed % 3) for seed in range(16)]
     )
 
 
@@ -46,12 +46,12 @@ def test_a_beam_search_starts_again() -> None:
     async def test() -> None:
         async with symbolic_client("step=0.005") as client:
             prompt = [3, 1, 4]
-            params = BeamSearchParams(3, max_tokens=40, ignore_eos=True, stop_token_ids=[EOS])
+            params = BeamSearchParams(3, max_tokens=150, ignore_eos=True, stop_token_ids=[EOS])
             stream = await client.generate(prompt, params)
             killing = asyncio.create_task(kill(client, times=1, num_steps=4))
             output = await stream.result()
             await killing
-            beams = expected_beams(Ask("r", tuple(prompt), "beam", 3, 40, 0))
+            beams = expected_beams(Ask("r", tuple(prompt), "beam", 3, 150, 0))
             assert [prompt + beam.token_ids for beam in output.outputs] == [
                 prompt + beam for beam in beams
             ]
@@ -113,6 +113,8 @@ def test_pinned_prefixes_are_pinned_again() -> None:
             await client.pin_prefix(prefix, "system")
             os.kill(client.info.pid, signal.SIGKILL)
             while client.info.num_restarts == 0:
+                await asyncio.sleep(0.01)
+            while not (await client.snapshot()).pins:  # it is computed again
                 await asyncio.sleep(0.01)
             output = await complete(client, [*prefix, 6], 5)
             assert output.num_cached_tokens == 32
