@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,8 +71,8 @@ def is_wider_than_its_window(page: Page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
 
 
-def as_soon_as(page: Page, script: str, condition: str = "found") -> Any:
-    """What the script finds once `condition` holds for it, both of one and the same frame."""
+def as_soon_as(page: Page, condition: str, script: str) -> Any:
+    """What the script finds, once `condition` holds for it, both of one and the same frame."""
     code = f"() => {{ const found = {script}; return ({condition}) && found; }}"
     return page.wait_for_function(code).json_value()
 
@@ -80,12 +81,13 @@ def look_at_running_request(page: Page) -> None:
     row = page.locator("#requests button", has_text="a-long-one").first
     expect(row).to_contain_text("4 samples")
     row.focus()  # the keyboard is enough: the tables show
-    expect(page.locator("#table-of .chip.shared").first).to_be_visible()
+    tables = page.locator("#table-of .chips")
+    expect(tables.first.locator(".chip.shared").first).to_be_visible()
     first = as_soon_as(
         page,
+        "found.length === 4",
         """[...document.querySelectorAll("#table-of .chips")]
         .map((table) => table.querySelector(".chip")?.innerText)""",
-        "found.length === 4",
     )
     assert len(set(first)) == 1  # the prompt's first block is one and the same
     page.locator("#pool").focus()
@@ -94,17 +96,19 @@ def look_at_running_request(page: Page) -> None:
     expect(told).to_contain_text("Block 1:")
     page.keyboard.press("ArrowRight")
     expect(told).to_contain_text("Block 2:")
-    held = as_soon_as(page, """Number(document.querySelector("#pool-numbers b").innerText)""")
-    assert 3 <= held <= 512  # before the samples' first tokens: the prompt's three blocks
+    # At first three, which all samples share; then each has a last one of its own.
+    number = 'Number(document.querySelector("#pool-numbers b").innerText)'
+    held = as_soon_as(page, "found >= 4", number)
+    assert held <= 512
     expect(page.locator("#events li", has_text="a-long-one").first).to_be_visible()
     expect(page.locator("#v-output")).not_to_have_text("0")
     # Something other than free blocks is drawn.
     as_soon_as(
         page,
+        "found > 3",
         """(() => { const c = document.getElementById("pool");
         const d = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
         return new Set(new Uint32Array(d.buffer)).size; })()""",
-        "found > 3",
     )
 
 
@@ -113,9 +117,12 @@ def test_dashboard_shows_a_running_request(server: LiveServer, browser: Browser)
         expect(page.locator("#link")).to_have_text("live")
         with LongRequest(server):
             look_at_running_request(page)
-        # Gone when nobody listens any more.
-        expect(page.locator("#pool-numbers b").first).to_have_text("0", timeout=60_000)
-    assert server.get("/debug/kv").json()["requests"] == []
+    # Gone from the pool when nobody listens any more.
+    attempts = 1000
+    while server.get("/debug/kv").json()["requests"] and attempts:
+        attempts -= 1
+        time.sleep(0.03)
+    assert attempts
 
 
 def test_a_hidden_page_asks_for_nothing(server: LiveServer, browser: Browser) -> None:
