@@ -230,6 +230,21 @@ def test_a_prefix_that_was_cached_before_it_was_pinned_is_not_evicted() -> None:
     check_manager(kv, [])
 
 
+def test_a_prefix_that_was_swapped_out_can_be_found_again() -> None:
+    """It comes back into other blocks, while those that cached it have been overwritten."""
+    kv = make_manager(num_blocks=4, num_swap_blocks=4)
+    seq = make_sequence(0, [1] * 8)
+    compute(kv, seq)
+    assert kv.swap_out([seq]) is not None
+    compute(kv, other := make_sequence(1, [2] * 16))  # takes all that is free
+    kv.free(other)
+    assert kv.swap_in([seq]) is not None
+    grow(kv, seq, 4)
+    kv.register(seq, 12)
+    assert kv.lookup(make_sequence(2, seq.token_ids)).num_tokens == 11
+    check_manager(kv, [seq])
+
+
 def test_a_window_returns_the_blocks_behind_it() -> None:
     kv = make_manager(specs=[FullAttention(), SlidingWindow(5)])
     seq = make_sequence(0, [1])

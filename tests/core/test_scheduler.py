@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from core.symbolic import Ask
-from core.worlds import BLOCK_SIZE, World
+from core.worlds import BLOCK_SIZE, World, make_sequence
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.scheduler import FEW_WAITING, TOKENS_OF_FEW
@@ -155,6 +155,85 @@ def test_swapped_requests_come_back_before_waiting_ones() -> None:
     while second.status is Status.SWAPPED:
         world.step()
         assert late.status is Status.WAITING or second.status is Status.RUNNING
+    world.run()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "watermark", "comes_back"), [(5, 0.0, False), (6, 0.0, True), (6, 0.2, False)]
+)
+def test_a_swapped_request_comes_back_when_it_has_room_to_grow(
+    num_blocks: int, watermark: float, comes_back: bool
+) -> None:
+    """In the next step `first` takes a third block. `second` needs its two, one more to grow, and
+    the watermark's."""
+    world = World(
+        num_blocks, num_swap_blocks=num_blocks, watermark=watermark, enable_prefix_caching=False
+    )
+    world.add("first", 8, 4)
+    second = world.add("second", 8, 4)
+    world.step()
+    preempt(world, second, "swap")
+    world.step()
+    assert (second.status is Status.RUNNING) == comes_back
+    world.run()
+
+
+def test_a_swapped_request_that_is_alone_needs_no_room_to_grow() -> None:
+    world = World(num_blocks=2, num_swap_blocks=2)
+    alone = world.add("alone", 4, 4)
+    world.step()
+    world.step()
+    preempt(world, alone, "swap")
+    world.step()
+    assert alone.status is Status.RUNNING
+    world.run()
+
+
+def test_the_watermark_is_kept_free_while_others_run() -> None:
+    """Of 10 blocks `running` takes a third one, and 2 are kept for it to grow into."""
+    world = World(num_blocks=10, watermark=0.2, enable_prefix_caching=False)
+    world.add("running", 8, 4)
+    world.step()
+    large = world.add("large", 24, 1)
+    small = world.add("small", 20, 1)
+    world.step()
+    assert large.status is Status.WAITING
+    assert small.is_finished
+    world.scheduler.abort("running")
+    world.step()
+    assert large.is_finished
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    """A preempted request finds its own blocks in the cache, which were not there before it."""
+    world = World(num_blocks=20)
+    first = world.add("first", 12, 4)
+    world.step()
+    second = world.add("second", prompt=[*first.prompt_token_ids[:8], 1, 1], num_output_tokens=4)
+    world.step()
+    for request in (first, second):
+        preempt(world, request, "recompute")
+    world.run()
+    assert (first.num_preemptions, first.num_cached_tokens) == (1, 0)
+    assert (second.num_preemptions, second.num_cached_tokens) == (1, 8)
+
+
+def test_a_late_step_says_nothing_about_the_blocks_of_a_prompt_that_began_again() -> None:
+    """A step has computed a block of the prompt, which is preempted and given other blocks before
+    the step's results are in. Of those, two tokens are computed by then."""
+    world = World(max_num_batched_tokens=4, max_num_seqs=4)
+    victim = world.add("victim", 8)
+    late = world.scheduler.schedule()
+    assert late is not None
+    result = world.executor.execute(late)
+    world.add("other", 2).rank = (-1.0,)
+    preempt(world, victim, "recompute")
+    plan = world.scheduler.schedule()
+    assert plan is not None
+    assert plan.num_scheduled_tokens == [2, 2]
+    world.scheduler.update(late, result)
+    assert world.kv.lookup(make_sequence(9, victim.prompt_token_ids)).num_tokens == 0
+    world.scheduler.update(plan, world.executor.execute(plan))
     world.run()
 
 
