@@ -13,7 +13,7 @@ PROMPTS ?= "Once upon a time" "One morning, a little girl" \
 # 1,024 KV blocks are enough for the embedded model, and can all be seen on a page.
 SERVE ?= demo --num-blocks 1024
 
-.PHONY: run generate test test-gpu test-clients browser check size nightly bench clean
+.PHONY: run generate test test-gpu test-clients browser check size nightly mutants bench clean
 
 run: $(STAMP)  ## serve the embedded model, with its picture, at http://127.0.0.1:8000
 	$(BIN)/octavo serve $(SERVE)
@@ -39,6 +39,9 @@ test-gpu: $(STAMP)  ## what needs an NVIDIA GPU
 
 test-clients: $(STAMP)  ## other people's clients against a server, each in its own environment
 	$(BIN)/python tests/clients/run.py
+
+mutants: $(STAMP)  ## whether the core's tests notice what is wrong: a sample of small changes to it
+	$(BIN)/python tools/mutants.py
 
 check: $(STAMP)  ## format, lint, types, who may import whom
 	$(BIN)/ruff format --check $(SOURCES)
