@@ -15,6 +15,7 @@ from octavo.core.invariants import check_manager
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_spec import FullAttention, SlidingWindow, group_layers
 from octavo.core.prefix_cache import PrefixNode, sha256_128
+from octavo.core.prefix_matcher import PrefixHit
 from octavo.core.sequence import Sequence
 from octavo.core.step import BlockCopy
 
@@ -58,6 +59,7 @@ def test_only_the_last_holder_of_a_tail_block_writes_in_place() -> None:
     assert len(grow(kv, children[0])) == 1
     assert grow(kv, children[1]) == []
     assert children[1].table.block_ids[0][1] == tail  # type: ignore[union-attr]
+    assert kv.num_cow_copies == 2
     check_manager(kv, [parent, *children])
 
 
@@ -195,6 +197,23 @@ def test_cached_blocks_are_evicted_last_and_the_oldest_first() -> None:
     assert kv.lookup(make_sequence(3, [2] * 8)).num_tokens == 7
     # Tails go first: the head of the old prefix is still there.
     assert kv.lookup(make_sequence(4, [1] * 8)).num_tokens == BLOCK_SIZE
+
+
+def test_who_watches_is_told_what_starts_and_what_is_evicted() -> None:
+    kv = make_manager(num_blocks=4)
+    told: list[tuple[Sequence, PrefixHit]] = []
+    kv.on_allocate = lambda seq, hit: told.append((seq, hit))
+    old = make_sequence(0, [1] * 9)
+    hit = kv.lookup(old)
+    assert kv.allocate(old, hit, 9) is not None
+    assert told == [(old, hit)]
+    kv.register(old, 8)
+    assert old.table is not None
+    head, tail, _ = old.table.block_ids[0]
+    kv.free(old)
+    kv.evicted_ids = []
+    compute(kv, make_sequence(1, [2] * 16))
+    assert kv.evicted_ids == [tail, head]
 
 
 def test_a_pinned_prefix_survives_eviction_and_reset() -> None:

@@ -17,8 +17,9 @@ from octavo.core.extent_pool import Arena, BuddyPool
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv_spec import FullAttention
 from octavo.core.memory_policy import make_kv_cache_manager
+from octavo.core.prefix_matcher import PrefixHit
 from octavo.core.scheduler import Scheduler
-from octavo.core.sequence import Request
+from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec, StepResult
 from octavo.errors import ConfigError, RequestTooLong
 
@@ -80,6 +81,21 @@ def test_an_arena_comes_back_as_a_whole() -> None:
         pool.release(block_id)
     assert pool.num_free == 10
     assert pool.reserve(10) == list(range(1, 11))
+
+
+def test_a_single_block_is_an_extent_with_holders_of_its_own() -> None:
+    pool = BuddyPool(4, 4)
+    block_id = pool.allocate()
+    assert (pool.num_free, pool.num_referenced) == (3, 1)
+    pool.share(block_id)
+    pool.release(block_id)
+    assert pool.num_free == 3
+    pool.release(block_id)
+    assert pool.num_free == 4
+    with pytest.raises(AssertionError, match=f"block {block_id} is free"):
+        pool.share(block_id)
+    with pytest.raises(AssertionError, match=f"block {block_id} is already free"):
+        pool.release(block_id)
 
 
 class ReservingWorkload(Workload):
@@ -164,6 +180,21 @@ def test_what_orca_reserves(policy: MemoryPolicyName, table: int, num_running: i
     assert len(held.block_ids[0]) == table
 
 
+def test_what_rounding_adds_to_a_reservation() -> None:
+    """65 tokens in blocks of 16: the last block has 15 slots that were not asked for."""
+    server = Server("orca-oracle", 64, 1024)
+    assert server.kv.num_rounding_slots(server.add("r", 40, 25)) == 15
+
+
+def test_who_watches_is_told_what_starts() -> None:
+    server = Server("fastertransformer", 64, 1024)
+    told: list[tuple[Sequence, PrefixHit]] = []
+    server.kv.on_allocate = lambda seq, hit: told.append((seq, hit))
+    request = server.add("r", 40, 25)
+    server.step()
+    assert told == [(request.sequences[0], server.kv.no_hit())]
+
+
 def test_samples_have_extents_of_their_own_and_copy_the_prompt() -> None:
     """Prompt of 40 tokens, three blocks: two of three samples copy them."""
     server = Server("orca-oracle", 64, 1024)
@@ -188,6 +219,16 @@ def test_a_batch_begins_and_ends_as_a_whole() -> None:
     assert ends[-1] == ["a", "b", "c"]
     server.step()
     assert [request.request_id for request in server.scheduler.running] == ["d"]
+
+
+def test_a_batch_may_be_as_long_as_the_context() -> None:
+    """Each request alone is shorter, and the two padded are not."""
+    server = Server("fastertransformer", 20, 64)
+    server.add("long prompt", 40, 8)
+    server.add("long output", 10, 24)
+    server.add("too long together", 10, 25)
+    server.step()
+    assert server.num_running == 2
 
 
 def test_the_rest_of_an_aborted_batch_comes_out() -> None:

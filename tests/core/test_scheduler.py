@@ -42,6 +42,14 @@ def test_prompts_are_computed_in_chunks_beside_decodes() -> None:
     assert long.sequences[0].num_computed_tokens == 15
 
 
+def test_a_chunk_of_two_tokens_may_fill_a_block() -> None:
+    world = World(max_num_batched_tokens=3, max_num_seqs=3)
+    prompt = world.add("r", 5).prompt_token_ids
+    chunks = [world.step()[0].num_scheduled_tokens for _ in range(2)]
+    assert chunks == [[3], [2]]
+    assert world.kv.lookup(make_sequence(9, prompt)).num_tokens == BLOCK_SIZE
+
+
 def test_decodes_never_starve() -> None:
     """An older request whose prompt fills every step leaves room for younger decodes."""
     world = World(num_blocks=100, max_num_batched_tokens=8, max_num_seqs=4)
@@ -51,8 +59,11 @@ def test_decodes_never_starve() -> None:
     world.scheduler.requests["old"].rank = (-1.0, 0.0)
     world.scheduler.waiting.sort(key=lambda r: r.rank)
     for expected in range(2, 10):
-        world.step()
+        plan, _ = world.step()
         assert young.sequences[0].num_output_tokens == expected
+        # Rows of one token go first, whatever the order of their requests.
+        assert plan.num_scheduled_tokens == [1, 7]
+        assert plan.seq_ids[0] == young.sequences[0].seq_id
 
 
 def test_the_youngest_is_preempted_and_keeps_its_place() -> None:
@@ -287,6 +298,17 @@ def test_equal_prompts_of_one_step_are_computed_once() -> None:
     assert world.kv.pool.num_free == 40
 
 
+def test_a_prompt_that_waits_for_an_equal_one_does_not_hold_up_others() -> None:
+    world = World(num_blocks=40)
+    for name in ("a", "b"):
+        world.add(name, prompt=[1] * 16)
+    world.add("c", prompt=[2] * 16)
+    world.step()
+    assert world.names("running") == ["a", "c"]
+    assert world.names("waiting") == ["b"]
+    world.run()
+
+
 class TestPriority:
     def world(self, **options: object) -> World:
         return World(num_blocks=6, policy="priority", preemption_mode="recompute", **options)
@@ -434,6 +456,7 @@ def test_an_abort_returns_every_block(kind: str) -> None:
     world.step()
     assert len(world.executor.rows) == 1
     assert victim.status is Status.FINISHED
+    assert {seq.finish_reason for seq in victim.finished} == {"abort"}
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -486,6 +509,17 @@ def test_a_pinned_prefix_is_a_request_that_draws_nothing() -> None:
     assert user.num_cached_tokens == 8
 
 
+def test_a_prefix_that_is_aborted_while_its_step_runs_is_not_pinned() -> None:
+    world = World(num_blocks=10)
+    world.add("pin", prompt=[1] * 8, method=PinPrefix("system", 8))
+    plan = world.scheduler.schedule()
+    assert plan is not None
+    world.scheduler.abort("pin")
+    world.scheduler.update(plan, world.executor.execute(plan))
+    assert not world.kv.pins
+    assert world.kv.pool.num_free == 10
+
+
 def test_prefixes_that_are_being_computed_are_counted_as_pinned() -> None:
     """Of 10 blocks a pin is about to take 4, so what needs more than 6 could never run."""
     world = World(num_blocks=10)
@@ -519,6 +553,23 @@ def test_beams_that_are_recomputed_find_the_same_hypotheses() -> None:
     assert results[0] == results[1]
 
 
+def test_hypotheses_are_sequences_of_their_own() -> None:
+    """They never had a row. Beams are no samples: every row of theirs is that of sample 0."""
+    world = World(num_blocks=40)
+    method = BeamSearch(3, 12, frozenset())
+    spec = SamplingSpec(num_candidates=method.num_candidates)
+    beam = world.add("beam", 4, method=method, sampling=spec)
+    rows, samples = {beam.sequences[0].seq_id}, set()
+    while world.scheduler.has_unfinished:
+        plan, _ = world.step()
+        rows.update(fork.child_id for fork in plan.forks)
+        samples.update(fork.sample_index for fork in plan.forks)
+    assert samples == {0}
+    results = {seq.seq_id for seq in beam.finished}
+    assert len(results) == 3
+    assert not results & rows
+
+
 def test_an_overlapped_step_is_planned_before_the_last_one_is_known() -> None:
     """A decode goes on by the token to come; samples and beams first want to know it."""
     world = World(num_blocks=40, depth=2)
@@ -531,6 +582,17 @@ def test_an_overlapped_step_is_planned_before_the_last_one_is_known() -> None:
     [second] = [plan for plan, _ in world.under_way]
     assert len(first.seq_ids) == 3
     assert second.seq_ids == first.seq_ids[:1]
+    world.run()
+
+
+def test_samples_run_ahead_from_their_second_token_on() -> None:
+    """That one is written into a new block, which is not the common case."""
+    world = World(num_blocks=40, depth=2)
+    world.add("samples", BLOCK_SIZE, 6, n=2)
+    world.step()
+    assert not world.under_way
+    world.step()
+    assert len(world.under_way) == 1
     world.run()
 
 

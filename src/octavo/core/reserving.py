@@ -88,7 +88,8 @@ class ReservingKVCacheManager(KVCacheManager):
         first, *spares = extents
         self._reservations[request.request_id] = _Reservation(1, spares)
         seq.num_computed_tokens = 0
-        seq.table = self._table_of(first)
+        seq.table = BlockTable(len(self.specs))
+        seq.table.block_ids = first
         self.num_lookup_tokens += seq.num_tokens
         if self.on_allocate is not None:
             self.on_allocate(seq, hit)
@@ -151,13 +152,6 @@ class ReservingKVCacheManager(KVCacheManager):
         for ids in extent:
             for block_id in ids:
                 self.pool.release(block_id)
-
-    def _table_of(self, extent: Extent) -> BlockTable:
-        table = BlockTable(0)
-        table.block_ids = extent
-        table.num_dropped = [0] * len(extent)
-        table.writable_until = len(extent[0]) * self.block_size
-        return table
 
     def _part(self, seq: Sequence, table: BlockTable, changes: Changes) -> None:
         """Move a sequence to an extent of its own, with all that it has computed."""
