@@ -212,7 +212,8 @@ def make_config(model: str, **options: Any) -> EngineConfig:
     A memory policy that cannot reuse prefixes turns prefix caching off, unless it is asked for.
     Raises ConfigError for an unknown option, with its likely spelling, or a bad value.
     """
-    if options.get("memory_policy", "paged") != "paged":
+    policy = options.get("memory_policy", "paged")
+    if isinstance(policy, str) and policy != "paged":
         options = {"enable_prefix_caching": False, **options}
     homes: dict[str, dict[str, Any]] = {}
     by_name = {f.name: kind for kind in (CacheConfig, SchedulerConfig) for f in fields(kind)}

@@ -447,5 +447,7 @@ def _check_conversation(messages: object) -> None:
         if not isinstance(role := message.get("role"), str):
             raise InvalidRequest(f"{field}.role", f"{shown(role)} is not text")
         content = message.get("content")
-        if not isinstance(content, str | list | tuple | None):
-            raise InvalidRequest(f"{field}.content", f"{shown(content)} is not text")
+        parts = content if isinstance(content, list | tuple) else []
+        is_text = content is None or isinstance(content, str | list | tuple)
+        if not is_text or not all(isinstance(part, Mapping) for part in parts):
+            raise InvalidRequest(f"{field}.content", f"{shown(content)} is neither text nor parts")
