@@ -171,9 +171,9 @@ class EngineConfig:
     """Plan the next step while the device computes this one. None: on a GPU only."""
     owns_process: bool = False
     """Whether the process serves this engine alone, so that it may be tuned as a whole: malloc
-    keeps freed memory, OpenMP's idle threads sleep soon, and what has been made by then is no
-    longer looked at by the garbage collector. The commands and the server's engine process are
-    run so; other programs are left as they are unless they ask for it."""
+    keeps freed memory, and what exists when the engine is ready on a GPU is no longer looked at
+    by the garbage collector. The commands and the server's engine process are run so; another
+    program is left as it is unless it asks for it."""
     has_usual_steps: bool = False
     """`max_num_seqs` and `max_num_batched_tokens` were not asked for, and may follow the device."""
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -35,7 +35,8 @@ class LLM:
     def __init__(self, model: str = "demo", **options: Any) -> None:
         """Load a model.
 
-        The program around it stays as it is, unless `owns_process` is set; see EngineConfig.
+        The program around it stays as it is, unless `owns_process` is set; see EngineConfig. If it
+        has not loaded torch yet, OpenMP's idle threads sleep sooner than they do by default.
 
         Args:
             model: a directory in Hugging Face format, "demo", or a hub id.

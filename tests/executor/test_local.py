@@ -195,13 +195,15 @@ def test_dummy_weights_depend_on_the_seed_alone() -> None:
     ("environment", "expected"),
     [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
-def test_spinning_is_limited_before_torch_is_loaded(
+def test_spinning_is_limited_while_torch_is_loaded_and_no_longer(
     environment: dict[str, str], expected: str
 ) -> None:
     code = (
-        "import os, sys; from octavo.worker.host_memory import limit_spinning;"
-        "assert 'torch' not in sys.modules;"
-        "limit_spinning(); print(os.environ.get('GOMP_SPINCOUNT'))"
+        "import os, sys; from octavo.worker.host_memory import limited_spinning;"
+        "from octavo.executor import local; assert 'torch' not in sys.modules; "
+        "before = dict(os.environ); context = limited_spinning(); context.__enter__();"
+        "print(os.environ.get('GOMP_SPINCOUNT')); context.__exit__(None, None, None);"
+        "assert dict(os.environ) == before"
     )
     path = {"PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run(

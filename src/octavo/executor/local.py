@@ -9,7 +9,7 @@ from octavo.core.step import PendingStep, StepPlan
 from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
 from octavo.model_config import ModelConfig
-from octavo.worker.host_memory import limit_spinning
+from octavo.worker.host_memory import limited_spinning
 
 if TYPE_CHECKING:
     from octavo.worker.gpu_worker import GpuWorker
@@ -25,9 +25,6 @@ class LocalExecutor:
         Raises:
             ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do.
         """
-        if config.owns_process:
-            limit_spinning()
-        # torch comes only now, because OpenMP reads the variable when it is loaded.
         self.config, self._worker = _make_worker(config, model_config)
         budget = self._worker.budget
         self.capacity = KVCapacity(
@@ -52,7 +49,8 @@ class LocalExecutor:
 def _make_worker(
     config: EngineConfig, model_config: ModelConfig
 ) -> tuple[EngineConfig, Worker | GpuWorker]:
-    import torch
+    with limited_spinning():
+        import torch
 
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -17,14 +18,21 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _SPIN_COUNT = "1000"
 
 
-def limit_spinning() -> None:
-    """Let idle threads sleep soon, unless the user has decided otherwise.
+@contextmanager
+def limited_spinning() -> Iterator[None]:
+    """A context in which torch is to be loaded first: OpenMP's idle threads will sleep soon,
+    unless the user has decided otherwise.
 
-    For a process of our own: its children inherit the variable. Has no effect on a process that
-    has already loaded torch.
+    OpenMP reads the variable when it is loaded, so it is gone when the context is left.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
+        yield
+        return
+    os.environ["GOMP_SPINCOUNT"] = _SPIN_COUNT
+    try:
+        yield
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]
 
 
 def return_freed_memory() -> None:
