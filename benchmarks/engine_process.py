@@ -25,6 +25,7 @@ def load_octavo(order: dict[str, Any]) -> Generate:
         num_threads=order["threads"],
         max_model_len=MAX_PROMPT + MAX_OUTPUT,
         enable_prefix_caching=False,
+        owns_process=order["owns_process"],
     )
 
     def generate(requests: Requests) -> list[list[int]]:

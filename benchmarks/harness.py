@@ -95,8 +95,14 @@ def model_directory(case: Case) -> Path:
     return directory
 
 
-def measure(engine: str, case: Case, threads: int, model: Path | None = None) -> Measurement:
-    """Run `case` on `engine` in a process of its own.
+def measure(
+    engine: str,
+    case: Case,
+    threads: int,
+    model: Path | None = None,
+    owns_process: bool = True,
+) -> Measurement:
+    """Run `case` on `engine` in a process of its own, which octavo may tune if `owns_process`.
 
     Raises:
         RuntimeError: the process failed; the message is the end of what it said.
@@ -107,6 +113,7 @@ def measure(engine: str, case: Case, threads: int, model: Path | None = None) ->
         "dtype": case.dtype,
         "threads": threads,
         "num_requests": case.num_requests,
+        "owns_process": owns_process,
     }
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     start = time.perf_counter()

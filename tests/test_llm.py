@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import random
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from octavo.errors import (
     OutOfMemory,
     RequestTooLong,
 )
+from octavo.worker import worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -354,6 +359,34 @@ def test_an_executor_that_breaks_down_ends_the_engine() -> None:
         broken.generate([1, 2], GREEDY, use_tqdm=False)
     with pytest.raises(EngineFailed, match="RuntimeError: the device is on fire"):
         broken.generate([1, 2], GREEDY, use_tqdm=False)
+
+
+def test_the_program_around_an_llm_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What octavo tunes in processes of its own is another program's business, if it is not asked
+    for; a number of threads holds while octavo computes."""
+    kept: list[bool] = []
+    monkeypatch.setattr(worker, "keep_freed_memory", lambda: kept.append(True))
+    monkeypatch.setattr(worker, "num_cpus", lambda: 2)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+
+    def state() -> list[Any]:
+        return [
+            dict(os.environ),
+            [signal.getsignal(number) for number in signal.valid_signals()],
+            (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
+            (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
+            (random.getstate(), torch.get_rng_state().tolist()),
+            list(sys.path),
+        ]
+
+    before = state()
+    with LLM(str(model_zoo.model_directory("llama3")), num_blocks=8, num_threads=2) as plain:
+        plain.generate("The dog", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert state() == before
+    assert not kept
+    LLM(str(model_zoo.model_directory("llama3")), num_blocks=8, owns_process=True).close()
+    assert kept
 
 
 def test_a_large_gpu_gets_larger_steps_unless_they_were_chosen() -> None:

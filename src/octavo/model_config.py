@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo.core.kv_spec import FullAttention, KVSpec, SlidingWindow
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ConfigError, ModelError, shown
 
 RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 NormKind = Literal["rms", "layer"]
@@ -164,10 +164,15 @@ def resolve_model(name: str, weights: bool = True) -> Path:
         from octavo.demo import demo_model_path
 
         return Path(demo_model_path())
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, or an unknown user's home
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"no model {shown(name)}: {reason}") from error
+    if is_directory:
         return path
-    if path.exists():
+    if exists:
         raise ModelError(f"{name} is a file; give the directory that holds config.json")
     if HUB_ID.fullmatch(name):
         return _fetch_from_hub(name, HUB_WEIGHTS + HUB_FILES if weights else HUB_FILES)

@@ -12,11 +12,12 @@ import torch
 
 from model_zoo import model_directory, random_token_ids, reference_model
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
-from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, TableWrite
+from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, TableWrite
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.executor.base import Executor
 from octavo.executor.local import LocalExecutor
 from octavo.model_config import ModelConfig
+from octavo.worker.model_runner import ModelRunner
 
 SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
 
@@ -154,13 +155,29 @@ def test_bfloat16_runs() -> None:
     assert len(executor.submit(prompt_plan(random_token_ids(20))).result().token_ids) == 1
 
 
-def test_the_number_of_threads_is_set() -> None:
+def test_the_number_of_threads_holds_while_octavo_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from octavo.worker import worker
+
+    monkeypatch.setattr(worker, "num_cpus", lambda: 3)
+    executor = make_executor(num_threads=3)
     before = torch.get_num_threads()
-    try:
-        make_executor(num_threads=1)
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+    assert before != 3
+    seen = []
+    execute = ModelRunner.execute
+
+    def noted(runner: ModelRunner, plan: StepPlan) -> StepResult:
+        seen.append(torch.get_num_threads())
+        return execute(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", noted)
+    executor.submit(prompt_plan(random_token_ids(5)))
+    assert seen == [3]
+    assert torch.get_num_threads() == before
+    with pytest.raises(ConfigError, match="num_threads: 4 is more than the 3 CPUs"):
+        make_executor(num_threads=4)
+    assert torch.get_num_threads() == before
 
 
 def test_dummy_weights_depend_on_the_seed_alone() -> None:
@@ -178,13 +195,15 @@ def test_dummy_weights_depend_on_the_seed_alone() -> None:
     ("environment", "expected"),
     [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
-def test_spinning_is_limited_before_torch_is_loaded(
+def test_spinning_is_limited_while_torch_is_loaded_and_no_longer(
     environment: dict[str, str], expected: str
 ) -> None:
     code = (
-        "import os, sys; from octavo.executor.local import limit_spinning;"
-        "assert 'torch' not in sys.modules;"
-        "limit_spinning(); print(os.environ.get('GOMP_SPINCOUNT'))"
+        "import os, sys; from octavo.worker.host_memory import limited_spinning;"
+        "from octavo.executor import local; assert 'torch' not in sys.modules; "
+        "before = dict(os.environ); context = limited_spinning(); context.__enter__();"
+        "print(os.environ.get('GOMP_SPINCOUNT')); context.__exit__(None, None, None);"
+        "assert dict(os.environ) == before"
     )
     path = {"PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.worker import host_memory as host_memory_module
-from octavo.worker.host_memory import host_memory
+from octavo.worker.host_memory import host_memory, num_cpus
 
 
 def test_host_memory_keeps_to_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +16,7 @@ def test_host_memory_keeps_to_the_cgroup(tmp_path: Path, monkeypatch: pytest.Mon
     assert 0 < free < 1 << 50
     inner = tmp_path / "inner"
     inner.mkdir()
-    monkeypatch.setattr(host_memory_module, "_cgroup_folders", lambda: iter([inner, tmp_path]))
+    monkeypatch.setattr(host_memory_module, "_cgroup_folders", lambda _: iter([inner, tmp_path]))
     for folder, limit in ((inner, "max"), (tmp_path, str(1 << 20))):
         (folder / "memory.max").write_text(limit)
         (folder / "memory.current").write_text(str(700_000))
@@ -30,6 +31,27 @@ def test_host_memory_keeps_to_the_limit_of_the_process() -> None:
         "assert (1 << 30) < host_memory() < (1 << 31)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "250000 100000"}, 3),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 64),
+        ({}, 64),
+    ],
+)
+def test_cpus_are_those_that_the_process_may_keep_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(host_memory_module, "_cgroup_folders", lambda _: iter([tmp_path]))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert num_cpus() == expected
 
 
 def test_freed_memory_is_kept_for_the_next_step() -> None:
@@ -54,13 +76,13 @@ def test_what_was_freed_before_goes_back() -> None:
     code = """
 import torch
 from pathlib import Path
-from octavo.worker.host_memory import keep_freed_memory
+from octavo.worker.host_memory import return_freed_memory
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 tensors = [torch.ones(1 << 13) for _ in range(4000)]  # 125 MiB
 del tensors[:-1]
 before = resident_mib()
-keep_freed_memory()
+return_freed_memory()
 print(before - resident_mib())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

@@ -78,7 +78,7 @@ def throughput(
     decoding = Decoding(n, temperature, beam_width)
     decoding.params(1, 0)  # refuses what cannot be, before a model is loaded
     show_log(quiet=as_json, verbose=False)
-    with LLM(model, **engine) as llm:
+    with LLM(model, owns_process=True, **engine) as llm:
         fitting, num_skipped = split_by_fit(llm.engine, requests, skip_long)
         with progress_bar(len(fitting), "requests") as bar:
             seed = engine.get("seed", 0)
@@ -129,7 +129,7 @@ def latency(
     batch = Batch(batch_size, input_len, output_len, Decoding(n, None, beam_width))
     batch.decoding.params(1, 0)
     show_log(quiet=as_json, verbose=False)
-    with LLM(model, **engine) as llm:
+    with LLM(model, owns_process=True, **engine) as llm:
         split_by_fit(llm.engine, [TraceRequest(input_len, output_len)], skip_long=False)
         with progress_bar(num_warm_up + num_iterations, "batches") as bar:
             report = run_latency(

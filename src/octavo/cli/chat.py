@@ -46,7 +46,7 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
     from octavo.llm import LLM
 
     show_log(quiet=True, verbose=False)
-    with LLM(model, **engine) as llm:
+    with LLM(model, owns_process=True, **engine) as llm:
         tokenizer = llm.engine.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise InvalidRequest(

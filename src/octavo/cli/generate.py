@@ -60,7 +60,7 @@ def generate(
     SamplingParams(**sampling)  # refuses what cannot be, before a model is loaded
     texts = read_prompts(prompts, file)
     show_log(quiet, verbose)
-    with LLM(model, **engine) as llm:
+    with LLM(model, owns_process=True, **engine) as llm:
         memory = MemoryUse.watch(llm.engine)
         start = time.perf_counter()
         progress = not quiet and sys.stderr.isatty()

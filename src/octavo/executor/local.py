@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
@@ -10,15 +9,11 @@ from octavo.core.step import PendingStep, StepPlan
 from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
 from octavo.model_config import ModelConfig
+from octavo.worker.host_memory import limited_spinning
 
 if TYPE_CHECKING:
     from octavo.worker.gpu_worker import GpuWorker
     from octavo.worker.worker import Worker
-
-# Turns that an idle thread spins before it sleeps. By default OpenMP spins for milliseconds, and
-# where another program holds one of two cores, everybody waits for a thread that does not run:
-# small linear layers took 40 times as long. Quiet machines lose nothing by this number.
-SPIN_COUNT = "1000"
 
 
 class LocalExecutor:
@@ -30,8 +25,6 @@ class LocalExecutor:
         Raises:
             ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do.
         """
-        limit_spinning()
-        # torch comes only now, because OpenMP reads the variable when it is loaded.
         self.config, self._worker = _make_worker(config, model_config)
         budget = self._worker.budget
         self.capacity = KVCapacity(
@@ -56,7 +49,8 @@ class LocalExecutor:
 def _make_worker(
     config: EngineConfig, model_config: ModelConfig
 ) -> tuple[EngineConfig, Worker | GpuWorker]:
-    import torch
+    with limited_spinning():
+        import torch
 
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
@@ -74,12 +68,3 @@ def _make_worker(
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     config = config.for_gpu(properties.total_memory)
     return config, GpuWorker(config, model_config)
-
-
-def limit_spinning() -> None:
-    """Let idle threads sleep soon, unless the user has decided otherwise.
-
-    Has no effect on a process that has already loaded torch.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from octavo.config import EngineConfig
@@ -263,7 +264,7 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
     logger.handlers = [ChannelLog(channel)]
     logger.propagate = False
     try:
-        engine = load(start.config)
+        engine = load(replace(start.config, owns_process=True))
     except Exception as error:
         channel.send(m.encode(m.StartFailed(m.report_of(error), traceback.format_exc())))
         return 1
@@ -277,7 +278,7 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
         channel.send(m.encode(m.Crashed(message, traceback.format_exc())))
         return 1
     finally:
-        engine.executor.shutdown()
+        engine.close()
     return 0
 
 

@@ -86,7 +86,8 @@ class GpuWorker:
                 self.budget.num_blocks, self.budget.num_swap_blocks, self._graphs()
             )
         gc.collect()
-        gc.freeze()  # what has been made lives as long as the engine: no need to look at it again
+        if config.owns_process:
+            gc.freeze()  # what has been made lives as long as the engine: nothing to collect in it
         logger.info(
             "weights took %.1f s, measuring %.1f s, KV cache and graphs %.1f s",
             loaded - started,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,7 +18,12 @@ from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
-from octavo.worker.host_memory import host_memory, keep_freed_memory
+from octavo.worker.host_memory import (
+    host_memory,
+    keep_freed_memory,
+    num_cpus,
+    return_freed_memory,
+)
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.memory import (
@@ -42,8 +49,13 @@ class Worker:
     is_asynchronous = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        """Raises ConfigError, ModelError or OutOfMemory, the last with settings that would do."""
+        check_threads(config.num_threads)
+        self._num_threads = config.num_threads
+        with torch_threads(config.num_threads):
+            self._load(config, model_config)
+
+    def _load(self, config: EngineConfig, model_config: ModelConfig) -> None:
         device = torch.device("cpu")
         dtype = resolve_dtype(config.dtype, model_config.dtype)
         if config.attention_backend == "triton":
@@ -60,7 +72,9 @@ class Worker:
         self._model: CausalLM | None = load_model(
             model_config, dtype, device, config.load_format, config.seed
         )
-        keep_freed_memory()
+        return_freed_memory()
+        if config.owns_process:
+            keep_freed_memory()
         self._kv_cache: KVCache | None = KVCache(
             self.budget.num_blocks, self.budget.num_swap_blocks, block_shape, dtype
         )
@@ -76,11 +90,37 @@ class Worker:
 
     def submit(self, plan: StepPlan) -> PendingStep:
         assert self._runner is not None, "the worker was shut down"
-        return FinishedStep(self._runner.execute(plan))
+        with torch_threads(self._num_threads):
+            return FinishedStep(self._runner.execute(plan))
 
     def shutdown(self) -> None:
         """Let go of weights and KV cache. A second call does nothing."""
         self._runner = self._kv_cache = self._model = None
+
+
+def check_threads(count: int | None) -> None:
+    """Raises ConfigError for more threads than CPUs: each would take memory and wait its turn, and
+    OpenMP ends the process where it can make no more."""
+    available = num_cpus()
+    if count is not None and count > available:
+        raise ConfigError(
+            "num_threads", f"{count} is more than the {available} CPUs that this process may use"
+        )
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """A context in which torch computes with `count` threads; then with as many as before. None:
+    nothing changes."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def make_backend(
