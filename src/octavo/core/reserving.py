@@ -89,7 +89,6 @@ class ReservingKVCacheManager(KVCacheManager):
         self._reservations[request.request_id] = _Reservation(1, spares)
         seq.num_computed_tokens = 0
         seq.table = self._table_of(first)
-        self.num_lookup_tokens += seq.num_tokens
         if self.on_allocate is not None:
             self.on_allocate(seq, hit)
         return Changes(table_writes=self.table_writes(seq))
