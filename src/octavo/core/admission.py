@@ -22,7 +22,8 @@ class Entry(Enum):
 
     STARTED = auto()
     NO_ROOM = auto()
-    TOO_EARLY = auto()  # steps under way compute what it needs to know, or can share
+    TOO_EARLY = auto()  # steps under way compute what it needs to know
+    DEFERRED = auto()  # it is not ready: a running request computes what it can share
     NEXT_STEP = auto()  # it would make this one too long for those who have been started before
 
 
@@ -74,9 +75,12 @@ class Admission:
             or self._was_refused(request, free)
         ):
             return Entry.NO_ROOM
-        demand = self._demand(request)
-        if demand.hit.in_progress:
-            return Entry.TOO_EARLY
+        demand = self._demand(request, draft)
+        if demand.hit.is_unfinished:
+            return Entry.NEXT_STEP
+        if demand.hit.awaited is not None:
+            self._queues.defer(request, demand.hit.awaited)
+            return Entry.DEFERRED
         if demand.num_blocks > free - self.num_reserved_blocks:
             if self._is_crowded:
                 request.refused_with_free = free
@@ -94,8 +98,8 @@ class Admission:
 
     def fits(self, request: Request, draft: PlanDraft, leaving: Seq[Request] = ()) -> bool:
         """Whether a waiting request could start in this step if some running ones left."""
-        demand = self._demand(request)
-        if demand.hit.in_progress:
+        demand = self._demand(request, draft)
+        if demand.hit.is_unfinished or demand.hit.in_progress:
             return False
         held = [seq for other in leaving for seq in other.sequences if seq.table is not None]
         free = self._kv.num_free_blocks - self.num_reserved_blocks
@@ -125,7 +129,7 @@ class Admission:
         refused_with = request.refused_with_free
         return refused_with is not None and free <= refused_with and self._is_crowded
 
-    def _demand(self, request: Request) -> Demand:
+    def _demand(self, request: Request, draft: PlanDraft) -> Demand:
         kv, chunk = self._kv, self._config.max_num_batched_tokens
         leader, *others = request.sequences
         regrow.prepare(request)
@@ -133,7 +137,11 @@ class Admission:
         if request.sampling.num_prompt_logprobs is not None:
             hit = kv.no_hit()  # every position of the prompt must be computed
         else:
-            hit = kv.lookup(leader, goal)
+            # When nothing runs, there is no one to wait for what this takes.
+            max_names = draft.max_names if self._queues.running else None
+            num_named = len(leader.prefix_nodes)
+            hit = kv.lookup(leader, goal, max_names)
+            draft.max_names -= len(leader.prefix_nodes) - num_named
         num_blocks = kv.num_blocks_to_admit(hit, leader.num_tokens, chunk)
         for seq in others:
             num_blocks += kv.num_blocks_for(seq.num_tokens, chunk)

@@ -13,19 +13,28 @@ class BlockPool:
 
     A block is *held* while its reference count is positive. A free block may still be *cached*:
     its contents can be found by prefix and brought back with `share`. Cached blocks are
-    overwritten last, the one that has been free longest first. Every operation is O(1) and the
-    cost of none depends on the size of the pool.
+    overwritten last, the one that has been free longest first. A *copy* of a cached block is only
+    noted while it is held. Every operation is O(1) and the cost of none depends on the size of the
+    pool.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int], None] | None = None,
+        on_copy_freed: Callable[[int], None] | None = None,
+    ) -> None:
         """Blocks 1 .. num_blocks, all free; 0 is the null block.
 
-        `on_evict` is told when a cached block is about to be overwritten.
+        `on_evict` is told when a cached block is about to be overwritten, `on_copy_freed` when
+        the last holder of a copy is gone.
         """
         self.num_blocks = num_blocks
         self._ref_counts = [0] * (num_blocks + 1)
         self._cached: set[int] = set()
+        self._copies: set[int] = set()
         self._on_evict = on_evict
+        self._on_copy_freed = on_copy_freed
         # Free blocks, in the order in which they are taken: emptied ones (the one used last is
         # likely to be in the CPU's caches), then never used ones, then cached ones.
         self._emptied: list[int] = []
@@ -83,19 +92,30 @@ class BlockPool:
         if count == 0:
             if block_id in self._cached:
                 self._free_cached[block_id] = None
-            else:
-                self._emptied.append(block_id)
+                return
+            self._emptied.append(block_id)
+            if block_id in self._copies:
+                self._copies.discard(block_id)
+                if self._on_copy_freed is not None:
+                    self._on_copy_freed(block_id)
 
     def mark_cached(self, block_id: int) -> None:
         """The contents of a held block can be found by prefix from now on."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be indexed"
+        self._copies.discard(block_id)
         self._cached.add(block_id)
+
+    def mark_copy(self, block_id: int) -> None:
+        """The contents of a held block are those of a cached one."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is free and no copy"
+        self._copies.add(block_id)
 
     def drop_cached(self) -> None:
         """Forget what all blocks cache; held blocks stay held."""
         self._emptied.extend(reversed(self._free_cached))
         self._free_cached.clear()
         self._cached.clear()
+        self._copies.clear()
 
     def ref_counts(self) -> list[int]:
         """Holders of blocks 1, 2, ...; O(pool), for inspection."""

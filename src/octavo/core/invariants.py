@@ -40,10 +40,23 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert seats + free_seats == scheduler.config.max_num_seqs, "a seat is lost"
     for request in scheduler.running:
         assert len(request.sequences) <= request.method.max_sequences, f"{request} is too wide"
+    _check_ready(scheduler)
     _check_steps_under_way(scheduler)
     computing = {seq.seq_id for seq in on_device}
     owners = set(scheduler.kv._prefixes._in_progress.values())
     assert owners <= computing, "prompts wait for blocks that nobody computes"
+
+
+def _check_ready(scheduler: Scheduler) -> None:
+    """A waiting request can be admitted, or waits for a prefix and is looked at when that is there."""
+    queues = scheduler._queues
+    ranks = [request.rank for request in queues.ready]
+    assert ranks == sorted(ranks), "requests that are ready are out of order"
+    places = Counter(request.request_id for request in queues.ready)
+    for group in [*queues._deferred.values(), queues._recalled]:
+        places.update(r.request_id for r in group if not r.is_finished)
+    waiting = [request.request_id for request in scheduler.waiting]
+    assert places == Counter(waiting), "a waiting request is looked at never, or twice"
 
 
 def _check_steps_under_way(scheduler: Scheduler) -> None:
@@ -70,6 +83,7 @@ def check_manager(
     tables = [_table(seq) for seq in [*on_device, *kv.pins.values()]]
     _check_pool(kv.pool, tables, kv.held_sources)
     _check_pool(kv.swap_pool, [_table(seq) for seq in swapped], Counter())
+    _check_index(kv)
     assert kv.swap_pool.num_blocks <= kv.pool.num_blocks, "I8: the swap tier exceeds the pool"
     for seq in on_device:
         _check_table(kv, seq)
@@ -117,6 +131,21 @@ def _check_pool(pool: BlockPool, tables: list[BlockTable], held: Counter[int]) -
         )
     if not holders:
         assert pool.num_free == pool.num_blocks, "I7: nothing runs and blocks are missing"
+
+
+def _check_index(kv: KVCacheManager) -> None:
+    """The pool keeps what lookups find, and copies are known as long as they are held."""
+    cache = kv.prefix_cache
+    indexed = {block_id for block_id in cache._places if cache.is_indexed(block_id)}
+    assert indexed == kv.pool.cached_ids(), "the index and the pool disagree on what is cached"
+    for block_id in cache._places.keys() - indexed:
+        assert kv.pool.ref_count(block_id) > 0, f"I6: copy {block_id} is free and still known"
+    for siblings in cache._children.values():
+        tokens = [entry.node.tokens for entry in siblings]
+        assert tokens == sorted(tokens), "children of a prefix are out of order"
+        for entry in siblings:
+            assert entry.is_complete, "a prompt could continue from a block that is not there"
+            assert cache.find(entry.node) is entry, "a block that is gone has a place in order"
 
 
 def _check_table(kv: KVCacheManager, seq: Sequence) -> None:

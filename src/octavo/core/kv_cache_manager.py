@@ -58,11 +58,14 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_cache = PrefixCache(len(specs), digest)
-        self.pool = BlockPool(num_blocks, on_evict=self._evict)
+        self.pool = BlockPool(num_blocks, self._evict, self.prefix_cache.forget_copy)
         # I8: the swap tier never holds more than the device could.
         self.swap_pool = BlockPool(min(num_swap_blocks, num_blocks))
         self.pins: dict[str, Sequence] = {}  # prefixes that the provider keeps in the cache
+        self.num_pinned_blocks = 0
         self.num_cow_copies = 0
+        # Of requests that asked the prefix cache, when they first started: tokens asked of it, and
+        # tokens found in it.
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
         self.num_evicted_blocks = 0
@@ -78,10 +81,6 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         return self.pool.num_free
-
-    @property
-    def num_pinned_blocks(self) -> int:
-        return len({b for seq in self.pins.values() for b in _table(seq).held()})
 
     @property
     def num_table_blocks(self) -> int:
@@ -122,15 +121,24 @@ class KVCacheManager:
         """Start from nothing."""
         return self._prefixes.no_hit()
 
-    def lookup(self, seq: Sequence, max_tokens: int | None = None) -> PrefixHit:
+    def lookup(
+        self, seq: Sequence, max_tokens: int | None = None, max_names: int | None = None
+    ) -> PrefixHit:
         """What the prefix cache holds of a sequence's tokens; at least one is left to compute.
 
-        At most `max_tokens` are taken from the cache.
+        At most `max_tokens` are taken from the cache. If the names of more than `max_names` blocks
+        would have to be computed, that many are, and the hit is unfinished: ask again.
         """
         if not self.enable_prefix_caching:
             return self.no_hit()
         limit = seq.num_tokens - 1
-        return self._prefixes.match(seq, limit if max_tokens is None else min(limit, max_tokens))
+        if max_tokens is not None:
+            limit = min(limit, max_tokens)
+        return self._prefixes.match(seq, limit, max_names)
+
+    def is_in_progress(self, key: bytes) -> bool:
+        """Whether a running sequence is computing the block that a hit has named as `awaited`."""
+        return self._prefixes.is_in_progress(key)
 
     def register(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Offer full blocks to the prefix cache: those of the first `num_computed_tokens`, whose
@@ -144,7 +152,10 @@ class KVCacheManager:
             node = seq.prefix_nodes[i]
             for group, ids in enumerate(table.block_ids):
                 if ids[i] != NULL_BLOCK and self.prefix_cache.add(node, group, ids[i]):
-                    self.pool.mark_cached(ids[i])
+                    if self.prefix_cache.is_indexed(ids[i]):
+                        self.pool.mark_cached(ids[i])
+                    else:
+                        self.pool.mark_copy(ids[i])
             self._prefixes.progressed(seq, node)
         table.num_registered = max(table.num_registered, num_full)
 
@@ -163,10 +174,12 @@ class KVCacheManager:
         self._hold_indexed_blocks(seq)
         self._prefixes.abandon(seq)
         self.pins[name] = seq
+        self._count_pinned_blocks()
 
     def unpin(self, name: str) -> None:
         """Give a pinned prefix's blocks back; they stay cached until they are taken."""
         self.free(self.pins.pop(name))
+        self._count_pinned_blocks()
 
     # ---------------------------------------------------------------- the paper's verbs
 
@@ -204,10 +217,11 @@ class KVCacheManager:
             table.num_dropped[group] = ids.count(NULL_BLOCK)
         changes.table_writes = self.table_writes(seq)
         table.writable_until = len(table.block_ids[0]) * self.block_size
-        self.num_lookup_tokens += seq.num_tokens
-        self.num_hit_tokens += hit.num_tokens
+        if hit.ended_by != "not_asked" and seq.request.num_preemptions == 0:
+            self.num_lookup_tokens += seq.num_tokens
+            self.num_hit_tokens += hit.num_tokens
         if self.enable_prefix_caching:
-            self._prefixes.announce(seq)
+            self._prefixes.announce(seq, num_tokens)
         if self.on_allocate is not None:
             self.on_allocate(seq, hit)
         return changes
@@ -364,6 +378,10 @@ class KVCacheManager:
         # Beyond what is computed, the two may already have different tokens.
         child.prefix_nodes = parent.prefix_nodes[: num_computed // self.block_size]
 
+    def _count_pinned_blocks(self) -> None:
+        held = {b for seq in self.pins.values() for b in _table(seq).held()}
+        self.num_pinned_blocks = len(held)
+
     def _hold_indexed_blocks(self, seq: Sequence) -> None:
         """Where the index names another block than the sequence's own for the same tokens, hold
         that one: it is what later prompts find, and it must not be evicted."""
@@ -378,8 +396,10 @@ class KVCacheManager:
                     ids[i] = indexed
 
     def _evict(self, block_id: int) -> None:
-        """A cached block is about to be overwritten."""
-        self.prefix_cache.forget(block_id)
+        """A cached block is about to be overwritten. A copy that is held takes its place."""
+        copy = self.prefix_cache.forget(block_id)
+        if copy is not None:
+            self.pool.mark_cached(copy)
         self.num_evicted_blocks += 1
         if self.evicted_ids is not None:
             self.evicted_ids.append(block_id)
@@ -404,6 +424,8 @@ class KVCacheManager:
     def _append_one(self, seq: Sequence, num_tokens: int, changes: Changes) -> None:
         table, pool = _table(seq), self.pool
         index, offset = divmod(seq.num_computed_tokens, self.block_size)
+        if self.enable_prefix_caching and num_tokens - seq.num_computed_tokens > 1:
+            self._prefixes.announce(seq, num_tokens)
         for group in self._windowed:
             first = first_needed_block(self.specs[group], self.block_size, seq.num_computed_tokens)
             table.num_dropped[group] = max(first, table.num_dropped[group])

@@ -24,17 +24,15 @@ class Limits:
         self._config = config
         self._kv = kv
         self._queued = queued
-        self._pinning: list[Request] = []  # those of `queued` that pin a prefix
+        self._pinning: list[Request] = []  # those of `queued` that pin a prefix, and finished ones
 
     def worst_case_blocks(self, request: Request) -> int:
         """Blocks that a request may come to hold."""
         return self._kv.worst_case_blocks(request, self._config.max_num_batched_tokens)
 
-    @property
     def num_available_blocks(self) -> int:
         """Blocks that no pinned prefix holds or will hold."""
-        self._pinning = [request for request in self._pinning if not request.is_finished]
-        coming = sum(self.worst_case_blocks(request) for request in self._pinning)
+        coming = sum(self.worst_case_blocks(r) for r in self._pinning if not r.is_finished)
         return self._kv.pool.num_blocks - self._kv.num_pinned_blocks - coming
 
     def check(self, request: Request, leave: int = 0) -> None:
@@ -50,7 +48,7 @@ class Limits:
                 f"{method.max_sequences} sequences exceed max_num_seqs "
                 f"({self._config.max_num_seqs})",
             )
-        needed, available = self.worst_case_blocks(request), self.num_available_blocks
+        needed, available = self.worst_case_blocks(request), self.num_available_blocks()
         if needed > available:
             raise RequestTooLong(
                 "max_tokens",
@@ -64,7 +62,7 @@ class Limits:
     def note(self, request: Request) -> None:
         """A request that has been checked is queued now."""
         if request.method.wants == "kv":
-            self._pinning.append(request)
+            self._pinning = [r for r in self._pinning if not r.is_finished] + [request]
 
     def _check_leaves_room(self, pin: Request, left: int, leave: int) -> None:
         others = [r for r in self._queued.values() if r.method.wants != "kv"]

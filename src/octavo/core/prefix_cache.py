@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from operator import attrgetter
 
 Digest = Callable[[bytes], bytes]
 MAX_EVICTED_KEYS = 1 << 16  # remembered, to tell an evicted prefix from one never seen
@@ -68,16 +70,33 @@ class CachedPrefix:
         self.parent = node.parent
         self.block_ids: list[int | None] = [None] * num_groups
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every group has a block: a prompt can continue from a part of it."""
+        return None not in self.block_ids
+
+
+# Packed tokens are compared token by token, each as four bytes. In the order that this gives, the
+# entry with the longest common beginning is a neighbour of what is looked for.
+_tokens_of = attrgetter("node.tokens")
+
 
 class PrefixCache:
-    """Owns the index from prefixes to blocks. It holds no reference to any block."""
+    """Owns the index from prefixes to blocks. It holds no reference to any block.
+
+    Of blocks with the same contents one is indexed. The others are known as its copies, one of
+    which takes its place when it is overwritten.
+    """
 
     def __init__(self, num_groups: int, digest: Digest = sha256_128) -> None:
         self._num_groups = num_groups
         self._digest = digest
         self._entries: dict[bytes, CachedPrefix] = {}
         self._places: dict[int, tuple[CachedPrefix, int]] = {}  # block id -> entry, group
-        self._children: dict[bytes, dict[bytes, CachedPrefix]] = {}  # by the parent's key
+        self._copies: dict[int, dict[int, None]] = {}  # indexed block -> its copies, oldest first
+        # By the parent's key: complete entries after one and the same parent, in the order of
+        # their tokens.
+        self._children: dict[bytes, list[CachedPrefix]] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys, the oldest first
 
     def __len__(self) -> int:
@@ -88,9 +107,13 @@ class PrefixCache:
         salt = cache_salt.encode()
         return PrefixNode(None, salt, self._digest(b"octavo " + salt))
 
-    def node(self, parent: PrefixNode, token_ids: list[int]) -> PrefixNode:
-        """The link for a full block of `token_ids` after `parent`."""
-        tokens = pack_tokens(token_ids)
+    def node(self, parent: PrefixNode, tokens: bytes) -> PrefixNode:
+        """The link for a full block of packed `tokens` after `parent`: that of the index, if it is
+        there, which saves hashing and comparing."""
+        siblings = self._children_of(parent)
+        place = bisect_left(siblings, tokens, key=_tokens_of)
+        if place < len(siblings) and siblings[place].node.tokens == tokens:
+            return siblings[place].node
         return PrefixNode(parent, tokens, self._digest(parent.key + tokens))
 
     def find(self, node: PrefixNode) -> CachedPrefix | None:
@@ -100,45 +123,108 @@ class PrefixCache:
             return None
         return entry
 
+    def closest(self, parent: PrefixNode, tokens: bytes) -> list[CachedPrefix]:
+        """Complete entries directly after `parent`, at most two, among which is the one that has
+        the most leading tokens in common with `tokens`. The cost does not depend on how many
+        there are, but for their number's logarithm."""
+        siblings = self._children_of(parent)
+        place = bisect_left(siblings, tokens, key=_tokens_of)
+        return siblings[max(0, place - 1) : place + 1]
+
     def add(self, node: PrefixNode, group: int, block_id: int) -> bool:
-        """Index a computed block. False if the prefix is indexed already, or its key is taken."""
+        """Take note of a computed block, as the indexed one or as a copy of that.
+
+        False if the block is known already, or the key is another prefix's.
+        """
+        if block_id in self._places:
+            return False
         entry = self._entries.get(node.key)
         if entry is None:
-            entry = CachedPrefix(node, self._num_groups)
-            self._entries[node.key] = entry
-            self._children.setdefault(entry.parent.key, {})[node.key] = entry
-        elif entry.block_ids[group] is not None or not same_prefix(entry.node, node):
+            entry = self._entries[node.key] = CachedPrefix(node, self._num_groups)
+        elif not same_prefix(entry.node, node):
             return False
-        entry.block_ids[group] = block_id
         self._places[block_id] = (entry, group)
+        indexed = entry.block_ids[group]
+        if indexed is not None:
+            self._copies.setdefault(indexed, {})[block_id] = None
+            return True
+        entry.block_ids[group] = block_id
+        if entry.is_complete:
+            self._adopt(entry)
         return True
 
-    def forget(self, block_id: int) -> None:
-        """Take a block out of the index, because it is about to be overwritten."""
+    def is_indexed(self, block_id: int) -> bool:
+        """Whether lookups find this block: it is known, and no copy of another one."""
+        place = self._places.get(block_id)
+        return place is not None and place[0].block_ids[place[1]] == block_id
+
+    def forget(self, block_id: int) -> int | None:
+        """Take a block out of the index, because it is about to be overwritten.
+
+        Returns the copy that is indexed in its place, if it has one.
+        """
         entry, group = self._places.pop(block_id)
-        entry.block_ids[group] = None
-        if all(other is None for other in entry.block_ids):
-            node = entry.node
-            del self._entries[node.key]
-            self._evicted[node.key] = None
-            if len(self._evicted) > MAX_EVICTED_KEYS:
-                self._evicted.popitem(last=False)
-            siblings = self._children[entry.parent.key]
-            del siblings[node.key]
-            if not siblings:
-                del self._children[entry.parent.key]
+        copies = self._copies.pop(block_id, None)
+        if copies is None:
+            self._drop(entry, group)
+            return None
+        heir = next(iter(copies))
+        entry.block_ids[group] = heir
+        del copies[heir]
+        if copies:
+            self._copies[heir] = copies
+        return heir
+
+    def forget_copy(self, block_id: int) -> None:
+        """A copy of an indexed block is free: it is of no use any more."""
+        entry, group = self._places.pop(block_id)
+        indexed = entry.block_ids[group]
+        assert indexed is not None, "a copy is a copy of an indexed block"
+        copies = self._copies[indexed]
+        del copies[block_id]
+        if not copies:
+            del self._copies[indexed]
 
     def was_evicted(self, node: PrefixNode) -> bool:
         """Whether a prefix that is not in the index was there, as far as that is remembered."""
         return node.key in self._evicted
 
-    def continuations(self, parent: PrefixNode) -> Iterator[CachedPrefix]:
-        """Cached blocks that come directly after `parent`."""
-        for entry in self._children.get(parent.key, {}).values():
-            if same_prefix(entry.parent, parent):
-                yield entry
-
     def clear(self) -> None:
         self._entries.clear()
         self._places.clear()
+        self._copies.clear()
         self._children.clear()
+
+    def _children_of(self, parent: PrefixNode) -> list[CachedPrefix]:
+        siblings = self._children.get(parent.key)
+        if siblings is None or not same_prefix(siblings[0].parent, parent):
+            return []
+        return siblings
+
+    def _adopt(self, entry: CachedPrefix) -> None:
+        """An entry is complete. Where its parent's key is another prefix's too, only the children
+        of one of the two can be found by their beginnings."""
+        siblings = self._children.setdefault(entry.parent.key, [])
+        if not siblings or same_prefix(siblings[0].parent, entry.parent):
+            insort(siblings, entry, key=_tokens_of)
+
+    def _disown(self, entry: CachedPrefix) -> None:
+        siblings = self._children_of(entry.parent)
+        place = bisect_left(siblings, entry.node.tokens, key=_tokens_of)
+        if place < len(siblings) and siblings[place] is entry:
+            del siblings[place]
+            if not siblings:
+                del self._children[entry.parent.key]
+
+    def _drop(self, entry: CachedPrefix, group: int) -> None:
+        """A group has no block for an entry any more."""
+        if entry.is_complete:
+            self._disown(entry)
+        entry.block_ids[group] = None
+        if any(block_id is not None for block_id in entry.block_ids):
+            return
+        key = entry.node.key
+        del self._entries[key]
+        self._evicted[key] = None
+        if len(self._evicted) > MAX_EVICTED_KEYS:
+            self._evicted.popitem(last=False)

@@ -90,7 +90,6 @@ class ReservingKVCacheManager(KVCacheManager):
         seq.num_computed_tokens = 0
         seq.table = BlockTable(len(self.specs))
         seq.table.block_ids = first
-        self.num_lookup_tokens += seq.num_tokens
         if self.on_allocate is not None:
             self.on_allocate(seq, hit)
         return Changes(table_writes=self.table_writes(seq))

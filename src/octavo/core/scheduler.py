@@ -29,6 +29,10 @@ from octavo.core.step import StepPlan, StepResult
 FEW_WAITING = 4
 TOKENS_OF_FEW = 1536
 
+# Waiting requests that a step finds to wait for a prefix that is being computed. Beyond these it
+# looks at no others, so that a burst of any size costs a step no more than this.
+MAX_DEFERRALS = 32
+
 
 class Scheduler:
     """Decides, step by step, who runs. Where requests stand is in its queues; blocks are the
@@ -119,7 +123,9 @@ class Scheduler:
         `num_pending`. A sequence that turns out to have ended is only computed once too often.
         """
         draft = PlanDraft(self.config.max_num_batched_tokens)
-        if self._policy.displaces and self.waiting:
+        queues = self._queues
+        queues.recall(self.kv.is_in_progress, queues.num_free_seats + MAX_DEFERRALS)
+        if self._policy.displaces and queues.ready:
             self._displace(draft)
         self._continue_running(draft)
         if not draft.ran_out_of_blocks:
@@ -296,7 +302,7 @@ class Scheduler:
 
     def _displace(self, draft: PlanDraft) -> None:
         """Preempt less urgent running requests for a waiting one that would not fit otherwise."""
-        head = self.waiting[0]
+        head = self._queues.ready[0]
         if self.swapped and not self._policy.may_displace(head, self.swapped[0]):
             return  # that one comes back first
         victims = [
@@ -347,10 +353,11 @@ class Scheduler:
     def _admit_waiting(self, draft: PlanDraft) -> None:
         """Admit waiting requests in order; a few may pass one that does not fit."""
         few_wait = len(self.waiting) <= FEW_WAITING and not self.kv.forms_batches
+        ready = self._queues.ready
         passed: list[Request] = []
-        position = 0
-        while position < len(self.waiting) and draft.budget > 0 and self._queues.num_free_seats > 0:
-            request = self.waiting[position]
+        position = num_deferred = 0
+        while position < len(ready) and draft.budget > 0 and self._queues.num_free_seats > 0:
+            request = ready[position]
             if request in draft.preempted:
                 return
             if self.swapped and not self._policy.may_displace(request, self.swapped[0]):
@@ -363,9 +370,14 @@ class Scheduler:
                 for other in passed:
                     other.num_passes += 1
                 continue
+            if entry is Entry.DEFERRED:  # it loses nothing by being passed
+                num_deferred += 1
+                if num_deferred == MAX_DEFERRALS:
+                    return
+                continue
             position += 1
             if entry is Entry.TOO_EARLY:
-                continue  # it loses nothing by being passed
+                continue  # neither does this one, and there are few
             passed.append(request)
             limit = self.config.max_passes
             if request.num_passes >= limit or len(passed) > limit:
