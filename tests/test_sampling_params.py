@@ -69,6 +69,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop": [1]}, "stop: 1 is not a string"),
     ({"stop": {"a": 1}}, "stop: {'a': 1} is not a list"),
     ({"stop": list("abcdefghijklmnopq")}, "stop: 17 strings are more than 16"),
+    ({"stop": ["a", "b" * 1025]}, "stop: 'bbbbbbbbbbbbbbbb'... has 1025 characters"),
     ({"stop": "a", "detokenize": False}, "stop: stop strings are found in text"),
     ({"stop_token_ids": [-5]}, "stop_token_ids: -5 is less than 0"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids: 'a' is not an integer"),

@@ -20,6 +20,7 @@ MAX_SEQUENCES = 16_384  # of n, and of a beam's width
 MAX_TEMPERATURE = 2.0
 MIN_TEMPERATURE = 1e-5  # below, sampling is greedy
 MAX_STOP_STRINGS = 16
+MAX_STRING_LENGTH = 1_024  # characters of a stop string or a bad word
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1_024  # of all bad words together
 MAX_LOGIT_BIAS = 100.0
@@ -93,6 +94,11 @@ def _strings(field: str, value: object, limit: int) -> tuple[str, ...]:
     for string in strings:
         if not valid_text(field, string):
             raise InvalidRequest(field, "an empty string matches everything")
+        if len(string) > MAX_STRING_LENGTH:
+            raise InvalidRequest(
+                field,
+                f"{string[:16]!r}... has {len(string)} characters, more than {MAX_STRING_LENGTH}",
+            )
     return strings
 
 

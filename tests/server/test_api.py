@@ -487,7 +487,15 @@ def test_other_errors_have_the_same_shape(server: LiveServer, client: openai.Ope
 def test_what_is_no_good_http_is_refused_in_the_same_shape(server: LiveServer) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     upgrade = b"Content-Type: application/json\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    get = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
     for request, status, words in [
+        (get + b"Host: localhost\r\n\r\n", 400, "2 Host headers"),
+        (b"GET /v1/models HTTP/1.1\r\n\r\n", 400, "0 Host headers"),
+        (get.replace(b"/", b"http://evil.example:80/", 1) + b"\r\n", 403, "'evil.example'"),
+        (get.replace(b"/", b"http://[fe80::1]/", 1) + b"\r\n", 403, "'[fe80::1]'"),
+        (get + b"a: b\r\n" * 128 + b"\r\n", 431, "more than 128 headers"),
+        (get + b"a" * 70_000 + b": b\r\n\r\n", 431, "larger than 65536 bytes"),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", 431, "request line is longer"),
         (b"\x16\x03\x01 TLS\r\n\r\n", 400, "no HTTP/1.1 request"),
         (head + b"X-Long: ", 431, "larger than 65536 bytes"),
         (head + b"Content-Length: 2\r\n" + upgrade + b"\r\n{}", 400, "speaks HTTP/1.1 alone"),

@@ -103,6 +103,7 @@ async def stream_all(client: EngineClient, slowly: bool) -> list[dict[str, Any]]
             piece.finish_reason = event.finish_reason
             piece.stop_reason = event.stop_reason
         assert output is not None
+        output = await stream.result()
         for index, piece in pieces.items():
             whole = output.outputs[index]
             assert (piece.text, piece.token_ids) == (whole.text, whole.token_ids)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from octavo.core.step import SamplingSpec
+from octavo.core.step import SamplingSpec, TokenLogprobs
 from octavo.engine.prepared import PreparedRequest
+from octavo.outputs import SequenceDelta
 from octavo.sampling_params import SamplingParams
 from octavo.server.delivery import Delivery
 from octavo.server.exchange import Exchange
 from octavo.server.journal import OpenRequest, Sample
 from octavo.server.messages import Delta
-from octavo.server.stream import RequestStream
+from octavo.server.stream import MAX_DELTA_TOKENS, RequestStream
 from server.clients import run
 
 
-def new_stream(arrival_time: float, delivery: Delivery | None = None, n: int = 1) -> RequestStream:
-    request = PreparedRequest([1], SamplingSpec(), 100, n, 0, (), ())
+def new_stream(
+    arrival_time: float,
+    delivery: Delivery | None = None,
+    n: int = 1,
+    num_logprobs: int | None = None,
+) -> RequestStream:
+    spec = SamplingSpec(num_logprobs=num_logprobs)
+    request = PreparedRequest([1], spec, 100, n, 0, (), ())
     entry = OpenRequest("r", request, None, arrival_time, [Sample(index) for index in range(n)])
     abort = (lambda _: None) if delivery is None else delivery.abort
     return RequestStream(entry, SamplingParams(n=n), None, abort)
@@ -49,5 +57,32 @@ def test_a_slow_reader_finds_one_delta_of_each_sample() -> None:
             (1, [8]),
             (2, [9]),
         ]
+
+    run(test())
+
+
+def test_what_is_not_read_is_kept_in_few_bytes() -> None:
+    """Log-probabilities are many objects; those of streams that are not read would fill the memory,
+    and a delta with all of them the connection's buffer."""
+
+    def scores(token: int) -> list[TokenLogprobs]:
+        return [TokenLogprobs(token, -0.5, 1, tuple((i, -float(i)) for i in range(20)))]
+
+    def num_alive() -> int:
+        return sum(type(each) is TokenLogprobs for each in gc.get_objects())
+
+    async def test() -> None:
+        stream = new_stream(0.0, num_logprobs=20)
+        before = num_alive()
+        for token in range(1000):
+            stream.take(Delta("r", 0, [token], logprobs=scores(token)))
+        stream.conclude(1.0)
+        assert num_alive() == before
+        deltas = [each async for each in stream if isinstance(each, SequenceDelta)]
+        assert max(len(delta.token_ids) for delta in deltas) == MAX_DELTA_TOKENS
+        found = [entry for delta in deltas for entry in delta.logprobs]
+        assert found == [entry for token in range(1000) for entry in scores(token)]
+        [output] = (await stream.result()).outputs
+        assert (output.logprobs, output.cumulative_logprob) == (found, -500.0)
 
     run(test())

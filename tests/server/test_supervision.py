@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.symbolic import EOS, Ask, expected_beams
+from octavo.config import make_config
 from octavo.errors import EngineFailed, ModelError, RequestFailed, Unavailable
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.client import EngineClient, Supervision
 from server.clients import (
+    PROGRAM,
+    SECONDS,
     assert_nothing_is_held,
     complete,
     kill,
@@ -185,10 +193,10 @@ def test_an_engine_that_cannot_start(flag: str, kind: type[Exception], message: 
     run(test())
 
 
-def test_an_engine_that_cannot_start_again_is_given_up(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_again_is_given_up_for_a_while(tmp_path: Path) -> None:
     async def test() -> None:
         obstacle = tmp_path / "obstacle"
-        patience = Supervision(max_fruitless_restarts=1)
+        patience = Supervision(max_fruitless_restarts=1, revival_seconds=1.0)
         async with symbolic_client(
             "step=0.002", f"exit-if={obstacle}", supervision=patience
         ) as client:
@@ -198,7 +206,53 @@ def test_an_engine_that_cannot_start_again_is_given_up(tmp_path: Path) -> None:
             with pytest.raises(EngineFailed, match="2 times in a row"):
                 await stream.result()
             assert (client.health.healthy, client.health.state) == (False, "failed")
-            with pytest.raises(Unavailable):
+            assert "it is started again in 1 s" in str(client.health.reason)
+            with pytest.raises(Unavailable) as refused:
                 await client.generate([1], sampling(1))
+            assert refused.value.retry_after is not None
+            obstacle.unlink()
+            while not client.health.healthy:
+                await asyncio.sleep(0.01)
+            await complete(client, [1, 2], 10)
 
     run(test())
+
+
+def test_want_of_files_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often; the requests go on when there are some again."""
+    make_pair, num_attempts = socket.socketpair, 0
+
+    def exhausted() -> Any:
+        nonlocal num_attempts
+        num_attempts += 1
+        if num_attempts <= 5:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return make_pair()
+
+    async def test() -> None:
+        patience = Supervision(max_fruitless_restarts=1)
+        async with symbolic_client("step=0.002", supervision=patience) as client:
+            good = asyncio.create_task(complete(client, [1, 2, 3], 200))
+            while client.gauges.step_seqs == 0:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr("octavo.server.process.socket.socketpair", exhausted)
+            monkeypatch.setattr("octavo.server.supervisor.NO_ROOM_SECONDS", 0.01)
+            os.kill(client.info.pid, signal.SIGKILL)
+            await good
+            assert (num_attempts, client.info.num_restarts) == (6, 1)
+
+    run(test())
+
+
+def test_the_engine_outlives_the_thread_that_started_it() -> None:
+    loop = asyncio.new_event_loop()
+    client = EngineClient(make_config("demo"), command=(sys.executable, str(PROGRAM)))
+    thread = threading.Thread(target=loop.run_until_complete, args=(client.start(),))
+    thread.start()
+    thread.join()
+    try:
+        loop.run_until_complete(asyncio.wait_for(complete(client, [1, 2], 10), SECONDS))
+        assert client.info.num_restarts == 0
+    finally:
+        loop.run_until_complete(client.close())
+        loop.close()

@@ -18,6 +18,13 @@ SETTINGS = (
     "log_requests",
 )
 LISTENING = ("host", "port", "drain_seconds", "ssl_certfile", "ssl_keyfile")
+CONNECTIONS = (
+    "max_connections",
+    "header_seconds",
+    "body_seconds",
+    "keep_alive_seconds",
+    "unread_seconds",
+)
 
 
 @click.command()
@@ -87,6 +94,31 @@ LISTENING = ("host", "port", "drain_seconds", "ssl_certfile", "ssl_keyfile")
     type=float,
     help="After SIGTERM, how long open requests may take to end.  [default: 30]",
 )
+@click.option(
+    "--max-connections",
+    type=int,
+    help="Open at once; more are refused with 503.  [default: 16384, or what open files allow]",
+)
+@click.option(
+    "--header-seconds",
+    type=float,
+    help="For a connection's first request, and the headers of each, to come.  [default: 20]",
+)
+@click.option(
+    "--body-seconds",
+    type=float,
+    help="For a body to come, and a second more for each 4 KiB of it.  [default: 30]",
+)
+@click.option(
+    "--keep-alive-seconds",
+    type=float,
+    help="Between two requests of a connection, before it is closed.  [default: 30]",
+)
+@click.option(
+    "--unread-seconds",
+    type=float,
+    help="A client that reads nothing of its reply for so long is given up.  [default: 60]",
+)
 @click.option("--ssl-certfile", type=click.Path(dir_okay=False), help="Serve HTTPS.")
 @click.option("--ssl-keyfile", type=click.Path(dir_okay=False), help="The certificate's key.")
 @click.option(
@@ -120,7 +152,7 @@ def serve(
 ) -> None:
     """Serve MODEL (demo, if none is given) over HTTP, as OpenAI's API.
 
-    One line on stdout says when and where. SIGTERM or Ctrl-C lets open requests end first.
+    One line on stdout says when and where. SIGTERM, SIGHUP or Ctrl-C lets open requests end first.
     """
     import logging
 
@@ -128,7 +160,7 @@ def serve(
     from octavo.server.api.keys import ApiKeys, read_key_file
     from octavo.server.logs import set_up_logs
     from octavo.server.run import is_loopback, run_server
-    from octavo.server.settings import LOOPBACK, Listening, ServerSettings
+    from octavo.server.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
     from octavo.server.supervisor import Supervision
 
     def given(names: tuple[str, ...]) -> dict[str, Any]:
@@ -151,5 +183,6 @@ def serve(
         Supervision(**given(SUPERVISION)),
         settings,
         listening,
+        ConnectionLimits(**given(CONNECTIONS)),
         click.echo,
     )

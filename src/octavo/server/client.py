@@ -164,7 +164,7 @@ class EngineClient:
             InvalidRequest: a bad value (RequestTooLong: it can never fit); `field` names it.
                 `request_id` must not be that of an open request.
             Overloaded: too many requests wait already; `retry_after` is an estimate in seconds.
-            Unavailable: the server drains or has closed, or the engine is gone for good.
+            Unavailable: the server drains or has closed, or the engine is given up.
         """
         arrival_time = time.monotonic()
         try:
@@ -307,7 +307,7 @@ class EngineClient:
         if self._is_draining or state == "closed":
             raise Unavailable("the server is shutting down")
         if state == "failed":
-            raise Unavailable("the engine has failed and is not restarted")
+            raise Unavailable(str(self.health.reason), self._supervisor.seconds_to_revival)
 
     def _check_width(self, prepared: PreparedRequest) -> None:
         beam, limit = prepared.beam, self.info.max_num_seqs

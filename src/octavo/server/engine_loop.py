@@ -240,7 +240,7 @@ def engine_info(engine: Engine, start_seconds: float) -> m.EngineInfo:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when the one that started it ends (Linux)."""
+    """Have the kernel end this process when the thread that started it ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -250,10 +250,10 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
     started = time.monotonic()
     os.set_inheritable(file_descriptor, False)
     die_with_parent()
-    # A Ctrl-C in the terminal, or a service manager's SIGTERM, goes to all processes at once: the
-    # API process decides what becomes of the requests.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A Ctrl-C in the terminal, its end, or a service manager's SIGTERM goes to all processes at
+    # once: the API process decides what becomes of the requests.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=file_descriptor))
     first = channel.receive(wait=True)
     if not first:

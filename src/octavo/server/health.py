@@ -25,8 +25,12 @@ def judge(
     state, stalled = supervisor.state, supervisor.seconds_stalled
     num_open = len(delivery.streams)
     reason = None
-    if state not in ("ready", "restarting"):
-        reason = f"the engine is {state}" if state != "failed" else "the engine is given up"
+    if state == "failed":
+        seconds = supervisor.seconds_to_revival
+        reason = "the engine is given up"
+        reason += "" if seconds is None else f"; it is started again in {seconds:.0f} s"
+    elif state not in ("ready", "restarting"):
+        reason = f"the engine is {state}"
     elif stalled >= supervision.stall_seconds:
         what = "no engine process" if state == "restarting" else "no step"
         reason = f"{what} for {stalled:.0f} s while {num_open} requests are open"

@@ -1,46 +1,274 @@
-"""HTTP/1.1 as uvicorn speaks it, with a bound on what comes before a body."""
+"""HTTP/1.1 as uvicorn speaks it, with bounds on what a client may send and how slowly.
+
+`BoundedHttp` uses what asyncio and httptools call on a protocol, the fields of uvicorn's protocol
+(`transport`, `flow`, `cycle`, `headers`, `url`), and nothing else of it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
 from http import HTTPStatus
+from typing import Literal
 
+import httptools
 import msgspec
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from octavo.server.api.errors import ApiError
+from octavo.server.settings import ConnectionLimits
 
-MAX_HEAD_BYTES = 1 << 16  # of a request line and its headers, apart from the first piece of them
+MAX_HEAD_BYTES = 1 << 16  # of a request line and its headers
+MAX_HEADERS = 128
+MIN_BODY_RATE = 4096  # bytes per second, after ConnectionLimits.body_seconds
+LINGER_SECONDS = 2.0  # for a client to read why it was refused
+SPARE_SECONDS = 3.0  # the whole life of a connection beyond max_connections
+GRACE_SECONDS = 1.0  # a younger connection is not closed to make room for another
+
+Phase = Literal["none", "head", "body"]  # what of a request is being read
+
+
+class Connections(ServerState):
+    """Owns all connections of a server, and knows which of them may be closed to make room."""
+
+    def __init__(self, limits: ConnectionLimits, when_spare_ends: Callable[[], None]) -> None:
+        super().__init__()
+        self.limits = limits
+        self.when_spare_ends = when_spare_ends
+        # TLS handshakes that have not ended.
+        self.arriving: dict[BoundedHttp, asyncio.Task[None]] = {}
+        # Connections without a request, or with an unfinished one, in the order in which they
+        # became so: with the time at which they did.
+        self.waiting: dict[BoundedHttp, float] = {}
+        self.receiving: dict[BoundedHttp, float] = {}
+        self.spare: set[BoundedHttp] = set()  # beyond max_connections
+        self.closed: Counter[str] = Counter()  # by the server, and why; since the last log line
+
+    @property
+    def is_full(self) -> bool:
+        num_open = len(self.connections) + len(self.arriving) - len(self.spare)
+        return num_open >= self.limits.max_connections
+
+    def make_room(self, now: float) -> bool:
+        """Close the connection that has been without a whole request for longest. False if each of
+        them has one, or is too young to tell."""
+        shaking = next(iter(self.arriving), None)
+        if shaking is not None and now - shaking.start_time >= GRACE_SECONDS:
+            self.closed["to make room"] += 1
+            self.arriving.pop(shaking).cancel()
+            return True
+        for group in (self.waiting, self.receiving):
+            oldest = next(iter(group), None)
+            if oldest is not None and now - group[oldest] >= GRACE_SECONDS:
+                oldest.end("to make room")
+                return True
+        return False
+
+    def check(self, now: float) -> None:
+        """End what is overdue; to be called about once a second."""
+        for connection in list(self.connections):
+            connection.check(now)  # type: ignore[union-attr]
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. What is no HTTP, or has no end to its headers, is refused in the one shape
-    of errors; uvicorn would keep headers of any size, and ask for no key before it has them all."""
+    """One connection. What is no HTTP, is too large or too slow is refused in the one shape of
+    errors; uvicorn would wait for it for ever."""
 
-    _is_in_head = False
-    _num_head_bytes = 0
+    def __init__(self, config: uvicorn.Config, connections: Connections, app: ASGIApp) -> None:
+        super().__init__(config, connections, {})
+        self.app = app
+        self._all = connections
+        self._phase: Phase = "none"
+        self._num_bytes = 0  # of the head, or of the body, that is being read
+        self._num_requests = 0
+        self._too_large: str | None = None
+        self.start_time = self._since = time.monotonic()  # _since: when the phase began
+        self._num_unread = 0  # bytes that the client had not taken at the last check
+        self._reading_since = self.start_time  # when the client was last seen to take any
+        self._linger_until: float | None = None  # refused: only the end is waited for
+
+    # ---------------------------------------------------------------- what asyncio calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._all.arriving.pop(self, None)
+        self.start_time = self._reading_since = time.monotonic()
+        self._enter("none")
 
     def data_received(self, data: bytes) -> None:
-        was_in_head = self._is_in_head
+        if self._linger_until is not None:
+            return
+        was_in_head = self._phase == "head"
         super().data_received(data)
-        if was_in_head and self._is_in_head and not self.transport.is_closing():
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
+        # A single long header is not seen by the parser's callbacks before its end.
+        if was_in_head and self._phase == "head" and self._linger_until is None:
+            self._num_bytes += len(data)
+            if self._num_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.forget()
+
+    # ---------------------------------------------------------------- what httptools calls
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._num_bytes = 0
+        self._enter("head")
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_HEAD_BYTES:
+            self._too_large = f"the request line is longer than {MAX_HEAD_BYTES} bytes"
+            raise ValueError(self._too_large)  # ends in send_400_response
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._num_bytes += len(name) + len(value)
+        if len(self.headers) > MAX_HEADERS:
+            self._too_large = f"there are more than {MAX_HEADERS} headers"
+            raise ValueError(self._too_large)
+        if self._num_bytes > MAX_HEAD_BYTES:
+            self._too_large = f"the headers are larger than {MAX_HEAD_BYTES} bytes"
+            raise ValueError(self._too_large)
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._num_requests += 1
+        self._num_bytes = 0
+        self._enter("body")
+        if not self.url.startswith((b"/", b"*")):
+            self._take_authority()
         super().on_headers_complete()
+        if self in self._all.spare:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._num_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._enter("none")
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this for what it cannot read."""
-        self._refuse(400, "this is no HTTP/1.1 request")
+        if self._too_large is not None:
+            self._refuse(431, self._too_large)
+        else:
+            self._refuse(400, "this is no HTTP/1.1 request")
 
-    def _refuse(self, status: int, message: str) -> None:
-        body = msgspec.json.encode(ApiError(status, message, code="invalid_http").reply)
+    # ---------------------------------------------------------------- what uvicorn calls
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._enter(self._phase)
+
+    # ---------------------------------------------------------------- bounds in time
+
+    def check(self, now: float) -> None:
+        """End the connection if its client has been too slow."""
+        limits = self._all.limits
+        unread = self.transport.get_write_buffer_size()
+        if unread == 0 or unread < self._num_unread:
+            self._reading_since = now
+        self._num_unread = unread
+        elapsed = now - self._since
+        if self._linger_until is not None:
+            if now >= self._linger_until:
+                self.end()
+        elif self in self._all.spare and now - self.start_time > SPARE_SECONDS:
+            self.end("refused and still there")
+        elif now - self._reading_since > limits.unread_seconds:
+            self.end("that read nothing")
+        elif self._phase == "body":
+            if self.flow.read_paused:
+                self._since += min(elapsed, 1.0)  # it is this process that does not go on
+            elif elapsed > limits.body_seconds + self._num_bytes / MIN_BODY_RATE:
+                self._time_out("the body", "with an unfinished body")
+        elif self._is_replying:
+            pass
+        elif self._phase == "head" and elapsed > limits.header_seconds:
+            self._time_out("the headers", "with unfinished headers")
+        elif self._phase == "none":
+            is_new = self._num_requests == 0
+            if elapsed > (limits.header_seconds if is_new else limits.keep_alive_seconds):
+                self.end("without a request")
+
+    def end(self, why: str | None = None) -> None:
+        """Close the connection at once, whatever is still to be sent; `why` is for the log."""
+        if why is not None:
+            self._all.closed[why] += 1
+        self.forget()
+        self._all.connections.discard(self)
+        self.transport.abort()
+
+    def forget(self) -> None:
+        """The connection is closed, or will be soon: it takes no room."""
+        self._all.waiting.pop(self, None)
+        self._all.receiving.pop(self, None)
+        self._all.arriving.pop(self, None)
+        if self in self._all.spare:
+            self._all.spare.remove(self)
+            self._all.when_spare_ends()
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _is_replying(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _enter(self, phase: Phase) -> None:
+        """Note what is being read from now on."""
+        now = self._since = time.monotonic()
+        has_begun_waiting = self not in self._all.waiting
+        self._phase = phase
+        if phase == "body":
+            self._all.waiting.pop(self, None)
+            self._all.receiving[self] = now
+        else:
+            self._all.receiving.pop(self, None)
+            if self._is_replying or self.transport.is_closing():
+                self._all.waiting.pop(self, None)
+            elif has_begun_waiting:
+                self._all.waiting[self] = now
+
+    def _take_authority(self) -> None:
+        """An absolute URI names the host that is meant, whatever the header says (RFC 9112,
+        section 3.2.2)."""
+        url = httptools.parse_url(self.url)
+        if url.host is None:
+            return
+        host = b"[%b]" % url.host if b":" in url.host else url.host
+        if url.port:
+            host += b":%d" % url.port
+        self.headers[:] = [
+            (name, host if name == b"host" else value) for name, value in self.headers
+        ]
+
+    def _time_out(self, what: str, why: str) -> None:
+        self._all.closed[why] += 1
+        self._refuse(408, f"{what} did not come in time", "request_timeout")
+
+    def _refuse(self, status: int, message: str, code: str = "invalid_http") -> None:
+        """Reply, unless a reply is on its way, and close the connection once the client has had
+        time to read it: closing a connection from which something has not been read resets it, and
+        what was sent may be lost."""
+        self.forget()
+        self._linger_until = time.monotonic() + LINGER_SECONDS
+        if self._is_replying:
+            if self.cycle.response_started:
+                self.end()
+                return
+            # As for uvicorn when the client has gone: the application is told, and sends nothing.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = msgspec.json.encode(ApiError(status, message, code=code).reply)
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
             "content-type: application/json\r\n"
@@ -48,4 +276,3 @@ class BoundedHttp(HttpToolsProtocol):
             "connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from octavo.core.step import TokenLogprobs
 from octavo.engine.events import Admitted
 from octavo.engine.prepared import PreparedRequest
 from octavo.server import messages as m
+
+# Log-probabilities of twenty tokens are 2.5 KB as objects, and a tenth of that packed.
+pack_logprobs = msgspec.msgpack.Encoder().encode
+unpack_logprobs: Callable[[bytes], TokenLogprobs] = msgspec.msgpack.Decoder(TokenLogprobs).decode
 
 
 @dataclass(slots=True)
@@ -17,7 +24,7 @@ class Sample:
 
     index: int
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # if asked for
+    logprobs: list[bytes] = field(default_factory=list)  # packed, one per token, if asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

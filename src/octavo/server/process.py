@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Thread
 
 from octavo.errors import EngineFailed
 from octavo.server import messages as m
@@ -19,6 +22,12 @@ logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "octavo.server.engine_loop")
 EXIT_SECONDS = 5.0  # for a process to end by itself
+# Files, memory or processes of this one, or of the whole system.
+NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
+
+class NoRoom(EngineFailed):
+    """The system has no room for an engine process now. It says nothing of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +53,22 @@ class EngineProcess:
         self._was_killed = False
         self._channel = ChannelProtocol(self._receive, self._end)
         self._child: subprocess.Popen[bytes] | None = None
+        self._exit_status: Future[int] = Future()
 
     async def start(self, start: m.Start, seconds: float) -> m.EngineInfo:
         """Start it, and wait until the engine is ready.
 
-        Raises what the engine raised, or EngineFailed if the process ended or took too long. No
-        process is left then.
+        Raises what the engine raised; NoRoom if there is no process, for want of something that
+        may be there later; EngineFailed if the process ended or took too long. No process is left
+        then.
         """
-        ours, theirs = socket.socketpair()
+        ours = self._start_child()
         try:
-            self._child = self._spawn(theirs)
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: self._channel, sock=ours)
         except BaseException:
-            ours.close()
+            ours.close()  # which ends the child
             raise
-        finally:
-            theirs.close()
         self.send(start)
         try:
             info = await asyncio.wait_for(asyncio.shield(self._ready), seconds)
@@ -78,16 +86,46 @@ class EngineProcess:
             )
         return info
 
-    def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the program; in a process group of its own, so that the terminal's Ctrl-C does not
-        reach it."""
-        return subprocess.Popen(
-            [*self._command, str(connection.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what libraries print goes to the log, too
-            pass_fds=[connection.fileno()],
-            process_group=0,
-        )
+    def _start_child(self) -> socket.socket:
+        """Start the program; returns our end of the socket to it. Raises NoRoom."""
+        spawned: Future[subprocess.Popen[bytes]] = Future()
+        try:
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    # The child asks the kernel to end it with the thread that started it. This
+                    # thread lasts as long as the child does; the event loop's may not.
+                    Thread(target=self._watch_child, args=(theirs, spawned), daemon=True).start()
+                    self._child = spawned.result()
+            except BaseException:
+                ours.close()
+                raise
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise NoRoom(f"there is no room for an engine process ({error.strerror})") from None
+            raise
+        except RuntimeError as error:  # of Thread.start
+            raise NoRoom(f"there is no room for an engine process ({error})") from None
+        return ours
+
+    def _watch_child(
+        self, connection: socket.socket, spawned: Future[subprocess.Popen[bytes]]
+    ) -> None:
+        """Start the program and wait for its end; in a process group of its own, so that the
+        terminal's Ctrl-C does not reach it."""
+        try:
+            child = subprocess.Popen(
+                [*self._command, str(connection.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what libraries print goes to the log, too
+                pass_fds=[connection.fileno()],
+                process_group=0,
+            )
+        except BaseException as error:
+            spawned.set_exception(error)
+            return
+        spawned.set_result(child)
+        self._exit_status.set_result(child.wait())
 
     @property
     def pid(self) -> int:
@@ -108,11 +146,12 @@ class EngineProcess:
         """Close the socket, which ends the process, and wait. Says how it ended."""
         self._channel.close()
         assert self._child is not None, "it has not been started"
-        try:
-            status = await asyncio.to_thread(self._child.wait, EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
+        exiting = asyncio.wrap_future(self._exit_status)
+        done, _ = await asyncio.wait([exiting], timeout=EXIT_SECONDS)
+        if not done:
             self.kill()
-            status = await asyncio.to_thread(self._child.wait)
+            await asyncio.wait([exiting])
+        status = exiting.result()
         if self._crash is not None:
             return Death(self._crash, is_kill_from_outside=False)
         if status < 0:

@@ -7,11 +7,13 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import math
 import signal
 import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 
 import uvicorn
 import uvloop
@@ -22,14 +24,15 @@ from octavo.errors import ConfigError
 from octavo.server.app import create_app
 from octavo.server.batch import Batch, Tally, run_batch
 from octavo.server.client import EngineClient
+from octavo.server.files import raise_file_limit
 from octavo.server.http_protocol import BoundedHttp
+from octavo.server.http_server import RESERVED_FILES, HttpServer
 from octavo.server.observation import Observation
-from octavo.server.settings import Listening, ServerSettings
+from octavo.server.settings import ConnectionLimits, Listening, ServerSettings
 from octavo.server.supervisor import Supervision
 
 CLOSE_SECONDS = 2  # for connections to end once their requests have
 BACKLOG = 2048  # connections that wait to be taken
-KEEP_ALIVE_SECONDS = 30  # for a connection without a request
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +42,10 @@ def run_server(
     supervision: Supervision,
     settings: ServerSettings,
     listening: Listening,
+    limits: ConnectionLimits,
     say: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `say` gets one line when requests can be sent.
+    """Serve until SIGTERM, SIGINT or SIGHUP. `say` gets one line when requests can be sent.
 
     Raises ConfigError (a port that is taken, say), ModelError or OutOfMemory.
     """
@@ -54,12 +58,13 @@ def run_server(
             logger.warning("whoever reaches %s may use it: there is no --api-key", url)
 
     check_tls(listening)
+    limits = allow_files(limits)
     with contextlib.closing(bind(listening)) as listener:
         observation = Observation(name)
         client = EngineClient(config, supervision, observation.listeners)
         app = create_app(client, settings, observation.routers(client))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(client, app, listening, listener, ready))
+            runner.run(_serve(client, app, listening, limits, listener, ready))
 
 
 def run_batch_file(
@@ -151,26 +156,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn, which leaves signals to us and says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listens = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listens.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _serve(
     client: EngineClient,
     app: FastAPI,
     listening: Listening,
+    limits: ConnectionLimits,
     listener: socket.socket,
     ready: Callable[[str], None],
 ) -> None:
@@ -179,39 +169,52 @@ async def _serve(
         try:
             if not await unless(stop, client.start()):
                 return
+            server = HttpServer(http_config(app, listening, limits), listener, limits)
             listen(listener, listening)
-            server = HttpServer(http_config(app, listening))
-            serving = asyncio.create_task(server.serve([listener]))
-            await unless(stop, server.listens.wait())
-            ready(url_of(listening, listener.getsockname()[1]))
-            await unless(stop, asyncio.shield(serving))
-            stop.clear()
-            if client.open_requests:
-                logger.info("draining; a second signal ends all requests at once")
-            await unless(stop, client.drain(listening.drain_seconds))
-            await client.close()
-            server.should_exit = True
-            await serving
+            server.start()
+            watching = asyncio.create_task(server.watch())
+            try:
+                ready(url_of(listening, listener.getsockname()[1]))
+                await unless(stop, asyncio.shield(watching))
+                stop.clear()
+                if client.open_requests:
+                    logger.info("draining; a second signal ends all requests at once")
+                await unless(stop, client.drain(listening.drain_seconds))
+                await client.close()
+            finally:
+                watching.cancel()
+                await server.close(CLOSE_SECONDS)
         finally:
             await client.close()
 
 
-def http_config(app: FastAPI, listening: Listening) -> uvicorn.Config:
+def http_config(app: FastAPI, listening: Listening, limits: ConnectionLimits) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedHttp,
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="warning",  # who starts and stops is said by ourselves
+        log_level="error",  # what clients do wrong is counted, not logged one by one
         access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=CLOSE_SECONDS,
+        timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
         ssl_certfile=listening.ssl_certfile,
         ssl_keyfile=listening.ssl_keyfile,
     )
+
+
+def allow_files(limits: ConnectionLimits) -> ConnectionLimits:
+    """Raise the limit of open files, and bound the connections to what it allows."""
+    before, files = raise_file_limit()
+    most = max(files - RESERVED_FILES, files // 2)
+    limits = replace(limits, max_connections=min(limits.max_connections, most))
+    logger.info(
+        "at most %d connections and %d open files%s",
+        limits.max_connections,
+        files,
+        "" if files == before else f" (the soft limit was {before})",
+    )
+    return limits
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[object]) -> bool:
@@ -233,10 +236,12 @@ async def unless(stop: asyncio.Event, work: Awaitable[object]) -> bool:
 
 @contextlib.contextmanager
 def signals() -> Iterator[asyncio.Event]:
-    """An event that SIGTERM and SIGINT set."""
+    """An event that SIGTERM, SIGINT and SIGHUP set; not the last under nohup, which ignores it."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, stop.set)
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from octavo.errors import ConfigError
 from octavo.server.api.keys import ApiKeys
 
 MIB = 1 << 20
+DAY = 86_400.0  # seconds
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -28,6 +29,25 @@ class Listening:
             raise ConfigError("drain_seconds", f"{self.drain_seconds} is not 0 or more")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile", "it needs ssl_certfile")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one client may take of the server's patience. Times in seconds."""
+
+    max_connections: int = 16_384  # at once; fewer if the limit of open files is lower
+    header_seconds: float = 20.0  # for the headers of a request, and for a connection's first one
+    body_seconds: float = 30.0  # for a body; more, the more of it has come
+    keep_alive_seconds: float = 30.0  # for a connection between two requests
+    unread_seconds: float = 60.0  # without the client's taking anything of what is sent to it
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ConfigError("max_connections", f"{self.max_connections} is less than 1")
+        for each in fields(self)[1:]:
+            value = getattr(self, each.name)
+            if not 0 < value <= DAY:
+                raise ConfigError(each.name, f"{value} is not above 0 and at most {DAY} (a day)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 
@@ -13,19 +13,22 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server import messages as m
-from octavo.server.journal import OpenRequest, Sample
+from octavo.server.journal import OpenRequest, Sample, pack_logprobs, unpack_logprobs
 
 StreamEvent = SequenceDelta | RequestOutput
+# Tokens. What a slow reader has not read is merged up to here, so that a connection's buffer, which
+# takes whole deltas, stays small.
+MAX_DELTA_TOKENS = 32
 
 
 class RequestStream:
     """One request's results as they come.
 
     An async iterator: `SequenceDelta`s of the samples (new text and tokens; the last one of a
-    sample has its finish_reason), and as the last item the `RequestOutput` with everything. Beam
-    search streams nothing but the last item. Raises RequestFailed if the request killed the engine,
-    EngineFailed if there is no engine any more. If the reader is slow, deltas of a sample are
-    merged.
+    sample has its finish_reason), and as the last item the `RequestOutput` with everything but the
+    log-probabilities that the deltas had. Beam search streams nothing but the last item. Raises
+    RequestFailed if the request killed the engine, EngineFailed if there is no engine any more. If
+    the reader is slow, deltas of a sample are merged, up to MAX_DELTA_TOKENS.
 
     Also a context: leaving it before the end aborts the request.
     """
@@ -44,7 +47,10 @@ class RequestStream:
         self._tokenizer = tokenizer if params.detokenize else None
         self._abort = abort
         self._texts = [self._new_text() for _ in entry.samples]
-        self._deltas: OrderedDict[int, SequenceDelta] = OrderedDict()  # by sample, not yet read
+        # Not yet read. Their log-probabilities are in the samples, in fewer bytes.
+        self._deltas: deque[SequenceDelta] = deque()
+        self._growing: dict[int, SequenceDelta] = {}  # of these, the last of each sample
+        self._num_read = [0] * len(entry.samples)  # tokens
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
         self._is_over = False  # the reader has got the last item
@@ -69,9 +75,35 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> StreamEvent:
+        event = await self._next()
+        if isinstance(event, SequenceDelta):
+            end = self._num_read[event.index]
+            packed = self.entry.samples[event.index].logprobs[end - len(event.token_ids) : end]
+            event.logprobs = list(map(unpack_logprobs, packed))
+        return event
+
+    async def result(self) -> RequestOutput:
+        """Skip the deltas; what has all log-probabilities is this, not the iterator's last item."""
+        if self._output is None or not self._is_over:
+            while isinstance(await self._next(), SequenceDelta):
+                pass
+        assert self._output is not None, "the iterator has ended without an error"
+        request = self.entry.request
+        if request.beam is None and request.sampling.num_logprobs is not None:
+            for output, sample in zip(self._output.outputs, self.entry.samples, strict=True):
+                output.logprobs = list(map(unpack_logprobs, sample.logprobs))
+                output.cumulative_logprob = sum(score.logprob for score in output.logprobs)
+        return self._output
+
+    async def _next(self) -> StreamEvent:
+        """The next item, without its log-probabilities."""
         while True:
             if self._deltas:
-                return self._deltas.popitem(last=False)[1]
+                delta = self._deltas.popleft()
+                if self._growing[delta.index] is delta:
+                    del self._growing[delta.index]
+                self._num_read[delta.index] += len(delta.token_ids)
+                return delta
             if self._is_over:
                 raise StopAsyncIteration
             if self._error is not None:
@@ -82,14 +114,6 @@ class RequestStream:
                 return self._output
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
-
-    async def result(self) -> RequestOutput:
-        """Skip the deltas."""
-        async for event in self:
-            if isinstance(event, RequestOutput):
-                return event
-        assert self._output is not None, "the iterator has ended without an error"
-        return self._output
 
     def abort(self) -> None:
         """End the request now, if it has not ended; the iterator then yields the RequestOutput with
@@ -140,7 +164,7 @@ class RequestStream:
         else:
             is_early = False
         sample.token_ids += token_ids
-        sample.logprobs += logprobs
+        sample.logprobs += map(pack_logprobs, logprobs)
         sample.finish_reason = reason
         sample.stop_reason = found if found is not None else stop_reason
         self._offer(
@@ -149,9 +173,8 @@ class RequestStream:
                 delta.index,
                 text,
                 token_ids,
-                logprobs,
-                reason,
-                sample.stop_reason,
+                finish_reason=reason,
+                stop_reason=sample.stop_reason,
             )
         )
         return len(token_ids), found if is_early else None
@@ -182,14 +205,14 @@ class RequestStream:
         return OutputText(detokenizer, params.stop_strings, params.include_stop_str_in_output)
 
     def _offer(self, delta: SequenceDelta) -> None:
-        waiting = self._deltas.get(delta.index)
-        if waiting is None:
-            self._deltas[delta.index] = delta
+        waiting = self._growing.get(delta.index)
+        if waiting is None or len(waiting.token_ids) >= MAX_DELTA_TOKENS:
+            self._deltas.append(delta)
+            self._growing[delta.index] = delta
             self._wake()
             return
         waiting.text += delta.text
         waiting.token_ids += delta.token_ids
-        waiting.logprobs += delta.logprobs
         waiting.finish_reason = delta.finish_reason
         waiting.stop_reason = delta.stop_reason
 
@@ -214,7 +237,6 @@ class RequestStream:
         self._wake()
 
     def _sample_output(self, sample: Sample) -> SequenceOutput:
-        scored = self.entry.request.sampling.num_logprobs is not None
         output_text = self._texts[sample.index]
         assert sample.finish_reason is not None, "it has ended"
         return SequenceOutput(
@@ -223,8 +245,6 @@ class RequestStream:
             "" if output_text is None else output_text.text,
             sample.finish_reason,
             sample.stop_reason,
-            sample.logprobs if scored else None,
-            sum(score.logprob for score in sample.logprobs) if scored else None,
         )
 
     def _cut_off(self, sample: Sample) -> None:
@@ -234,7 +254,7 @@ class RequestStream:
         if output_text is not None:
             output_text.finish()
             text = output_text.release(finished=True)
-        self._offer(SequenceDelta(self.request_id, sample.index, text, [], [], "abort"))
+        self._offer(SequenceDelta(self.request_id, sample.index, text, [], finish_reason="abort"))
 
     def _beam_output(self, beam: m.Beam) -> SequenceOutput:
         output_text = self._new_text()

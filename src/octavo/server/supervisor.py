@@ -20,13 +20,15 @@ from octavo.errors import ConfigError, EngineFailed, Unavailable
 from octavo.server import messages as m
 from octavo.server.exchange import Exchange, Owner
 from octavo.server.journal import Journal
-from octavo.server.process import COMMAND, Death, EngineProcess
+from octavo.server.process import COMMAND, Death, EngineProcess, NoRoom
 
 logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "restarting", "failed", "closed"]
 TICK_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 5.0  # before another start after a fruitless one
+NO_ROOM_SECONDS = 1.0  # between attempts while the system has no room for a process
+MAX_REVIVAL_DOUBLINGS = 4  # of Supervision.revival_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Supervision:
     hang_seconds: float = 300.0  # the same: the engine process is killed and replaced
     start_seconds: float = 1800.0  # for an engine process to become ready
     max_fruitless_restarts: int = 5  # in a row, without a new token: the engine is given up
+    revival_seconds: float = 30.0  # until it is tried again; twice as long each time, up to 8 min
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -70,6 +73,8 @@ class Supervisor:
         self._num_fruitless = 0  # processes in a row that died without having computed anything
         self._seconds_without_step = 0.0  # while there was something to do
         self._down_since = 0.0  # only for the state "restarting"
+        self._num_given_up = 0  # since a process has last computed anything
+        self._revival_time: float | None = None  # only for the state "failed"
 
     async def start(self) -> None:
         """Start the first engine process; raises what it raised."""
@@ -101,14 +106,25 @@ class Supervisor:
             return time.monotonic() - self._down_since
         return self._seconds_without_step
 
-    async def _launch(self) -> None:
+    @property
+    def seconds_to_revival(self) -> float | None:
+        """Of an engine that is given up: until it is tried again. None if it will not be."""
+        if self._revival_time is None:
+            return None
+        return max(0.0, self._revival_time - time.monotonic())
+
+    async def _launch(self, is_restart: bool = False) -> None:
         """Start a process and give it what is open."""
         process = EngineProcess(self._command, self.exchange.receive)
         # Its loggers' levels are not known there: records below INFO are sent only if wanted.
         level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
         info = await process.start(m.Start(self._config, level), self._supervision.start_seconds)
         self._process = process
+        self.num_restarts += is_restart
         self._seconds_without_step = 0.0
+        if self.state == "failed":
+            logger.warning("the engine, which had been given up, is back")
+            self._num_fruitless, self._revival_time = 0, None
         self.state = "ready"
         self._owner.engine_ready(replace(info, num_restarts=self.num_restarts))
         self.exchange.begin(process)
@@ -124,16 +140,17 @@ class Supervisor:
             await self._start_again(death.cause)
 
     async def _start_again(self, cause: str) -> None:
-        """Try until there is a process again, or it has failed too often."""
-        while self.state == "restarting":
+        """Try until there is a process again; after too many failures, in long intervals."""
+        while self._process is None:
             if self._num_fruitless > self._supervision.max_fruitless_restarts:
-                self._give_up(cause)
-                return
-            if self._num_fruitless:
+                await asyncio.sleep(self._give_up(cause))
+            elif self._num_fruitless:
                 await asyncio.sleep(min(MAX_PAUSE_SECONDS, 0.1 * 2**self._num_fruitless))
-            self.num_restarts += 1
             try:
-                await self._launch()
+                await self._launch(is_restart=True)
+            except NoRoom as error:  # no failure of the engine
+                logger.error("%s; another attempt follows", error)
+                await asyncio.sleep(NO_ROOM_SECONDS)
             except Exception as error:
                 cause = str(error)
                 logger.error("the engine process could not be started again: %s", cause)
@@ -171,21 +188,27 @@ class Supervisor:
         if had_work and not self.exchange.has_advanced and not is_blamed:
             self._num_fruitless += 1
         else:
-            self._num_fruitless = 0
+            self._num_fruitless = self._num_given_up = 0
 
-    def _give_up(self, cause: str) -> None:
+    def _give_up(self, cause: str) -> float:
+        """Fail all that is open. Returns the seconds until another attempt."""
         self.state = "failed"
+        doublings = min(self._num_given_up, MAX_REVIVAL_DOUBLINGS)
+        pause = self._supervision.revival_seconds * (1 << doublings)
+        self._num_given_up += 1
+        self._revival_time = time.monotonic() + pause
         message = (
             f"the engine process died {self._num_fruitless} times in a row without having computed "
             f"anything (last: {cause})"
         )
-        logger.critical("%s; the engine is given up", message)
+        logger.critical("%s; the engine is given up for %.0f s", message, pause)
         self.exchange.give_up(EngineFailed(message))
+        return pause
 
     def _check_keeper(self, keeper: asyncio.Task[None]) -> None:
         """A bug in the supervision must not leave clients waiting."""
         if keeper.cancelled() or (error := keeper.exception()) is None:
             return
-        self.state = "failed"
+        self.state, self._revival_time = "failed", None
         logger.critical("the supervision of the engine process has ended", exc_info=error)
         self.exchange.give_up(EngineFailed(f"the supervision has failed: {error!r}"))

@@ -44,10 +44,15 @@ class Gate:
             passage.log()
 
     def _admit(self, scope: Scope) -> None:
-        """Note who asks; ApiError 403 if for somebody else, 401 if it is nobody we know, 413 if the
-        body is too long."""
+        """Note who asks; ApiError 400 if it is not clear which host is meant, 403 if it is another
+        one, 401 without a valid key, 413 if the body is too long."""
         headers = Headers(scope=scope)
-        self._check_host(headers.get("host", ""))
+        hosts = headers.getlist("host")
+        if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
+            raise ApiError(
+                400, f"{len(hosts)} Host headers; HTTP/1.1 needs exactly one", code="invalid_http"
+            )
+        self._check_host(hosts[0] if hosts else "")
         tenant = self._settings.api_keys.tenant(headers.get("authorization"))
         if tenant is None and scope["path"] not in OPEN_PATHS:
             # A browser asks its user for the key if it is offered Basic, which nobody else wants.

@@ -1,0 +1,277 @@
+"""Clients that are slow, silent or too many; on a real socket, with the clock moved by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from octavo.server import http_protocol
+from octavo.server.http_protocol import MIN_BODY_RATE
+from octavo.server.http_server import MAX_SPARE, HttpServer
+from octavo.server.run import http_config
+from octavo.server.settings import ConnectionLimits, Listening
+from server.clients import run
+
+GET = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+LIMITS = ConnectionLimits(
+    header_seconds=10, body_seconds=20, keep_alive_seconds=30, unread_seconds=40
+)
+
+
+class App:
+    """Reads the body; `/wait` is answered when `go_on` is set, `/flood` without end."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.num_running = 0
+        self.num_sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_running += 1
+        try:
+            while (message := await receive()).get("more_body"):
+                pass
+            if message["type"] == "http.disconnect":
+                return
+            if scope["path"] == "/wait":
+                await self.go_on.wait()
+            headers = [] if scope["path"] == "/flood" else [(b"content-length", b"2")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while scope["path"] == "/flood" and not self.go_on.is_set():
+                await send({"type": "http.response.body", "body": bytes(99_999), "more_body": True})
+                self.num_sent += 1
+            await send({"type": "http.response.body", "body": b"ok"})
+        finally:
+            self.num_running -= 1
+
+
+class Rig:
+    """A server and its clients."""
+
+    def __init__(self, limits: ConnectionLimits, listener: socket.socket | None = None) -> None:
+        self.app = App()
+        self.listener = socket.socket() if listener is None else listener
+        self.listener.bind(("127.0.0.1", 0))
+        self.listener.listen(1000)
+        config = http_config(self.app, Listening(), limits)  # type: ignore[arg-type]
+        self.server = HttpServer(config, self.listener, limits)
+        self.server.start()
+        self.connections = self.server.connections
+        self.writers: list[asyncio.StreamWriter] = []  # one that is collected closes its connection
+
+    async def connect(self, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        port = self.listener.getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        self.writers.append(writer)
+        writer.write(data)
+        return reader, writer
+
+    async def until(self, condition: Any) -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    def pass_time(self, seconds: float) -> None:
+        """Check all connections as if so much time had passed."""
+        self.connections.check(time.monotonic() + seconds)
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    limits: ConnectionLimits = LIMITS, listener: socket.socket | None = None
+) -> AsyncIterator[Rig]:
+    made = Rig(limits, listener)
+    with made.listener:
+        yield made
+        made.app.go_on.set()
+        await made.server.close(0.0)
+        for writer in made.writers:
+            writer.close()
+
+
+def status_of(reply: bytes) -> int:
+    return int(reply.split(maxsplit=2)[1])
+
+
+def test_slow_clients_are_ended_each_in_its_time() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            silent, _ = await made.connect(b"")
+            blank, _ = await made.connect(b"\r\n" * 9)
+            head, _ = await made.connect(b"GET / HTTP/1.1\r\nHost: ")
+            body, _ = await made.connect(POST % 10 + b"{")
+            idle, _ = await made.connect(GET % b"")
+            busy, _ = await made.connect(GET % b"wait")
+            assert status_of(await idle.readuntil(b"ok")) == 200
+            await made.until(lambda: made.app.num_running == 2)
+            await made.until(lambda: len(made.connections.waiting) == 4)
+
+            made.pass_time(9)
+            assert len(made.connections.connections) == 6
+            made.pass_time(11)
+            assert (await silent.read(), await blank.read()) == (b"", b"")
+            assert status_of(await head.readuntil(b"}}")) == 408
+            made.pass_time(19)
+            assert made.app.num_running == 2
+            made.pass_time(21)
+            late = await body.readuntil(b"}}")
+            assert status_of(late) == 408
+            assert json.loads(late.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+            await made.until(lambda: made.app.num_running == 1)
+            made.pass_time(31)
+            assert await idle.read() == b""
+            made.pass_time(10_000)
+            assert len(made.connections.connections) == 1
+            made.app.go_on.set()
+            assert status_of(await busy.readuntil(b"ok")) == 200
+
+    run(test())
+
+
+def test_a_refused_client_that_stays_is_ended() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            reader, _ = await made.connect(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 129 + b"\r\n")
+            assert status_of(await reader.readuntil(b"}}")) == 431
+            made.pass_time(http_protocol.LINGER_SECONDS + 1)
+            assert await reader.read() == b""
+
+    run(test())
+
+
+def test_a_slow_upload_that_goes_on_may_take_longer() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            seconds = 5
+            size = seconds * MIN_BODY_RATE
+            reader, writer = await made.connect(POST % (size + 1) + bytes(size))
+            await made.until(lambda: len(made.connections.receiving) == 1)
+            [connection] = made.connections.receiving
+            await made.until(lambda: connection._num_bytes == size)
+            made.pass_time(LIMITS.body_seconds + seconds - 1)
+            writer.write(b"}")
+            assert status_of(await reader.readuntil(b"ok")) == 200
+
+    run(test())
+
+
+def test_an_early_reply_does_not_free_a_client_from_sending_its_body() -> None:
+    async def test() -> None:
+        async with rig(ConnectionLimits(1, body_seconds=20)) as made:
+            holder, _ = await made.connect(GET % b"wait")
+            await made.until(lambda: made.app.num_running == 1)
+            made.connections.limits = LIMITS
+            reader, _ = await made.connect(POST % 10 + b"{")
+            await made.until(lambda: len(made.connections.receiving) == 1)
+            [connection] = made.connections.receiving
+            connection.cycle.response_complete = True  # as after a 401
+            connection.on_response_complete()
+            made.pass_time(21)
+            assert b"408" in await reader.readuntil(b"}}")
+            holder.feed_eof()
+
+    run(test())
+
+
+def test_a_client_that_reads_nothing_is_ended() -> None:
+    async def test() -> None:
+        async with rig() as made:
+            _, writer = await made.connect(GET % b"flood")
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            [connection] = await wait_for_one(made)
+            await made.until(lambda: connection.flow is not None and connection.flow.write_paused)
+            made.pass_time(0)  # the first look
+            num_sent = made.app.num_sent
+            made.pass_time(LIMITS.unread_seconds - 1)
+            assert made.app.num_running == 1
+            assert made.app.num_sent == num_sent
+            made.pass_time(LIMITS.unread_seconds + 1)
+            assert made.connections.closed["that read nothing"] == 1
+            made.app.go_on.set()
+            await made.until(lambda: made.app.num_running == 0)
+
+    run(test())
+
+
+async def wait_for_one(made: Rig) -> list[Any]:
+    await made.until(lambda: made.app.num_running == 1)
+    return list(made.connections.connections)
+
+
+def test_everybody_beyond_the_limit_gets_a_reply() -> None:
+    async def test() -> None:
+        async with rig(ConnectionLimits(3)) as made:
+            for _ in range(3):
+                await made.connect(GET % b"wait")
+            await made.until(lambda: made.app.num_running == 3)
+            clients = [await made.connect(POST % 100_000) for _ in range(3 * MAX_SPARE)]
+            assert len(made.connections.spare) <= MAX_SPARE
+            for reader, writer in clients:
+                writer.write(bytes(100_000))
+                reply = await reader.read()
+                assert status_of(reply) == 503
+                assert b"retry-after: 1\r\n" in reply
+                assert b"too_many_connections" in reply
+                writer.close()
+            reader, _ = await made.connect(GET % b"health")
+            assert status_of(await reader.read()) == 200
+            assert made.connections.closed["refused for want of room"] == 3 * MAX_SPARE + 1
+            made.app.go_on.set()
+
+    run(test())
+
+
+def test_those_without_a_whole_request_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with rig(ConnectionLimits(3)) as made:
+            await made.connect(GET % b"wait")
+            body, _ = await made.connect(POST % 10)
+            await made.until(lambda: len(made.connections.receiving) == 1)
+            head, _ = await made.connect(b"GET")
+            await made.until(lambda: len(made.connections.waiting) == 1)
+            young, _ = await made.connect(GET % b"")
+            assert status_of(await young.read()) == 503
+            monkeypatch.setattr(http_protocol, "GRACE_SECONDS", 0.0)
+            for victim in (head, body):
+                reader, _ = await made.connect(GET % b"wait")
+                with contextlib.suppress(ConnectionResetError):
+                    assert await victim.read() == b""
+            await made.until(lambda: made.app.num_running == 3)
+            made.app.go_on.set()
+            assert status_of(await reader.readuntil(b"ok")) == 200
+
+    run(test())
+
+
+class Exhausted(socket.socket):
+    """A listening socket of a process that may open no more files."""
+
+    num_failures = 3
+    num_accepts = 0
+
+    def accept(self) -> Any:
+        self.num_accepts += 1
+        if self.num_accepts <= self.num_failures:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_without_files_connections_wait() -> None:
+    async def test() -> None:
+        listener = Exhausted()
+        async with rig(listener=listener) as made:
+            reader, _ = await made.connect(GET % b"")
+            assert status_of(await reader.readuntil(b"ok")) == 200
+            # One for each failure, which is followed by a pause; the client's; and the last.
+            assert listener.num_accepts <= listener.num_failures + 2
+
+    run(test())
