@@ -6,9 +6,11 @@ Uses the `tokenizers` library alone. An engine that is given token ids needs no 
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +23,10 @@ from octavo.json_fields import Fields, read_json
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
 MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so more pending tokens are not one
 CONTEXT_TOKENS = 5
+MAX_CHARACTER_BYTES = 4
 SPACE_MARK = "\u2581"
-BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+ANY_BYTE_PIECE = "<0x61>"  # "a"; a vocabulary that has one byte has them all
 
 
 class Detokenizer(Protocol):
@@ -55,7 +59,12 @@ class Tokenizer:
         )
         decoder = backend.decoder
         self._is_byte_level = isinstance(decoder, tokenizers.decoders.ByteLevel)
-        self._token_bytes: dict[int, bytes] = {}  # filled as tokens appear
+        # A byte token's id if the vocabulary falls back to bytes.
+        self._any_byte = backend.token_to_id(ANY_BYTE_PIECE) if _joins_bytes(decoder) else None
+        # Filled as tokens appear.
+        self._token_bytes: dict[int, bytes] = {}
+        self._fallback_bytes: dict[int, bytes | None] = {}
+        self._piece_texts: dict[int, str] = {}
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
@@ -132,8 +141,46 @@ class Tokenizer:
         """
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if self._is_byte_level:
-            return _ByteDetokenizer(self, skipped)
+            return _ByteDetokenizer(self, skipped, prompt_ids)
+        if self._any_byte is not None:
+            return _FallbackDetokenizer(self, skipped, prompt_ids)
         return _WindowDetokenizer(self, skipped, prompt_ids)
+
+    def last_tokens(
+        self, token_ids: Sequence[int], count: int, skipped: frozenset[int]
+    ) -> list[int]:
+        """The last `count` tokens that have text, without the `skipped` ones."""
+        has_text = (i for i in reversed(token_ids) if i not in skipped and self.has_piece(i))
+        return list(islice(has_text, count))[::-1]
+
+    def has_piece(self, token_id: int) -> bool:
+        """Whether the vocabulary has such a token; a model's may have more (padding)."""
+        return self._backend.id_to_token(token_id) is not None
+
+    def fallback_byte(self, token_id: int) -> bytes | None:
+        """The byte of a byte token that is a part of a character; None for all other tokens."""
+        try:
+            return self._fallback_bytes[token_id]
+        except KeyError:
+            byte = BYTE_PIECE.fullmatch(self._backend.id_to_token(token_id) or "")
+            known = bytes.fromhex(byte[1]) if byte is not None else None
+            known = known if known is not None and known >= b"\x80" else None
+            self._fallback_bytes[token_id] = known
+            return known
+
+    def piece_text(self, token_id: int, is_first: bool) -> str:
+        """The text of a whole piece, in a vocabulary that falls back to bytes.
+
+        Spaces are marks in front of words, and the first token of a text loses its mark.
+        """
+        if is_first:
+            return self.decode([token_id], skip_special_tokens=False)
+        known = self._piece_texts.get(token_id)
+        if known is None:
+            assert self._any_byte is not None
+            known = self.decode([self._any_byte, token_id], skip_special_tokens=False)[1:]
+            self._piece_texts[token_id] = known
+        return known
 
     @property
     def has_chat_template(self) -> bool:
@@ -172,31 +219,60 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
-class _ByteDetokenizer:
-    """Holds the bytes of an incomplete character: each token of the vocabulary is some bytes."""
+class _Utf8:
+    """Joins bytes to characters, and holds the last one while it is incomplete."""
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, prompt_bytes: bytes) -> None:
+        """`prompt_bytes`: how the prompt ends, which may be in the middle of a character."""
+        _, used = codecs.utf_8_decode(prompt_bytes, "replace", False)
+        self._held = prompt_bytes[used:]
+        self._is_shown = bool(self._held)  # as a U+FFFD at the end of the prompt's text
+
+    def add(self, data: bytes) -> str:
+        """The characters that `data` completes."""
+        data = self._held + data
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return self._without_shown(text)
+
+    def finish(self) -> str:
+        """What is held back, as U+FFFD; "" if nothing is."""
+        text, self._held = self._held.decode(errors="replace"), b""
+        return self._without_shown(text)
+
+    def _without_shown(self, text: str) -> str:
+        """A character that the prompt began is the output's if the output completes it."""
+        if text and self._is_shown:
+            self._is_shown = False
+            return text.removeprefix(REPLACEMENT)
+        return text
+
+
+class _ByteDetokenizer:
+    """For vocabularies of byte strings, as GPT-2's: a token's bytes are always the same."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        self._pending = b""
+        ending = tokenizer.last_tokens(prompt_ids, MAX_CHARACTER_BYTES, skipped)
+        self._utf8 = _Utf8(b"".join(map(tokenizer.token_bytes, ending)))
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        data = self._pending + self._tokenizer.token_bytes(token_id)
-        text, used = codecs.utf_8_decode(data, "replace", False)
-        self._pending = data[used:]
-        return text
+        return self._utf8.add(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
-        text, self._pending = self._pending.decode(errors="replace"), b""
-        return text
+        return self._utf8.finish()
 
 
-class _WindowDetokenizer:
-    """Holds the few last tokens: those already shown, as context, and those held back.
+class _FallbackDetokenizer:
+    """For vocabularies of pieces of text, with byte tokens for what no piece spells, as Llama 2's.
 
-    Decoding a window instead of everything keeps the cost of a token constant.
+    `tokenizers` decodes neighbouring byte tokens as one: a byte that is missing makes all of them
+    U+FFFD. Here each character's bytes are decoded by themselves, as soon as all have come.
     """
 
     def __init__(
@@ -204,13 +280,45 @@ class _WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        context = [i for i in prompt_ids[-CONTEXT_TOKENS:] if i not in skipped]
-        self._set_context(tuple(context))
+        ending = tokenizer.last_tokens(prompt_ids, MAX_CHARACTER_BYTES, skipped)
+        self._is_first = not ending
+        prompt_bytes = [tokenizer.fallback_byte(token_id) or b" " for token_id in ending]
+        self._utf8 = _Utf8(b"".join(prompt_bytes))
 
     def add(self, token_id: int) -> str:
-        if token_id in self._skipped:
+        if token_id in self._skipped or not self._tokenizer.has_piece(token_id):
             return ""
-        self._pending += (token_id,)
+        is_first, self._is_first = self._is_first, False
+        byte = self._tokenizer.fallback_byte(token_id)
+        if byte is not None:
+            return self._utf8.add(byte)
+        return self._utf8.finish() + self._tokenizer.piece_text(token_id, is_first)
+
+    def finish(self) -> str:
+        return self._utf8.finish()
+
+
+class _WindowDetokenizer:
+    """For all other vocabularies, such as WordPiece's: neighbours may change a token's text.
+
+    Holds the few last tokens: those already shown, as context, and those held back. Decoding a
+    window instead of everything keeps the cost of a token constant.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        context = tokenizer.last_tokens(prompt_ids, CONTEXT_TOKENS, skipped)
+        while len(context) > 1 and self._decode(context).startswith(REPLACEMENT):
+            del context[0]  # it begins inside a character
+        self._set_context(context)
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skipped or not self._tokenizer.has_piece(token_id):
+            return ""
+        self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         is_open = text.endswith(REPLACEMENT) or len(text) <= len(self._context_text)
         if is_open and len(self._pending) < MAX_HELD_TOKENS:
@@ -225,12 +333,12 @@ class _WindowDetokenizer:
         self._set_context(self._pending)
         return shown
 
-    def _set_context(self, token_ids: tuple[int, ...]) -> None:
+    def _set_context(self, token_ids: list[int]) -> None:
         self._context = token_ids
-        self._pending: tuple[int, ...] = ()
+        self._pending: list[int] = []
         self._context_text = self._decode(token_ids)
 
-    def _decode(self, token_ids: tuple[int, ...]) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
@@ -242,6 +350,14 @@ def _special_tokens(config: Fields) -> dict[str, str]:
         if role.endswith("_token") and isinstance(content, str):
             tokens[role] = content
     return tokens
+
+
+def _joins_bytes(decoder: tokenizers.decoders.Decoder | None) -> bool:
+    """Whether a decoder makes characters of byte tokens."""
+    if decoder is None:
+        return False
+    parts: dict[str, Any] = json.loads(decoder.__getstate__())
+    return any(part["type"] == "ByteFallback" for part in parts.get("decoders", [parts]))
 
 
 def _byte_alphabet() -> dict[str, int]:
