@@ -9,9 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.core.step import TokenLogprobs
     from octavo.errors import OctavoError
     from octavo.llm import LLM
-    from octavo.outputs import RequestOutput, SequenceOutput
+    from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
     from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
@@ -22,6 +23,8 @@ _HOMES = {
     "BeamSearchParams": "octavo.sampling_params",
     "RequestOutput": "octavo.outputs",
     "SequenceOutput": "octavo.outputs",
+    "SequenceDelta": "octavo.outputs",
+    "TokenLogprobs": "octavo.core.step",
     "OctavoError": "octavo.errors",
 }
 
@@ -31,7 +34,9 @@ __all__ = [
     "OctavoError",
     "RequestOutput",
     "SamplingParams",
+    "SequenceDelta",
     "SequenceOutput",
+    "TokenLogprobs",
     "__version__",
 ]
 

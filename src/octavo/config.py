@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -20,6 +20,7 @@ MemoryPolicyName = Literal["paged", "orca-max", "orca-pow2", "orca-oracle", "fas
 GIB = 1 << 30
 LARGE_GPU = 70 * 10**9  # bytes: it has room for the activations and the KV of larger steps
 MAX_BLOCK_SIZE = 256
+MAX_INTEGER = (1 << 63) - 1  # what tensors and messages can hold
 KINDS = {int: "an integer", bool: "true or false", str: "text"}
 
 
@@ -38,27 +39,38 @@ def _check_types(options: Any) -> None:
         kind = kinds[0]
         if get_origin(kind) is Literal:
             choices = get_args(kind)
-            _require(value in choices, name, f"{value!r} is not one of {', '.join(choices)}")
+            is_choice = isinstance(value, str) and value in choices
+            _require(is_choice, name, f"{shown(value)} is not one of {', '.join(choices)}")
         elif kind is float:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(is_number and math.isfinite(value), name, f"{value!r} is not a finite number")
+            is_finite = is_number and abs(value) <= sys.float_info.max
+            _require(is_finite, name, f"{shown(value)} is not a finite number")
         else:
             known = KINDS.get(kind, f"a {kind.__name__}")
-            _require(type(value) is kind, name, f"{value!r} is not {known}")
+            _require(type(value) is kind, name, f"{shown(value)} is not {known}")
+            if kind is int:
+                is_small = abs(value) <= MAX_INTEGER
+                _require(is_small, name, f"{shown(value)} is beyond {MAX_INTEGER}")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache: the size of a block, how many there are, and the swap tier."""
 
-    block_size: int = 16  # tokens
-    num_blocks: int | None = None  # None: as many as the memory allows
-    kv_cache_memory: int | None = None  # bytes; None: measured
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that this process may take
-    swap_space: int = 1 * GIB  # bytes of host memory for swapped-out blocks
+    block_size: int = 16
+    """Tokens in a block, 1 to 256."""
+    num_blocks: int | None = None
+    """Blocks in the pool. None: as many as the memory allows."""
+    kv_cache_memory: int | None = None
+    """Bytes for the pool, instead of `num_blocks`. None: measured."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that this process may take, weights included."""
+    swap_space: int = 1 * GIB
+    """Bytes of host memory for swapped-out blocks; 0: preempted requests are computed again."""
     enable_prefix_caching: bool = True
-    # Blocks on demand, or reserved ahead like the systems that the paper compares with.
+    """Reuse the KV of equal prefixes."""
     memory_policy: MemoryPolicyName = "paged"
+    """Blocks on demand, or reserved ahead like the systems that the paper compares with."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -97,14 +109,22 @@ class CacheConfig:
 class SchedulerConfig:
     """Who runs, and how much of it, in one step."""
 
-    max_num_seqs: int = 256  # sequences that run at once; a beam or a sample counts as one
-    max_num_batched_tokens: int = 2048  # tokens computed in one step
+    max_num_seqs: int = 256
+    """Sequences that run at once; each sample and each beam counts as one."""
+    max_num_batched_tokens: int = 2048
+    """Tokens computed in one step; at least `max_num_seqs`."""
     policy: PolicyName = "fcfs"
-    aging_seconds: float = 30.0  # priority policy: waiting this long raises a request one level
+    """Who runs first: whoever came first, or whoever has the smallest `priority`."""
+    aging_seconds: float = 30.0
+    """Priority policy: waiting this long raises a request one level."""
     preemption_mode: PreemptionMode = "auto"
+    """How blocks are freed when they run out; "auto" takes the cheaper way."""
     enable_chunked_prefill: bool = True
-    max_passes: int = 16  # requests that may overtake a head of the queue that does not fit
-    watermark: float = 0.01  # share of the pool kept free when a request is admitted
+    """Compute long prompts in pieces, beside running decodes."""
+    max_passes: int = 16
+    """Requests that may overtake a head of the queue that does not fit."""
+    watermark: float = 0.01
+    """Share of the pool that is kept free when a request is admitted."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -126,20 +146,36 @@ class SchedulerConfig:
 class EngineConfig:
     """Everything that an engine needs to know before it starts."""
 
-    model: str  # a directory in Hugging Face format, "demo", or a hub id
+    model: str
+    """A directory in Hugging Face format, "demo", or a hub id."""
     dtype: DTypeName = "auto"
+    """Type of weights, activations and KV cache; "auto": that of the files."""
     load_format: LoadFormat = "auto"
-    max_model_len: int | None = None  # tokens; None: what the model was made for
-    device: DeviceName = "auto"  # auto: a GPU if there is one
-    cuda_graphs: bool = True  # on a GPU: steps are captured at the start and replayed
+    """"dummy": random weights, made from config.json alone."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens, prompt and output. None: what the model was made for."""
+    device: DeviceName = "auto"
+    """Where the model runs; "auto": on a GPU if there is one."""
+    cuda_graphs: bool = True
+    """On a GPU: steps are captured at the start and replayed."""
     attention_backend: str = "auto"
-    seed: int = 0  # of requests that bring none, and of dummy weights
+    """Which attention implementation; "auto": the fast one of the device."""
+    seed: int = 0
+    """Of requests that bring none, and of dummy weights."""
     max_logprobs: int = 20
-    num_threads: int | None = None  # CPU threads of the worker; None: torch's choice
-    # Plan the next step while the device computes this one. None: on a GPU. A CPU gains nothing.
+    """Most log-probabilities that a request may ask for at each place."""
+    num_threads: int | None = None
+    """Threads that a CPU computes with, at most as many as this process has CPUs. They hold while
+    octavo computes; outside, torch has the program's own number. None: that number."""
     overlap: bool | None = None
-    # max_num_seqs and max_num_batched_tokens were not asked for, and may follow the device.
+    """Plan the next step while the device computes this one. None: on a GPU only."""
+    owns_process: bool = False
+    """Whether the process serves this engine alone, so that it may be tuned as a whole: malloc
+    keeps freed memory, OpenMP's idle threads sleep soon, and what has been made by then is no
+    longer looked at by the garbage collector. The commands and the server's engine process are
+    run so; other programs are left as they are unless they ask for it."""
     has_usual_steps: bool = False
+    """`max_num_seqs` and `max_num_batched_tokens` were not asked for, and may follow the device."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

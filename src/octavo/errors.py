@@ -5,6 +5,7 @@ An `assert` in octavo marks a bug of ours; whatever a user can bring about raise
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 
@@ -58,6 +59,10 @@ class EngineFailed(OctavoError):
     """The executor broke down in the middle of a step; the engine cannot go on."""
 
 
+class EngineClosed(OctavoError):
+    """The engine was used after `close()` had given its memory back."""
+
+
 class RequestFailed(EngineFailed):
     """A request that was running each time when the engine process died; it is not tried again."""
 
@@ -80,3 +85,26 @@ class Unavailable(OctavoError):
 
 class TraceError(OctavoError, ValueError):
     """A request trace with a broken line; the message names the file and the line."""
+
+
+class _Shortened(reprlib.Repr):
+    """Representations that fit into a line, also of what has none (integers of 5,000 digits)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxdict = self.maxlist = self.maxtuple = 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 128:  # Python refuses to write very long ones
+            sign = "-" if x < 0 else ""
+            return f"about {sign}2**{x.bit_length() - 1}"
+        return repr(x)
+
+
+def shown(value: object) -> str:
+    """A value as messages quote it: its repr, shortened if it is long. Never raises."""
+    return _SHORTENED.repr(value).replace("\n", " ")
+
+
+_SHORTENED = _Shortened()

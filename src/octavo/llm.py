@@ -6,34 +6,48 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from octavo.config import EngineConfig, make_config
 from octavo.core.sequence import Request
 from octavo.engine.engine import Engine
 from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.prepared import Params, Prompt
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, shown
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 Message = Mapping[str, Any]
+P = TypeVar("P", SamplingParams, BeamSearchParams)
 
 
 class LLM:
     """A model, its KV cache and an engine, in this process.
 
-    >>> llm = LLM("demo")
-    >>> [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=40))
-    >>> output.outputs[0].text
+    Calls share the engine, from one thread: a stream goes on while `generate` runs.
+
+    Example:
+        >>> with LLM("demo") as llm:
+        ...     [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=40))
+        ...     output.outputs[0].text
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
-        """Load a model: a directory in Hugging Face format, "demo", or a hub id.
+        """Load a model.
 
-        `options` are the fields of EngineConfig, CacheConfig and SchedulerConfig. Raises
-        ConfigError for a bad option, ModelError for a directory that cannot be served, and
-        OutOfMemory with settings that would fit.
+        The program around it stays as it is, unless `owns_process` is set; see EngineConfig.
+
+        Args:
+            model: a directory in Hugging Face format, "demo", or a hub id.
+            **options: the fields of EngineConfig, CacheConfig and SchedulerConfig.
+
+        Raises:
+            ConfigError: an option does not exist, or has a value that cannot be.
+            ModelError: the directory cannot be served; the message says why.
+            OutOfMemory: the settings do not fit; the message names some that would.
+
+        Example:
+            >>> llm = LLM("Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=4096)
         """
         self.engine = load_engine(make_config(model, **options))
         # Calls may be interleaved (two streams, say), so each step's output is kept for whom it
@@ -50,11 +64,36 @@ class LLM:
         priority: int | Sequence[int] = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Continue prompts (text or token ids); the outputs are in the order of the prompts."""
+        """Continue prompts. All are checked before the first one runs.
+
+        Args:
+            prompts: one prompt (text or token ids) or a list of prompts.
+            params: how tokens are drawn: for all prompts, or a list with one for each. None: the
+                defaults of SamplingParams.
+            use_tqdm: show a progress bar on stderr.
+            priority: with the "priority" policy, smaller runs first: for all prompts, or a list.
+            cache_salt: prompts reuse only what was cached under an equal salt; up to 4,096
+                characters.
+
+        Returns:
+            One output for each prompt, in their order, with `n` samples each.
+
+        Raises:
+            InvalidRequest: an argument cannot be; `field` names it, and the message which prompt.
+            RequestTooLong: a prompt leaves no room for output, or can never fit into the KV cache.
+            EngineFailed, EngineClosed: there is no engine any more.
+
+        Example:
+            >>> params = SamplingParams(n=2, temperature=0.8, max_tokens=40)
+            >>> for output in llm.generate(["Once upon a time", "One morning"], params):
+            ...     print(output.prompt, [sample.text for sample in output.outputs])
+        """
         many = _as_prompts(prompts)
         return self._run(
             many,
-            _for_each(SamplingParams() if params is None else params, len(many), "params"),
+            _params_for_each(
+                SamplingParams() if params is None else params, len(many), SamplingParams
+            ),
             _for_each(priority, len(many), "priority"),
             cache_salt,
             use_tqdm,
@@ -69,11 +108,27 @@ class LLM:
         priority: int | Sequence[int] = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """The best continuations of each prompt, best first."""
+        """Find the best continuations of each prompt.
+
+        Args:
+            prompts, use_tqdm, priority, cache_salt: as for `generate`.
+            params: for all prompts, or a list with one for each.
+
+        Returns:
+            One output for each prompt, in their order, with its beams, best first; `score` is what
+            they are ranked by.
+
+        Raises:
+            InvalidRequest, RequestTooLong, EngineFailed, EngineClosed: as `generate`.
+
+        Example:
+            >>> [output] = llm.beam_search("The king", BeamSearchParams(beam_width=4))
+            >>> output.outputs[0].text, output.outputs[0].score
+        """
         many = _as_prompts(prompts)
         return self._run(
             many,
-            _for_each(params, len(many), "params"),
+            _params_for_each(params, len(many), BeamSearchParams),
             _for_each(priority, len(many), "priority"),
             cache_salt,
             use_tqdm,
@@ -89,20 +144,48 @@ class LLM:
         cache_salt: str = "",
         **template_variables: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, by the model's chat template."""
+        """Answer conversations, by the model's chat template.
+
+        Args:
+            messages: one conversation (a list of messages with "role" and "content") or a list of
+                conversations.
+            params, use_tqdm, priority, cache_salt: as for `generate`.
+            **template_variables: handed to the template (`tools`, `enable_thinking`, ...).
+
+        Returns:
+            One output for each conversation, in their order.
+
+        Raises:
+            InvalidRequest: also if the model has no chat template, or its template refuses.
+            RequestTooLong, EngineFailed, EngineClosed: as `generate`.
+
+        Example:
+            >>> [output] = llm.chat([{"role": "user", "content": "Hello"}])
+            >>> output.outputs[0].text
+        """
+        if not isinstance(messages, list | tuple):
+            raise InvalidRequest("messages", f"{shown(messages)} is not a list of messages")
         if not messages:
             raise InvalidRequest("messages", "there are none")
         single = isinstance(messages[0], Mapping)
-        conversations = cast(
-            "Sequence[Sequence[Message]]", [messages] if single else list(messages)
-        )
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         prompts = [self.chat_prompt(each, **template_variables) for each in conversations]
         return self.generate(
             prompts, params, use_tqdm=use_tqdm, priority=priority, cache_salt=cache_salt
         )
 
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
-        """The token ids of a conversation that the assistant is to continue."""
+        """The token ids of a conversation that the assistant is to continue.
+
+        Raises:
+            InvalidRequest: `messages` is no conversation, the model has no chat template, or its
+                template refuses.
+
+        Example:
+            >>> prompt = llm.chat_prompt([{"role": "user", "content": "Hello"}])
+            >>> for delta in llm.stream(prompt): print(delta.text, end="")
+        """
+        _check_conversation(messages)
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequest("messages", "the model has no tokenizer")
@@ -117,26 +200,50 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> Iterator[SequenceDelta]:
-        """Continue one prompt, piece by piece. Leaving the iterator early aborts the request."""
-        request = self.engine.make_request(
-            prompt, params or SamplingParams(), priority=priority, cache_salt=cache_salt
+        """Continue one prompt, piece by piece.
+
+        The request is checked and queued when the first piece is asked for. Leaving the iterator
+        early, or closing it, aborts the request.
+
+        Args:
+            prompt, params, priority, cache_salt: as for `generate`. Beams are known only when all
+                of them have ended, so there is no stream of them.
+
+        Yields:
+            What each step adds to each sample; `text` may be empty while a character is incomplete.
+
+        Raises:
+            InvalidRequest, RequestTooLong, EngineFailed, EngineClosed: as `generate`, when the
+                first piece is asked for; InvalidRequest for BeamSearchParams at once.
+
+        Example:
+            >>> for delta in llm.stream("Once upon a time", SamplingParams(max_tokens=40)):
+            ...     print(delta.text, end="", flush=True)
+        """
+        [each] = _params_for_each(
+            [SamplingParams() if params is None else params], 1, SamplingParams
         )
-        deltas = self._streams[request.request_id] = deque()
-        try:
-            self.engine.add_request(request)
-            while deltas or not request.is_finished:
-                if deltas:
-                    yield deltas.popleft()
-                else:
-                    self._step()
-        finally:
-            del self._streams[request.request_id]
-            self._drop(request)
+        return self._stream(prompt, each, priority, cache_salt)
 
     def pin_prefix(self, prefix: Prompt, name: str | None = None, cache_salt: str = "") -> str:
         """Compute a prefix that many prompts will share, and keep it in the cache for good.
 
-        Returns its name, for `unpin_prefix`.
+        Args:
+            prefix: text or token ids; of it, whole blocks are kept.
+            name: for `unpin_prefix`. None: one that is free.
+            cache_salt: that of the prompts which are to find it.
+
+        Returns:
+            Its name.
+
+        Raises:
+            InvalidRequest: the prefix is shorter than a block, the name is taken, or prefix
+                caching is off.
+            RequestTooLong: too few KV blocks would be left for other requests.
+            EngineFailed, EngineClosed: there is no engine any more.
+
+        Example:
+            >>> name = llm.pin_prefix("Translate English to German. The sun is warm. => ...")
         """
         if name is None:
             names = (f"prefix-{number}" for number in count())
@@ -151,6 +258,12 @@ class LLM:
         return name
 
     def unpin_prefix(self, name: str) -> None:
+        """Let a pinned prefix be evicted again, like any other cached block.
+
+        Raises:
+            InvalidRequest: none of that name is pinned; the message lists those that are.
+            EngineClosed: after `close`.
+        """
         self.engine.unpin_prefix(name)
 
     def reset_prefix_cache(self) -> None:
@@ -158,8 +271,8 @@ class LLM:
         self.engine.kv.reset_prefix_cache()
 
     def close(self) -> None:
-        """Give the memory back."""
-        self.engine.executor.shutdown()
+        """Give the memory back; nothing can be generated after that. A second call does nothing."""
+        self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -194,6 +307,22 @@ class LLM:
                 self._awaited.pop(request.request_id, None)
                 self._drop(request)
         return [outputs[request.request_id] for request in requests]
+
+    def _stream(
+        self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str
+    ) -> Iterator[SequenceDelta]:
+        request = self.engine.make_request(prompt, params, priority=priority, cache_salt=cache_salt)
+        deltas = self._streams[request.request_id] = deque()
+        try:
+            self.engine.add_request(request)
+            while deltas or not request.is_finished:
+                if deltas:
+                    yield deltas.popleft()
+                else:
+                    self._step()
+        finally:
+            del self._streams[request.request_id]
+            self._drop(request)
 
     def _step(self) -> None:
         """One step of the engine; what it brought is kept for those who wait for it."""
@@ -277,7 +406,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise InvalidRequest("prompts", f"{prompts!r} is neither text, token ids nor a list")
+        raise InvalidRequest("prompts", f"{shown(prompts)} is neither text, token ids nor a list")
     if prompts and isinstance(prompts[0], int):
         return [cast("list[int]", prompts)]
     return cast("Sequence[Prompt]", prompts)
@@ -290,3 +419,33 @@ def _for_each(value: Any, count: int, name: str) -> Sequence[Any]:
     if len(value) != count:
         raise InvalidRequest(name, f"{len(value)} for {count} prompts")
     return value
+
+
+def _params_for_each(value: object, count: int, kind: type[P]) -> Sequence[P]:
+    """Parameters of this kind for each prompt; those of the other are another method's."""
+    for params in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(params, kind):
+            method = _METHODS.get(type(params))
+            hint = f"; call {method}()" if method else ""
+            raise InvalidRequest("params", f"{shown(params)} is not a {kind.__name__}{hint}")
+    return _for_each(value, count, "params")
+
+
+_METHODS: dict[type, str] = {SamplingParams: "generate", BeamSearchParams: "beam_search"}
+
+
+def _check_conversation(messages: object) -> None:
+    """Templates are programs, and would make something even of what is no conversation."""
+    if not isinstance(messages, list | tuple):
+        raise InvalidRequest("messages", f"{shown(messages)} is not a list of messages")
+    if not messages:
+        raise InvalidRequest("messages", "there are none")
+    for number, message in enumerate(messages):
+        field = f"messages[{number}]"
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(field, f"{shown(message)} is not a message (role and content)")
+        if not isinstance(role := message.get("role"), str):
+            raise InvalidRequest(f"{field}.role", f"{shown(role)} is not text")
+        content = message.get("content")
+        if not isinstance(content, str | list | tuple | None):
+            raise InvalidRequest(f"{field}.content", f"{shown(content)} is not text")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from octavo.core.step import SamplingSpec
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, shown
 
 MAX_SEQUENCES = 16_384  # of n, and of a beam's width
 MAX_TEMPERATURE = 2.0
@@ -23,38 +24,39 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1_024  # of all bad words together
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 32.0  # length ** penalty is a finite float up to 2 ** 31 tokens
-_INT64_MAX = (1 << 63) - 1
+INT64_MAX = (1 << 63) - 1
 
 
 def _integer(field: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidRequest(field, f"{value!r} is not an integer")
+        raise InvalidRequest(field, f"{shown(value)} is not an integer")
     return int(value)
 
 
-def _integer_in(field: str, value: object, low: int, high: int = _INT64_MAX) -> int:
+def integer_in(field: str, value: object, low: int, high: int = INT64_MAX) -> int:
+    """`value` as an int, if it is an integer from `low` to `high`."""
     # Larger ones fit into neither messages nor tensors.
     number = _integer(field, value)
     if number < low:
-        raise InvalidRequest(field, f"{number} is less than {low}")
+        raise InvalidRequest(field, f"{shown(number)} is less than {low}")
     if number > high:
-        raise InvalidRequest(field, f"{number} is more than {high}")
+        raise InvalidRequest(field, f"{shown(number)} is more than {high}")
     return number
 
 
-def _optional_integer_in(field: str, value: object, low: int, high: int = _INT64_MAX) -> int | None:
-    return None if value is None else _integer_in(field, value, low, high)
+def _optional_integer_in(field: str, value: object, low: int, high: int = INT64_MAX) -> int | None:
+    return None if value is None else integer_in(field, value, low, high)
 
 
 def _real(field: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidRequest(field, f"{value!r} is not a number")
+        raise InvalidRequest(field, f"{shown(value)} is not a number")
     try:
         number = float(value)
     except OverflowError:  # an integer beyond all floats
         number = math.inf
     if not math.isfinite(number):
-        raise InvalidRequest(field, f"{number} is not finite")
+        raise InvalidRequest(field, f"{shown(value)} is not finite")
     return number
 
 
@@ -67,7 +69,7 @@ def _real_in(field: str, value: object, low: float, high: float) -> float:
 
 def _boolean(field: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequest(field, f"{value!r} is not true or false")
+        raise InvalidRequest(field, f"{shown(value)} is not true or false")
     return value
 
 
@@ -76,12 +78,12 @@ def _items(field: str, value: object) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidRequest(field, f"{value!r} is not a list")
+        raise InvalidRequest(field, f"{shown(value)} is not a list")
     return tuple(value)
 
 
 def _token_ids(field: str, value: object) -> tuple[int, ...]:
-    return tuple(_integer_in(field, token_id, 0) for token_id in _items(field, value))
+    return tuple(integer_in(field, token_id, 0) for token_id in _items(field, value))
 
 
 def _strings(field: str, value: object, limit: int) -> tuple[str, ...]:
@@ -89,20 +91,35 @@ def _strings(field: str, value: object, limit: int) -> tuple[str, ...]:
     if len(strings) > limit:
         raise InvalidRequest(field, f"{len(strings)} strings are more than {limit}")
     for string in strings:
-        if not isinstance(string, str):
-            raise InvalidRequest(field, f"{string!r} is not a string")
-        if not string:
+        if not valid_text(field, string):
             raise InvalidRequest(field, "an empty string matches everything")
     return strings
+
+
+def valid_text(field: str, value: object, limit: int | None = None) -> str:
+    """`value`, if it is text that UTF-8 can write, of at most `limit` characters."""
+    if not isinstance(value, str):
+        raise InvalidRequest(field, f"{shown(value)} is not a string")
+    if limit is not None and len(value) > limit:
+        raise InvalidRequest(field, f"{len(value)} characters are more than {limit}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            field, f"{shown(value)} is not valid Unicode: {error.reason}"
+        ) from None
+    return value
 
 
 def _logit_bias(value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise InvalidRequest("logit_bias", f"{value!r} is not a mapping of token ids to numbers")
+        raise InvalidRequest(
+            "logit_bias", f"{shown(value)} is not a mapping of token ids to numbers"
+        )
     return {
-        _integer_in("logit_bias", token_id, 0): _real_in(
+        integer_in("logit_bias", token_id, 0): _real_in(
             "logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
         )
         for token_id, bias in value.items()
@@ -117,39 +134,88 @@ def _check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> 
             )
 
 
+class _Parameters:
+    """Refuses fields that do not exist as it refuses bad values, with their likely spelling."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __new__(cls, *args: object, **values: object) -> Self:
+        for name in values:
+            if name not in cls.__dataclass_fields__:
+                close = get_close_matches(name, cls.__dataclass_fields__, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise InvalidRequest(name, f"{cls.__name__} has no such field{hint}")
+        return object.__new__(cls)
+
+
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How `n` continuations of a prompt are drawn. The defaults are OpenAI's."""
+class SamplingParams(_Parameters):
+    """How `n` continuations of a prompt are drawn. The defaults are OpenAI's.
+
+    Raises:
+        InvalidRequest: a field does not exist, or has a value that cannot be; `field` names it.
+
+    Example:
+        >>> SamplingParams(temperature=0.8, top_p=0.95, max_tokens=100, stop=["\\n\\n"])
+    """
 
     n: int = 1
-    temperature: float = 1.0  # 0 is greedy, and so is anything below MIN_TEMPERATURE
-    top_k: int = 0  # 0 or -1: off
+    """Samples; they share the KV blocks of the prompt. At most 16,384, and at most the engine's
+    `max_num_seqs`."""
+    temperature: float = 1.0
+    """0 to 2: the logits are divided by it. 0 is greedy, and so is anything below 0.00001."""
+    top_k: int = 0
+    """Draw from the `top_k` most likely tokens; 0 or -1: from all."""
     top_p: float = 1.0
+    """Draw from the most likely tokens whose probabilities add up to this much; above 0, up to 1
+    (all tokens)."""
     min_p: float = 0.0
+    """0 to 1: leave out tokens less likely than this share of the likeliest one's probability."""
     presence_penalty: float = 0.0
+    """-2 to 2: subtracted from the logits of tokens that the output has already."""
     frequency_penalty: float = 0.0
+    """-2 to 2: the same, once for each time that the output has the token."""
     repetition_penalty: float = 1.0
+    """Above 0: logits of tokens seen in the prompt or the output are divided by it if they are
+    positive, and multiplied if they are negative. 1 changes nothing."""
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None  # None: all
+    """Token id -> -100 to 100, added to its logit."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may be drawn. None: all."""
     bad_words: Sequence[str] = ()
+    """Texts whose tokens never appear in the output in that order; at most 128."""
     min_tokens: int = 0
-    max_tokens: int | None = 16  # None: up to the end of the model's context
+    """The output has at least this many tokens: until then, no end token is drawn."""
+    max_tokens: int | None = 16
+    """Longest output in tokens. None: up to the end of the model's context."""
     stop: str | Sequence[str] | None = None
+    """Up to 16 texts that end the output, and are not part of it (see
+    `include_stop_str_in_output`)."""
     stop_token_ids: Sequence[int] = ()
+    """Tokens that end the output, beside the model's own end tokens."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
     ignore_eos: bool = False
-    seed: int | None = None  # None: the engine chooses
-    logprobs: int | None = None  # None: none; k: of the token drawn and the k most likely ones
+    """Go on after the model's end tokens, up to `max_tokens`."""
+    seed: int | None = None
+    """Equal seeds give equal draws, whatever else runs. None: the engine chooses."""
+    logprobs: int | None = None
+    """Report log-probabilities: of each token drawn, and of the `logprobs` likeliest tokens at its
+    place. 0: of the token drawn alone; None: none. At most the engine's `max_logprobs`."""
     prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
     skip_special_tokens: bool = True
+    """Leave special tokens (such as end of sequence) out of the text."""
     detokenize: bool = True
+    """Make text of the tokens; without, `text` stays empty."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         values: dict[str, object] = {
-            "n": _integer_in("n", self.n, 1, MAX_SEQUENCES),
+            "n": integer_in("n", self.n, 1, MAX_SEQUENCES),
             "temperature": _real_in("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
-            "top_k": _integer_in("top_k", self.top_k, -1),
+            "top_k": integer_in("top_k", self.top_k, -1),
             "top_p": _real_in("top_p", self.top_p, 0.0, 1.0),
             "min_p": _real_in("min_p", self.min_p, 0.0, 1.0),
             "presence_penalty": _real_in("presence_penalty", self.presence_penalty, -2.0, 2.0),
@@ -158,14 +224,14 @@ class SamplingParams:
             "logit_bias": _logit_bias(self.logit_bias),
             "bad_words": _strings("bad_words", self.bad_words, MAX_BAD_WORDS),
             "max_tokens": _optional_integer_in("max_tokens", self.max_tokens, 1),
-            "min_tokens": _integer_in("min_tokens", self.min_tokens, 0),
+            "min_tokens": integer_in("min_tokens", self.min_tokens, 0),
             "stop": _strings("stop", stop, MAX_STOP_STRINGS),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "include_stop_str_in_output": _boolean(
                 "include_stop_str_in_output", self.include_stop_str_in_output
             ),
             "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
-            "seed": _optional_integer_in("seed", self.seed, -_INT64_MAX - 1, _INT64_MAX),
+            "seed": _optional_integer_in("seed", self.seed, -INT64_MAX - 1, INT64_MAX),
             "logprobs": _optional_integer_in("logprobs", self.logprobs, 0),
             "prompt_logprobs": _optional_integer_in("prompt_logprobs", self.prompt_logprobs, 0),
             "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
@@ -265,25 +331,42 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class BeamSearchParams:
-    """Beam search as in transformers' `generate`: `beam_width` hypotheses kept at each token."""
+class BeamSearchParams(_Parameters):
+    """Beam search as in transformers' `generate`: `beam_width` hypotheses kept at each token.
+
+    Raises:
+        InvalidRequest: a field does not exist, or has a value that cannot be; `field` names it.
+
+    Example:
+        >>> BeamSearchParams(beam_width=4, max_tokens=48, num_return_sequences=2)
+    """
 
     beam_width: int
-    max_tokens: int | None = 16  # None: up to the end of the model's context
-    length_penalty: float = 1.0  # scores are divided by length ** length_penalty
+    """Hypotheses that are kept; at most 16,384, and at most the engine's `max_num_seqs`."""
+    max_tokens: int | None = 16
+    """Longest output in tokens. None: up to the end of the model's context."""
+    length_penalty: float = 1.0
+    """-32 to 32: a hypothesis' score is its log-probability / length ** length_penalty, so above 0
+    favours long ones."""
     early_stopping: bool | Literal["never"] = False
-    num_return_sequences: int | None = None  # None: beam_width
+    """When to stop: True: when `beam_width` hypotheses have ended. False: when the best running
+    one, scored at its present length, cannot beat them. "never": when none can at any length."""
+    num_return_sequences: int | None = None
+    """Hypotheses that are returned, best first. None: `beam_width`."""
     ignore_eos: bool = False
+    """Go on after the model's end tokens, up to `max_tokens`."""
     stop_token_ids: Sequence[int] = ()
+    """Tokens that end a hypothesis, beside the model's own end tokens."""
     skip_special_tokens: bool = True
+    """Leave special tokens (such as end of sequence) out of the text."""
     detokenize: bool = True
+    """Make text of the tokens; without, `text` stays empty."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InvalidRequest(
-                "early_stopping", f"{self.early_stopping!r} is not true, false or 'never'"
-            )
-        width = _integer_in("beam_width", self.beam_width, 1, MAX_SEQUENCES)
+        early = self.early_stopping
+        if not isinstance(early, bool) and not (isinstance(early, str) and early == "never"):
+            raise InvalidRequest("early_stopping", f"{shown(early)} is not true, false or 'never'")
+        width = integer_in("beam_width", self.beam_width, 1, MAX_SEQUENCES)
         returned = self.num_return_sequences
         values: dict[str, object] = {
             "beam_width": width,
@@ -293,7 +376,7 @@ class BeamSearchParams:
             ),
             "num_return_sequences": width
             if returned is None
-            else _integer_in("num_return_sequences", returned, 1),
+            else integer_in("num_return_sequences", returned, 1),
             "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),

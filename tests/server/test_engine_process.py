@@ -159,7 +159,7 @@ def test_a_step_is_reported_once() -> None:
     config = make_config("demo", block_size=BLOCK_SIZE)
     executor = HarmfulExecutor(BLOCK_SIZE, 200, 0.0)
     model_config = ModelConfig.from_directory(resolve_model("demo"))
-    prepared = RequestPreparer(model_config, None, 100, 20, 0).prepare([1, 2, 3], sampling(50))
+    prepared = RequestPreparer(model_config, None, 20, 0).prepare([1, 2, 3], sampling(50), 100)
     # Asked for before and within each step.
     script = Script([Add(0, "r", prepared, 0.0)], [], [], [Abort("r")])
     EngineLoop(Engine(config, model_config, executor), script).run()

@@ -18,12 +18,19 @@ from octavo.engine.delivery import Delivery
 from octavo.engine.garbage import collecting_later
 from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.pacing import Pacer
-from octavo.engine.prepared import Params, PreparedRequest, Prompt, RequestPreparer
+from octavo.engine.prepared import (
+    Params,
+    PreparedRequest,
+    Prompt,
+    RequestPreparer,
+    check_cache_salt,
+)
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import ConfigError, EngineFailed, InvalidRequest
+from octavo.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, shown
 from octavo.executor.base import Executor
 from octavo.model_config import ModelConfig
 from octavo.outputs import RequestOutput, StepOutput
+from octavo.sampling_params import valid_text
 
 
 class Engine:
@@ -58,13 +65,12 @@ class Engine:
         )
         self.max_model_len = self._decide_max_model_len()
         self.scheduler = Scheduler(config.scheduler, self.kv, clock)
-        self._preparer = RequestPreparer(
-            model_config, tokenizer, self.max_model_len, config.max_logprobs, config.seed
-        )
+        self._preparer = RequestPreparer(model_config, tokenizer, config.max_logprobs, config.seed)
         self._delivery = Delivery(tokenizer, self.scheduler, clock)
         self._numbers = count()  # of requests that come without an id
         self._pinning: dict[str, str] = {}  # prefixes being computed -> ids of their requests
         self._failure: str | None = None
+        self._is_closed = False
         overlap = executor.is_asynchronous if config.overlap is None else config.overlap
         self._depth = 2 if overlap else 1  # steps under way at once
         self._under_way: deque[tuple[StepPlan, PendingStep]] = deque()
@@ -86,9 +92,11 @@ class Engine:
     ) -> Request:
         """Check a request and prepare it, without queueing it yet.
 
-        Raises InvalidRequest (RequestTooLong if it can never fit), which names the field.
+        Raises InvalidRequest (RequestTooLong if it can never fit), which names the field;
+        EngineFailed or EngineClosed if there is no engine to run it.
         """
-        prepared = self._preparer.prepare(prompt, params, priority, cache_salt)
+        self._check_alive()
+        prepared = self._preparer.prepare(prompt, params, self.max_model_len, priority, cache_salt)
         request = self._new_request(prepared, request_id)
         text = prompt if isinstance(prompt, str) else None
         self._delivery.expect(request, text, params)
@@ -104,8 +112,17 @@ class Engine:
         return request
 
     def add_request(self, request: Request) -> None:
-        """Queue a request that `make_request` has prepared."""
+        """Queue a request that `make_request` has prepared, once.
+
+        Raises InvalidRequest if it was queued before, or discarded.
+        """
         self._check_alive()
+        if request.request_id in self.scheduler.requests:
+            raise InvalidRequest("request", f"{request.request_id!r} is queued already")
+        if not self._delivery.knows(request.request_id):
+            raise InvalidRequest(
+                "request", f"{request.request_id!r} has ended or was discarded; prepare a new one"
+            )
         request.arrival_time = self.clock()
         self.scheduler.add(request)
 
@@ -202,7 +219,15 @@ class Engine:
         self._pacer.planned(plan, began, is_first=len(self._under_way) == 1)
         return True
 
+    def close(self) -> None:
+        """Give the executor's memory back; nothing can be asked for any more. A second call does
+        nothing."""
+        self._is_closed = True
+        self.executor.shutdown()
+
     def _check_alive(self) -> None:
+        if self._is_closed:
+            raise EngineClosed("the engine was closed; start a new one")
         if self._failure is not None:
             raise EngineFailed(f"the engine has failed ({self._failure}); start a new one")
 
@@ -212,13 +237,17 @@ class Engine:
         """Prepare a request that computes a prefix and keeps its blocks for good (paper section
         4.4, shared prefix). When it is finished, later prompts find the prefix.
 
-        Raises InvalidRequest if it is shorter than a block, or would leave too little room.
+        Raises InvalidRequest if it is shorter than a block, would leave too little room, or has a
+        name that is taken.
         """
+        self._check_alive()
+        valid_text("name", name)
+        check_cache_salt(cache_salt)
         if not self.config.cache.enable_prefix_caching:
             raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
         self._pinning = {n: r for n, r in self._pinning.items() if self._delivery.knows(r)}
         if name in self.kv.pins or name in self._pinning:
-            raise InvalidRequest("name", f"a prefix {name!r} is pinned already")
+            raise InvalidRequest("name", f"a prefix {shown(name)} is pinned already")
         token_ids = self._preparer.whole_blocks(prompt, self.kv.block_size)
         method = PinPrefix(name, len(token_ids))
         request = Request(
@@ -232,10 +261,15 @@ class Engine:
         return request
 
     def unpin_prefix(self, name: str) -> None:
-        """Let a pinned prefix be evicted again, like any other cached block."""
+        """Let a pinned prefix be evicted again, like any other cached block.
+
+        Raises InvalidRequest if there is none of that name.
+        """
+        self._check_alive()
+        valid_text("name", name)
         if name not in self.kv.pins:
             known = ", ".join(sorted(self.kv.pins)) or "none"
-            raise InvalidRequest("name", f"no prefix {name!r} is pinned; pinned: {known}")
+            raise InvalidRequest("name", f"no prefix {shown(name)} is pinned; pinned: {known}")
         self.kv.unpin(name)
 
     # ---------------------------------------------------------------- inside
@@ -281,6 +315,6 @@ class Engine:
         if request_id is None:
             names = (f"request-{number}" for number in self._numbers)
             return next(name for name in names if not self._delivery.knows(name))
-        if self._delivery.knows(request_id):
-            raise InvalidRequest("request_id", f"{request_id!r} is in use")
+        if self._delivery.knows(valid_text("request_id", request_id)):
+            raise InvalidRequest("request_id", f"{shown(request_id)} is in use")
         return request_id

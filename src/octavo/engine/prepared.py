@@ -13,10 +13,17 @@ from dataclasses import dataclass, replace
 from octavo.core.decoding import BeamSearch, DecodingMethod, EarlyStopping, Sampling
 from octavo.core.step import SamplingSpec
 from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import InvalidRequest, RequestTooLong
+from octavo.errors import InvalidRequest, RequestTooLong, shown
 from octavo.model_config import ModelConfig
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import (
+    INT64_MAX,
+    BeamSearchParams,
+    SamplingParams,
+    integer_in,
+    valid_text,
+)
 
+MAX_CACHE_SALT = 4_096  # characters
 Prompt = str | list[int]
 Params = SamplingParams | BeamSearchParams
 
@@ -65,6 +72,11 @@ class PreparedRequest:
         return replace(self, sampling=replace(self.sampling, num_prompt_logprobs=None))
 
 
+def check_cache_salt(cache_salt: object) -> None:
+    """Raises InvalidRequest if it is not text, which the scheduler could not hash."""
+    valid_text("cache_salt", cache_salt, MAX_CACHE_SALT)
+
+
 class RequestPreparer:
     """Owns the rules for requests to one model, and the seeds of those that bring none."""
 
@@ -72,11 +84,9 @@ class RequestPreparer:
         self,
         model_config: ModelConfig,
         tokenizer: Tokenizer | None,
-        max_model_len: int,
         max_logprobs: int,
         seed: int,
     ) -> None:
-        self.max_model_len = max_model_len
         self._vocab_size = model_config.vocab_size
         self._eos_ids = tuple(sorted(set(model_config.eos_token_ids)))
         self._tokenizer = tokenizer
@@ -84,17 +94,31 @@ class RequestPreparer:
         self._seeds = random.Random(seed)
 
     def prepare(
-        self, prompt: Prompt, params: Params, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: Params,
+        max_model_len: int,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> PreparedRequest:
-        """Raises InvalidRequest (RequestTooLong if the prompt leaves no room), naming the field."""
-        token_ids = self.tokenize(prompt)
+        """Check a request for an engine whose sequences have at most `max_model_len` tokens.
+
+        Raises InvalidRequest (RequestTooLong if the prompt leaves no room), naming the field.
+        """
+        if not isinstance(params, SamplingParams | BeamSearchParams):
+            raise InvalidRequest(
+                "params", f"{shown(params)} is neither SamplingParams nor BeamSearchParams"
+            )
+        priority = integer_in("priority", priority, -INT64_MAX - 1)
+        check_cache_salt(cache_salt)
         params.check_against(self._vocab_size, self._max_logprobs)
-        num_left = self.max_model_len - len(token_ids)
+        token_ids = self.tokenize(prompt)
+        num_left = max_model_len - len(token_ids)
         if num_left < 1:
             raise RequestTooLong(
                 "prompt",
                 f"{len(token_ids)} tokens leave no room for output in a context of "
-                f"{self.max_model_len} tokens",
+                f"{max_model_len} tokens",
             )
         max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
         n, seed, beam = 1, 0, None
@@ -146,16 +170,18 @@ class RequestPreparer:
         elif isinstance(prompt, list | tuple):
             token_ids = list(prompt)
         else:
-            raise InvalidRequest("prompt", f"{prompt!r} is neither text nor a list of token ids")
+            raise InvalidRequest(
+                "prompt", f"{shown(prompt)} is neither text nor a list of token ids"
+            )
         if not token_ids:
             raise InvalidRequest("prompt", "it is empty")
         for token_id in token_ids:
             if type(token_id) is not int:
-                raise InvalidRequest("prompt", f"{token_id!r} is not a token id")
+                raise InvalidRequest("prompt", f"{shown(token_id)} is not a token id")
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
             raise InvalidRequest(
-                "prompt", f"token id {worst} is outside the vocabulary of {self._vocab_size}"
+                "prompt", f"token id {shown(worst)} is outside the vocabulary of {self._vocab_size}"
             )
         return token_ids
 

@@ -90,7 +90,6 @@ class EngineClient:
         self._preparer = RequestPreparer(
             self.model_config,
             self.tokenizer,
-            self.model_config.max_model_len,
             config.max_logprobs,
             config.seed,
         )
@@ -273,8 +272,8 @@ class EngineClient:
         token_ids = await self._tokenize(prompt)
         self._check_open()  # tokenizing may have taken a while
         # The engine may hold less than the model could use.
-        self._preparer.max_model_len = self.info.max_model_len
-        prepared = self._preparer.prepare(token_ids, params, priority, cache_salt)
+        max_model_len = self.info.max_model_len
+        prepared = self._preparer.prepare(token_ids, params, max_model_len, priority, cache_salt)
         self._check_width(prepared)
         streams = self._delivery.streams
         if request_id is None:
