@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 import model_zoo
 from octavo.engine.tokenizer import Detokenizer, Tokenizer
-from octavo.errors import InvalidRequest, ModelError
+from octavo.errors import InvalidRequest, ModelError, RequestTooLong
 
 TEXT = "Grüße aus 東京: 😀, 👩‍🚀 and naïve façades; the quick brown fox. π≈3\n\n\ttab  two spaces"
 
@@ -271,6 +271,97 @@ def test_broken_bytes_are_not_held_back_for_ever(sentence_piece: Tokenizer) -> N
     assert "the" in "".join(
         stream(sentence_piece.detokenizer(), broken + sentence_piece.encode("the"))
     )
+
+
+class RecordingBackend:
+    """A tokenizer of the library that notes which of its methods are called."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self.backend = backend
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self.backend, name)
+
+
+def test_encoding_lets_other_threads_run(byte_level: Tokenizer) -> None:
+    """Of the library's methods, `encode` and `decode` keep the GIL; those for batches do not."""
+    backend = tokenizers.Tokenizer.from_file(
+        str(model_zoo.model_directory("gpt2") / "tokenizer.json")
+    )
+    recorder = RecordingBackend(backend)
+    tokenizer = Tokenizer(backend, {}, None)
+    tokenizer._backend = recorder
+    ids = tokenizer.encode(TEXT * 100)
+    assert tokenizer.decode(ids) == TEXT * 100
+    assert recorder.calls == ["encode_batch_fast", "decode_batch"]
+    assert ids == backend.encode(TEXT * 100).ids
+
+
+def test_a_text_that_cannot_fit_is_refused_before_any_work() -> None:
+    backend = tokenizers.Tokenizer.from_file(
+        str(model_zoo.model_directory("gpt2") / "tokenizer.json")
+    )
+    tokenizer = Tokenizer(backend, {}, None)
+    longest = max(map(len, backend.get_vocab()))
+    assert tokenizer.max_characters_per_token == longest
+    tokenizer._backend = recorder = RecordingBackend(backend)
+    message = (
+        rf"messages: {99 * longest + 1} characters leave .* 100 tokens, each of at most {longest}"
+    )
+    with pytest.raises(RequestTooLong, match=message):
+        tokenizer.encode("a" * (99 * longest + 1), field="messages", context_len=100)
+    assert recorder.calls == []
+    with pytest.raises(
+        RequestTooLong, match="prompt: 100 tokens leave no room for output in a con"
+    ):
+        tokenizer.encode("\n" * 100, context_len=100)
+    assert len(tokenizer.encode("\n" * 99, context_len=100)) == 99
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [
+        ({}, 1),
+        ({"normalizer": {"type": "NFC"}}, 4),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}}, 4),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, None),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}}, None),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}}, None),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, None),
+        ({"pre_tokenizer": None}, None),  # then a character that is not in the vocabulary is lost
+    ],
+)
+def test_texts_are_measured_only_where_no_character_is_lost(
+    tmp_path: Path, change: dict[str, Any], factor: int | None
+) -> None:
+    """And the bound holds: no random text has more characters a token."""
+    state = json.loads((model_zoo.model_directory("gpt2") / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state | change))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    bound = tokenizer.max_characters_per_token
+    if factor is None:
+        assert bound is None
+        return
+    assert bound == factor * max(map(len, state["model"]["vocab"]))
+    rng = random.Random(3)
+    for _ in range(200):
+        text = "".join(rng.choices([*CHARACTERS, "e\u0302\u0323"], k=rng.randint(1, 12)))
+        assert len(text) <= bound * len(tokenizer.encode(text))
+
+
+def test_tokens_that_swallow_spaces_leave_no_bound(
+    byte_level: Tokenizer, sentence_piece: Tokenizer, tmp_path: Path
+) -> None:
+    whole_training_text = "▁the▁quick▁brown▁fox▁and▁the▁lazy▁dog"  # no pre-tokenizer cuts it
+    assert sentence_piece.max_characters_per_token == len(whole_training_text)
+    assert piece_vocabulary(tmp_path / "pieces", "word pieces").max_characters_per_token is None
+    backend = tokenizers.Tokenizer.from_file(
+        str(model_zoo.model_directory("gpt2") / "tokenizer.json")
+    )
+    backend.add_tokens([tokenizers.AddedToken("<turn>", rstrip=True)])
+    assert Tokenizer(backend, {}, None).max_characters_per_token is None
 
 
 def test_truncation_in_the_file_is_ignored(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,16 +17,25 @@ from typing import Any, Protocol
 import tokenizers
 
 from octavo.engine.chat_template import ChatTemplate, find_template
-from octavo.errors import InvalidRequest, ModelError
+from octavo.errors import InvalidRequest, ModelError, RequestTooLong
 from octavo.json_fields import Fields, read_json
 
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
 MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so more pending tokens are not one
 CONTEXT_TOKENS = 5
+MANY_TOKENS = 1_024  # they take about a millisecond to decode
 MAX_CHARACTER_BYTES = 4
 SPACE_MARK = "\u2581"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 ANY_BYTE_PIECE = "<0x61>"  # "a"; a vocabulary that has one byte has them all
+
+
+# Of the parts of a tokenizer that lose no characters: how many they make one of at most. Unicode
+# composes up to four code points.
+_KEEPING_PARTS = {
+    **{"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1},
+    **{"ByteLevel": 1, "Metaspace": 1, "Digits": 1, "UnicodeScripts": 1, "FixedLength": 1},
+}
 
 
 class Detokenizer(Protocol):
@@ -57,6 +66,11 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        # One more than the largest token id. The model's vocabulary may be larger (padding).
+        self.vocab_size = max(vocabulary.values()) + 1
+        # No text has more characters than this times its tokens; None if there is no such bound.
+        self.max_characters_per_token = _max_characters_per_token(backend, vocabulary)
         decoder = backend.decoder
         self._is_byte_level = isinstance(decoder, tokenizers.decoders.ByteLevel)
         # A byte token's id if the vocabulary falls back to bytes.
@@ -87,11 +101,6 @@ class Tokenizer:
         config = read_json(config_file) if config_file.exists() else Fields("", {})
         return cls(backend, _special_tokens(config), find_template(directory, config))
 
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the largest token id. The model's vocabulary may be larger (padding)."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-
     @property
     def special_tokens(self) -> dict[str, str]:
         """Role (such as "eos_token") -> token."""
@@ -105,16 +114,52 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._special_id("eos_token")
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with the special tokens (such as BOS) that the model expects."""
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        field: str = "prompt",
+        context_len: int | None = None,
+    ) -> list[int]:
+        """Token ids of `text`; with the special tokens (such as BOS) that the model expects.
+
+        Other threads run meanwhile. Raises InvalidRequest about `field` if it is no text, and
+        RequestTooLong if `context_len` is given and the tokens leave no room for another one in it:
+        where the number of characters alone says so, before any work.
+        """
+        if context_len is not None:
+            self.check_length(text, field, context_len)
+        if not isinstance(text, str):
+            raise InvalidRequest(field, f"it is not valid text ({type(text).__name__})")
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeError) as error:  # no text, or lone surrogates in it
-            raise InvalidRequest("prompt", f"it is not valid text ({error})") from error
+            # Equal to `encode`, which would count offsets and keep the GIL.
+            [encoding] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except Exception as error:  # lone surrogates; characters that the vocabulary cannot spell
+            raise InvalidRequest(field, f"it is not valid text ({error})") from error
+        if context_len is not None:
+            check_room(field, len(encoding), context_len)
+        return encoding.ids
+
+    def check_length(self, text: str, field: str, context_len: int) -> None:
+        """Raises RequestTooLong if `text` has more characters than `context_len` tokens can."""
+        per_token = self.max_characters_per_token
+        if per_token is not None and len(text) > (context_len - 1) * per_token:
+            raise RequestTooLong(
+                field,
+                f"{len(text)} characters leave no room for output in a context of {context_len} "
+                f"tokens, each of at most {per_token} characters",
+            )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary have none."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < MANY_TOKENS:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # Other threads run meanwhile; for few tokens it costs more than it saves.
+        [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for by itself; b"" outside the vocabulary."""
@@ -342,6 +387,15 @@ class _WindowDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
+def check_room(field: str, num_tokens: int, context_len: int) -> None:
+    """Raises RequestTooLong if `num_tokens` leave no room for another one."""
+    if num_tokens >= context_len:
+        raise RequestTooLong(
+            field,
+            f"{num_tokens} tokens leave no room for output in a context of {context_len} tokens",
+        )
+
+
 def _special_tokens(config: Fields) -> dict[str, str]:
     """Every "..._token" of tokenizer_config.json; a token is a string or an object."""
     tokens = {}
@@ -358,6 +412,55 @@ def _joins_bytes(decoder: tokenizers.decoders.Decoder | None) -> bool:
         return False
     parts: dict[str, Any] = json.loads(decoder.__getstate__())
     return any(part["type"] == "ByteFallback" for part in parts.get("decoders", [parts]))
+
+
+def _max_characters_per_token(
+    backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]
+) -> int | None:
+    """The longest token's characters, unless some characters may go without a token.
+
+    Those are spaces that a normalizer strips, for instance, and unknown characters that are not
+    spelt in bytes.
+    """
+    parts = [backend.normalizer, backend.pre_tokenizer]
+    shrinkage = [_shrinkage(json.loads(part.__getstate__())) for part in parts if part]
+    if None in shrinkage or not _spells_everything(backend, vocabulary):
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):  # they swallow spaces
+        return None
+    return max(map(len, vocabulary)) * math.prod(filter(None, shrinkage))
+
+
+def _shrinkage(part: dict[str, Any]) -> int | None:
+    """How many characters a normalizer or a pre-tokenizer makes one of, at most; None: any number.
+
+    `part` is its description in tokenizer.json.
+    """
+    kind = part["type"]
+    if kind == "Sequence":
+        inner = [_shrinkage(p) for p in part.get("normalizers") or part.get("pretokenizers") or ()]
+        return None if None in inner else math.prod(filter(None, inner))
+    if kind in ("Split", "Punctuation"):
+        return None if part["behavior"] == "Removed" else 1
+    if kind == "Replace":
+        pattern = part["pattern"].get("String")  # a regular expression may match any length
+        keeps = pattern is not None and 0 < len(pattern) <= len(part["content"])
+        return 1 if keeps else None
+    return _KEEPING_PARTS.get(kind)
+
+
+def _spells_everything(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> bool:
+    """Whether every character becomes a token or more, however rare it is."""
+    model, before = backend.model, backend.pre_tokenizer
+    if not isinstance(model, tokenizers.models.BPE):
+        return False
+    if model.byte_fallback:
+        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    is_byte_level = before is not None and b'"ByteLevel"' in before.__getstate__()
+    if is_byte_level and _BYTE_OF.keys() <= vocabulary.keys():
+        return True
+    return model.unk_token is not None and not model.fuse_unk
 
 
 def _byte_alphabet() -> dict[str, int]:
