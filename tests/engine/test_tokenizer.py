@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 import transformers
-from tokenizers import decoders, models, normalizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 import model_zoo
 from octavo.engine.tokenizer import Detokenizer, Tokenizer
-from octavo.errors import InvalidRequest, ModelError
+from octavo.errors import InvalidRequest, ModelError, RequestTooLong
 
 TEXT = "Grüße aus 東京: 😀, 👩‍🚀 and naïve façades; the quick brown fox. π≈3\n\n\ttab  two spaces"
 
@@ -24,7 +25,7 @@ def byte_level() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def sentence_piece_state() -> dict[str, Any]:
     """As Llama 2's: spaces are marks in front of words, unknown characters are byte tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence(
@@ -45,10 +46,49 @@ def sentence_piece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         ]
     )
     # Byte tokens are ordinary ones in real vocabularies; the trainer knows only special ones.
-    state = json.loads(tokenizer.to_str())
+    state: dict[str, Any] = json.loads(tokenizer.to_str())
     state["added_tokens"] = state["added_tokens"][:3]
+    return state
+
+
+@pytest.fixture(scope="module")
+def sentence_piece(
+    sentence_piece_state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     directory = tmp_path_factory.mktemp("sentence-piece")
-    (directory / "tokenizer.json").write_text(json.dumps(state))
+    (directory / "tokenizer.json").write_text(json.dumps(sentence_piece_state))
+    return Tokenizer.from_directory(directory)
+
+
+def piece_vocabulary(directory: Path, kind: str) -> Tokenizer:
+    """A small vocabulary of pieces whose text depends on what stands before them."""
+    specials = ["<unk>", "<s>", "</s>"]
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    trainer: Any = trainers.BpeTrainer(vocab_size=120, special_tokens=specials, show_progress=False)
+    match kind:
+        case "word pieces":
+            backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+            trainer = trainers.WordPieceTrainer(
+                vocab_size=120, special_tokens=specials, show_progress=False
+            )
+            backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            backend.decoder = decoders.WordPiece(cleanup=True)
+        case "metaspace":
+            backend.pre_tokenizer = pre_tokenizers.Metaspace()
+            backend.decoder = decoders.Metaspace()
+        case "word ends":
+            backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+            trainer = trainers.BpeTrainer(
+                vocab_size=120,
+                special_tokens=specials,
+                end_of_word_suffix="</w>",
+                show_progress=False,
+            )
+            backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            backend.decoder = decoders.BPEDecoder()
+    backend.train_from_iterator([TEXT, "the quick brown fox and the lazy dog don't mind."], trainer)
+    directory.mkdir()
+    backend.save(str(directory / "tokenizer.json"))
     return Tokenizer.from_directory(directory)
 
 
@@ -127,6 +167,97 @@ def test_a_prompt_keeps_the_first_space(sentence_piece: Tokenizer) -> None:
     assert "".join(stream(sentence_piece.detokenizer(prompt), output)) == " brown fox"
 
 
+CHARACTERS = [
+    *(" ", "  ", "the ", "fox", "quick", " brown", "a", ".", ", ", " don't", "\n", "\t", "7"),
+    *("ü", "π", "東", "京", "語", "한", "\u0301", "e\u0301", "\u200d", "ﷺ", "\u00a0", "\u2581"),
+    *(
+        "😀",
+        "👩\u200d🚀",
+        "👨\u200d👩\u200d👧\u200d👦",
+        "🏳\ufe0f\u200d🌈",
+        "🇩🇪",
+        "👍🏽",
+        "\U0001d518",
+        "\U000e0001",
+    ),
+]
+
+
+def differences_at_random_cuts(tokenizer: Tokenizer, num_cuts: int, characters: list[str]) -> int:
+    """How many outputs, streamed after a prompt, are not what the whole text says they are.
+
+    A character that the cut divides is the output's, for there it is completed.
+    """
+    rng = random.Random(1)
+    num_wrong = 0
+    for _ in range(num_cuts):
+        ids = tokenizer.encode("".join(rng.choices(characters, k=rng.randint(1, 12))))
+        cut = rng.randint(0, len(ids))
+        whole = tokenizer.decode(ids)
+        complete = [tokenizer.decode(ids[: max(0, cut - i)]).rstrip("\ufffd") for i in range(4)]
+        expected = whole[max(len(text) for text in complete if whole.startswith(text)) :]
+        pieces = stream(tokenizer.detokenizer(ids[:cut]), ids[cut:])
+        num_wrong += "".join(pieces) != expected
+    return num_wrong
+
+
+def test_text_cut_anywhere_with_byte_fallback(
+    sentence_piece: Tokenizer, sentence_piece_state: dict[str, Any], tmp_path: Path
+) -> None:
+    """Prompts that end in, and outputs that begin with, characters of several byte tokens."""
+    assert differences_at_random_cuts(sentence_piece, 500, CHARACTERS) == 0
+    parts = sentence_piece_state["decoder"]["decoders"]
+    state = sentence_piece_state | {
+        "decoder": {"type": "Sequence", "decoders": parts[:3]},  # Gemma's strips no space
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    assert differences_at_random_cuts(Tokenizer.from_directory(tmp_path), 500, CHARACTERS) == 0
+
+
+def test_text_cut_anywhere_in_bytes(byte_level: Tokenizer) -> None:
+    assert differences_at_random_cuts(byte_level, 500, CHARACTERS) == 0
+
+
+@pytest.mark.parametrize("kind", ["word pieces", "metaspace", "word ends"])
+def test_text_cut_anywhere_in_pieces(tmp_path: Path, kind: str) -> None:
+    tokenizer = piece_vocabulary(tmp_path / "pieces", kind)
+    assert differences_at_random_cuts(tokenizer, 300, CHARACTERS[:12]) == 0
+
+
+def test_special_tokens_at_the_end_of_a_prompt_do_not_hide_it(sentence_piece: Tokenizer) -> None:
+    prompt = [*sentence_piece.encode("the quick"), *[2] * 9, 100_000]
+    output = sentence_piece.encode("brown fox")
+    assert "".join(stream(sentence_piece.detokenizer(prompt), output)) == " brown fox"
+    assert "".join(stream(sentence_piece.detokenizer([2, 2]), output)) == "brown fox"
+
+
+def test_a_prompt_that_ends_inside_a_character(
+    sentence_piece: Tokenizer, byte_level: Tokenizer
+) -> None:
+    """The output has the character if it completes it; U+FFFD has been the prompt's otherwise."""
+    for tokenizer in (sentence_piece, byte_level):
+        ids = tokenizer.encode("the \N{EXTRATERRESTRIAL ALIEN}")
+        word = tokenizer.encode("fox")[-1:]
+        word_text = tokenizer.decode(ids[:1] + word).removeprefix(tokenizer.decode(ids[:1]))
+        for cut in (-1, -2):
+            whole = stream(tokenizer.detokenizer(ids[:cut]), ids[cut:])
+            assert "".join(whole) == "\N{EXTRATERRESTRIAL ALIEN}"
+            broken = stream(tokenizer.detokenizer(ids[:cut]), word)
+            assert "".join(broken) == word_text
+            assert stream(tokenizer.detokenizer(ids[:cut]), []) == [""]
+
+
+def test_a_broken_character_leaves_its_neighbours_whole(sentence_piece: Tokenizer) -> None:
+    """`tokenizers` itself makes every byte of such a run U+FFFD."""
+    ids = sentence_piece.encode("東京😀")
+    assert stream(sentence_piece.detokenizer(), ids[:-1])[-1] == "\ufffd"
+    text = "".join(stream(sentence_piece.detokenizer(), ids[:-1]))
+    assert text == "東京\ufffd"
+    text = "".join(stream(sentence_piece.detokenizer(ids[:2]), ids[2:4] + ids[5:]))
+    assert text == "東\ufffd\ufffd😀"  # 京 without its first byte
+
+
 def test_tokens_by_themselves_keep_their_spaces(sentence_piece: Tokenizer) -> None:
     ids = sentence_piece.encode("the fox \N{EURO SIGN}")
     assert b"".join(map(sentence_piece.token_bytes, ids)).decode() == " the fox \N{EURO SIGN}"
@@ -140,6 +271,97 @@ def test_broken_bytes_are_not_held_back_for_ever(sentence_piece: Tokenizer) -> N
     assert "the" in "".join(
         stream(sentence_piece.detokenizer(), broken + sentence_piece.encode("the"))
     )
+
+
+class RecordingBackend:
+    """A tokenizer of the library that notes which of its methods are called."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self.backend = backend
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls.append(name)
+        return getattr(self.backend, name)
+
+
+def test_encoding_lets_other_threads_run(byte_level: Tokenizer) -> None:
+    """Of the library's methods, `encode` and `decode` keep the GIL; those for batches do not."""
+    backend = tokenizers.Tokenizer.from_file(
+        str(model_zoo.model_directory("gpt2") / "tokenizer.json")
+    )
+    recorder = RecordingBackend(backend)
+    tokenizer = Tokenizer(backend, {}, None)
+    tokenizer._backend = recorder
+    ids = tokenizer.encode(TEXT * 100)
+    assert tokenizer.decode(ids) == TEXT * 100
+    assert recorder.calls == ["encode_batch_fast", "decode_batch"]
+    assert ids == backend.encode(TEXT * 100).ids
+
+
+def test_a_text_that_cannot_fit_is_refused_before_any_work() -> None:
+    backend = tokenizers.Tokenizer.from_file(
+        str(model_zoo.model_directory("gpt2") / "tokenizer.json")
+    )
+    tokenizer = Tokenizer(backend, {}, None)
+    longest = max(map(len, backend.get_vocab()))
+    assert tokenizer.max_characters_per_token == longest
+    tokenizer._backend = recorder = RecordingBackend(backend)
+    message = (
+        rf"messages: {99 * longest + 1} characters leave .* 100 tokens, each of at most {longest}"
+    )
+    with pytest.raises(RequestTooLong, match=message):
+        tokenizer.encode("a" * (99 * longest + 1), field="messages", context_len=100)
+    assert recorder.calls == []
+    with pytest.raises(
+        RequestTooLong, match="prompt: 100 tokens leave no room for output in a con"
+    ):
+        tokenizer.encode("\n" * 100, context_len=100)
+    assert len(tokenizer.encode("\n" * 99, context_len=100)) == 99
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [
+        ({}, 1),
+        ({"normalizer": {"type": "NFC"}}, 4),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}}, 4),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, None),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}}, None),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}}, None),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, None),
+        ({"pre_tokenizer": None}, None),  # then a character that is not in the vocabulary is lost
+    ],
+)
+def test_texts_are_measured_only_where_no_character_is_lost(
+    tmp_path: Path, change: dict[str, Any], factor: int | None
+) -> None:
+    """And the bound holds: no random text has more characters a token."""
+    state = json.loads((model_zoo.model_directory("gpt2") / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state | change))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    bound = tokenizer.max_characters_per_token
+    if factor is None:
+        assert bound is None
+        return
+    assert bound == factor * max(map(len, state["model"]["vocab"]))
+    rng = random.Random(3)
+    for _ in range(200):
+        text = "".join(rng.choices([*CHARACTERS, "e\u0302\u0323"], k=rng.randint(1, 12)))
+        assert len(text) <= bound * len(tokenizer.encode(text))
+
+
+def test_tokens_that_swallow_spaces_leave_no_bound(
+    byte_level: Tokenizer, sentence_piece: Tokenizer, tmp_path: Path
+) -> None:
+    whole_training_text = "▁the▁quick▁brown▁fox▁and▁the▁lazy▁dog"  # no pre-tokenizer cuts it
+    assert sentence_piece.max_characters_per_token == len(whole_training_text)
+    assert piece_vocabulary(tmp_path / "pieces", "word pieces").max_characters_per_token is None
+    backend = tokenizers.Tokenizer.from_file(
+        str(model_zoo.model_directory("gpt2") / "tokenizer.json")
+    )
+    backend.add_tokens([tokenizers.AddedToken("<turn>", rstrip=True)])
+    assert Tokenizer(backend, {}, None).max_characters_per_token is None
 
 
 def test_truncation_in_the_file_is_ignored(tmp_path: Path) -> None:

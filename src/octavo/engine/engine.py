@@ -248,7 +248,7 @@ class Engine:
         self._pinning = {n: r for n, r in self._pinning.items() if self._delivery.knows(r)}
         if name in self.kv.pins or name in self._pinning:
             raise InvalidRequest("name", f"a prefix {shown(name)} is pinned already")
-        token_ids = self._preparer.whole_blocks(prompt, self.kv.block_size)
+        token_ids = self._preparer.whole_blocks(prompt, self.max_model_len, self.kv.block_size)
         method = PinPrefix(name, len(token_ids))
         request = Request(
             self._name(None), token_ids, method, SamplingSpec(), cache_salt=cache_salt

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from octavo.core.decoding import BeamSearch, DecodingMethod, EarlyStopping, Sampling
 from octavo.core.step import SamplingSpec
-from octavo.engine.tokenizer import Tokenizer
-from octavo.errors import InvalidRequest, RequestTooLong, shown
+from octavo.engine.tokenizer import Tokenizer, check_room
+from octavo.errors import InvalidRequest, shown
 from octavo.model_config import ModelConfig
 from octavo.sampling_params import (
     INT64_MAX,
@@ -112,14 +112,8 @@ class RequestPreparer:
         priority = integer_in("priority", priority, -INT64_MAX - 1)
         check_cache_salt(cache_salt)
         params.check_against(self._vocab_size, self._max_logprobs)
-        token_ids = self.tokenize(prompt)
+        token_ids = self.tokenize(prompt, max_model_len)
         num_left = max_model_len - len(token_ids)
-        if num_left < 1:
-            raise RequestTooLong(
-                "prompt",
-                f"{len(token_ids)} tokens leave no room for output in a context of "
-                f"{max_model_len} tokens",
-            )
         max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
         n, seed, beam = 1, 0, None
         if isinstance(params, BeamSearchParams):
@@ -150,38 +144,40 @@ class RequestPreparer:
             cache_salt,
         )
 
-    def whole_blocks(self, prefix: Prompt, block_size: int) -> list[int]:
+    def whole_blocks(self, prefix: Prompt, max_model_len: int, block_size: int) -> list[int]:
         """The token ids of a prefix to pin: only whole blocks can be found by prefix.
 
-        Raises InvalidRequest if it is shorter than a block.
+        Raises InvalidRequest if it is shorter than a block, RequestTooLong if it leaves no room.
         """
-        token_ids = self.tokenize(prefix)
+        token_ids = self.tokenize(prefix, max_model_len, "prefix")
         del token_ids[len(token_ids) // block_size * block_size :]
         if not token_ids:
             raise InvalidRequest("prefix", f"it is shorter than one block of {block_size} tokens")
         return token_ids
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """A new list of token ids, at least one, all in the vocabulary."""
+    def tokenize(self, prompt: Prompt, max_model_len: int, field: str = "prompt") -> list[int]:
+        """A new list of token ids, at least one, all in the vocabulary, with room for another.
+
+        Raises InvalidRequest or RequestTooLong about `field`.
+        """
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise InvalidRequest("prompt", "the model has no tokenizer; give token ids")
-            token_ids = self._tokenizer.encode(prompt)
+                raise InvalidRequest(field, "the model has no tokenizer; give token ids")
+            token_ids = self._tokenizer.encode(prompt, field=field, context_len=max_model_len)
         elif isinstance(prompt, list | tuple):
+            check_room(field, len(prompt), max_model_len)
             token_ids = list(prompt)
         else:
-            raise InvalidRequest(
-                "prompt", f"{shown(prompt)} is neither text nor a list of token ids"
-            )
+            raise InvalidRequest(field, f"{shown(prompt)} is neither text nor a list of token ids")
         if not token_ids:
-            raise InvalidRequest("prompt", "it is empty")
-        for token_id in token_ids:
-            if type(token_id) is not int:
-                raise InvalidRequest("prompt", f"{shown(token_id)} is not a token id")
+            raise InvalidRequest(field, "it is empty")
+        if set(map(type, token_ids)) != {int}:
+            wrong = next(each for each in token_ids if type(each) is not int)
+            raise InvalidRequest(field, f"{shown(wrong)} is not a token id")
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
             raise InvalidRequest(
-                "prompt", f"token id {shown(worst)} is outside the vocabulary of {self._vocab_size}"
+                field, f"token id {shown(worst)} is outside the vocabulary of {self._vocab_size}"
             )
         return token_ids
 

@@ -6,23 +6,36 @@ Uses the `tokenizers` library alone. An engine that is given token ids needs no 
 from __future__ import annotations
 
 import codecs
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
 from octavo.engine.chat_template import ChatTemplate, find_template
-from octavo.errors import InvalidRequest, ModelError
+from octavo.errors import InvalidRequest, ModelError, RequestTooLong
 from octavo.json_fields import Fields, read_json
 
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
 MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so more pending tokens are not one
 CONTEXT_TOKENS = 5
+MANY_TOKENS = 1_024  # they take about a millisecond to decode
+MAX_CHARACTER_BYTES = 4
 SPACE_MARK = "\u2581"
-BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+ANY_BYTE_PIECE = "<0x61>"  # "a"; a vocabulary that has one byte has them all
+
+
+# Of the parts of a tokenizer that lose no characters: how many they make one of at most. Unicode
+# composes up to four code points.
+_KEEPING_PARTS = {
+    **{"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1},
+    **{"ByteLevel": 1, "Metaspace": 1, "Digits": 1, "UnicodeScripts": 1, "FixedLength": 1},
+}
 
 
 class Detokenizer(Protocol):
@@ -53,9 +66,19 @@ class Tokenizer:
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        # One more than the largest token id. The model's vocabulary may be larger (padding).
+        self.vocab_size = max(vocabulary.values()) + 1
+        # No text has more characters than this times its tokens; None if there is no such bound.
+        self.max_characters_per_token = _max_characters_per_token(backend, vocabulary)
         decoder = backend.decoder
         self._is_byte_level = isinstance(decoder, tokenizers.decoders.ByteLevel)
-        self._token_bytes: dict[int, bytes] = {}  # filled as tokens appear
+        # A byte token's id if the vocabulary falls back to bytes.
+        self._any_byte = backend.token_to_id(ANY_BYTE_PIECE) if _joins_bytes(decoder) else None
+        # Filled as tokens appear.
+        self._token_bytes: dict[int, bytes] = {}
+        self._fallback_bytes: dict[int, bytes | None] = {}
+        self._piece_texts: dict[int, str] = {}
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
@@ -78,11 +101,6 @@ class Tokenizer:
         config = read_json(config_file) if config_file.exists() else Fields("", {})
         return cls(backend, _special_tokens(config), find_template(directory, config))
 
-    @cached_property
-    def vocab_size(self) -> int:
-        """One more than the largest token id. The model's vocabulary may be larger (padding)."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-
     @property
     def special_tokens(self) -> dict[str, str]:
         """Role (such as "eos_token") -> token."""
@@ -96,16 +114,52 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._special_id("eos_token")
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with the special tokens (such as BOS) that the model expects."""
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        field: str = "prompt",
+        context_len: int | None = None,
+    ) -> list[int]:
+        """Token ids of `text`; with the special tokens (such as BOS) that the model expects.
+
+        Other threads run meanwhile. Raises InvalidRequest about `field` if it is no text, and
+        RequestTooLong if `context_len` is given and the tokens leave no room for another one in it:
+        where the number of characters alone says so, before any work.
+        """
+        if context_len is not None:
+            self.check_length(text, field, context_len)
+        if not isinstance(text, str):
+            raise InvalidRequest(field, f"it is not valid text ({type(text).__name__})")
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeError) as error:  # no text, or lone surrogates in it
-            raise InvalidRequest("prompt", f"it is not valid text ({error})") from error
+            # Equal to `encode`, which would count offsets and keep the GIL.
+            [encoding] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except Exception as error:  # lone surrogates; characters that the vocabulary cannot spell
+            raise InvalidRequest(field, f"it is not valid text ({error})") from error
+        if context_len is not None:
+            check_room(field, len(encoding), context_len)
+        return encoding.ids
+
+    def check_length(self, text: str, field: str, context_len: int) -> None:
+        """Raises RequestTooLong if `text` has more characters than `context_len` tokens can."""
+        per_token = self.max_characters_per_token
+        if per_token is not None and len(text) > (context_len - 1) * per_token:
+            raise RequestTooLong(
+                field,
+                f"{len(text)} characters leave no room for output in a context of {context_len} "
+                f"tokens, each of at most {per_token} characters",
+            )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary have none."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) < MANY_TOKENS:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # Other threads run meanwhile; for few tokens it costs more than it saves.
+        [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for by itself; b"" outside the vocabulary."""
@@ -132,8 +186,46 @@ class Tokenizer:
         """
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if self._is_byte_level:
-            return _ByteDetokenizer(self, skipped)
+            return _ByteDetokenizer(self, skipped, prompt_ids)
+        if self._any_byte is not None:
+            return _FallbackDetokenizer(self, skipped, prompt_ids)
         return _WindowDetokenizer(self, skipped, prompt_ids)
+
+    def last_tokens(
+        self, token_ids: Sequence[int], count: int, skipped: frozenset[int]
+    ) -> list[int]:
+        """The last `count` tokens that have text, without the `skipped` ones."""
+        has_text = (i for i in reversed(token_ids) if i not in skipped and self.has_piece(i))
+        return list(islice(has_text, count))[::-1]
+
+    def has_piece(self, token_id: int) -> bool:
+        """Whether the vocabulary has such a token; a model's may have more (padding)."""
+        return self._backend.id_to_token(token_id) is not None
+
+    def fallback_byte(self, token_id: int) -> bytes | None:
+        """The byte of a byte token that is a part of a character; None for all other tokens."""
+        try:
+            return self._fallback_bytes[token_id]
+        except KeyError:
+            byte = BYTE_PIECE.fullmatch(self._backend.id_to_token(token_id) or "")
+            known = bytes.fromhex(byte[1]) if byte is not None else None
+            known = known if known is not None and known >= b"\x80" else None
+            self._fallback_bytes[token_id] = known
+            return known
+
+    def piece_text(self, token_id: int, is_first: bool) -> str:
+        """The text of a whole piece, in a vocabulary that falls back to bytes.
+
+        Spaces are marks in front of words, and the first token of a text loses its mark.
+        """
+        if is_first:
+            return self.decode([token_id], skip_special_tokens=False)
+        known = self._piece_texts.get(token_id)
+        if known is None:
+            assert self._any_byte is not None
+            known = self.decode([self._any_byte, token_id], skip_special_tokens=False)[1:]
+            self._piece_texts[token_id] = known
+        return known
 
     @property
     def has_chat_template(self) -> bool:
@@ -172,31 +264,60 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
-class _ByteDetokenizer:
-    """Holds the bytes of an incomplete character: each token of the vocabulary is some bytes."""
+class _Utf8:
+    """Joins bytes to characters, and holds the last one while it is incomplete."""
 
-    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(self, prompt_bytes: bytes) -> None:
+        """`prompt_bytes`: how the prompt ends, which may be in the middle of a character."""
+        _, used = codecs.utf_8_decode(prompt_bytes, "replace", False)
+        self._held = prompt_bytes[used:]
+        self._is_shown = bool(self._held)  # as a U+FFFD at the end of the prompt's text
+
+    def add(self, data: bytes) -> str:
+        """The characters that `data` completes."""
+        data = self._held + data
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return self._without_shown(text)
+
+    def finish(self) -> str:
+        """What is held back, as U+FFFD; "" if nothing is."""
+        text, self._held = self._held.decode(errors="replace"), b""
+        return self._without_shown(text)
+
+    def _without_shown(self, text: str) -> str:
+        """A character that the prompt began is the output's if the output completes it."""
+        if text and self._is_shown:
+            self._is_shown = False
+            return text.removeprefix(REPLACEMENT)
+        return text
+
+
+class _ByteDetokenizer:
+    """For vocabularies of byte strings, as GPT-2's: a token's bytes are always the same."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        self._pending = b""
+        ending = tokenizer.last_tokens(prompt_ids, MAX_CHARACTER_BYTES, skipped)
+        self._utf8 = _Utf8(b"".join(map(tokenizer.token_bytes, ending)))
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        data = self._pending + self._tokenizer.token_bytes(token_id)
-        text, used = codecs.utf_8_decode(data, "replace", False)
-        self._pending = data[used:]
-        return text
+        return self._utf8.add(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
-        text, self._pending = self._pending.decode(errors="replace"), b""
-        return text
+        return self._utf8.finish()
 
 
-class _WindowDetokenizer:
-    """Holds the few last tokens: those already shown, as context, and those held back.
+class _FallbackDetokenizer:
+    """For vocabularies of pieces of text, with byte tokens for what no piece spells, as Llama 2's.
 
-    Decoding a window instead of everything keeps the cost of a token constant.
+    `tokenizers` decodes neighbouring byte tokens as one: a byte that is missing makes all of them
+    U+FFFD. Here each character's bytes are decoded by themselves, as soon as all have come.
     """
 
     def __init__(
@@ -204,13 +325,45 @@ class _WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        context = [i for i in prompt_ids[-CONTEXT_TOKENS:] if i not in skipped]
-        self._set_context(tuple(context))
+        ending = tokenizer.last_tokens(prompt_ids, MAX_CHARACTER_BYTES, skipped)
+        self._is_first = not ending
+        prompt_bytes = [tokenizer.fallback_byte(token_id) or b" " for token_id in ending]
+        self._utf8 = _Utf8(b"".join(prompt_bytes))
 
     def add(self, token_id: int) -> str:
-        if token_id in self._skipped:
+        if token_id in self._skipped or not self._tokenizer.has_piece(token_id):
             return ""
-        self._pending += (token_id,)
+        is_first, self._is_first = self._is_first, False
+        byte = self._tokenizer.fallback_byte(token_id)
+        if byte is not None:
+            return self._utf8.add(byte)
+        return self._utf8.finish() + self._tokenizer.piece_text(token_id, is_first)
+
+    def finish(self) -> str:
+        return self._utf8.finish()
+
+
+class _WindowDetokenizer:
+    """For all other vocabularies, such as WordPiece's: neighbours may change a token's text.
+
+    Holds the few last tokens: those already shown, as context, and those held back. Decoding a
+    window instead of everything keeps the cost of a token constant.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        context = tokenizer.last_tokens(prompt_ids, CONTEXT_TOKENS, skipped)
+        while len(context) > 1 and self._decode(context).startswith(REPLACEMENT):
+            del context[0]  # it begins inside a character
+        self._set_context(context)
+
+    def add(self, token_id: int) -> str:
+        if token_id in self._skipped or not self._tokenizer.has_piece(token_id):
+            return ""
+        self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         is_open = text.endswith(REPLACEMENT) or len(text) <= len(self._context_text)
         if is_open and len(self._pending) < MAX_HELD_TOKENS:
@@ -225,13 +378,22 @@ class _WindowDetokenizer:
         self._set_context(self._pending)
         return shown
 
-    def _set_context(self, token_ids: tuple[int, ...]) -> None:
+    def _set_context(self, token_ids: list[int]) -> None:
         self._context = token_ids
-        self._pending: tuple[int, ...] = ()
+        self._pending: list[int] = []
         self._context_text = self._decode(token_ids)
 
-    def _decode(self, token_ids: tuple[int, ...]) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def check_room(field: str, num_tokens: int, context_len: int) -> None:
+    """Raises RequestTooLong if `num_tokens` leave no room for another one."""
+    if num_tokens >= context_len:
+        raise RequestTooLong(
+            field,
+            f"{num_tokens} tokens leave no room for output in a context of {context_len} tokens",
+        )
 
 
 def _special_tokens(config: Fields) -> dict[str, str]:
@@ -242,6 +404,63 @@ def _special_tokens(config: Fields) -> dict[str, str]:
         if role.endswith("_token") and isinstance(content, str):
             tokens[role] = content
     return tokens
+
+
+def _joins_bytes(decoder: tokenizers.decoders.Decoder | None) -> bool:
+    """Whether a decoder makes characters of byte tokens."""
+    if decoder is None:
+        return False
+    parts: dict[str, Any] = json.loads(decoder.__getstate__())
+    return any(part["type"] == "ByteFallback" for part in parts.get("decoders", [parts]))
+
+
+def _max_characters_per_token(
+    backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]
+) -> int | None:
+    """The longest token's characters, unless some characters may go without a token.
+
+    Those are spaces that a normalizer strips, for instance, and unknown characters that are not
+    spelt in bytes.
+    """
+    parts = [backend.normalizer, backend.pre_tokenizer]
+    shrinkage = [_shrinkage(json.loads(part.__getstate__())) for part in parts if part]
+    if None in shrinkage or not _spells_everything(backend, vocabulary):
+        return None
+    added = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):  # they swallow spaces
+        return None
+    return max(map(len, vocabulary)) * math.prod(filter(None, shrinkage))
+
+
+def _shrinkage(part: dict[str, Any]) -> int | None:
+    """How many characters a normalizer or a pre-tokenizer makes one of, at most; None: any number.
+
+    `part` is its description in tokenizer.json.
+    """
+    kind = part["type"]
+    if kind == "Sequence":
+        inner = [_shrinkage(p) for p in part.get("normalizers") or part.get("pretokenizers") or ()]
+        return None if None in inner else math.prod(filter(None, inner))
+    if kind in ("Split", "Punctuation"):
+        return None if part["behavior"] == "Removed" else 1
+    if kind == "Replace":
+        pattern = part["pattern"].get("String")  # a regular expression may match any length
+        keeps = pattern is not None and 0 < len(pattern) <= len(part["content"])
+        return 1 if keeps else None
+    return _KEEPING_PARTS.get(kind)
+
+
+def _spells_everything(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> bool:
+    """Whether every character becomes a token or more, however rare it is."""
+    model, before = backend.model, backend.pre_tokenizer
+    if not isinstance(model, tokenizers.models.BPE):
+        return False
+    if model.byte_fallback:
+        return all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    is_byte_level = before is not None and b'"ByteLevel"' in before.__getstate__()
+    if is_byte_level and _BYTE_OF.keys() <= vocabulary.keys():
+        return True
+    return model.unk_token is not None and not model.fuse_unk
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -25,6 +25,7 @@ from octavo.server.messages import EngineInfo
 from octavo.server.process import COMMAND
 from octavo.server.stream import RequestStream, StreamEvent
 from octavo.server.supervisor import Supervision, Supervisor
+from octavo.server.text_work import TextWork
 
 __all__ = [
     "EngineClient",
@@ -36,8 +37,6 @@ __all__ = [
     "Supervision",
 ]
 
-# Characters. Tokenizing more takes milliseconds, in which the event loop would stand still.
-LONG_TEXT = 8_192
 MAX_RETRY_SECONDS = 60.0
 
 
@@ -80,6 +79,7 @@ class EngineClient:
         self.tokenizer: Tokenizer | None = None
         if (directory / "tokenizer.json").exists():
             self.tokenizer = Tokenizer.from_directory(directory)
+        self.text_work = TextWork()
         self._supervision = supervision or Supervision()
         self._journal = Journal()
         self._delivery = Delivery(listeners)
@@ -108,6 +108,7 @@ class EngineClient:
         for stream in list(self._delivery.streams.values()):
             stream.abort()
         await self._supervisor.close()
+        self.text_work.close()
         for subscription in self._delivery.subscriptions:
             subscription.close()
 
@@ -173,6 +174,24 @@ class EngineClient:
             self._delivery.notify("request_refused", error)
             raise
 
+    async def encode(
+        self,
+        texts: Sequence[str],
+        field: str,
+        add_special_tokens: bool = True,
+        any_length: bool = False,
+    ) -> list[list[int]]:
+        """Token ids of each text; long ones, or many, do not hold up the other requests.
+
+        Raises InvalidRequest about `field`, or `field[i]` where there are several texts, and
+        RequestTooLong unless `any_length` is allowed.
+        """
+        try:
+            return await self._encode(texts, field, add_special_tokens, any_length)
+        except RequestTooLong as error:
+            self._delivery.notify("request_refused", error)
+            raise
+
     # ---------------------------------------------------------------- pinned prefixes
 
     async def pin_prefix(
@@ -185,13 +204,9 @@ class EngineClient:
         self._check_open()
         if not self.info.enable_prefix_caching:
             raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
-        token_ids = await self._tokenize(prompt)
-        token_ids = self._preparer.whole_blocks(token_ids, self.info.block_size)
-        if len(token_ids) >= self.info.max_model_len:
-            raise RequestTooLong(
-                "prefix",
-                f"{len(token_ids)} tokens leave no room in a context of {self.info.max_model_len}",
-            )
+        token_ids = await self._tokenize(prompt, "prefix")
+        info = self.info
+        token_ids = self._preparer.whole_blocks(token_ids, info.max_model_len, info.block_size)
         if name is None:
             name = f"prefix-{uuid.uuid4().hex[:8]}"
         if name in self._journal.pins:
@@ -269,7 +284,7 @@ class EngineClient:
     ) -> RequestStream:
         self._check_open()
         self._check_room()
-        token_ids = await self._tokenize(prompt)
+        token_ids = await self._tokenize(prompt, "prompt")
         self._check_open()  # tokenizing may have taken a while
         # The engine may hold less than the model could use.
         max_model_len = self.info.max_model_len
@@ -297,10 +312,37 @@ class EngineClient:
             raise
         return stream
 
-    async def _tokenize(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
-            return await asyncio.to_thread(self._preparer.tokenize, prompt)
-        return self._preparer.tokenize(prompt)
+    async def _encode(
+        self,
+        texts: Sequence[str],
+        field: str,
+        add_special_tokens: bool = True,
+        any_length: bool = False,
+    ) -> list[list[int]]:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest(field, "the model has no tokenizer; give token ids")
+        context_len = None if any_length else self.info.max_model_len
+        names = [field] if len(texts) == 1 else [f"{field}[{i}]" for i in range(len(texts))]
+        named = list(zip(texts, names, strict=True))
+        if context_len is not None:
+            for text, name in named:  # what cannot fit waits for no thread
+                tokenizer.check_length(text, name, context_len)
+
+        def encode_all() -> list[list[int]]:
+            return [
+                tokenizer.encode(text, add_special_tokens, field=name, context_len=context_len)
+                for text, name in named
+            ]
+
+        return await self.text_work.run(sum(map(len, texts)), encode_all)
+
+    async def _tokenize(self, prompt: Prompt, field: str) -> Prompt:
+        """Text as token ids; what is no text is checked later."""
+        if not isinstance(prompt, str):
+            return prompt
+        [token_ids] = await self._encode([prompt], field)
+        return token_ids
 
     def _check_open(self) -> None:
         state = self._supervisor.state

@@ -66,7 +66,7 @@ async def _prompts(context: Context, body: CompletionBody) -> list[list[int]]:
     if kind is not str:
         return cast("list[list[int]]", many)
     add_special = body.add_special_tokens is not False
-    return await context.tokenize_all(cast("list[str]", many), "prompt", add_special)
+    return await context.client.encode(cast("list[str]", many), "prompt", add_special)
 
 
 def _as_list(prompt: Prompt) -> list[str | list[int]]:

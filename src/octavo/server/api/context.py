@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +15,7 @@ from octavo.server.api.bodies import B, read_body
 from octavo.server.api.errors import ApiError
 from octavo.server.api.keys import Tenant
 from octavo.server.api.token_texts import TokenTexts
-from octavo.server.client import LONG_TEXT, EngineClient
+from octavo.server.client import EngineClient
 from octavo.server.settings import ServerSettings
 
 encode = msgspec.json.Encoder().encode
@@ -56,23 +54,6 @@ class Context:
         if tokenizer is None:
             raise InvalidRequest(param, "the model has no tokenizer; give token ids")
         return tokenizer
-
-    async def tokenize(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
-        [token_ids] = await self.tokenize_all([text], param, add_special_tokens)
-        return token_ids
-
-    async def tokenize_all(
-        self, texts: Sequence[str], param: str, add_special_tokens: bool
-    ) -> list[list[int]]:
-        """Token ids of each text; long ones, or many, do not hold up the other requests."""
-        encode_text = self.tokenizer(param).encode
-
-        def encode_all() -> list[list[int]]:
-            return [encode_text(text, add_special_tokens) for text in texts]
-
-        if sum(map(len, texts)) < LONG_TEXT:
-            return encode_all()
-        return await asyncio.to_thread(encode_all)
 
 
 def context_of(request: Request) -> Context:

@@ -15,6 +15,7 @@ from octavo.server.api.requests import ChatMessage
 RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
 # Stands for where the last message ends; templates may trim white space around it.
 END_MARK = "\ue0ff"
+MESSAGE_SIZE = 32  # a template takes as long for a message as tokenizing takes for so many letters
 
 
 async def conversation_prompt(
@@ -26,10 +27,12 @@ async def conversation_prompt(
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
     add_special_tokens: bool = False,
+    any_length: bool = False,
 ) -> list[int]:
     """Token ids of a conversation that the assistant is to continue.
 
-    Raises InvalidRequest or ApiError, which name the field.
+    `any_length`: also if they leave no room for an answer. Raises InvalidRequest or ApiError, which
+    name the field.
     """
     reserved = sorted(RESERVED.intersection(variables or ()))
     if reserved:
@@ -41,14 +44,18 @@ async def conversation_prompt(
         plain[-1]["content"] += END_MARK
     render = _renderer(context, template)
     begins_answer = not continue_final_message and add_generation_prompt is not False
-    text = render(plain, begins_answer, variables or {})
+    size = sum(MESSAGE_SIZE + len(message["content"]) for message in plain)
+    text = await context.client.text_work.run(
+        size, lambda: render(plain, begins_answer, variables or {})
+    )
     if continue_final_message:
         text, mark, _ = text.rpartition(END_MARK)
         if not mark:
             raise refused(
                 "continue_final_message", "the chat template does not show the last message"
             )
-    return await context.tokenize(text, "messages", add_special_tokens)
+    [token_ids] = await context.client.encode([text], "messages", add_special_tokens, any_length)
+    return token_ids
 
 
 def _renderer(context: Context, template: str | None) -> Any:

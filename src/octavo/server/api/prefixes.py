@@ -35,7 +35,7 @@ async def pin_prefix(request: Request) -> Response:
     token_ids = body.prefix
     if isinstance(token_ids, str):
         add_special = body.add_special_tokens is not False
-        token_ids = await context.tokenize(token_ids, "prefix", add_special)
+        [token_ids] = await context.client.encode([token_ids], "prefix", add_special)
     if not token_ids:
         raise refused("prefix", "it is empty")
     try:

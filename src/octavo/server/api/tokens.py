@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request, Response
 
 from octavo.errors import InvalidRequest
@@ -13,7 +11,6 @@ from octavo.server.api.errors import refused
 from octavo.server.api.replies import Text, TokenizerInfo, Tokens
 from octavo.server.api.requests import DetokenizeBody, TokenizeBody
 from octavo.server.api.schema import documented
-from octavo.server.client import LONG_TEXT
 
 router = APIRouter(tags=["Tokens"])
 
@@ -27,7 +24,9 @@ async def tokenize(request: Request) -> Response:
     token_ids = await _token_ids(context, body)
     tokens = Tokens(token_ids, len(token_ids), context.client.info.max_model_len)
     if body.return_token_strs:
-        tokens.token_strs = [context.texts.text(token_id) for token_id in token_ids]
+        tokens.token_strs = await context.client.text_work.run(
+            len(token_ids), lambda: [context.texts.text(token_id) for token_id in token_ids]
+        )
     return reply(tokens)
 
 
@@ -38,7 +37,9 @@ async def _token_ids(context: Context, body: TokenizeBody) -> list[int]:
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name) is not None:
                 raise refused(name, "it needs messages")
-        return await context.tokenize(body.prompt, "prompt", body.add_special_tokens is not False)
+        add_special = body.add_special_tokens is not False
+        [ids] = await context.client.encode([body.prompt], "prompt", add_special, any_length=True)
+        return ids
     if not body.messages:
         raise refused("messages", "there are none")
     return await conversation_prompt(
@@ -48,6 +49,7 @@ async def _token_ids(context: Context, body: TokenizeBody) -> list[int]:
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
         add_special_tokens=bool(body.add_special_tokens),
+        any_length=True,
     )
 
 
@@ -65,9 +67,10 @@ async def detokenize(request: Request) -> Response:
                 "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
             )
     skip = bool(body.skip_special_tokens)
-    if len(body.tokens) < LONG_TEXT:
-        return reply(Text(tokenizer.decode(body.tokens, skip)))
-    return reply(Text(await asyncio.to_thread(tokenizer.decode, body.tokens, skip)))
+    text = await context.client.text_work.run(
+        len(body.tokens), lambda: tokenizer.decode(body.tokens, skip)
+    )
+    return reply(Text(text))
 
 
 @router.get("/tokenizer_info", **documented(None, TokenizerInfo))
