@@ -548,6 +548,21 @@ def test_models_health_version_and_description(server: LiveServer, client: opena
     assert "<script>" in server.get("/docs").text
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/pool", "/docs", "/health", "/version", "/metrics", "/openapi.json", "/v1/models"]
+    + ["/v1/models/demo", "/v1/prefixes", "/tokenizer_info", "/debug/kv", "/dashboard/feed"],
+)
+def test_head_asks_what_get_does(server: LiveServer, path: str) -> None:
+    reply = httpx.head(f"{server.url}{path}", timeout=TIMEOUT)
+    assert (reply.status_code, reply.content) == (200, b"")
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/v1/completions", 405)])
+def test_head_asks_for_nothing_else(server: LiveServer, path: str, status: int) -> None:
+    assert httpx.head(f"{server.url}{path}", timeout=TIMEOUT).status_code == status
+
+
 def test_a_stream_outlives_the_engine_process(server: LiveServer) -> None:
     body = {"prompt": STORY, "max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "seed": 3}
     whole = server.post("/v1/completions", body).json()["choices"][0]["text"]

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import Message
 
-from octavo.errors import ConfigError, InvalidRequest
+from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
 from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.server.api import bodies
 from octavo.server.api.bodies import decode_body, read_body
 from octavo.server.api.context import Context
+from octavo.server.api.conversations import conversation_prompt
 from octavo.server.api.errors import ApiError, ClientGone
 from octavo.server.api.keys import ApiKeys, Tenant, read_key_file
 from octavo.server.api.params import chat_params, check_streaming, completion_params
-from octavo.server.api.requests import ChatBody, CompletionBody
+from octavo.server.api.requests import MESSAGE_REFUSALS, ChatBody, ChatMessage, CompletionBody
 from octavo.server.api.token_texts import TokenTexts
 from octavo.server.client import EngineClient
 from octavo.server.settings import Listening, ServerSettings
@@ -43,7 +48,8 @@ def chat(**fields: Any) -> ChatBody:
         ({"zzz": 1}, "zzz", "there is no such field"),
         ({"max_tokens": "5"}, "max_tokens", "expected `int | null`, got `str`"),
         ({"temperature": True}, "temperature", "expected `float | null`, got `bool`"),
-        ({"prompt": None}, "prompt", "expected"),
+        ({"prompt": None}, "prompt", "it is missing"),
+        ({"prompt": [None]}, "prompt[0]", "expected"),
         ({"prompt": [1.5]}, "prompt[0]", "expected"),
         ({"stop": [1]}, "stop[0]", "expected `str`"),
         ({"priority": 1 << 64}, "priority", "expected `int` <= 9223372036854775807"),
@@ -71,13 +77,10 @@ def test_a_bad_completion_is_refused_by_name(
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "contnt": "hi"}]}, "messages[0].contnt"),
-        ({"messages": [*HI, {"role": "tool", "tool_call_id": "1"}]}, "messages[1].tool_call_id"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
-            "messages[0].content[0].type",
-        ),
+        ({"messages": [5]}, "messages[0]"),
+        ({"messages": [{"role": 5}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [None]}]}, "messages[0].content[0]"),
+        ({"stream_options": [True]}, "stream_options"),
     ],
 )
 def test_a_bad_chat_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -86,16 +89,149 @@ def test_a_bad_chat_is_refused_by_name(fields: dict[str, Any], param: str) -> No
     assert caught.value.reply.error.param == param
 
 
+class Echoing:
+    """A tokenizer whose template shows the messages as JSON, and whose tokens are characters."""
+
+    special_tokens: Mapping[str, str] = {}
+
+    def __init__(self) -> None:
+        self.threads: set[threading.Thread] = set()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(map(ord, text))
+
+    def render_chat(self, messages: list[dict[str, Any]], begins: bool) -> str:
+        self.threads.add(threading.current_thread())
+        return json.dumps(messages)
+
+
+def echoing_context(tokenizer: Echoing, max_model_len: int = 100) -> Context:
+    client = SimpleNamespace(tokenizer=tokenizer, info=SimpleNamespace(max_model_len=max_model_len))
+    return Context(cast("EngineClient", client), ServerSettings(("m",)), TokenTexts(None))
+
+
+def rendered(*messages: Any) -> Any:
+    """What a chat template sees of these messages, sent as a body."""
+    body = chat(messages=messages)
+    token_ids = run(conversation_prompt(echoing_context(Echoing()), body.messages))
+    return json.loads("".join(map(chr, token_ids)))
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "words"),
+    [
+        ({"content": "hi"}, "role", "it is missing"),
+        ({"role": None, "content": "hi"}, "role", "it is missing"),
+        ({"role": "", "content": "hi"}, "role", "1 to 64 characters"),
+        ({"role": "user"}, "content", "it is missing"),
+        ({"role": "user", "content": None}, "content", "it is missing"),
+        ({"role": "user", "content": [{"text": "a"}]}, "content[0].type", "it is missing"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content[0].text", "it is missing"),
+        *[
+            (
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind}]},
+                "content[1].type",
+                f"'{kind}' is not supported",
+            )
+            for kind in ("image_url", "input_audio", "file", "video_url", "x")
+        ],
+        ({"role": "tool", "content": "a", "tool_call_id": "1"}, "tool_call_id", "tool calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls", "tool calls"),
+    ],
+)
+def test_a_bad_message_is_refused_by_name(message: Any, param: str, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        rendered(*HI, message)
+    detail = caught.value.reply.error
+    assert (caught.value.status, detail.param) == (400, f"messages[1].{param}")
+    assert words in detail.message
+
+
+def test_the_messages_of_other_servers_can_be_sent_back() -> None:
+    others = {
+        "tool_calls": None,
+        "function_call": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "id": "chatcmpl-1",
+        "reasoning_content": "hm",
+        "thinking_blocks": [{"type": "thinking", "thinking": "hm"}],
+        "provider_specific_fields": {"refusal": None},
+        "cache_control": {"type": "ephemeral"},
+    }
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    assert rendered(
+        {"role": "user", "content": [part, part], "name": None},
+        {"role": "assistant", "content": "hi"} | others,
+        {"role": "assistant", "content": None, "reasoning_content": "hm"},
+    ) == [
+        {"role": "user", "content": "aa"},
+        {"role": "assistant", "content": "hi"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+def test_a_conversation_has_at_most_as_many_messages_as_the_context_has_tokens() -> None:
+    tokenizer = Echoing()
+    messages = chat(messages=HI * 101).messages
+    with pytest.raises(RequestTooLong, match="messages: 101 messages do not fit"):
+        run(conversation_prompt(echoing_context(tokenizer), messages))
+    assert not tokenizer.threads, "it is refused before it is rendered"
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_long"),
+    [
+        (HI * 10, False),
+        (HI * 1000, True),
+        ([{"role": "user", "content": "a" * 10_000}], True),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}] * 200}], True),
+    ],
+)
+def test_long_conversations_are_rendered_in_a_thread(messages: list[Any], is_long: bool) -> None:
+    tokenizer = Echoing()
+    body = chat(messages=messages)
+    run(conversation_prompt(echoing_context(tokenizer, 1000), body.messages))
+    assert (tokenizer.threads == {threading.current_thread()}) is not is_long
+
+
+def test_every_refused_field_of_a_message_is_seen() -> None:
+    unread = {
+        name for name in ChatMessage.__struct_fields__ if getattr(ChatMessage(), name) is UNSET
+    }
+    assert unread == set(MESSAGE_REFUSALS)
+
+
 def test_fields_that_ask_for_nothing_are_let_pass() -> None:
     body = chat(
         tools=None,
         tool_choice="none",
         response_format={"type": "text"},
         parallel_tool_calls=True,
-        messages=[{"role": "assistant", "content": "hi", "tool_calls": None, "refusal": None}],
         top_p=0.5,
     )
-    assert (body.top_p, body.messages[0].content) == (0.5, "hi")
+    assert body.top_p == 0.5
+    with pytest.raises(ApiError, match="best_of"):
+        completion(best_of=True)  # which Python takes for 1
+
+
+def test_unknown_fields_cost_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every value is decoded once, by its own type, whatever else there is in the body."""
+    decoded = []
+    monkeypatch.setattr(bodies, "_whole_numbers", decoded.append)
+    messages = [{"role": "user", "content": "hi", "zzz": [0.5]}] * 100
+    body = chat(
+        messages=messages,
+        parallel_tool_calls=True,
+        temperature=1.0,
+        chat_template_kwargs={"scale": 1.0},
+    )
+    assert body.chat_template_kwargs is not None
+    assert type(body.chat_template_kwargs["scale"]) is float
+    with pytest.raises(ApiError, match="zzz"):
+        chat(messages=messages, zzz=1)
+    assert decoded == []
 
 
 def test_unknown_fields_are_ignored_on_demand_but_unsupported_ones_are_not() -> None:
@@ -121,6 +257,20 @@ def test_what_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         decode_body(data, CompletionBody)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "piece", [b"[],", b'{"a":1},', b'"[[[",[],', rb'"[\\",[],', rb'"\"[",[],', b'"a":']
+)
+def test_a_body_has_a_bounded_number_of_parts(piece: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_body(b'{"prompt": "a", "zzz": [' + piece * 70_000, CompletionBody)
+    assert (caught.value.status, caught.value.reply.error.code) == (400, "body_too_complex")
+
+
+def test_text_may_have_any_number_of_brackets() -> None:
+    text = '{"[:' * 100_000 + "\\"
+    assert completion(prompt=[text, text]).prompt == [text, text]
 
 
 def request(*messages: Message, **headers: str) -> Request:
@@ -151,6 +301,22 @@ def test_many_prompts_do_not_hold_up_the_event_loop() -> None:
     threads.clear()
     assert run(context.tokenize_all(["a" * 100] * 100, "prompt", True)) == [[100]] * 100
     assert here not in threads
+
+
+def test_large_bodies_are_decoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def recording(data: bytes, *arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return decode_body(data, *arguments)
+
+    monkeypatch.setattr(bodies, "decode_body", recording)
+    for num_bytes in (10, 100_000):
+        data = msgspec.json.encode({"prompt": "a" * num_bytes})
+        whole = {"type": "http.request", "body": data}
+        assert run(read_body(request(whole), CompletionBody)).prompt == "a" * num_bytes
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [True, False]
 
 
 def test_a_client_may_leave_while_it_sends() -> None:
@@ -209,6 +375,23 @@ def test_echo_scores_the_prompt_and_no_output_costs_a_token() -> None:
     assert params == SamplingParams(max_tokens=1, logprobs=2, prompt_logprobs=2)
     with pytest.raises(ApiError, match="max_tokens"):
         completion_params(completion(max_tokens=0), {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"max_tokens": -1, "beam_width": 2}, "max_tokens"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": -1, "prompt_logprobs": 1}, "logprobs"),
+        ({"beam_width": 2, "logprobs": 0}, "logprobs"),
+    ],
+)
+def test_no_bad_number_hides_behind_another(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises((ApiError, InvalidRequest)) as caught:
+        completion_params(completion(**fields), {})
+    assert str(caught.value).startswith(f"{param}: ")
 
 
 def test_beam_search_takes_its_own_fields_and_refuses_those_of_drawing() -> None:

@@ -12,7 +12,6 @@ from octavo.core.ranking import Search
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 
-
 # Blocks of waiting requests that are named in one step: some 0.5 ms, in which running ones wait.
 # Whoever has more goes on in the next steps.
 MAX_NAMES = 512

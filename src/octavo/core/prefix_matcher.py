@@ -193,7 +193,9 @@ class PrefixMatcher:
         found: list[CachedPrefix | None] = []
         for node in nodes:
             entry = self._cache.find(node)
-            if self._full and (entry is None or any(entry.block_ids[g] is None for g in self._full)):
+            if self._full and (
+                entry is None or any(entry.block_ids[g] is None for g in self._full)
+            ):
                 break
             found.append(entry)
         # A window needs only its own blocks before the end of the hit: shorten until all agree.

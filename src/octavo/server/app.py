@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from octavo import __version__
@@ -47,6 +48,7 @@ def create_app(
     add_error_handlers(app)
     for router in (*ROUTERS, *routers):
         app.include_router(router)
+        _answer_head(app, router)
     app.add_middleware(Gate, settings=settings)
     if settings.cors_origins:
         # Outside the gate: a browser's preflight request brings no key.
@@ -66,3 +68,10 @@ def create_app(
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+def _answer_head(app: FastAPI, router: APIRouter) -> None:
+    """Let HEAD ask whatever GET does; uvicorn leaves the reply's body out."""
+    for route in router.routes:
+        if isinstance(route, APIRoute) and "GET" in route.methods:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)

@@ -74,7 +74,9 @@ def pages_router(feed: Feed) -> APIRouter:
         return _page("docs.html")
 
     @router.get("/dashboard/feed")
-    async def frames() -> Response:
+    async def frames(request: Request) -> Response:
+        if request.method == "HEAD":  # the frames have no end
+            return Response(media_type="text/event-stream")
         if feed.is_full:
             raise ApiError(
                 503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10

@@ -8,12 +8,13 @@ from typing import cast
 from fastapi import APIRouter, Request, Response
 
 from octavo.core.step import TokenLogprobs
+from octavo.errors import RequestTooLong
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.server.api.context import Context, context_of, reply
 from octavo.server.api.errors import refused
 from octavo.server.api.params import check_streaming, completion_params
 from octavo.server.api.replies import Completion, CompletionChoice
-from octavo.server.api.requests import CompletionBody, Prompt
+from octavo.server.api.requests import CompletionBody
 from octavo.server.api.schema import documented
 from octavo.server.api.streams import EventStream, close, open_streams, results, while_connected
 from octavo.server.api.token_texts import CompletionScores, joined
@@ -48,7 +49,14 @@ async def _answer(request: Request, body: CompletionBody) -> Response:
 
 async def _prompts(context: Context, body: CompletionBody) -> list[list[int]]:
     """The token ids of each prompt."""
-    many = _as_list(body.prompt)
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        many: list[str | list[int]] = [prompt]
+    elif prompt and isinstance(prompt[0], int):
+        many = [_ids(prompt, context.client.info.max_model_len)]
+    else:
+        # An integer among prompts is found when their kinds are compared.
+        many = cast("list[str | list[int]]", prompt)
     if not many:
         raise refused("prompt", "it is empty")
     limit = context.settings.max_prompts
@@ -61,22 +69,21 @@ async def _prompts(context: Context, body: CompletionBody) -> list[list[int]]:
             raise refused(where, "prompts must be all text or all token ids")
         if not each:
             raise refused(where, "it is empty")
-        if not isinstance(each, str) and not all(type(token_id) is int for token_id in each):
-            raise refused(where, "token ids must be integers, and not mixed with text")
     if kind is not str:
         return cast("list[list[int]]", many)
     add_special = body.add_special_tokens is not False
     return await context.client.encode(cast("list[str]", many), "prompt", add_special)
 
 
-def _as_list(prompt: Prompt) -> list[str | list[int]]:
-    """One prompt or several, as a list."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if prompt and isinstance(prompt[0], int):
-        return [cast("list[int]", prompt)]
-    # An integer among prompts is found when their kinds are compared.
-    return cast("list[str | list[int]]", prompt)
+def _ids(prompt: list[str | int | list[int]], max_model_len: int) -> list[int]:
+    """One prompt of token ids. Raises ApiError or RequestTooLong."""
+    if len(prompt) >= max_model_len:  # known before each of them is looked at
+        raise RequestTooLong(
+            "prompt", f"{len(prompt)} tokens leave no room in a context of {max_model_len}"
+        )
+    if not all(type(each) is int for each in prompt):
+        raise refused("prompt", "token ids must be integers, and not mixed with text")
+    return cast("list[int]", prompt)
 
 
 class CompletionWriter(Writer[CompletionBody, CompletionChoice]):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from octavo.engine.chat_template import ChatTemplate
-from octavo.errors import InvalidRequest, ModelError
+from octavo.errors import InvalidRequest, ModelError, RequestTooLong
 from octavo.server.api.context import Context
 from octavo.server.api.errors import refused
-from octavo.server.api.requests import ChatMessage
+from octavo.server.api.requests import MAX_ROLE, MESSAGE_REFUSALS, ChatMessage
+from octavo.server.text_work import LONG_TEXT
 
 # Variables that octavo sets itself; `self` is Jinja's.
 RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
 # Stands for where the last message ends; templates may trim white space around it.
 END_MARK = "\ue0ff"
-MESSAGE_SIZE = 32  # a template takes as long for a message as tokenizing takes for so many letters
+# The one role whose turn may be empty: servers send null when all they have is its reasoning.
+ASSISTANT = "assistant"
+MESSAGE_COST = 64  # characters: rendering a message takes about as long as handling that much text
+
+Plain = dict[str, Any]
+Render = Callable[[list[Plain], bool, Mapping[str, Any]], str]
 
 
 async def conversation_prompt(
@@ -31,23 +39,36 @@ async def conversation_prompt(
 ) -> list[int]:
     """Token ids of a conversation that the assistant is to continue.
 
+    A template is a program, so a long conversation is rendered in a thread, where it does not hold
+    up the other requests. How many messages there may be is bounded by the context: a template that
+    shows its messages needs at least one token for each of them.
+
     `any_length`: also if they leave no room for an answer. Raises InvalidRequest or ApiError, which
     name the field.
     """
     reserved = sorted(RESERVED.intersection(variables or ()))
     if reserved:
         raise refused(f"chat_template_kwargs.{reserved[0]}", "it is not yours to set")
-    plain = [_plain(message) for message in messages]
-    if continue_final_message:
-        if add_generation_prompt:
-            raise refused("add_generation_prompt", "it contradicts continue_final_message")
-        plain[-1]["content"] += END_MARK
+    if continue_final_message and add_generation_prompt:
+        raise refused("add_generation_prompt", "it contradicts continue_final_message")
+    limit = context.client.info.max_model_len
+    if len(messages) > limit:
+        raise RequestTooLong(
+            "messages", f"{len(messages)} messages do not fit into a context of {limit} tokens"
+        )
     render = _renderer(context, template)
     begins_answer = not continue_final_message and add_generation_prompt is not False
-    size = sum(MESSAGE_SIZE + len(message["content"]) for message in plain)
-    text = await context.client.text_work.run(
-        size, lambda: render(plain, begins_answer, variables or {})
-    )
+
+    def rendered() -> str:
+        plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        if continue_final_message:
+            plain[-1]["content"] += END_MARK
+        return render(plain, begins_answer, variables or {})
+
+    size = sum(map(_cost, messages))
+    if template is not None:
+        size = max(size, LONG_TEXT)  # one from a request may take any time
+    text = await context.client.text_work.run(size, rendered)
     if continue_final_message:
         text, mark, _ = text.rpartition(END_MARK)
         if not mark:
@@ -58,7 +79,7 @@ async def conversation_prompt(
     return token_ids
 
 
-def _renderer(context: Context, template: str | None) -> Any:
+def _renderer(context: Context, template: str | None) -> Render:
     tokenizer = context.tokenizer("messages")
     if template is None:
         return lambda messages, begins, variables: tokenizer.render_chat(
@@ -77,14 +98,48 @@ def _renderer(context: Context, template: str | None) -> Any:
     return compiled.render
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it: its content as one text."""
-    content = message.content
-    if content is None:
-        content = ""
-    elif not isinstance(content, str):
-        content = "".join(part.text for part in content)
-    plain = {"role": message.role, "content": content}
+def _cost(message: ChatMessage) -> int:
+    """What a message takes to render, in characters."""
+    content = message.content or ""
+    if isinstance(content, str):
+        return MESSAGE_COST + len(content)
+    return MESSAGE_COST * (1 + len(content)) + sum(len(part.text or "") for part in content)
+
+
+def _plain(message: ChatMessage, path: str) -> Plain:
+    """The message at `path` as templates expect it: its content as one text. Raises ApiError."""
+    for name, refusal in MESSAGE_REFUSALS.items():
+        value = getattr(message, name)
+        if value is not UNSET:
+            refusal.check(f"{path}.{name}", value)
+    if message.role is None:
+        raise refused(f"{path}.role", "it is missing", "missing_field")
+    if not 1 <= len(message.role) <= MAX_ROLE:
+        raise refused(f"{path}.role", f"it must have 1 to {MAX_ROLE} characters")
+    plain = {"role": message.role, "content": _text(message, path)}
     if message.name is not None:
         plain["name"] = message.name
     return plain
+
+
+def _text(message: ChatMessage, path: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role == ASSISTANT:
+            return ""
+        raise refused(f"{path}.content", "it is missing", "missing_field")
+    for index, part in enumerate(content):
+        where = f"{path}.content[{index}]"
+        if part.type is None:
+            raise refused(f"{where}.type", "it is missing", "missing_field")
+        if part.type != "text":
+            raise refused(
+                f"{where}.type",
+                f"{part.type[:MAX_ROLE]!r} is not supported; octavo reads text",
+                "unsupported_field",
+            )
+        if part.text is None:
+            raise refused(f"{where}.text", "it is missing", "missing_field")
+    return "".join(part.text or "" for part in content)

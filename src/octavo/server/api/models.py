@@ -27,7 +27,6 @@ async def get_model(request: Request, model: str) -> Response:
     return reply(_card(context, context.model_name(model)))
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health", **documented(None, Health))
 async def health(request: Request) -> Response:
     """200 while the engine works; 503 with the reason while it does not. Needs no key."""

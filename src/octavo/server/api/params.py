@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from octavo.errors import InvalidRequest
@@ -70,14 +71,16 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Para
     `max_tokens` 0 becomes 1: the engine draws a token to score the prompt, and it is not shown.
     """
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0 and not body.echo:
-        raise refused("max_tokens", "0 gives nothing, unless echo is on")
+    if max_tokens == 0:
+        if not body.echo:
+            raise refused("max_tokens", "0 gives nothing, unless echo is on")
+        max_tokens = 1
     if body.beam_width is not None:
-        return _beam_params(body, max(max_tokens, 1))
-    num_prompt = body.prompt_logprobs
-    if body.echo and body.logprobs is not None:
-        num_prompt = max(body.logprobs, num_prompt or 0)
-    return _sampling_params(body, defaults, max(max_tokens, 1), body.logprobs, num_prompt)
+        return _beam_params(body, max_tokens)
+    params = _sampling_params(body, defaults, max_tokens, body.logprobs, body.prompt_logprobs)
+    if not body.echo or params.logprobs is None:
+        return params
+    return replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
 
 
 def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> Params:
@@ -135,7 +138,7 @@ def _beam_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchPara
     assert body.beam_width is not None
     for name, harmless in NEUTRAL.items():
         value = getattr(body, name, None)
-        if value is not None and value not in harmless:
+        if value is not None and not any(_same(value, each) for each in harmless):
             raise refused(name, "beam search does not draw, so it has no use")
     count = 1 if body.n is None else body.n
     if count < 1:
@@ -146,6 +149,11 @@ def _beam_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchPara
     return BeamSearchParams(
         body.beam_width, max_tokens=max_tokens, num_return_sequences=count, **given
     )
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two values are equal as JSON: 1 and 1.0 are, 0 and false are not."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _logit_bias(value: dict[str, float] | None) -> dict[int, float] | None:

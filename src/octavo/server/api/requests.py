@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from octavo.sampling_params import (
     MAX_LENGTH_PENALTY,
@@ -23,7 +23,10 @@ from octavo.server.api.bodies import Body, Refusal
 from octavo.server.api.keys import MAX_SALT
 
 INT64_MAX = (1 << 63) - 1
-EXACTLY = "x-exactly"  # where a field's own schema stands until the description is put together
+# Where more about a field stands until the description is put together:
+EXACTLY = "x-exactly"  # its own schema
+REQUIRED = "x-required"  # the same, of a field that must be there although decoding lets it lack
+MAX_ROLE = 64  # characters
 PREFIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # "." and ".." mean others in a URL
 
 
@@ -35,6 +38,11 @@ def _doc(text: str, **schema: Any) -> Meta:
 def _exactly(text: str, *kinds: dict[str, Any]) -> Meta:
     """A field whose schema says more than its Python type: it is one of `kinds`."""
     return _doc(text, **{EXACTLY: list(kinds)})
+
+
+def _required(text: str, **schema: Any) -> Meta:
+    """A text that must be there; `octavo.server.api.conversations` says so if it is not."""
+    return _doc(text, **{REQUIRED: {"type": "string", **schema}})
 
 
 def _between(low: float, high: float, text: str) -> Meta:
@@ -64,6 +72,7 @@ BIASES = {
 Int64 = Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
 ShortText = Annotated[str, Meta(max_length=MAX_SALT)]
 Prompt = str | list[str | int | list[int]]
+Unread = Raw | UnsetType  # JSON that is not decoded, because only its absence is supported
 
 
 class StreamOptions(Body, kw_only=True):
@@ -198,21 +207,36 @@ class CompletionBody(GenerationBody, kw_only=True):
         return COMPLETION_REFUSALS
 
 
-class TextPart(Body, kw_only=True):
-    type: Literal["text"]
-    text: str
+class ContentPart(Struct, kw_only=True):
+    """A part of a message's content: text. Other fields are ignored."""
+
+    type: Annotated[str | None, _required("octavo reads text alone.", const="text")] = None
+    text: Annotated[str | None, _required("The text.")] = None
 
 
-class ChatMessage(Body, kw_only=True):
-    """One message of a conversation; which roles there are is for the model's template to say."""
+class ChatMessage(Struct, kw_only=True):
+    """One message of a conversation. Fields that octavo does not know are ignored: clients send
+    back the messages that other servers have given them, with whatever those contain."""
 
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-
-    @classmethod
-    def refusals(cls) -> Mapping[str, Refusal]:
-        return MESSAGE_REFUSALS
+    role: Annotated[
+        str | None,
+        _required(
+            "Which roles there are is for the model's chat template to say.",
+            minLength=1,
+            maxLength=MAX_ROLE,
+        ),
+    ] = None
+    content: Annotated[
+        str | list[ContentPart] | None,
+        _doc("Text, or parts of type text; only an assistant's message may have none."),
+    ] = None
+    name: Annotated[str | None, _doc("For templates that show it.")] = None
+    tool_calls: Unread = UNSET
+    tool_call_id: Unread = UNSET
+    function_call: Unread = UNSET
+    audio: Unread = UNSET
+    refusal: Unread = UNSET
+    annotations: Unread = UNSET
 
 
 class ChatBody(GenerationBody, kw_only=True):

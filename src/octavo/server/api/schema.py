@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 
 from octavo import __version__
 from octavo.server.api.errors import ErrorReply
-from octavo.server.api.requests import EXACTLY
+from octavo.server.api.requests import EXACTLY, REQUIRED
 
 REF = "#/components/schemas/{name}"
 ERRORS = {
@@ -80,8 +80,14 @@ def _ref(structure: type) -> dict[str, str]:
 def _schemas() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(_structures.values(), ref_template=REF)
     for schema in schemas.values():
-        for name, field in schema.get("properties", {}).items():
-            if EXACTLY in field:
+        fields = {name: field for name, field in schema.get("properties", {}).items() if field}
+        for name, field in fields.items():
+            if REQUIRED in field:
+                fields[name] = {"description": field["description"], **field[REQUIRED]}
+                schema["required"].append(name)
+            elif EXACTLY in field:
                 kept = {key: field[key] for key in ("description", "default") if key in field}
-                schema["properties"][name] = {**kept, "anyOf": field[EXACTLY]}
+                fields[name] = {**kept, "anyOf": field[EXACTLY]}
+        if fields:
+            schema["properties"] = fields  # without those that may hold anything: they are refused
     return schemas
