@@ -1,26 +1,33 @@
-"""What deciding costs: schedule + update for steady decodes, without any executor.
+"""What deciding costs: schedule + update, without any executor.
 
-Two sweeps: over the number of running sequences, and over the size of the pool. Prints a table
-and, last, one JSON line. Medians of many steps; the garbage collector stays as it is by default.
+Steady decodes, over the number of running sequences and over the size of the pool; medians of many
+steps. Then what the prefix cache and the queue add: a lookup beside many cached prompts, a burst of
+prompts that share most of their tokens, and strangers beside many cached first blocks; what is
+compared takes turns, and the best of several rounds counts, in this thread's CPU time. Prints
+tables and, last, one JSON line. The garbage collector stays as it is by default, but for the last
+two, which run as the engine does: it collects between steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
-from time import perf_counter
+from time import perf_counter, thread_time
 
 from octavo.config import SchedulerConfig
 from octavo.core.decoding import Sampling
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.kv_spec import FullAttention
 from octavo.core.scheduler import Scheduler
-from octavo.core.sequence import Request
+from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec, StepResult
 
 PROMPT = 100
 BLOCK_SIZE = 16
+NUM_CACHED = (1_000, 10_000, 100_000)  # prompts beside which a stranger is looked up
+NUM_ROUNDS = 5
 
 
 def step_seconds(num_seqs: int, num_blocks: int, num_steps: int) -> float:
@@ -46,6 +53,110 @@ def step_seconds(num_seqs: int, num_blocks: int, num_steps: int) -> float:
     return statistics.median(times[1:])
 
 
+def request(name: str, prompt: list[int], num_output_tokens: int) -> Request:
+    method = Sampling(1, len(prompt) + num_output_tokens, frozenset(), frozenset())
+    return Request(name, prompt, method, SamplingSpec())
+
+
+def sequence(number: int, prompt: list[int]) -> Sequence:
+    return Sequence(number, request(f"s{number}", prompt, 1), prompt)
+
+
+def stranger(number: int, num_tokens: int) -> list[int]:
+    """A prompt whose first block no other number has."""
+    return [number % 50_000, number // 50_000, *range(num_tokens - 2)]
+
+
+def fill(kv: KVCacheManager, num_prompts: int) -> None:
+    """Cache the first blocks of so many prompts."""
+    for number in range(num_prompts):
+        seq = sequence(number, stranger(number, BLOCK_SIZE + 1))
+        changes = kv.allocate(seq, kv.lookup(seq), seq.num_tokens)
+        assert changes is not None
+        kv.release_sources(changes.held)
+        kv.register(seq, seq.num_tokens)
+        kv.free(seq)
+
+
+def lookup_seconds(kv: KVCacheManager) -> float:
+    """Of a prompt of 1,000 tokens that the cache has never seen."""
+    prompts = [sequence(-1 - i, stranger(40_000_000 + 7 * i, 1000)) for i in range(1000)]
+    start = thread_time()
+    for seq in prompts:
+        kv.lookup(seq)
+    return (thread_time() - start) / len(prompts)
+
+
+def step(scheduler: Scheduler) -> tuple[float, float]:
+    """CPU seconds of schedule and of update; nothing is collected meanwhile."""
+    gc.disable()
+    start = thread_time()
+    plan = scheduler.schedule()
+    scheduled = thread_time()
+    assert plan is not None
+    result = StepResult(plan.step_id, [7] * len(plan.sampled))
+    resumed = thread_time()
+    scheduler.update(plan, result)
+    updated = thread_time()
+    gc.enable()
+    return scheduled - start, updated - resumed
+
+
+def burst_seconds(is_caching: bool, num_waiting: int, num_steps: int) -> list[float]:
+    """Each `schedule` of the steps after a burst of prompts that share 4,000 tokens."""
+    kv = KVCacheManager([FullAttention()], BLOCK_SIZE, 100_000, 0, is_caching)
+    config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192)
+    scheduler = Scheduler(config, kv)
+    for number in range(64):
+        scheduler.add(request(f"decode{number}", stranger(number, 10), 10_000))
+    step(scheduler)
+    shared = list(range(4000))
+    for number in range(num_waiting):
+        scheduler.add(request(f"r{number}", [*shared, *stranger(number, 20)], 100))
+    return [step(scheduler)[0] for _ in range(num_steps)]
+
+
+def strangers_seconds(kv: KVCacheManager, first: int) -> float:
+    """A step's schedule + update, on average, while 200 requests come and go."""
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048), kv)
+    for number in range(first, first + 200):
+        scheduler.add(request(f"r{number}", stranger(number, PROMPT), 20))
+    times = []
+    while scheduler.has_unfinished:
+        times.append(sum(step(scheduler)))
+    return statistics.mean(times)
+
+
+def prefix_lookups() -> dict[int, float]:
+    managers = {}
+    for count in NUM_CACHED:
+        managers[count] = KVCacheManager([FullAttention()], BLOCK_SIZE, 2 * count)
+        fill(managers[count], count)
+        assert len(managers[count].prefix_cache) == count
+    rounds = [{n: lookup_seconds(kv) for n, kv in managers.items()} for _ in range(NUM_ROUNDS)]
+    return {n: min(each[n] for each in rounds) for n in managers}
+
+
+def worst_schedules() -> dict[str, float]:
+    """The worst `schedule` with the prefix cache on and off. A step that the machine disturbed is
+    told by its being slow in one round alone."""
+    worst = {}
+    for name, is_caching in (("off", False), ("on", True)):
+        rounds = [burst_seconds(is_caching, 5000, 400) for _ in range(3)]
+        worst[name] = max(min(times) for times in zip(*rounds, strict=True))
+    return worst
+
+
+def steps_of_strangers() -> dict[int, float]:
+    rounds: dict[int, list[float]] = {0: [], 5000: []}
+    for turn in range(NUM_ROUNDS):
+        for count, times in rounds.items():
+            kv = KVCacheManager([FullAttention()], BLOCK_SIZE, 20_000)
+            fill(kv, count)
+            times.append(strangers_seconds(kv, 10_000_000 * (turn + 1)))
+    return {count: min(times) for count, times in rounds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-steps", type=int, default=200)
@@ -58,12 +169,26 @@ def main() -> None:
     print(f"{'blocks':>10} {'ms a step':>10}   (64 sequences)")
     for blocks, seconds in by_pool.items():
         print(f"{blocks:>10} {1e3 * seconds:>10.3f}")
+    by_cached, by_caching, by_first = prefix_lookups(), worst_schedules(), steps_of_strangers()
+    print(f"{'cached':>10} {'us a lookup':>12}   (a stranger's, of 1,000 tokens)")
+    for n, seconds in by_cached.items():
+        print(f"{n:>10} {1e6 * seconds:>12.1f}")
+    print(f"{'caching':>10} {'worst ms':>12}   (schedule; 64 decode, 5,000 wait that share 4,000)")
+    for name, seconds in by_caching.items():
+        print(f"{name:>10} {1e3 * seconds:>12.3f}")
+    print(f"{'cached':>10} {'ms a step':>12}   (200 strangers)")
+    for n, seconds in by_first.items():
+        print(f"{n:>10} {1e3 * seconds:>12.3f}")
     print(
         json.dumps(
             {
                 "benchmark": "core_overhead",
                 "ms_by_sequences": {n: round(1e3 * s, 4) for n, s in by_seqs.items()},
                 "ms_by_pool": {b: round(1e3 * s, 4) for b, s in by_pool.items()},
+                "lookup_us_by_cached": {n: round(1e6 * s, 2) for n, s in by_cached.items()},
+                "worst_ms_in_burst": {n: round(1e3 * s, 3) for n, s in by_caching.items()},
+                "burst_ratio": round(by_caching["on"] / by_caching["off"], 2),
+                "strangers_ms_by_cached": {n: round(1e3 * s, 4) for n, s in by_first.items()},
             }
         )
     )

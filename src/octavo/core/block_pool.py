@@ -57,6 +57,11 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
+    def count_free(self, block_ids: list[int]) -> int:
+        """How many of these are free; the null block is none of them."""
+        counts = self._ref_counts
+        return sum([counts[b] == 0 for b in block_ids if b != NULL_BLOCK])
+
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._cached
 

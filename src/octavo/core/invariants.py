@@ -48,7 +48,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def _check_ready(scheduler: Scheduler) -> None:
-    """A waiting request can be admitted, or waits for a prefix and is looked at when that is there."""
+    """A waiting request is looked at, or waits for a prefix and is looked at when that is there."""
     queues = scheduler._queues
     ranks = [request.rank for request in queues.ready]
     assert ranks == sorted(ranks), "requests that are ready are out of order"

@@ -255,9 +255,9 @@ class KVCacheManager:
         taken = 0
         for shared in hit.block_ids:
             taken += total - len(shared)
-            taken += sum(b != NULL_BLOCK and self.pool.ref_count(b) == 0 for b in shared)
+            taken += self.pool.count_free(shared)
         if hit.partial is not None:
-            taken += sum(self.pool.ref_count(b) == 0 for b in hit.partial)
+            taken += self.pool.count_free(hit.partial)
         return taken
 
     def append(self, targets: Seq[tuple[Sequence, int]]) -> Changes | None:

@@ -70,6 +70,11 @@ class CachedPrefix:
         self.parent = node.parent
         self.block_ids: list[int | None] = [None] * num_groups
 
+    def is_in(self, groups: list[int]) -> bool:
+        """Whether each of these groups has a block."""
+        block_ids = self.block_ids
+        return None not in [block_ids[group] for group in groups]
+
     @property
     def is_complete(self) -> bool:
         """Whether every group has a block: a prompt can continue from a part of it."""
@@ -119,7 +124,7 @@ class PrefixCache:
     def find(self, node: PrefixNode) -> CachedPrefix | None:
         """The blocks that hold exactly this prefix, if any."""
         entry = self._entries.get(node.key)
-        if entry is None or not same_prefix(entry.node, node):
+        if entry is None or not (entry.node is node or same_prefix(entry.node, node)):
             return None
         return entry
 
@@ -197,9 +202,10 @@ class PrefixCache:
 
     def _children_of(self, parent: PrefixNode) -> list[CachedPrefix]:
         siblings = self._children.get(parent.key)
-        if siblings is None or not same_prefix(siblings[0].parent, parent):
+        if siblings is None:
             return []
-        return siblings
+        known = siblings[0].parent
+        return siblings if known is parent or same_prefix(known, parent) else []
 
     def _adopt(self, entry: CachedPrefix) -> None:
         """An entry is complete. Where its parent's key is another prefix's too, only the children

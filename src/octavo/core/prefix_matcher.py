@@ -179,7 +179,7 @@ class PrefixMatcher:
         if not self._full:
             return True
         entry = self._cache.find(node)
-        return entry is not None and all(entry.block_ids[g] is not None for g in self._full)
+        return entry is not None and entry.is_in(self._full)
 
     def _root(self, seq: Sequence) -> PrefixNode:
         # Made each time: anybody can come with any number of salts.
@@ -190,12 +190,11 @@ class PrefixMatcher:
 
         None stands for a block that all groups' windows have left behind.
         """
+        find, full = self._cache.find, self._full
         found: list[CachedPrefix | None] = []
         for node in nodes:
-            entry = self._cache.find(node)
-            if self._full and (
-                entry is None or any(entry.block_ids[g] is None for g in self._full)
-            ):
+            entry = find(node)
+            if full and (entry is None or not entry.is_in(full)):
                 break
             found.append(entry)
         # A window needs only its own blocks before the end of the hit: shorten until all agree.
