@@ -77,7 +77,7 @@ class CachedPrefix:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every group has a block: a prompt can continue from a part of it."""
+        """Whether every group has a block: a prompt may end its hit inside of it."""
         return None not in self.block_ids
 
 
@@ -116,9 +116,10 @@ class PrefixCache:
         """The link for a full block of packed `tokens` after `parent`: that of the index, if it is
         there, which saves hashing and comparing."""
         siblings = self._children_of(parent)
-        place = bisect_left(siblings, tokens, key=_tokens_of)
-        if place < len(siblings) and siblings[place].node.tokens == tokens:
-            return siblings[place].node
+        if siblings:
+            place = bisect_left(siblings, tokens, key=_tokens_of)
+            if place < len(siblings) and siblings[place].node.tokens == tokens:
+                return siblings[place].node
         return PrefixNode(parent, tokens, self._digest(parent.key + tokens))
 
     def find(self, node: PrefixNode) -> CachedPrefix | None:

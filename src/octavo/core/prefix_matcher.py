@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from octavo.core.block_pool import NULL_BLOCK
 from octavo.core.kv_spec import FullAttention, KVSpec, first_needed_block
@@ -74,7 +74,8 @@ class PrefixMatcher:
         for group, (spec, ids) in enumerate(zip(self._specs, hit.block_ids, strict=True)):
             first = first_needed_block(spec, self._block_size, hit.num_tokens)
             ids.extend([NULL_BLOCK] * first)
-            ids.extend(_block_of(entry, group) for entry in found[first:])
+            ids += _known([e.block_ids[group] for e in found[first:] if e is not None])
+            assert len(ids) == num_full, "a prefix hit includes a block that is left behind"
         following = seq.prefix_nodes[num_full] if num_full < len(seq.prefix_nodes) else None
         if following is not None and self.is_in_progress(following.key):
             hit.awaited = following.key
@@ -194,7 +195,7 @@ class PrefixMatcher:
         found: list[CachedPrefix | None] = []
         for node in nodes:
             entry = find(node)
-            if full and (entry is None or not entry.is_in(full)):
+            if full and (entry is None or (None in entry.block_ids and not entry.is_in(full))):
                 break
             found.append(entry)
         # A window needs only its own blocks before the end of the hit: shorten until all agree.
@@ -227,14 +228,13 @@ class PrefixMatcher:
             shared = _num_equal(memoryview(entry.node.tokens).cast("i"), wanted)
             if shared > best:
                 best = shared
-                hit.partial = [_block_of(entry, g) for g in range(len(self._specs))]
+                hit.partial = _known(list(entry.block_ids))
         hit.num_tokens += best
 
 
-def _block_of(entry: CachedPrefix | None, group: int) -> int:
-    block_id = entry.block_ids[group] if entry is not None else None
-    assert block_id is not None, "a prefix hit includes a block that is not cached"
-    return block_id
+def _known(block_ids: list[int | None]) -> list[int]:
+    assert None not in block_ids, "a prefix hit includes a block that is not cached"
+    return cast("list[int]", block_ids)
 
 
 def _num_equal(a: Seq[int], b: Seq[int]) -> int:
