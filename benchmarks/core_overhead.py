@@ -4,8 +4,8 @@ Steady decodes, over the number of running sequences and over the size of the po
 steps. Then what the prefix cache and the queue add: a lookup beside many cached prompts, a burst of
 prompts that share most of their tokens, and strangers beside many cached first blocks; what is
 compared takes turns, and the best of several rounds counts, in this thread's CPU time. Prints
-tables and, last, one JSON line. The garbage collector stays as it is by default, but for the last
-two, which run as the engine does: it collects between steps.
+tables and, last, one JSON line. The garbage collector stays as it is by default, but in the last
+two it collects between schedules and updates, never during one: the engine runs it so, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import argparse
 import gc
 import json
 import statistics
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter, thread_time
 
 from octavo.config import SchedulerConfig
@@ -102,32 +104,54 @@ def step(scheduler: Scheduler) -> tuple[float, float]:
     return scheduled - start, updated - resumed
 
 
-def burst_seconds(is_caching: bool, num_waiting: int, num_steps: int) -> list[float]:
-    """Each `schedule` of the steps after a burst of prompts that share 4,000 tokens."""
+def burst(is_caching: bool) -> Scheduler:
+    """64 sequences decode, and 5,000 prompts have just come that share 4,000 tokens."""
     kv = KVCacheManager([FullAttention()], BLOCK_SIZE, 100_000, 0, is_caching)
-    config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192)
-    scheduler = Scheduler(config, kv)
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192), kv)
     for number in range(64):
         scheduler.add(request(f"decode{number}", stranger(number, 10), 10_000))
     step(scheduler)
     shared = list(range(4000))
-    for number in range(num_waiting):
+    for number in range(5000):
         scheduler.add(request(f"r{number}", [*shared, *stranger(number, 20)], 100))
-    return [step(scheduler)[0] for _ in range(num_steps)]
+    return scheduler
 
 
-def strangers_seconds(kv: KVCacheManager, first: int) -> float:
-    """A step's schedule + update, on average, while 200 requests come and go."""
+def strangers(num_cached: int) -> Scheduler:
+    """200 requests have come, beside so many cached first blocks that are none of theirs."""
+    kv = KVCacheManager([FullAttention()], BLOCK_SIZE, 20_000)
+    fill(kv, num_cached)
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048), kv)
-    for number in range(first, first + 200):
-        scheduler.add(request(f"r{number}", stranger(number, PROMPT), 20))
-    times = []
-    while scheduler.has_unfinished:
-        times.append(sum(step(scheduler)))
-    return statistics.mean(times)
+    for number in range(200):
+        scheduler.add(request(f"r{number}", stranger(10_000_000 + number, PROMPT), 20))
+    return scheduler
+
+
+def side_by_side(
+    worlds: dict[str, Callable[[], Scheduler]], num_rounds: int, max_steps: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Each step's schedule and update, at their best of several rounds. The worlds take turns step
+    by step, so that what disturbs the machine disturbs all of them."""
+    rounds: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in worlds}
+    for _ in range(num_rounds):
+        schedulers = {name: make() for name, make in worlds.items()}
+        for name in worlds:
+            rounds[name].append([])
+        for _ in range(max_steps):
+            for name, scheduler in schedulers.items():
+                if scheduler.has_unfinished:
+                    rounds[name][-1].append(step(scheduler))
+    return {
+        name: [
+            (min(schedule for schedule, _ in times), min(update for _, update in times))
+            for times in zip(*rounds[name], strict=True)
+        ]
+        for name in worlds
+    }
 
 
 def prefix_lookups() -> dict[int, float]:
+    """Seconds of a stranger's lookup, by the number of cached prompts."""
     managers = {}
     for count in NUM_CACHED:
         managers[count] = KVCacheManager([FullAttention()], BLOCK_SIZE, 2 * count)
@@ -138,23 +162,17 @@ def prefix_lookups() -> dict[int, float]:
 
 
 def worst_schedules() -> dict[str, float]:
-    """The worst `schedule` with the prefix cache on and off. A step that the machine disturbed is
-    told by its being slow in one round alone."""
-    worst = {}
-    for name, is_caching in (("off", False), ("on", True)):
-        rounds = [burst_seconds(is_caching, 5000, 400) for _ in range(3)]
-        worst[name] = max(min(times) for times in zip(*rounds, strict=True))
-    return worst
+    """Seconds of the worst `schedule` after a burst, with prefix caching off and on."""
+    worlds = {"off": partial(burst, False), "on": partial(burst, True)}
+    steps = side_by_side(worlds, 3, 400)
+    return {name: max(schedule for schedule, _ in times) for name, times in steps.items()}
 
 
 def steps_of_strangers() -> dict[int, float]:
-    rounds: dict[int, list[float]] = {0: [], 5000: []}
-    for turn in range(NUM_ROUNDS):
-        for count, times in rounds.items():
-            kv = KVCacheManager([FullAttention()], BLOCK_SIZE, 20_000)
-            fill(kv, count)
-            times.append(strangers_seconds(kv, 10_000_000 * (turn + 1)))
-    return {count: min(times) for count, times in rounds.items()}
+    """Seconds of a step, on average, by the number of cached first blocks."""
+    worlds = {str(count): partial(strangers, count) for count in (0, 5000)}
+    steps = side_by_side(worlds, NUM_ROUNDS, 1000)
+    return {int(name): statistics.mean(map(sum, times)) for name, times in steps.items()}
 
 
 def main() -> None:

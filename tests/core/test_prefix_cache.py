@@ -79,13 +79,12 @@ def test_the_longest_beginning_is_found(cached: list[list[int]], prompt: list[in
 
 
 def test_what_is_evicted_is_no_longer_found_by_its_beginning() -> None:
-    kv = make_manager(num_blocks=3)
-    cache_prompts(kv, [[1, 1, 1, 1], [1, 1, 2, 2], [1, 2, 2, 2]])
-    prompt = [1, 1, 1, 2, 2]
-    assert kv.lookup(make_sequence(-1, prompt)).num_tokens == 3
-    greedy = make_sequence(-2, [9] * BLOCK_SIZE)  # takes the oldest
+    kv = make_manager(num_blocks=2)
+    cache_prompts(kv, [[1] * BLOCK_SIZE, [2] * BLOCK_SIZE])
+    greedy = make_sequence(-1, [9] * BLOCK_SIZE)  # takes the older one
     compute(kv, greedy)
-    assert kv.lookup(make_sequence(-3, prompt)).num_tokens == 2
+    assert kv.lookup(make_sequence(-2, [1, 1, 1, 5, 5])).num_tokens == 0
+    assert kv.lookup(make_sequence(-3, [2, 2, 2, 5, 5])).num_tokens == 3
     check_manager(kv, [greedy])
 
 
