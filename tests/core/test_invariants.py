@@ -112,6 +112,24 @@ def let_prompts_wait_for_none(scheduler: Scheduler, first: Request, second: Requ
     scheduler.kv._prefixes._in_progress[b"key"] = 99
 
 
+def look_at_one_that_runs(scheduler: Scheduler, first: Request, second: Request) -> None:
+    scheduler._queues.ready.insert(0, first)
+
+
+def lose_what_is_cached(scheduler: Scheduler, first: Request, second: Request) -> None:
+    scheduler.kv.prefix_cache.forget(table(first)[0])
+
+
+def know_a_free_copy(scheduler: Scheduler, first: Request, second: Request) -> None:
+    places = scheduler.kv.prefix_cache._places
+    places[scheduler.kv.pool.free_ids()[0]] = places[table(first)[0]]
+
+
+def continue_from_what_is_gone(scheduler: Scheduler, first: Request, second: Request) -> None:
+    entry, _ = scheduler.kv.prefix_cache._places[table(first)[0]]
+    del scheduler.kv.prefix_cache._entries[entry.node.key]
+
+
 @pytest.mark.parametrize(
     ("break_rule", "message"),
     [
@@ -132,6 +150,10 @@ def let_prompts_wait_for_none(scheduler: Scheduler, first: Request, second: Requ
         (wait_for_no_decision, r"^Request\('first', .*\) waits for other decisions\b"),
         (wait_for_no_draw, r"^Sequence\(.*\) waits for other draws\b"),
         (let_prompts_wait_for_none, r"^prompts wait for blocks that nobody computes\b"),
+        (look_at_one_that_runs, r"^a waiting request is looked at never, or twice\b"),
+        (lose_what_is_cached, r"^the index and the pool disagree on what is cached\b"),
+        (know_a_free_copy, r"^I6: copy \d+ is free and still known\b"),
+        (continue_from_what_is_gone, r"^a block that is gone has a place in order\b"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -83,10 +83,10 @@ def check_manager(
     tables = [_table(seq) for seq in [*on_device, *kv.pins.values()]]
     _check_pool(kv.pool, tables, kv.held_sources)
     _check_pool(kv.swap_pool, [_table(seq) for seq in swapped], Counter())
-    _check_index(kv)
     assert kv.swap_pool.num_blocks <= kv.pool.num_blocks, "I8: the swap tier exceeds the pool"
     for seq in on_device:
         _check_table(kv, seq)
+    _check_index(kv)
 
 
 def _check_reservations(kv: ReservingKVCacheManager, seqs: list[Sequence]) -> None:
