@@ -251,7 +251,11 @@ class Engine:
         token_ids = self._preparer.whole_blocks(prompt, self.max_model_len, self.kv.block_size)
         method = PinPrefix(name, len(token_ids))
         request = Request(
-            self._name(None), token_ids, method, SamplingSpec(), cache_salt=cache_salt
+            self._name(None),
+            token_ids,
+            method,
+            SamplingSpec(temperature=0.0),
+            cache_salt=cache_salt,
         )
         chunk = self.config.scheduler.max_num_batched_tokens
         longest = self.kv.num_blocks_for(self.max_model_len, chunk)
