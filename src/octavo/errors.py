@@ -69,7 +69,7 @@ class RequestFailed(OctavoError):
 
 
 class LogitsNotFinite(RequestFailed):
-    """A request for which the model's logits hold NaN or infinity: there is nothing to choose from."""
+    """A request for which the model's logits hold NaN or infinity: nothing can be chosen."""
 
 
 class Overloaded(OctavoError):

@@ -97,6 +97,7 @@ class SymbolicExecutor:
     device: dict[int, list[object]] = field(default_factory=dict)
     swap: dict[int, list[object]] = field(default_factory=dict)
     num_computed: int = 0  # tokens run through the model
+    harmful_token: int = HARMFUL
     strikes: Callable[[], bool] = lambda: False  # whether a row's step goes wrong by chance
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -117,7 +118,7 @@ class SymbolicExecutor:
         for seq_id, count in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
             row = self.rows[seq_id]
             start, end = row.num_computed, row.num_computed + count
-            is_harmed = HARMFUL in row.token_ids[start:end] or self.strikes()
+            is_harmed = self.harmful_token in row.token_ids[start:end] or self.strikes()
             if not self._read(row, start, end) or is_harmed:
                 self._spoil(row, start, end)
                 unsound.add(seq_id)

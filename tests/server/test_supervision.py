@@ -68,7 +68,7 @@ def test_a_beam_search_starts_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "cause"), [(DEADLY, "signal 6"), (RAISING, "that raises"), (UNACCEPTABLE, "early")]
+    ("token", "cause"), [(DEADLY, "signal 6"), (RAISING, "that raises"), (UNACCEPTABLE, "signal 6")]
 )
 def test_a_request_that_kills_the_engine_fails_alone(token: int, cause: str) -> None:
     async def test() -> None:

@@ -105,8 +105,10 @@ class Engine:
     def accept(self, prepared: PreparedRequest, request_id: str) -> Request:
         """Make a request that was checked elsewhere; its results come as token ids alone.
 
-        Raises InvalidRequest if the id is in use, RequestTooLong if it can never fit.
+        Raises InvalidRequest if the id is in use or a token id is none of the model's,
+        RequestTooLong if it can never fit.
         """
+        prepared.check_vocabulary(self.model_config.vocab_size)
         request = self._new_request(prepared, request_id)
         self._delivery.expect(request, None, None)
         return request

@@ -120,8 +120,8 @@ class Sampler:
     def _expand(self, logits: Tensor, batch: SamplingBatch) -> Candidates | None:
         """The best next tokens of each expanded row by log-probability, best first.
 
-        As in transformers' beam search, edits act on log-probabilities, without renormalising. Those
-        of a row that is not finite are all NaN, which no mask hides.
+        As in transformers' beam search, edits act on log-probabilities, without renormalising.
+        Those of a row that is not finite are all NaN, which no mask hides.
         """
         if not batch.num_candidates:
             return None
