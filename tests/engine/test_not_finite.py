@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,7 +122,11 @@ def test_what_free_blocks_hold_is_never_read(
 ) -> None:
     """NaN times a weight of 0 is NaN. Blocks are scarce, and swapped, copied and shared."""
     asks: list[Ask] = [
-        ([*SYSTEM[: 3 * i], *prompt(1 + 3 * i, i)], INNOCENT[i % len(INNOCENT)]) for i in range(14)
+        (
+            [*SYSTEM[: 3 * i], *prompt(1 + 2 * i, i)],
+            replace(INNOCENT[i % len(INNOCENT)], max_tokens=25),
+        )
+        for i in range(14)
     ]
     results = []
     for filler in (0.0, float("nan")):
@@ -131,6 +136,7 @@ def test_what_free_blocks_hold_is_never_read(
             attention_backend=backend,
             num_blocks=400 // options.get("block_size", 8),
             max_model_len=80,
+            watermark=0.0,
             preemption_mode="swap",
             **options,
         )
