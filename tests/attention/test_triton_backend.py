@@ -97,7 +97,7 @@ def test_the_same_batch_gives_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which is NumPy
 def test_a_sequence_of_nan_stays_alone_in_the_interpreter() -> None:
-    check_that_nan_stays_alone("triton", Case(SMALL[1:], 8, 1, 2, head_dim=16))
+    check_that_nan_stays_alone("triton", Case(((15, 1), (40, 1), (3, 4)), 8, 1, 2, head_dim=16))
 
 
 @pytest.mark.gpu
