@@ -15,10 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel
+
+from octavo.layers.embedding import Embedding
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -196,3 +199,13 @@ def _session_directory() -> Path:
     path = Path(tempfile.mkdtemp(prefix="octavo-models-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
+
+
+def embed_as_nan(token_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever computes this token gets NaN: in its hidden state, its KV and its logits."""
+    embed = Embedding.forward
+
+    def forward(self: Embedding, ids: torch.Tensor) -> torch.Tensor:
+        return embed(self, ids).masked_fill((ids == token_id).unsqueeze(-1), torch.nan)
+
+    monkeypatch.setattr(Embedding, "forward", forward)

@@ -32,7 +32,7 @@ LAW: dict[str, set[str]] = {
     "model_families": {"errors", "json_fields", "model_config", "model_rotary"}
     | {"sampling_params"},
     "model_rotary": {"errors", "json_fields", "model_config"},
-    "outputs": {"core.step"},
+    "outputs": {"core.step", "errors"},
     "sampling_params": {"core.step", "errors"},
     "llm": PLAIN | {"core.sequence", "engine", "executor"},
     "core": {"config", "errors"},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.core.step import TokenLogprobs
-    from octavo.errors import OctavoError
+    from octavo.errors import OctavoError, RequestFailed
     from octavo.llm import LLM
     from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
     from octavo.sampling_params import BeamSearchParams, SamplingParams
@@ -26,12 +26,14 @@ _HOMES = {
     "SequenceDelta": "octavo.outputs",
     "TokenLogprobs": "octavo.core.step",
     "OctavoError": "octavo.errors",
+    "RequestFailed": "octavo.errors",
 }
 
 __all__ = [
     "LLM",
     "BeamSearchParams",
     "OctavoError",
+    "RequestFailed",
     "RequestOutput",
     "SamplingParams",
     "SequenceDelta",

@@ -63,8 +63,13 @@ class EngineClosed(OctavoError):
     """The engine was used after `close()` had given its memory back."""
 
 
-class RequestFailed(EngineFailed):
-    """A request that was running each time when the engine process died; it is not tried again."""
+class RequestFailed(OctavoError):
+    """A request that cannot be computed, though others can: it was running each time when the
+    engine process died, say. It is not tried again."""
+
+
+class LogitsNotFinite(RequestFailed):
+    """A request for which the model's logits hold NaN or infinity: nothing can be chosen."""
 
 
 class Overloaded(OctavoError):

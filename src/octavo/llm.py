@@ -77,7 +77,9 @@ class LLM:
                 characters.
 
         Returns:
-            One output for each prompt, in their order, with `n` samples each.
+            One output for each prompt, in their order, with `n` samples each. If the model has no
+            finite logits for a prompt, its output's `error` says so, and its samples end with what
+            there was; the other prompts are as they would be without it.
 
         Raises:
             InvalidRequest: an argument cannot be; `field` names it, and the message which prompt.
@@ -216,6 +218,7 @@ class LLM:
         Raises:
             InvalidRequest, RequestTooLong, EngineFailed, EngineClosed: as `generate`, when the
                 first piece is asked for; InvalidRequest for BeamSearchParams at once.
+            LogitsNotFinite: the model has no finite logits for what follows.
 
         Example:
             >>> for delta in llm.stream("Once upon a time", SamplingParams(max_tokens=40)):
@@ -241,6 +244,7 @@ class LLM:
             InvalidRequest: the prefix is shorter than a block, the name is taken, or prefix
                 caching is off.
             RequestTooLong: too few KV blocks would be left for other requests.
+            LogitsNotFinite: what was computed is no number; nothing is kept.
             EngineFailed, EngineClosed: there is no engine any more.
 
         Example:
@@ -254,6 +258,8 @@ class LLM:
             self.engine.add_request(request)
             while not request.is_finished:
                 self._step()
+            if request.error is not None:
+                raise request.error
         finally:
             self._drop(request)
         return name
@@ -321,6 +327,8 @@ class LLM:
                     yield deltas.popleft()
                 else:
                     self._step()
+            if request.error is not None:
+                raise request.error
         finally:
             del self._streams[request.request_id]
             self._drop(request)

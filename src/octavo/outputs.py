@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.core.step import TokenLogprobs
+from octavo.errors import RequestFailed
 
 
 @dataclass(slots=True)
@@ -14,7 +15,7 @@ class SequenceOutput:
     index: int
     token_ids: list[int]  # of the output alone, with the token that ended it
     text: str  # "" if the engine has no tokenizer or was asked not to detokenize
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str  # "stop", "length", "abort", or "error" if the request has failed
     stop_reason: int | str | None = None  # the stop id or string; None for the model's own end
     logprobs: list[TokenLogprobs] | None = None  # one per token, if asked for
     cumulative_logprob: float | None = None  # known for beams, and if logprobs were asked for
@@ -36,6 +37,7 @@ class RequestOutput:
     arrival_time: float = 0.0
     first_token_time: float | None = None
     finish_time: float = 0.0
+    error: str | None = None  # why it could not be computed to its end
 
 
 @dataclass(slots=True)
@@ -57,3 +59,4 @@ class StepOutput:
 
     deltas: list[SequenceDelta] = field(default_factory=list)
     finished: list[RequestOutput] = field(default_factory=list)
+    errors: dict[str, RequestFailed] = field(default_factory=dict)  # of finished ones, by id

@@ -110,6 +110,7 @@ class Bench:
         )
         self.tables = order.view(len(case.sequences), self.blocks_per_seq).int()
         self.computed = [0] * len(case.sequences)
+        self.unsound: int | None = None  # a sequence whose inputs are NaN
         self.rotary = None if case.rotary_dim is None else rotary_table(case.rotary_dim, device)
         norm = UnitNorm(case.head_dim, case.dtype, device)
         self.head_norms = (norm, norm) if case.head_norm else None
@@ -178,4 +179,18 @@ class Bench:
         cached, new = case.sequences[seq]
         shape = (max(cached + new, begin + count, 512), heads, case.head_dim)
         generator = torch.Generator().manual_seed(1000 * cached + new)
-        return torch.randn(shape, generator=generator).to(case.dtype)[begin : begin + count]
+        inputs = torch.randn(shape, generator=generator).to(case.dtype)[begin : begin + count]
+        return torch.full_like(inputs, torch.nan) if seq == self.unsound else inputs
+
+
+def check_that_nan_stays_alone(backend: str, case: Case, device: str = "cpu") -> None:
+    """Whichever sequence of a batch is NaN, the others' outputs do not change."""
+    wanted = Bench(backend, case, capacity=192, device=device).run()
+    for unsound in range(len(wanted)):
+        bench = Bench(backend, case, capacity=192, device=device)
+        bench.unsound = unsound
+        for seq, (got, expected) in enumerate(zip(bench.run(), wanted, strict=True)):
+            if seq == unsound:
+                assert got.isnan().all()
+            else:
+                assert torch.equal(got, expected), (unsound, seq)

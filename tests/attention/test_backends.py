@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Bench, Case
+from attention_cases import Bench, Case, check_that_nan_stays_alone
 from torch import Tensor
 
 from octavo.attention import BACKENDS, LayerPlace, LayerSpec, cpu_threads, load_backend
@@ -75,6 +75,19 @@ def test_cpu_result_depends_on_the_sequence_alone(dtype: torch.dtype, window: in
         bench = Bench("cpu", case.alone(0))
         pieces = torch.cat([bench.step([(0, size)])[0] for size in sizes])
         assert torch.equal(pieces, crowd[0]), sizes
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("block_size", [5, 8, 16])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_sequence_of_nan_stays_alone(
+    backend: str, window: int | None, block_size: int, dtype: torch.dtype
+) -> None:
+    sequences = ((20, 1), (0, 9), (3, 4), (12, 1), (70, 1), (5, 1))
+    check_that_nan_stays_alone(
+        backend, Case(sequences, block_size, head_dim=20, window=window, dtype=dtype)
+    )
 
 
 def test_cpu_without_a_bf16_dot_product_is_as_exact(monkeypatch: pytest.MonkeyPatch) -> None:

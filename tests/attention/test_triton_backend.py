@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from attention_cases import Bench, Case
+from attention_cases import Bench, Case, check_that_nan_stays_alone
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -92,6 +92,25 @@ def test_the_same_batch_gives_the_same_bits(dtype: torch.dtype) -> None:
     first = torch.cat(Bench("triton", case, device="cuda").run())
     for _ in range(5):
         assert torch.equal(torch.cat(Bench("triton", case, device="cuda").run()), first)
+
+
+@pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which is NumPy
+def test_a_sequence_of_nan_stays_alone_in_the_interpreter() -> None:
+    check_that_nan_stays_alone("triton", Case(((15, 1), (40, 1), (3, 4)), 8, 1, 2, head_dim=16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_a_sequence_of_nan_stays_alone(
+    block_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    sequences = ((20, 1), (0, 9), (100, 4), (120, 1), (70, 1), (5, 1))
+    case = Case(sequences, block_size, 2, 4, window=window, dtype=dtype)
+    check_that_nan_stays_alone("triton", case, "cuda")
 
 
 class FixedStaging:

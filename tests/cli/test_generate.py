@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from click_harness import Octavo
 
-from model_zoo import model_directory
+from model_zoo import embed_as_nan, model_directory
 from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.engine.tokenizer import Tokenizer
 
 PROMPT = "The quick brown fox"
 
@@ -134,3 +135,18 @@ def test_ctrl_c_ends_the_command_with_130() -> None:
     assert process.returncode == 130
     assert "interrupted" in errors
     assert "Traceback" not in errors
+
+
+def test_a_prompt_that_cannot_be_computed_fails_after_the_others(
+    octavo: Octavo, model: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = model_directory("llama")
+    [*_, bad] = Tokenizer.from_directory(directory).encode(PROMPT)
+    embed_as_nan(bad, monkeypatch)
+    args = ("generate", *model, "A block", PROMPT, "one", "--max-tokens", 2, "--json", "--quiet")
+    result = octavo(*args)
+    assert result.exit_code == 1
+    outputs = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [output["error"] is None for output in outputs] == [True, False, True]
+    assert outputs[1]["outputs"][0]["finish_reason"] == "error"
+    assert result.stderr.startswith("error: prompt 2 of 3 has failed: the model's logits")

@@ -4,11 +4,15 @@ The "KV" of a token is a name for the whole chain of tokens up to it. An executo
 literally then proves, slot by slot, that attention would read exactly the right keys, whatever
 was forked, swapped, copied, shared, windowed, preempted or aborted before. The next token is a
 pure function of that chain, so what a request gets must not depend on its company either.
+
+KV can be unsound, as NaN is on a real device: a token that harms makes it so, and whatever reads
+it. A row that ends in unsound KV is an error.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +22,11 @@ from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
 from octavo.core.kv_spec import KVSpec
 from octavo.core.sequence import Request
 from octavo.core.step import Candidates, SamplingSpec, StepPlan, StepResult, TokenLogprobs
+from octavo.errors import LogitsNotFinite
 
 VOCABULARY = 7
 EOS = 6
+HARMFUL = 7  # is never drawn
 
 
 def digest_of(*parts: object) -> int:
@@ -91,6 +97,8 @@ class SymbolicExecutor:
     device: dict[int, list[object]] = field(default_factory=dict)
     swap: dict[int, list[object]] = field(default_factory=dict)
     num_computed: int = 0  # tokens run through the model
+    harmful_token: int = HARMFUL
+    strikes: Callable[[], bool] = lambda: False  # whether a row's step goes wrong by chance
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._apply(plan)
@@ -106,16 +114,22 @@ class SymbolicExecutor:
         assert len(set(plan.seq_ids)) == len(plan.seq_ids)
         self._write(plan)
         result = StepResult(plan.step_id, [])
+        unsound: set[int] = set()
         for seq_id, count in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
             row = self.rows[seq_id]
             start, end = row.num_computed, row.num_computed + count
-            self._read(row, start, end)
+            is_harmed = self.harmful_token in row.token_ids[start:end] or self.strikes()
+            if not self._read(row, start, end) or is_harmed:
+                self._spoil(row, start, end)
+                unsound.add(seq_id)
             if row.sampling.num_prompt_logprobs is not None and start + 1 < row.num_prompt:
                 last = min(end + 1, row.num_prompt)
                 result.prompt_logprobs[seq_id] = scores_of(row.token_ids[:last])[start + 1 :]
             row.num_computed = end
             self.num_computed += count
         self._sample(plan, result)
+        noticed = unsound & {*plan.ending, *result.prompt_logprobs}
+        result.errors = {seq_id: LogitsNotFinite("they are not") for seq_id in noticed}
         return result
 
     def _apply(self, plan: StepPlan) -> None:
@@ -160,16 +174,27 @@ class SymbolicExecutor:
                     slot = (block_id, offset % self.block_size)
                     assert slot not in written, "I3: one slot is written by two sequences"
                     written.add(slot)
-                    self._block(block_id)[slot[1]] = (group, symbols[position])
+                    self._block(block_id)[slot[1]] = (group, symbols[position], True)
 
-    def _read(self, row: Row, start: int, end: int) -> None:
+    def _spoil(self, row: Row, start: int, end: int) -> None:
         symbols = self._symbols(row)
+        for group, table in enumerate(row.tables):
+            for position in range(start, end):
+                block_id, offset = table[position // self.block_size], position % self.block_size
+                self._block(block_id)[offset] = (group, symbols[position], False)
+
+    def _read(self, row: Row, start: int, end: int) -> bool:
+        """Whether it is all sound."""
+        symbols, is_sound = self._symbols(row), True
         for group, spec in enumerate(self.specs):
             for key in range(spec.first_needed_token(start), end):
                 block = self._block(row.tables[group][key // self.block_size])
-                assert block[key % self.block_size] == (group, symbols[key]), (
+                content = block[key % self.block_size]
+                assert content in [(group, symbols[key], sound) for sound in (True, False)], (
                     f"token {key} of group {group} reads another sequence's KV"
                 )
+                is_sound = is_sound and content == (group, symbols[key], True)
+        return is_sound
 
     def _symbols(self, row: Row) -> list[int]:
         return symbols_of(row.token_ids)

@@ -7,14 +7,15 @@ from typing import Literal
 
 import pytest
 
-from core.symbolic import Ask
+from core.symbolic import HARMFUL, Ask
 from core.worlds import BLOCK_SIZE, World, make_sequence
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.draft import PlanDraft, RowChanges
+from octavo.core.invariants import check_scheduler
 from octavo.core.scheduler import FEW_WAITING, TOKENS_OF_FEW
 from octavo.core.sequence import Request, Status
 from octavo.core.step import SamplingSpec
-from octavo.errors import RequestTooLong
+from octavo.errors import LogitsNotFinite, RequestTooLong
 
 
 def preempt(world: World, request: Request, mode: Literal["swap", "recompute"]) -> None:
@@ -625,3 +626,44 @@ def test_few_prompts_share_a_step_up_to_a_limit() -> None:
         world.add(f"e{i}", 1000, 1)
     plan, _ = world.step()
     assert plan.num_scheduled_tokens == [1000] * (FEW_WAITING + 1)
+
+
+def test_a_request_that_cannot_be_computed_leaves_nothing_in_the_cache() -> None:
+    """Its followers go on, and a pinned prefix stays."""
+    world = World(num_blocks=30, max_num_batched_tokens=8)
+    world.add("pin", prompt=[1] * 8, method=PinPrefix("system", 8))
+    world.run()
+    wrong = world.add("wrong", prompt=[1] * 8 + [2] * 8 + [HARMFUL], n=2)
+    world.step()
+    world.step()
+    fine = world.add("fine", prompt=[1] * 8 + [2] * 8 + [3])
+    world.run()
+    assert isinstance(wrong.error, LogitsNotFinite)
+    assert [seq.finish_reason for seq in wrong.finished] == ["error"]
+    assert fine.error is None
+    late = world.add("late", prompt=[1] * 8 + [HARMFUL] + [2] * 7)
+    world.run()
+    again = world.add("again", prompt=[1] * 8 + [2] * 9)
+    world.run()
+    assert (late.num_cached_tokens, again.num_cached_tokens) == (8, 16)
+
+
+def test_a_pin_that_cannot_be_computed_pins_nothing() -> None:
+    world = World(num_blocks=10)
+    pin = world.add("pin", prompt=[1] * 4 + [HARMFUL] * 4, method=PinPrefix("system", 8))
+    world.run()
+    assert isinstance(pin.error, LogitsNotFinite)
+    assert world.kv.pins == {}
+    assert world.kv.pool.num_held == 0
+    assert len(world.kv.prefix_cache) == 0
+
+
+def test_a_request_that_cannot_be_ranked_leaves_nothing_behind() -> None:
+    world = World(num_blocks=10, policy="priority")
+    request = Request("r", [1] * 8, PinPrefix("system", 8), SamplingSpec(), priority=None)  # type: ignore[arg-type]
+    available = world.scheduler.limits.num_available_blocks
+    with pytest.raises(TypeError):
+        world.scheduler.add(request)
+    assert not world.scheduler.has_unfinished
+    assert world.scheduler.limits.num_available_blocks == available
+    check_scheduler(world.scheduler)

@@ -25,6 +25,17 @@ def test_random_workloads(batch: int) -> None:
     run_workloads(range(50 * batch, 50 * (batch + 1)))
 
 
+@pytest.mark.parametrize("batch", range(4))
+def test_what_goes_wrong_ends_alone(batch: int) -> None:
+    """Among prompts that cannot be computed the others get what they would get without them."""
+    num_failed = 0
+    for seed in range(50 * batch, 50 * (batch + 1)):
+        workload = Workload(seed, is_harmful=True)
+        workload.run()
+        num_failed += len(workload.failed)
+    assert num_failed > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(100))
 def test_random_workloads_nightly(batch: int) -> None:

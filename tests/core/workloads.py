@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from core.symbolic import (
+    HARMFUL,
     VOCABULARY,
     Ask,
     SymbolicExecutor,
@@ -33,6 +34,7 @@ class Workload:
     """One random world: an engine's settings and the requests that arrive in it."""
 
     seed: int
+    is_harmful: bool = False  # some prompts end in an error, and some steps go wrong by chance
 
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(self.seed)
@@ -79,6 +81,9 @@ class Workload:
         self.now = 0.0
         self.depth = rng.choice([1, 2, 2, 3])  # steps under way at once
         self.executor = SymbolicExecutor(self.specs, self.block_size)
+        if self.is_harmful:
+            self.executor.strikes = lambda: rng.random() < 0.002
+        self.failed: list[Ask] = []
         self.alive: dict[str, Ask] = {}
         self.samples: dict[str, list[int]] = {}  # those that are to come, by request
 
@@ -92,6 +97,8 @@ class Workload:
         rng = self.rng
         prefix = rng.choice(self.prefixes)[: rng.randint(0, 40)]
         own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 1, 5, 12]))]
+        if self.is_harmful and rng.random() < 0.15:
+            own.insert(rng.randint(0, len(own)), HARMFUL)
         kind = rng.choices(["sample", "beam", "pin"], [6, 3, 0.5])[0]
         return Ask(
             name=f"r{number}",
@@ -138,7 +145,28 @@ class Workload:
             for request in progress.finished:
                 self.check_result(request)
             self.now += 0.1
+        self.try_again()
         self.finish()
+
+    def try_again(self) -> None:
+        """Whatever failed, and is harmless by itself, finds nothing unsound in the cache soon."""
+        self.executor.strikes = lambda: False
+        for name in list(self.kv.pins):
+            self.kv.unpin(name)
+        for ask in [ask for ask in self.failed if HARMFUL not in ask.prompt]:
+            for _ in range(2):
+                request = ask.request(self.now)
+                self.scheduler.add(request)
+                self.alive[ask.name], self.samples[ask.name] = ask, list(range(ask.width))
+                while not request.is_finished:
+                    plan = self.scheduler.schedule()
+                    assert plan is not None
+                    self.scheduler.update(plan, self.executor.execute(plan))
+                    check_scheduler(self.scheduler)
+                self.check_result(request)
+                if ask.kind == "pin" and request.error is None:
+                    self.kv.unpin(ask.name)
+            assert request.error is None, "what failed before has left something in the cache"
 
     def add(self, ask: Ask) -> None:
         """Queue a request, or one whose samples have begun in another engine."""
@@ -185,6 +213,13 @@ class Workload:
 
     def check_result(self, request: Request) -> None:
         ask = self.alive.pop(request.request_id)
+        if request.error is not None:
+            assert self.is_harmful
+            assert "error" in [seq.finish_reason for seq in request.finished]
+            self.failed.append(ask)
+            return
+        if request.finished[0].stop_reason != STOP:
+            assert HARMFUL not in ask.prompt, "harm went unnoticed"
         got = [seq.output_token_ids for seq in request.finished]
         if ask.kind == "pin":
             assert got == [[]]

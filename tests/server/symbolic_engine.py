@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,7 +37,10 @@ FLAGS = {
 }
 # Tokens that do harm when they are computed.
 DEADLY, RAISING, HANGING = 1000, 1001, 1002
-UNACCEPTABLE = 1003  # the process raises as soon as it gets a request with it
+UNACCEPTABLE = 1003  # the process dies as soon as it gets a request with it
+# Tokens that harm nothing but their own request.
+NOT_QUEUED = 1004  # to queue it raises
+NOT_FINITE = 1005  # of their logits
 
 
 class HarmfulExecutor(SymbolicExecutor):
@@ -46,7 +50,7 @@ class HarmfulExecutor(SymbolicExecutor):
 
     def __init__(self, block_size: int, num_blocks: int, step_seconds: float) -> None:
         layout = group_layers([FullAttention()])
-        super().__init__(layout.specs, block_size)
+        super().__init__(layout.specs, block_size, harmful_token=NOT_FINITE)
         self._step_seconds = step_seconds
         budget = MemoryBudget(0, 0, 0, 0, 0, 1, block_size, num_blocks, 0, num_blocks)
         self.capacity = KVCapacity(num_blocks, num_blocks, layout, 1, budget)
@@ -74,8 +78,15 @@ class HarmfulExecutor(SymbolicExecutor):
 class FragileEngine(Engine):
     def accept(self, prepared: PreparedRequest, request_id: str) -> Request:
         if UNACCEPTABLE in prepared.prompt_token_ids:
-            raise RuntimeError("a token that raises early")
+            os.abort()
         return super().accept(prepared, request_id)
+
+    def resume_request(
+        self, request: Request, outputs: Mapping[int, list[int]], arrival_time: float
+    ) -> None:
+        super().resume_request(request, outputs, arrival_time)
+        if NOT_QUEUED in request.prompt_token_ids:
+            raise RuntimeError("a token that raises late")
 
 
 def expected_tokens(prompt: list[int], seed: int, index: int, num_tokens: int) -> list[int]:

@@ -11,7 +11,14 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from octavo.engine.events import Counters, Gauges, Preempted
-from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
+from octavo.errors import (
+    InvalidRequest,
+    LogitsNotFinite,
+    Overloaded,
+    RequestFailed,
+    RequestTooLong,
+    Unavailable,
+)
 from octavo.server.api.errors import add_error_handlers
 from octavo.server.client import EngineClient
 from octavo.server.logs import JsonFormatter, TextFormatter
@@ -130,9 +137,14 @@ def test_preemptions_and_refusals(seen: Observation) -> None:
     ):
         metrics.request_refused(error)
         assert value(seen, "admission_rejections_total", reason=reason) == 1
-    metrics.request_failed(open_request(), RuntimeError())
+    for error, reason in (
+        (RequestFailed("it kills"), "engine_failed"),
+        (LogitsNotFinite("NaN"), "logits_not_finite"),
+    ):
+        metrics.request_failed(open_request(), error)
+        assert value(seen, "request_failures_total", reason=reason) == 1
     metrics.engine_died("killed")
-    assert (value(seen, "request_failures_total"), value(seen, "engine_deaths_total")) == (1, 1)
+    assert value(seen, "engine_deaths_total") == 1
 
 
 def test_exposition(client: FakeClient, seen: Observation, http: TestClient) -> None:

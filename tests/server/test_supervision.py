@@ -16,9 +16,16 @@ import pytest
 
 from core.symbolic import EOS, Ask, expected_beams
 from octavo.config import make_config
-from octavo.errors import EngineFailed, ModelError, RequestFailed, Unavailable
+from octavo.errors import (
+    EngineFailed,
+    LogitsNotFinite,
+    ModelError,
+    RequestFailed,
+    Unavailable,
+)
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.client import EngineClient, Supervision
+from octavo.server.metrics import Metrics
 from server.clients import (
     PROGRAM,
     SECONDS,
@@ -29,7 +36,14 @@ from server.clients import (
     sampling,
     symbolic_client,
 )
-from server.symbolic_engine import DEADLY, HANGING, RAISING, UNACCEPTABLE
+from server.symbolic_engine import (
+    DEADLY,
+    HANGING,
+    NOT_FINITE,
+    NOT_QUEUED,
+    RAISING,
+    UNACCEPTABLE,
+)
 
 
 async def load_of_requests(client: EngineClient) -> None:
@@ -68,7 +82,7 @@ def test_a_beam_search_starts_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "cause"), [(DEADLY, "signal 6"), (RAISING, "that raises"), (UNACCEPTABLE, "early")]
+    ("token", "cause"), [(DEADLY, "signal 6"), (RAISING, "that raises"), (UNACCEPTABLE, "signal 6")]
 )
 def test_a_request_that_kills_the_engine_fails_alone(token: int, cause: str) -> None:
     async def test() -> None:
@@ -80,6 +94,53 @@ def test_a_request_that_kills_the_engine_fails_alone(token: int, cause: str) -> 
             assert client.health.healthy
             await complete(client, [1, 2], 10)
             await assert_nothing_is_held(client)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("token", "kind", "words"),
+    [
+        (NOT_FINITE, LogitsNotFinite, "they are not"),
+        (NOT_QUEUED, RequestFailed, r"could not queue the request \(RuntimeError\)"),
+    ],
+)
+def test_what_goes_wrong_with_one_request_is_no_matter_of_the_engine(
+    token: int, kind: type[RequestFailed], words: str
+) -> None:
+    async def test() -> None:
+        metrics = Metrics("demo")
+        async with symbolic_client("step=0.002", max_num_seqs=12, listeners=(metrics,)) as client:
+            wrong = [
+                asyncio.create_task(complete(client, [1, token, n], 10, n=n)) for n in (1, 2, 3)
+            ]
+            await load_of_requests(client)
+            for each in wrong:
+                with pytest.raises(kind, match=words):
+                    await each
+            assert client.open_requests == {}
+            assert client.info.num_restarts == 0
+            await assert_nothing_is_held(client)
+        num_failed = metrics.registry.get_sample_value(
+            "octavo_request_failures_total",
+            {"model_name": "demo", "reason": "logits_not_finite"},
+        )
+        assert num_failed == (3 if kind is LogitsNotFinite else None)
+
+    run(test())
+
+
+def test_a_prefix_that_cannot_be_computed_is_not_pinned() -> None:
+    async def test() -> None:
+        async with symbolic_client() as client:
+            with pytest.raises(LogitsNotFinite, match="they are not"):
+                await client.pin_prefix([NOT_FINITE, *[2] * 40], "system")
+            assert client.list_prefixes() == []
+            await client.pin_prefix([2] * 40, "system")
+            with pytest.raises(LogitsNotFinite, match="they are not"):
+                await complete(client, [*[2] * 40, NOT_FINITE], 10)
+            output = await complete(client, [*[2] * 40, 3], 5)
+            assert output.num_cached_tokens == 32, "a pinned prefix stays"
 
     run(test())
 

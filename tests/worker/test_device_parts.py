@@ -10,7 +10,6 @@ import torch
 
 from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
 from octavo.core.step import BlockCopy, StepPlan
-from octavo.errors import ModelError
 from octavo.kernels.sampling import NO_TOKEN
 from octavo.worker import shared_blocks
 from octavo.worker.block_tables import DeviceTables, HostTables
@@ -18,6 +17,7 @@ from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_sampler import Choice, GpuSampler
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.sampler import rows_not_finite
 from octavo.worker.staging import DeviceStaging
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -86,15 +86,11 @@ def test_the_largest_step_finds_room_in_the_staging(num_seqs: int, num_tokens: i
     staging.flush()
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
-    fine = Choice(torch.tensor([4, 0]))
-    assert fine.first_tokens().tolist() == [4, 0]
-    with pytest.raises(ModelError, match="not finite"):
-        Choice(torch.tensor([4, NO_TOKEN.value])).first_tokens()
-    best = Choice(torch.zeros(0, dtype=torch.int64))
-    best.expand(torch.tensor([[-0.5, -1.0], [torch.nan, torch.nan]]), torch.ones(2, 2))
-    with pytest.raises(ModelError, match="not finite"):
-        best.candidates()
+def test_rows_that_are_not_finite_are_told_apart() -> None:
+    choice = Choice(torch.tensor([4, NO_TOKEN.value, 0]))
+    assert rows_not_finite(choice.first_tokens(), choice.candidates()) == [1]
+    choice.expand(torch.tensor([[-0.5, -1.0], [torch.nan, torch.nan]]), torch.ones(2, 2))
+    assert rows_not_finite(choice.first_tokens(), choice.candidates()) == [1, 4]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,10 +149,15 @@ def prompt(length: int, seed: int) -> list[int]:
     return model_zoo.random_token_ids(length, seed=seed)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which is NumPy
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) -> None:
-    """Greedy, seeded, several samples, beams, stops, penalties; blocks are short."""
+    """Greedy, seeded, several samples, beams, stops, penalties; blocks are short, and what they
+    hold before they are written is of no account."""
     overlapped, plain = engines(name, 26 if name in TWO_GROUPS else 13, mode)
+    kv_cache = overlapped.executor.runner._parts.kv_cache  # type: ignore[attr-defined]
+    kv_cache.blocks.fill_(torch.nan)
+    kv_cache.swapped.fill_(torch.nan)
     asks = [
         (prompt(30, 1), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)),
         (prompt(5, 2), SamplingParams(temperature=1, seed=3, max_tokens=12)),
@@ -242,6 +248,87 @@ def test_prompt_logprobs() -> None:
     assert [e.logprob for e in mine.prompt_logprobs[1:] if e] == pytest.approx(
         [e.logprob for e in theirs.prompt_logprobs[1:] if e], rel=1e-4
     )
+
+
+BAD = 319  # its embedding is NaN
+
+
+def without_bad(**fields: Any) -> SamplingParams:
+    fields = {"max_tokens": 6, "ignore_eos": True, "seed": 3, "logit_bias": {BAD: -100.0}} | fields
+    return SamplingParams(**fields)
+
+
+HARMFUL = [  # with the number of tokens that come before the error
+    ([5, BAD, 6], without_bad(temperature=0, logit_bias=None), 0),
+    ([7, 5], without_bad(allowed_token_ids=[BAD], logit_bias=None), 1),
+    ([8, BAD], without_bad(temperature=0, allowed_token_ids=[4, 5]), 0),
+    ([9, BAD], without_bad(temperature=1, top_p=0.9, n=3, logit_bias=None), 0),
+    ([9, 5, BAD], without_bad(temperature=0, repetition_penalty=1.5), 0),
+    ([6, BAD, 4], without_bad(logprobs=2, prompt_logprobs=1), 0),
+    ([BAD, 4], BeamSearchParams(beam_width=2, max_tokens=5), 0),
+]
+
+
+def check_that_they_fail(outputs: list[RequestOutput]) -> None:
+    for (_, _, num_tokens), output in zip(HARMFUL, outputs, strict=True):
+        assert output.error is not None
+        assert "not finite" in output.error
+        assert {each.finish_reason for each in output.outputs} == {"error"}
+        assert {len(each.token_ids) for each in output.outputs} == {num_tokens}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_rows_without_finite_logits_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the next step is under way already when the host learns of it."""
+    model_zoo.embed_as_nan(BAD, monkeypatch)
+    overlapped, plain = engines.__wrapped__("llama3", 40, "recompute")
+    innocent = [
+        (prompt(5, 1), without_bad(temperature=0, max_tokens=4, logit_bias=None)),
+        (prompt(4, 2), without_bad(temperature=1, max_tokens=3, n=2)),
+        (prompt(3, 4), BeamSearchParams(beam_width=2, max_tokens=3)),
+    ]
+    wanted = tokens(run(plain, innocent))
+    asks = [*HARMFUL[:3], innocent[0], *HARMFUL[3:5], innocent[1], *HARMFUL[5:], innocent[2]]
+    outputs = run(overlapped, [(token_ids, params) for token_ids, params, *_ in asks])
+    spared = [output for output, ask in zip(outputs, asks, strict=True) if ask in innocent]
+    check_that_they_fail([each for each in outputs if each not in spared])
+    assert [output.error for output in spared] == [None] * 3
+    assert tokens(spared) == wanted
+    assert overlapped.kv.pool.num_held == 0
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("overlap", [True, False])
+def test_of_64_rows_on_a_gpu_those_without_finite_logits_end_alone(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_zoo.embed_as_nan(BAD, monkeypatch)
+    llm = LLM(
+        str(model_zoo.model_directory("llama3")),
+        device="cuda",
+        dtype="float32",
+        max_model_len=80,
+        max_num_seqs=64,
+        kv_cache_memory=1 << 26,
+        overlap=overlap,
+    )
+    kinds = [{"temperature": 0}, {"top_p": 0.9}, {"top_k": 9}, {"n": 2}, {"logprobs": 1}]
+    innocent = [
+        (prompt(1 + i % 30, i), without_bad(**kinds[i % len(kinds)], logit_bias=None))
+        for i in range(63)
+    ]
+    innocent.append((prompt(9, 4), BeamSearchParams(beam_width=2, max_tokens=5)))
+    wanted = run(llm.engine, innocent)
+    # A token that is never drawn: what has one row of NaN is what was computed before.
+    assert all(BAD not in each.token_ids for output in wanted for each in output.outputs)
+    llm.reset_prefix_cache()
+    asks = [(token_ids, params) for token_ids, params, _ in HARMFUL]
+    outputs = run(llm.engine, [*innocent[:30], *asks, *innocent[30:]])
+    check_that_they_fail(outputs[30 : 30 + len(asks)])
+    del outputs[30 : 30 + len(asks)]
+    assert tokens(outputs) == tokens(wanted)
+    assert [output.error for output in outputs] == [None] * len(innocent)
+    assert llm.engine.kv.pool.num_held == 0
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")

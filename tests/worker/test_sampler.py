@@ -13,9 +13,15 @@ from scipy import stats
 from torch import Tensor
 
 from octavo.core.step import SamplingSpec
-from octavo.errors import ModelError
 from octavo.worker.logit_edits import EditedRow
-from octavo.worker.sampler import WEIGHT_BITS, Sampler, SamplingBatch, invert, token_weights
+from octavo.worker.sampler import (
+    NO_TOKEN,
+    WEIGHT_BITS,
+    Sampler,
+    SamplingBatch,
+    invert,
+    token_weights,
+)
 
 sample = Sampler()
 
@@ -240,16 +246,51 @@ def test_the_smallest_temperature_and_logits_of_any_size_are_safe() -> None:
     assert token_ids[2] in (0, 1)
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_are_an_error(broken: float) -> None:
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_row_of_logits_that_are_no_numbers_draws_nothing_alone(broken: float) -> None:
     greedy, searched = SamplingSpec(temperature=0.0), SamplingSpec(num_candidates=2)
     for spec in [*SPECS.values(), greedy, searched]:
-        num_expanded = 3 if spec is searched else 0
-        logits = torch.zeros(3, 300)
-        sample(logits, make_batch([spec] * 3, num_expanded=num_expanded))
+        batch = make_batch([spec] * 3, num_expanded=3 if spec is searched else 0)
+        logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(7))
+        wanted = sample(logits, batch)
+        assert wanted.not_finite == []
         logits[1, 7] = broken
-        with pytest.raises(ModelError, match="logits are not finite numbers: its weights are"):
-            sample(logits, make_batch([spec] * 3, num_expanded=num_expanded))
+        if broken == -math.inf:
+            logits[1] = broken
+        got = sample(logits, batch)
+        assert got.not_finite == [1]
+        if spec is searched:
+            assert wanted.candidates is not None
+            assert got.candidates is not None
+            for mine, theirs in zip(got.candidates, wanted.candidates, strict=True):
+                assert np.array_equal(mine[::2], theirs[::2])
+        else:
+            assert got.token_ids[1] == NO_TOKEN
+            assert torch.equal(got.token_ids[::2], wanted.token_ids[::2])
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_mask_does_not_hide_that_logits_are_no_numbers(broken: float) -> None:
+    for spec in (SamplingSpec(allowed_token_ids=(3, 4)), SamplingSpec(logit_bias=((7, -100.0),))):
+        batch = replace(
+            make_batch([spec] * 2, num_draws=[1, 3]),
+            edited=[EditedRow(i, spec, np.array([1], np.int32), 1) for i in range(2)],
+        )
+        logits = torch.zeros(2, 300)
+        logits[1, 7] = broken
+        output = sample(logits, batch)
+        assert output.not_finite == [1]
+        assert output.draws == {1: [NO_TOKEN] * 3}
+        assert output.token_ids[0] >= 0
+
+
+def test_tokens_that_the_model_rules_out_are_no_error() -> None:
+    """-inf is the logarithm of 0; only a row of nothing else leaves no token."""
+    logits = torch.full((2, 300), -torch.inf)
+    logits[0, 9] = 1.0
+    for spec in [*SPECS.values(), SamplingSpec(temperature=0.0)]:
+        output = sample(logits, make_batch([spec] * 2))
+        assert output.token_ids.tolist() == [9, NO_TOKEN]
 
 
 def test_logits_are_left_unchanged() -> None:

@@ -104,6 +104,14 @@ def stage(
     """Copy the tokens [begin, end) of one span to `tiles`: 4 tiles of K, then 4 of V."""
     pair = 4 // size_of(elements)
     dim, padded, size = step.head_dim, step.padded_dim, step.block_size
+    if pair == 2:
+        # The first and the last pair may have a half outside. It gets a weight of 0, which does not
+        # remove a NaN of the sequence that was staged here before.
+        for token in (begin // 2 * 2, (end - 1) // 2 * 2 + 1):
+            tile, t = token % SPAN_TOKENS // LANES * LANES * padded, token % LANES
+            v_tile = tiles[SPAN_TOKENS * padded + tile :]
+            for i in range(dim):
+                v_tile[_v_index(i, t, pair, padded)] = 0
     for token in range(begin, end):
         place = kv_head * 2 * size + token % size
         home = step.kv + (table[token // size] * step.block_stride + place * padded) * size_of(

@@ -12,6 +12,7 @@ import click
 
 from octavo.cli.options import engine_options, sampling_options
 from octavo.cli.session import dim, make_sampling_params, show_log, summary
+from octavo.errors import RequestFailed
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ def generate(
         if not quiet:
             num_tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
             click.echo(dim(summary(llm.engine, memory, num_tokens, seconds)), err=True)
+    for number, output in enumerate(outputs, start=1):
+        if output.error is not None:
+            raise RequestFailed(f"prompt {number} of {len(outputs)} has failed: {output.error}")
 
 
 def read_prompts(prompts: tuple[str, ...], file: IO[str] | None) -> list[str]:

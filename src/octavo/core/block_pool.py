@@ -115,6 +115,16 @@ class BlockPool:
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and no copy"
         self._copies.add(block_id)
 
+    def forget_cached(self, block_id: int) -> None:
+        """The contents of a block, be it held or free, cannot be found by prefix any more, and are
+        not known to be a copy either."""
+        self._copies.discard(block_id)
+        if block_id in self._cached:
+            self._cached.remove(block_id)
+            if self._ref_counts[block_id] == 0:
+                del self._free_cached[block_id]
+                self._emptied.append(block_id)
+
     def drop_cached(self) -> None:
         """Forget what all blocks cache; held blocks stay held."""
         self._emptied.extend(reversed(self._free_cached))

@@ -71,7 +71,6 @@ class PlanDraft:
         self.drawn: list[Sequence] = []  # as `sampled`
         self.searching: list[Search] = []
         self.undecided: list[Request] = []
-        self.computing: list[Sequence] = []
         self.filled: list[tuple[Sequence, BlockTable, int]] = []  # with the tokens then computed
         self.prompts: dict[int, tuple[Request, int]] = {}  # with the chunk's first token
 
@@ -122,19 +121,18 @@ class PlanDraft:
         if seq.num_computed_tokens < seq.num_expected_tokens:
             return
         method = request.method
-        if method.wants == "token":
-            self.sampled.append(seq.seq_id)
-            self.drawn.append(seq)
-            if method.num_draws == 1 or seq.num_output_tokens > 0:
-                seq.num_pending += 1
-                return
-        elif method.wants == "candidates":
+        if method.wants == "candidates":
             self.expanded.append(seq.seq_id)
             if self.searching and self.searching[-1].request is request:
                 return
             self.searching.append(Search(request, method, len(self.expanded) - 1))
         else:
-            self.computing.append(seq)
+            # A token is drawn even where none is wanted: logits tell whether the KV is sound.
+            self.sampled.append(seq.seq_id)
+            self.drawn.append(seq)
+            if method.wants == "token" and (method.num_draws == 1 or seq.num_output_tokens > 0):
+                seq.num_pending += 1
+                return
         self._await_decision(request)
 
     def _await_decision(self, request: Request) -> None:
@@ -163,6 +161,14 @@ class PlanDraft:
         self.copies += changes.copies
         self.held += changes.held
         self.table_writes += changes.table_writes
+
+    def owners(self) -> dict[int, Request]:
+        """Whose rows draw a token, are expanded or have a prompt scored, by sequence id."""
+        owners = {seq.seq_id: seq.request for seq in self.drawn}
+        for search in self.searching:
+            owners.update({seq.seq_id: search.request for seq in search.request.sequences})
+        owners.update({seq_id: request for seq_id, (request, _) in self.prompts.items()})
+        return owners
 
     def withdraw(self, seq_id: int) -> bool:
         """Forget a row that this very step was to open. False if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.ranking import Search, rank
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import Candidates, StepResult
+from octavo.errors import RequestFailed
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class Outcomes:
             if seq.table is table:  # else it was preempted since, and is recomputed
                 self.kv.register(seq, num_computed)
         progress = self.progress = Progress()
+        if result.errors:
+            self._fail(draft, result.errors)
         for seq_id, scores in result.prompt_logprobs.items():
             request, start = draft.prompts[seq_id]
             # After a preemption the same positions are computed again.
@@ -64,14 +68,24 @@ class Outcomes:
                 reason = method.accept(seq, token_id)
                 if reason is not None:
                     self.finish(seq, reason)
-        searches = [search for search in draft.searching if not search.request.is_finished]
+            elif method.wants == "kv":
+                method.computed(seq, self)
+        searches = [search for search in draft.searching if search.request.sequences]
         if searches:
             assert result.candidates is not None, "searches have asked for them"
             self._advance_searches(searches, result.candidates)
-        for seq in draft.computing:
-            if seq.finish_reason is None and seq.request.method.wants == "kv":
-                seq.request.method.computed(seq, self)
         return progress
+
+    def _fail(self, draft: PlanDraft, errors: Mapping[int, RequestFailed]) -> None:
+        """End requests of which a row went wrong, with all their sequences. What they have cached
+        may be what is wrong, and must not be found by others."""
+        owners = draft.owners()
+        for seq_id, error in errors.items():
+            request = owners.get(seq_id)  # None: a search that was aborted while the step ran
+            for seq in [] if request is None else list(request.sequences):
+                seq.request.error = error
+                self.kv.forget(seq)
+                self.finish(seq, "error")
 
     # ---------------------------------------------------------------- verbs of the methods
 

@@ -12,7 +12,7 @@ import hashlib
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from operator import attrgetter
 
 Digest = Callable[[bytes], bytes]
@@ -190,6 +190,21 @@ class PrefixCache:
         del copies[block_id]
         if not copies:
             del self._copies[indexed]
+
+    def forget_prefix(self, node: PrefixNode, kept: Container[int]) -> list[int]:
+        """Take all blocks that hold exactly this prefix out of the index, copies too, except those
+        of `kept` that are indexed. Returns them."""
+        entry, forgotten = self.find(node), []
+        for indexed in () if entry is None else tuple(entry.block_ids):
+            if indexed is None:
+                continue
+            for copy in tuple(self._copies.get(indexed, ())):
+                self.forget_copy(copy)
+                forgotten.append(copy)
+            if indexed not in kept:
+                self.forget(indexed)
+                forgotten.append(indexed)
+        return forgotten
 
     def was_evicted(self, node: PrefixNode) -> bool:
         """Whether a prefix that is not in the index was there, as far as that is remembered."""

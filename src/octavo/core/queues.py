@@ -43,8 +43,8 @@ class Queues:
     def add(self, request: Request) -> None:
         """A new request, which waits."""
         assert request.request_id not in self.requests, f"{request} is known already"
-        self.requests[request.request_id] = request
         self._enter_waiting(request)
+        self.requests[request.request_id] = request
 
     def move(self, request: Request, status: Status) -> None:
         """Put a request into another queue, at the place of its rank."""

@@ -69,7 +69,6 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestTooLong if it could never run to its end."""
         self.limits.check(request)
-        self.limits.note(request)
         request.number = self._next_number
         self._next_number += 1
         request.rank = self._policy.rank(request)
@@ -77,6 +76,7 @@ class Scheduler:
             self._outcomes.new_sequence(request, list(request.prompt_token_ids), 0)
         ]
         self._queues.add(request)
+        self.limits.note(request)
 
     def resume(self, request: Request, outputs: Mapping[int, list[int]]) -> None:
         """Queue a request whose samples have begun elsewhere, like one preempted by recompute.

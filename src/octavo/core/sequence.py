@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from octavo.core.block_table import BlockTable
 from octavo.core.prefix_cache import PrefixNode
 from octavo.core.step import SamplingSpec, TokenLogprobs
+from octavo.errors import RequestFailed
 
 if TYPE_CHECKING:
     from octavo.core.decoding import DecodingMethod
@@ -65,7 +66,7 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []  # one per output token, if asked for
         self.cumulative_logprob = 0.0
         self.score: float | None = None  # beam search: length-penalised
-        self.finish_reason: str | None = None  # "stop", "length" or "abort"
+        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         self.stop_reason: int | str | None = None  # the stop id or string that ended it
         # While a preempted request is recomputed, a sequence without a table waits until
         # `leader` has computed the `branch_at` tokens that both share, and then forks off.
@@ -104,6 +105,7 @@ class Request:
         "arrival_time",
         "cache_salt",
         "catching_up",
+        "error",
         "finished",
         "first_token_time",
         "level",
@@ -149,6 +151,7 @@ class Request:
         self.status = Status.WAITING
         self.sequences: list[Sequence] = []  # alive, in the order in which they were forked
         self.finished: list[Sequence] = []
+        self.error: RequestFailed | None = None  # what ended it, if it could not be computed
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.first_token_time: float | None = None
         self.num_preemptions = 0

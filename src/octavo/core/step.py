@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from octavo.errors import RequestFailed
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
@@ -170,6 +172,9 @@ class StepResult:
     # For the positions of this step's chunk: entry i scores token (first computed + 1 + i).
     # The last prompt position's successor is not a prompt token and is left out.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # Rows that could not be computed, which end their requests. What else is said of them has no
+    # meaning; the other rows are as they would be without them.
+    errors: dict[int, RequestFailed] = field(default_factory=dict)
     # Measured by the worker, for the cost-based choice between swap and recompute; seconds.
     compute_seconds: float = 0.0
     swap_seconds: float = 0.0

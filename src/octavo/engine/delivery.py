@@ -74,6 +74,8 @@ class Delivery:
             ):
                 request.first_token_time = now  # beams that ended with their first token
             output.finished.append(self.conclude(request))
+            if request.error is not None:
+                output.errors[request.request_id] = request.error
         return output
 
     def _delta(self, client: _Client, seq: Sequence) -> SequenceDelta:
@@ -141,6 +143,7 @@ class Delivery:
             request.arrival_time,
             request.first_token_time,
             self._clock(),
+            None if request.error is None else str(request.error),
         )
 
     def _sequence_output(self, client: _Client, seq: Sequence) -> SequenceOutput:

@@ -105,8 +105,10 @@ class Engine:
     def accept(self, prepared: PreparedRequest, request_id: str) -> Request:
         """Make a request that was checked elsewhere; its results come as token ids alone.
 
-        Raises InvalidRequest if the id is in use, RequestTooLong if it can never fit.
+        Raises InvalidRequest if the id is in use or a token id is none of the model's,
+        RequestTooLong if it can never fit.
         """
+        prepared.check_vocabulary(self.model_config.vocab_size)
         request = self._new_request(prepared, request_id)
         self._delivery.expect(request, None, None)
         return request
@@ -251,7 +253,11 @@ class Engine:
         token_ids = self._preparer.whole_blocks(prompt, self.max_model_len, self.kv.block_size)
         method = PinPrefix(name, len(token_ids))
         request = Request(
-            self._name(None), token_ids, method, SamplingSpec(), cache_salt=cache_salt
+            self._name(None),
+            token_ids,
+            method,
+            SamplingSpec(temperature=0.0),
+            cache_salt=cache_salt,
         )
         chunk = self.config.scheduler.max_num_batched_tokens
         longest = self.kv.num_blocks_for(self.max_model_len, chunk)

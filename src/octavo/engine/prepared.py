@@ -7,7 +7,7 @@ fits into the KV cache is the scheduler's to say.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.core.decoding import BeamSearch, DecodingMethod, EarlyStopping, Sampling
@@ -66,6 +66,24 @@ class PreparedRequest:
             self.beam.early_stopping,
             self.beam.num_return_sequences,
         )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequest if a token id is none of the model's: on a device it would take all
+        that is computed with it down."""
+        spec = self.sampling
+        fields: dict[str, Iterable[int]] = {
+            "prompt": self.prompt_token_ids,
+            "logit_bias": [token_id for token_id, _ in spec.logit_bias],
+            "allowed_token_ids": spec.allowed_token_ids,
+            "bad_words": [token_id for word in spec.bad_words for token_id in word],
+            "stop_token_ids": spec.masked_until_min_tokens,
+        }
+        for field, token_ids in fields.items():
+            for worst in (min(token_ids, default=0), max(token_ids, default=0)):
+                if not 0 <= worst < vocab_size:
+                    raise InvalidRequest(
+                        field, f"token id {worst} is outside the vocabulary of {vocab_size}"
+                    )
 
     def without_prompt_logprobs(self) -> PreparedRequest:
         """The same request, for an engine that need not score the prompt (again)."""
@@ -191,6 +209,8 @@ class RequestPreparer:
         for word in params.bad_words:
             for spelling in (word, " " + word.lstrip()):
                 token_ids = self._tokenizer.encode(spelling, add_special_tokens=False)
-                if token_ids and token_ids not in spellings:
+                # A tokenizer may know tokens that the model does not have, and never generates.
+                can_come = bool(token_ids) and max(token_ids) < self._vocab_size
+                if can_come and token_ids not in spellings:
                     spellings.append(token_ids)
         return spellings

@@ -190,7 +190,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }
     incoming: list[Message] = [{"type": "http.request", "body": body}]
     outgoing: list[Message] = []

@@ -128,6 +128,9 @@ class Delivery:
         for finished in report.finished:
             if (stream := self._find(finished.request_id)) is not None:
                 self._take_beams(stream, finished.beams, now)
+        for failed in report.failed:
+            if (stream := self._find(failed.request_id)) is not None:
+                self.exchange.fail(stream.entry, m.error_of(failed.error))
         self.notify("stepped", report)
         events: list[Event] = [*report.admitted, *report.preempted, *report.watched]
         if events:

@@ -6,6 +6,7 @@ to be computed it sleeps until a command comes; when the other side is gone it e
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -14,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +23,13 @@ from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.recorder import Recorder
 from octavo.engine.snapshot import take_snapshot, view_request
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, RequestFailed
 from octavo.llm import load_engine
 from octavo.outputs import RequestOutput, SequenceDelta, StepOutput
 from octavo.server import messages as m
 from octavo.server.channel import Channel
+
+logger = logging.getLogger("octavo.server.engine_loop")  # the module may be run as __main__
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -84,13 +87,15 @@ class EngineLoop:
 
     def _add(self, add: m.Add) -> None:
         def queue() -> None:
-            request = self._engine.accept(add.request, add.request_id)
-            outputs = {sample.index: sample.token_ids for sample in add.samples}
-            try:
-                self._engine.resume_request(request, outputs, add.arrival_time)
-            except OctavoError:
-                self._engine.discard_request(request)
-                raise
+            with _failing_alone(add.request_id):
+                request = self._engine.accept(add.request, add.request_id)
+                outputs = {sample.index: sample.token_ids for sample in add.samples}
+                try:
+                    self._engine.resume_request(request, outputs, add.arrival_time)
+                except Exception:
+                    self._engine.abort_request(add.request_id)
+                    self._engine.discard_request(request)
+                    raise
             if add.request.sampling.num_prompt_logprobs is not None:
                 self._unscored.add(add.request_id)
 
@@ -157,8 +162,12 @@ class EngineLoop:
             report.prompt_scores = self._prompt_scores(output)
         for finished in output.finished:
             pin = self._pins.pop(finished.request_id, None)
+            error = output.errors.get(finished.request_id)
             if pin is not None:
-                self._send(m.Reply(pin.ticket))
+                self._send(m.Reply(pin.ticket, None if error is None else m.report_of(error)))
+            elif error is not None:
+                self._unscored.discard(finished.request_id)
+                report.failed.append(m.Failed(finished.request_id, m.report_of(error)))
             elif finished.outputs and finished.outputs[0].score is not None:
                 report.finished.append(_beams(finished))
         self._send(report)
@@ -175,6 +184,20 @@ class EngineLoop:
             m.PromptScores(request_id, [score for score in scores[request_id] if score is not None])
             for request_id in begun
         ]
+
+
+@contextlib.contextmanager
+def _failing_alone(request_id: str) -> Iterator[None]:
+    """A bug of ours that one request meets before it is queued is that request's failure alone."""
+    try:
+        yield
+    except OctavoError:
+        raise
+    except Exception as error:
+        # Without the message: it may hold a piece of the prompt.
+        kind, where = type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
+        logger.error("request %s could not be queued: %s\n%s", request_id, kind, where)
+        raise RequestFailed(f"the engine could not queue the request ({kind})") from error
 
 
 def _delta(delta: SequenceDelta) -> m.Delta:
@@ -259,10 +282,10 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
     if not first:
         return 0
     start = m.decode_command(first[0])
-    logger = logging.getLogger("octavo")
-    logger.setLevel(start.log_level)
-    logger.handlers = [ChannelLog(channel)]
-    logger.propagate = False
+    package_logger = logging.getLogger("octavo")
+    package_logger.setLevel(start.log_level)
+    package_logger.handlers = [ChannelLog(channel)]
+    package_logger.propagate = False
     try:
         engine = load(replace(start.config, owns_process=True))
     except Exception as error:

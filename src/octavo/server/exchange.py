@@ -223,7 +223,8 @@ class Exchange:
 
     def _take_report(self, report: m.StepReport) -> None:
         self.num_reports += 1
-        self.has_advanced = self.has_advanced or bool(report.deltas or report.finished)
+        has_brought = bool(report.deltas or report.finished or report.failed)
+        self.has_advanced = self.has_advanced or has_brought
         for entry in self._searching.values():
             entry.num_steps += 1
         self._owner.reported(report)

@@ -37,7 +37,7 @@ class Listener:
         """It has ended, by itself or by abort."""
 
     def request_failed(self, request: OpenRequest, error: Exception) -> None:
-        """It killed the engine process, or the engine is gone for good."""
+        """It could not be computed, killed the engine process, or the engine is gone for good."""
 
     def stepped(self, report: StepReport) -> None:
         """Every step of the engine: gauges, the counters of this engine process, preemptions."""

@@ -196,6 +196,13 @@ class Finished(msgspec.Struct, array_like=True):
     beams: list[Beam]  # best first
 
 
+class Failed(msgspec.Struct, array_like=True):
+    """A request that could not be computed is over; the others go on."""
+
+    request_id: str
+    error: ErrorReport
+
+
 class PromptScores(msgspec.Struct, array_like=True):
     """Log-probabilities of a prompt: entry i is about token i + 1. Before the first delta."""
 
@@ -212,6 +219,7 @@ class StepReport(msgspec.Struct, tag=True):
     gauges: Gauges
     deltas: list[Delta] = []
     finished: list[Finished] = []
+    failed: list[Failed] = []
     prompt_scores: list[PromptScores] = []
     admitted: list[Admitted] = []  # sent one by one; put in here when they arrive
     preempted: list[Preempted] = []

@@ -13,7 +13,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from octavo.errors import InvalidRequest, Overloaded, RequestTooLong
+from octavo.errors import InvalidRequest, LogitsNotFinite, Overloaded, RequestTooLong
 from octavo.outputs import RequestOutput
 from octavo.server.client import EngineClient, Listener
 from octavo.server.journal import OpenRequest
@@ -68,7 +68,10 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Requests that ended, by why their first output did.",
         ("finished_reason",),
     ),
-    "request_failures": ("Accepted requests that were lost with the engine.", ()),
+    "request_failures": (
+        "Accepted requests that could not be computed, or were lost with the engine.",
+        ("reason",),
+    ),
     "admission_rejections": ("Requests that were not accepted.", ("reason",)),
     "engine_deaths": ("Engine processes that ended unasked.", ()),
 }
@@ -169,7 +172,8 @@ class Metrics(Listener):
 
     def request_failed(self, request: OpenRequest, error: Exception) -> None:
         self._token_times.pop(request.request_id, None)
-        self._count("request_failures", 1)
+        reason = "logits_not_finite" if isinstance(error, LogitsNotFinite) else "engine_failed"
+        self._count("request_failures", 1, reason)
 
     def engine_died(self, reason: str) -> None:
         self._count("engine_deaths", 1)

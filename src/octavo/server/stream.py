@@ -27,8 +27,9 @@ class RequestStream:
     An async iterator: `SequenceDelta`s of the samples (new text and tokens; the last one of a
     sample has its finish_reason), and as the last item the `RequestOutput` with everything but the
     log-probabilities that the deltas had. Beam search streams nothing but the last item. Raises
-    RequestFailed if the request killed the engine, EngineFailed if there is no engine any more. If
-    the reader is slow, deltas of a sample are merged, up to MAX_DELTA_TOKENS.
+    RequestFailed if the request killed the engine, LogitsNotFinite if the model has no finite
+    logits for it, EngineFailed if there is no engine any more. If the reader is slow, deltas of a
+    sample are merged, up to MAX_DELTA_TOKENS.
 
     Also a context: leaving it before the end aborts the request.
     """

@@ -27,7 +27,8 @@ from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_sampler import Choice, DrawMode, GpuSampler
 from octavo.worker.graphs import Graphs
 from octavo.worker.input_batch import Drawn, InputBatch, at_least_one
-from octavo.worker.prompt_scores import score_prompts
+from octavo.worker.prompt_scores import not_finite, score_prompts
+from octavo.worker.sampler import logits_not_finite, rows_not_finite
 from octavo.worker.staging import DeviceStaging
 
 
@@ -327,15 +328,18 @@ class GpuStep:
         plan, choice = self._plan, self._choice
         first: NDArray[np.int64] = choice.first_tokens()
         self._input_batch.fill(self._drawn, first)
+        candidates = choice.candidates()
         ids = plan.ending
+        failed = [ids[row] for row in rows_not_finite(first, candidates)]
         swaps = bool(plan.swap_out or plan.swap_in)
         return StepResult(
             plan.step_id,
             first.tolist(),
             draws={ids[row]: tokens for row, tokens in choice.draws().items()},
-            candidates=choice.candidates(),
+            candidates=candidates,
             logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
             prompt_logprobs=self._prompt_logprobs,
+            errors=logits_not_finite([*not_finite(self._prompt_logprobs), *failed]),
             compute_seconds=ended.seconds_since(moved) if plan.seq_ids else 0.0,
             swap_seconds=moved.seconds_since(started) if swaps else 0.0,
         )

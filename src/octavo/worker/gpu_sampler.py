@@ -12,10 +12,10 @@ from torch import Tensor
 
 from octavo.core.step import Candidates, TokenLogprobs
 from octavo.kernels.candidates import MAX_CANDIDATES, best_tokens
-from octavo.kernels.sampling import NO_TOKEN, DeviceDraws, sample
+from octavo.kernels.sampling import DeviceDraws, sample
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
-from octavo.worker.sampler import SamplingBatch, candidates_of, logits_not_finite
+from octavo.worker.sampler import SamplingBatch, candidates_of
 from octavo.worker.staging import DeviceStaging
 
 Int64s = NDArray[np.int64]
@@ -61,10 +61,8 @@ class Choice:
     # After `read_back`, once the device has come so far.
 
     def first_tokens(self) -> Int64s:
-        """int64 [num_sampled]. Raises ModelError if a row had no finite logits."""
+        """int64 [num_sampled]; negative of a row that is not finite."""
         tokens: Int64s = self._token_ids.numpy()
-        if (tokens == NO_TOKEN.value).any():
-            raise logits_not_finite()
         return tokens if self._firsts is None else tokens[self._firsts]
 
     def draws(self) -> dict[int, list[int]]:
@@ -77,10 +75,7 @@ class Choice:
         return {row: tokens[a:b] for row, (a, b) in enumerate(pairs) if b - a > 1}
 
     def candidates(self) -> Candidates | None:
-        """Of the expanded rows, if there are any.
-
-        Raises ModelError if a row had no finite logits.
-        """
+        """Of the expanded rows, if there are any."""
         return None if self._best is None else candidates_of(*self._best)
 
 
@@ -199,7 +194,7 @@ class GpuSampler:
         where = np.flatnonzero(np.isin(self._owners, rows))
         owners = np.searchsorted(rows, self._owners[where])
         index = torch.from_numpy(where).to(device)
-        token_ids[index] = sample(
+        drawn = sample(
             copy,
             DeviceDraws(
                 torch.from_numpy(owners).to(device),
@@ -214,12 +209,14 @@ class GpuSampler:
                 draws.is_limited,
             ),
         )
+        # No mask hides that the logits, as they were, are not finite.
+        token_ids[index] = drawn.where(token_ids[index] >= 0, token_ids[index])
 
     def _score(
         self, choice: Choice, logits: Tensor, batch: SamplingBatch, token_ids: Tensor
     ) -> None:
         rows = [row for row in batch.num_logprobs if row < batch.num_sampled]
-        tokens = token_ids.cpu().numpy()
+        tokens = np.maximum(token_ids.cpu().numpy(), 0)
         chosen = [tokens[self._owners == row].tolist() for row in rows]
         num_top = [batch.num_logprobs[row] for row in rows]
         scores = gather_logprobs(logits, rows, chosen, num_top)

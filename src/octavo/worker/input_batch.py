@@ -206,11 +206,14 @@ class InputBatch:
         return Drawn(plan.sampled, rows, ends)
 
     def fill(self, drawn: Drawn, token_ids: Int64s) -> None:
-        """Take in what was drawn, int64 [len(drawn.seq_ids)], where the rows still are theirs."""
+        """Take in what was drawn, int64 [len(drawn.seq_ids)], where the rows still are theirs.
+
+        Rows that could not draw (a negative token) go on with token 0 until they are closed.
+        """
         row_of = self._row_of
         owned = np.array([row_of.get(seq_id, 0) for seq_id in drawn.seq_ids]) == drawn.rows
         rows, positions = drawn.rows[owned], drawn.positions[owned]
-        self._token_ids[rows, positions] = token_ids[owned]
+        self._token_ids[rows, positions] = np.maximum(token_ids[owned], 0)
 
     def rows_of(self, seq_ids: Sequence[int]) -> Int64s:
         return np.fromiter(map(self._row_of.__getitem__, seq_ids), np.int64, len(seq_ids))

@@ -29,7 +29,7 @@ def gather_logprobs(
         num_top: how many of the most likely tokens are wanted for each of `rows`.
 
     Returns:
-        For each of `rows` one entry per chosen token.
+        For each of `rows` one entry per chosen token; all NaN of a row that is not finite.
     """
     step = rows_at_once(logits.shape[1])
     result: list[list[TokenLogprobs]] = []
@@ -47,6 +47,7 @@ def _score(
     device = logits.device
     scores = logits[torch.tensor(rows, device=device)].float()
     normaliser = scores.logsumexp(dim=-1, keepdim=True)
+    normaliser = normaliser.where(normaliser.isfinite(), torch.nan)
 
     owners = [place for place, tokens in enumerate(chosen) for _ in tokens]
     token_ids = [token_id for tokens in chosen for token_id in tokens]

@@ -12,8 +12,8 @@ from octavo.core.step import StepPlan, StepResult
 from octavo.models.base import CausalLM
 from octavo.worker.input_batch import InputBatch, at_least_one
 from octavo.worker.kv_cache import KVCache
-from octavo.worker.prompt_scores import score_prompts
-from octavo.worker.sampler import Sampler, SamplerOutput
+from octavo.worker.prompt_scores import not_finite, score_prompts
+from octavo.worker.sampler import Sampler, SamplerOutput, logits_not_finite
 
 
 class ModelRunner:
@@ -47,6 +47,7 @@ class ModelRunner:
             if chunks:
                 scores = score_prompts(self._model, hidden, chunks, self._vocab_size)
                 result.prompt_logprobs = scores
+                result.errors = logits_not_finite(not_finite(scores))
                 hidden = hidden[last]
             self._sample(plan, hidden, result)
             result.compute_seconds = perf_counter() - started
@@ -65,13 +66,14 @@ class ModelRunner:
         hidden: [len(plan.ending), hidden_size], of their last tokens, if there are any.
         """
         ending = plan.ending
-        output = SamplerOutput(torch.empty(0, dtype=torch.int64), {}, {}, None)
+        output = SamplerOutput(torch.empty(0, dtype=torch.int64), {}, {}, None, [])
         if ending:
             logits = self._model.logits(hidden)
             batch = self._input_batch.sampling_batch(plan.sampled, plan.expanded)
             output = self._sampler(logits, batch)
         token_ids = output.token_ids.numpy()
         self._input_batch.fill(self._input_batch.advance(plan), token_ids)
+        result.errors |= logits_not_finite(ending[row] for row in output.not_finite)
         result.token_ids = token_ids.tolist()
         result.draws = {ending[row]: drawn for row, drawn in output.draws.items()}
         result.logprobs = {ending[row]: entries for row, entries in output.logprobs.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -31,3 +32,12 @@ def score_prompts(
                 entries += entry
         scored[chunk.seq_id] = entries
     return scored
+
+
+def not_finite(scored: Mapping[int, Sequence[TokenLogprobs]]) -> list[int]:
+    """Sequences of which some scores come from logits that are not finite."""
+    return [
+        seq_id
+        for seq_id, entries in scored.items()
+        if any(math.isnan(entry.logprob) for entry in entries)
+    ]

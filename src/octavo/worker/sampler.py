@@ -4,6 +4,9 @@ Order of a row's filters: penalties, bias and masks (logit_edits.py), temperatur
 top_p. Each filter sees what the ones before it left over. Where tokens tie at a filter's limit, all
 of them stay, so that what is kept depends on the row's values alone.
 
+A row is not finite if it holds NaN or +inf, or nothing but -inf. It gets NO_TOKEN; the others are
+drawn as if it were not there.
+
 A token is drawn by inverting the cumulative distribution at one uniform number. The weights are
 rounded to integers, whose sums are exact in any order: a row's token does not depend on which rows
 share its batch, nor on how a device adds up.
@@ -11,7 +14,7 @@ share its batch, nor on how a device adds up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,12 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import Candidates, TokenLogprobs
-from octavo.errors import ModelError
+from octavo.errors import LogitsNotFinite, RequestFailed
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
 from octavo.worker.randomness import uniforms
 from octavo.worker.selection import argmax, largest, top_p_limits
 
+NO_TOKEN = -1
 # The most likely token of a row weighs 2 ** 40; 2 ** 22 tokens of that weight still fit into int64.
 WEIGHT_BITS = 40
 # exp(_NEVER) * 2 ** WEIGHT_BITS rounds to 0. exp takes several times longer where it underflows.
@@ -58,10 +62,11 @@ class SamplingBatch:
 class SamplerOutput:
     """What was drawn; dictionaries are keyed by row and hold only rows that asked."""
 
-    token_ids: Tensor  # int64 [num_sampled], the first draw of each row
+    token_ids: Tensor  # int64 [num_sampled], the first draw of each row, or NO_TOKEN
     draws: dict[int, list[int]]  # rows with several draws
     logprobs: dict[int, list[TokenLogprobs]]  # one entry per draw
     candidates: Candidates | None  # of the expanded rows, if there are any
+    not_finite: list[int]  # rows
 
 
 class Sampler:
@@ -73,9 +78,6 @@ class Sampler:
 
         Args:
             logits: floating [num_rows, vocab_size], left unchanged: sampled rows, then expanded.
-
-        Raises:
-            ModelError: a row holds NaN or infinity, so that there is nothing to choose from.
         """
         token_ids, draws = self._draw(logits, batch)
         logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -85,7 +87,9 @@ class Sampler:
             first = token_ids.tolist()
             chosen = [draws.get(row, [first[row]]) for row in rows]
             logprobs = dict(zip(rows, gather_logprobs(logits, rows, chosen, num_top), strict=True))
-        return SamplerOutput(token_ids, draws, logprobs, self._expand(logits, batch))
+        candidates = self._expand(logits, batch)
+        not_finite = rows_not_finite(token_ids.cpu().numpy(), candidates)
+        return SamplerOutput(token_ids, draws, logprobs, candidates, not_finite)
 
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, dict[int, list[int]]]:
         n, device = batch.num_sampled, logits.device
@@ -103,7 +107,7 @@ class Sampler:
         draws: dict[int, list[int]] = {}
         for rows in _slices(worked, logits):
             sub = _select(logits, rows)
-            edit_logits(sub, _edits_of(batch, rows))
+            edit_visibly(sub, _edits_of(batch, rows))
             drawn, owners = draw(sub, _subset(batch, rows))
             firsts = np.searchsorted(owners, np.arange(len(rows)))
             places = torch.from_numpy(rows).to(device)
@@ -117,6 +121,7 @@ class Sampler:
         """The best next tokens of each expanded row by log-probability, best first.
 
         As in transformers' beam search, edits act on log-probabilities, without renormalising.
+        Those of a row that is not finite are all NaN, which no mask hides.
         """
         if not batch.num_candidates:
             return None
@@ -138,7 +143,8 @@ def draw(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, NDArray[np.int64
         logits: float32 [num_rows, vocab_size], edited already.
 
     Returns:
-        int64 [num_draws in all], and for each draw the row it belongs to, ascending.
+        int64 [num_draws in all], and for each draw the row it belongs to, ascending. NO_TOKEN is
+        drawn of rows that are not finite.
     """
     owners = np.repeat(np.arange(len(batch.num_draws)), batch.num_draws)
     device = logits.device
@@ -162,35 +168,47 @@ def draw(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, NDArray[np.int64
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """int64 [num_rows]: the token of each row's largest logit, the lowest of equal ones."""
+    """int64 [num_rows]: the token of each row's largest logit, the lowest of equal ones, or
+    NO_TOKEN."""
     best = argmax(logits)
-    _check_finite(logits.gather(1, best.unsqueeze(1)))
-    return best
+    # A row's largest value is NaN if any of its values is, so these tell of all, at no cost.
+    is_finite = logits.gather(1, best.unsqueeze(1)).isfinite().squeeze(1)
+    return best.masked_fill_(~is_finite, NO_TOKEN)
 
 
-def _check_finite(largest_logits: Tensor) -> None:
-    """A row's largest value is NaN if any of its values is, so these tell of all, at no cost."""
-    if not np.isfinite(largest_logits.float().cpu().numpy()).all():
-        raise logits_not_finite()
+def edit_visibly(logits: Tensor, edits: list[EditedRow]) -> None:
+    """`edit_logits`, but that no mask hides that a row is not finite: it is NaN afterwards."""
+    if not edits:
+        return
+    rows = torch.tensor([edit.index for edit in edits], device=logits.device)
+    is_finite = logits[rows].amax(dim=-1).isfinite()
+    edit_logits(logits, edits)
+    if not is_finite.all():
+        logits[rows[~is_finite]] = torch.nan
 
 
-def logits_not_finite() -> ModelError:
-    """Of a row that holds NaN or infinity: there is nothing to choose from."""
-    return ModelError(
-        "the model's logits are not finite numbers: its weights are damaged, or too large for "
-        "their dtype"
+def rows_not_finite(token_ids: NDArray[np.int64], candidates: Candidates | None) -> list[int]:
+    """Of what was drawn, one token a row, and of the candidates of the rows behind them."""
+    rows: list[int] = np.flatnonzero(token_ids < 0).tolist()
+    if candidates is not None:
+        is_finite = np.isfinite(candidates.logprobs[:, 0])
+        rows += (len(token_ids) + np.flatnonzero(~is_finite)).tolist()
+    return rows
+
+
+def logits_not_finite(seq_ids: Iterable[int]) -> dict[int, RequestFailed]:
+    """Errors of rows that hold NaN or infinity: there is nothing to choose from."""
+    message = (
+        "the model's logits for this request are not finite numbers: its weights are damaged, or "
+        "too large for their dtype"
     )
+    return {seq_id: LogitsNotFinite(message) for seq_id in seq_ids}
 
 
 def candidates_of(logprobs: Tensor, token_ids: Tensor) -> Candidates:
-    """Of tensors [num_rows, n], best first.
-
-    Raises ModelError if a row had no finite logits.
-    """
-    best: NDArray[np.float64] = logprobs.double().cpu().numpy()
-    if not np.isfinite(best[:, 0]).all():
-        raise logits_not_finite()
-    return Candidates(token_ids.long().cpu().numpy(), best)
+    """Of tensors [num_rows, n], best first; the first log-probability of a row that is not finite
+    is not either."""
+    return Candidates(token_ids.long().cpu().numpy(), logprobs.double().cpu().numpy())
 
 
 def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -200,14 +218,17 @@ def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits: float32 [num_rows, vocab_size]; a row of temperature 0 gets weights of no meaning.
 
     Returns:
-        int64 [num_rows, vocab_size], at most 2 ** WEIGHT_BITS each; 0 for tokens filtered out.
+        int64 [num_rows, vocab_size], at most 2 ** WEIGHT_BITS each; 0 for tokens filtered out, and
+        for all tokens of a row that is not finite.
     """
     device = logits.device
     temperature = np.where(batch.temperature > 0, batch.temperature, np.float32(1))
     top = logits.amax(dim=-1, keepdim=True)
-    _check_finite(top)
     scaled = logits - top  # at most 0: any temperature is safe
     scaled /= torch.from_numpy(temperature).to(device).unsqueeze(1)
+    is_finite = top.isfinite()
+    if not is_finite.all():
+        scaled.masked_fill_(~is_finite, _NEVER)
 
     top_k = np.where(batch.top_k > 0, np.minimum(batch.top_k, logits.shape[1]), 0)
     needs_top_p = bool((batch.top_p < 1).any())
@@ -246,7 +267,7 @@ def invert(weights: Tensor, owners: Tensor, noise: Tensor) -> Tensor:
         noise: float64 [num_draws] in [0, 1).
 
     Returns:
-        int64 [num_draws].
+        int64 [num_draws]; NO_TOKEN of a row without weights.
     """
     vocab_size = weights.shape[1]
     padding = -vocab_size % _CHUNK
@@ -259,12 +280,14 @@ def invert(weights: Tensor, owners: Tensor, noise: Tensor) -> Tensor:
         rows = owners[first : first + _MAX_DRAWS_AT_ONCE]
         row_ends = ends[rows]
         # Less than the total even when rounded: noise is at most 1 - 2 ** -53.
-        target = noise[first : first + _MAX_DRAWS_AT_ONCE] * row_ends[:, -1]
+        totals = row_ends[:, -1]
+        target = noise[first : first + _MAX_DRAWS_AT_ONCE] * totals
         target = target.to(torch.int64).unsqueeze(1)
-        chunk = (row_ends <= target).sum(dim=-1)
+        chunk = (row_ends <= target).sum(dim=-1).clamp_(max=row_ends.shape[1] - 1)
         inside = chunks[rows, chunk].cumsum(dim=-1)  # [num_draws, _CHUNK]
         before = row_ends.gather(1, chunk.unsqueeze(1)) - inside[:, -1:]
-        drawn.append(chunk * _CHUNK + (inside <= target - before).sum(dim=-1))
+        token_ids = chunk * _CHUNK + (inside <= target - before).sum(dim=-1)
+        drawn.append(token_ids.masked_fill_(totals == 0, NO_TOKEN))
     return torch.cat(drawn)
 
 

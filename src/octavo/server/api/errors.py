@@ -20,8 +20,10 @@ from starlette.exceptions import HTTPException
 from octavo.errors import (
     EngineFailed,
     InvalidRequest,
+    LogitsNotFinite,
     OctavoError,
     Overloaded,
+    RequestFailed,
     RequestTooLong,
     Unavailable,
 )
@@ -103,7 +105,9 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="overloaded", retry_after=error.retry_after)
     if isinstance(error, Unavailable):
         return ApiError(503, str(error), code="unavailable", retry_after=error.retry_after)
-    if isinstance(error, EngineFailed):
+    if isinstance(error, LogitsNotFinite):
+        return ApiError(500, str(error), code="logits_not_finite")
+    if isinstance(error, EngineFailed | RequestFailed):
         return ApiError(500, str(error), code="engine_failed")
     if isinstance(error, RequestValidationError):
         return _of_parameter(error)

@@ -1,0 +1,48 @@
+"""Token ids that the model does not have are found before they reach a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import model_zoo
+from octavo.core.step import SamplingSpec
+from octavo.engine.prepared import PreparedRequest, RequestPreparer
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import InvalidRequest
+from octavo.model_config import ModelConfig
+from octavo.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_token_ids": [3, 50]}, "prompt"),
+        ({"prompt_token_ids": [-1, 3]}, "prompt"),
+        ({"logit_bias": ((2, 1.0), (50, 1.0))}, "logit_bias"),
+        ({"allowed_token_ids": (4, 50)}, "allowed_token_ids"),
+        ({"bad_words": ((4,), (5, 50))}, "bad_words"),
+        ({"masked_until_min_tokens": (-2,)}, "stop_token_ids"),
+    ],
+)
+def test_an_engine_checks_what_others_have_prepared(fields: dict[str, Any], field: str) -> None:
+    prompt = fields.pop("prompt_token_ids", [3])
+    prepared = PreparedRequest(prompt, SamplingSpec(**fields), 9, 1, 0, (), ())
+    with pytest.raises(InvalidRequest, match=f"{field}: token id .* outside the vocabulary of 50"):
+        prepared.check_vocabulary(50)
+
+
+def test_a_bad_word_that_the_model_never_writes_bans_nothing() -> None:
+    """Its tokenizer may know more tokens than the model has."""
+    directory = model_zoo.model_directory("llama3")
+    config, tokenizer = ModelConfig.from_directory(directory), Tokenizer.from_directory(directory)
+    word = "fox"
+    spelled = tokenizer.encode(word, add_special_tokens=False)
+    params = SamplingParams(bad_words=[word])
+    for vocab_size, is_banned in ((config.vocab_size, True), (max(spelled), False)):
+        preparer = RequestPreparer(replace(config, vocab_size=vocab_size), tokenizer, 5, 0)
+        banned = preparer.prepare([4], params, 80).sampling.bad_words
+        assert (tuple(spelled) in banned) == is_banned
+        assert all(max(each) < vocab_size for each in banned)
