@@ -19,6 +19,9 @@ from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutmut.mutation.file_mutation import mutate_file_contents
+from mutmut.utils.format_utils import get_mutant_name
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE = Path("src/octavo/core")
 TESTS = ["tests/core/test_scheduler.py", "tests/core"]  # the quick and telling ones first
@@ -94,10 +97,6 @@ def main() -> int:
 def sample(seed: int, number: int) -> list[str]:
     """Names of mutants, in order. A change of the core replaces few of them, unlike a draw by
     position."""
-    # mutmut reads its configuration, from where it is, when it is imported.
-    from mutmut.mutation.file_mutation import mutate_file_contents
-    from mutmut.utils.format_utils import get_mutant_name
-
     names = [
         get_mutant_name(path, name)
         for path in sorted(CORE.glob("*.py"))
