@@ -131,6 +131,23 @@ def test_recomputed_samples_share_their_prompt_again(max_num_batched_tokens: int
     assert gang.num_preemptions == 1
 
 
+@pytest.mark.parametrize(("num_blocks", "comes_back"), [(22, False), (23, True)])
+def test_samples_are_recomputed_when_there_is_room_for_all(
+    num_blocks: int, comes_back: bool
+) -> None:
+    """Three samples of 16 tokens hold two blocks of their prompt, and each two of its own: eight
+    besides the 15 of the other request."""
+    world = World(num_blocks, preemption_mode="recompute", enable_prefix_caching=False)
+    gang = world.add("gang", 8, 20, n=3)
+    while gang.sequences[0].num_output_tokens < 8:
+        world.step()
+    world.add("other", 60, 4).rank = (-1.0,)
+    preempt(world, gang, "recompute")
+    world.step()
+    assert (gang.status is Status.RUNNING) == comes_back
+    world.run()
+
+
 def test_auto_preemption_takes_what_costs_less() -> None:
     for per_token, per_block, expected in [(1.0, 0.001, "swap"), (0.0001, 1.0, "recompute")]:
         world = World(num_blocks=6, num_swap_blocks=6, preemption_mode="auto")
