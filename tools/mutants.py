@@ -19,8 +19,12 @@ from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutmut.mutation.file_mutation import mutate_file_contents
+from mutmut.utils.format_utils import get_mutant_name
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE = Path("src/octavo/core")
+TESTS = ["tests/core/test_scheduler.py", "tests/core"]  # the quick and telling ones first
 MUTMUT = [sys.executable, "-m", "mutmut"]
 SEED = 14
 SAMPLE_SIZE = 300
@@ -93,10 +97,6 @@ def main() -> int:
 def sample(seed: int, number: int) -> list[str]:
     """Names of mutants, in order. A change of the core replaces few of them, unlike a draw by
     position."""
-    # Not known to those who only read this file's options.
-    from mutmut.mutation.file_mutation import mutate_file_contents
-    from mutmut.utils.format_utils import get_mutant_name
-
     names = [
         get_mutant_name(path, name)
         for path in sorted(CORE.glob("*.py"))
@@ -118,7 +118,7 @@ def missed_defects() -> list[Defect]:
         path.write_text(text.replace(defect.code, defect.changed), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
         run = subprocess.run(
-            [*command, "-m", "not slow", "tests/core"],
+            [*command, "-m", "not slow", *TESTS],
             env=_environment(copy=Path("src")),
             capture_output=True,
             text=True,

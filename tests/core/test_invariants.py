@@ -10,6 +10,7 @@ from core.worlds import BLOCK_SIZE, World, make_sequence
 from octavo.core.block_pool import NULL_BLOCK
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv_spec import FullAttention
+from octavo.core.prefix_cache import pack_tokens
 from octavo.core.reserving import OrcaOracle
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Status
@@ -24,11 +25,12 @@ def table(request: Request) -> list[int]:
 
 @pytest.fixture
 def world() -> World:
-    """`first` has 6 tokens in blocks 1 and 2; `second` 4 in block 3; `third` waits."""
+    """`first` has 6 tokens in blocks 1 and 2; `second` 4 in block 3; the others wait."""
     world = World(num_blocks=6, num_swap_blocks=6, max_num_seqs=2)
     world.add("first", prompt=[1] * 6)
     world.add("second", prompt=[2] * 4)
     world.add("third", prompt=[3] * 5)
+    world.add("fourth", prompt=[4] * 5)
     world.step()
     assert world.names("running") == ["first", "second"]
     check_scheduler(world.scheduler)
@@ -72,7 +74,22 @@ def write_into_a_shared_block(scheduler: Scheduler, first: Request, second: Requ
 
 
 def write_into_a_cached_block(scheduler: Scheduler, first: Request, second: Request) -> None:
+    cache, block_id = scheduler.kv.prefix_cache, table(first)[1]
+    node = cache.node(first.sequences[0].prefix_nodes[0], pack_tokens([1] * BLOCK_SIZE))
+    assert cache.add(node, 0, block_id)
+    scheduler.kv.pool.mark_cached(block_id)
+
+
+def mark_what_is_not_indexed(scheduler: Scheduler, first: Request, second: Request) -> None:
     scheduler.kv.pool.mark_cached(table(first)[1])
+
+
+def look_at_none(scheduler: Scheduler, first: Request, second: Request) -> None:
+    scheduler._queues.ready.clear()
+
+
+def look_at_the_last_first(scheduler: Scheduler, first: Request, second: Request) -> None:
+    scheduler._queues.ready.reverse()
 
 
 def hold_blocks_and_wait(scheduler: Scheduler, first: Request, second: Request) -> None:
@@ -141,6 +158,9 @@ def continue_from_what_is_gone(scheduler: Scheduler, first: Request, second: Req
         (lose_a_block_of_a_table, r"^I4: .* lost a block\b"),
         (write_into_a_shared_block, r"^I3: .* may write into shared block \d\b"),
         (write_into_a_cached_block, r"^I3: .* may write into cached block \d\b"),
+        (mark_what_is_not_indexed, r"^the index and the pool disagree on what is cached\b"),
+        (look_at_none, r"^a waiting request is looked at never, or twice\b"),
+        (look_at_the_last_first, r"^requests that are ready are out of order\b"),
         (hold_blocks_and_wait, r"^Request\('first', .*\) waits and holds blocks\b"),
         (finish_and_stay, r"^Request\('first', .*\) is finished, yet known\b"),
         (queue_twice, r"^a request is lost or queued twice\b"),

@@ -287,6 +287,9 @@ def test_a_window_needs_only_its_own_blocks_for_a_hit() -> None:
     hit = kv.lookup(make_sequence(1, [*range(12), *([5] * 8), 1]))
     assert hit.num_tokens == 20
     assert hit.block_ids[0][:4] == [0, 0, 0, 0]
+    # The sixth block is new. Of ten, a window that moves on with each chunk holds two besides.
+    assert kv.num_blocks_to_admit(hit, num_tokens=21, chunk=64) == 1
+    assert kv.num_blocks_to_admit(hit, num_tokens=60, chunk=4) == 2
 
 
 def test_layers_form_groups_of_equal_size() -> None:

@@ -180,6 +180,16 @@ def test_what_orca_reserves(policy: MemoryPolicyName, table: int, num_running: i
     assert len(held.block_ids[0]) == table
 
 
+def test_nothing_is_cached_where_memory_is_reserved() -> None:
+    """The second of two equal prompts is computed as a whole."""
+    server = Server("orca-oracle", 64, 1024)
+    first, second = server.add("first", 40, 25), server.add("second", 40, 25)
+    plan = server.scheduler.schedule()
+    assert plan is not None
+    assert plan.num_scheduled_tokens == [40, 40]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
+
+
 def test_what_rounding_adds_to_a_reservation() -> None:
     """65 tokens in blocks of 16: the last block has 15 slots that were not asked for."""
     server = Server("orca-oracle", 64, 1024)

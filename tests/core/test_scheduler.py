@@ -107,21 +107,46 @@ def test_a_gang_is_preempted_whole_and_comes_back_whole(mode: str) -> None:
         assert world.executor.num_computed - before < 6 * 4
 
 
-def test_recomputed_samples_share_their_prompt_again() -> None:
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 16])
+def test_recomputed_samples_share_their_prompt_again(max_num_batched_tokens: int) -> None:
     """Recomputed one by one, three samples of this prompt would not fit at all."""
     world = World(
-        num_blocks=17, preemption_mode="recompute", enable_prefix_caching=False, max_num_seqs=4
+        num_blocks=17,
+        preemption_mode="recompute",
+        enable_prefix_caching=False,
+        max_num_seqs=4,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
     gang = world.add("gang", 40, 8, n=3)
-    world.step()
-    world.step()
+    while gang.sequences[0].num_output_tokens < 2:
+        world.step()
     held = world.kv.pool.num_held
     preempt(world, gang, "recompute")
+    before = world.executor.num_computed
     while gang.catching_up or gang.status is not Status.RUNNING:
         world.step()
     assert world.kv.pool.num_held <= held + 3
+    # The prompt once, and of each sample what it had drawn.
+    assert world.executor.num_computed - before <= 40 + 3 * 3
     world.run()
     assert gang.num_preemptions == 1
+
+
+@pytest.mark.parametrize(("num_blocks", "comes_back"), [(22, False), (23, True)])
+def test_samples_are_recomputed_when_there_is_room_for_all(
+    num_blocks: int, comes_back: bool
+) -> None:
+    """Three samples of 16 tokens hold two blocks of their prompt, and each two of its own: eight
+    besides the 15 of the other request."""
+    world = World(num_blocks, preemption_mode="recompute", enable_prefix_caching=False)
+    gang = world.add("gang", 8, 20, n=3)
+    while gang.sequences[0].num_output_tokens < 8:
+        world.step()
+    world.add("other", 60, 4).rank = (-1.0,)
+    preempt(world, gang, "recompute")
+    world.step()
+    assert (gang.status is Status.RUNNING) == comes_back
+    world.run()
 
 
 def test_auto_preemption_takes_what_costs_less() -> None:
