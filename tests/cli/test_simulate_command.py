@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,17 @@ def test_a_plan(octavo: Octavo) -> None:
     assert octavo(*args, "--target-latency", 1e-4, "--max-gpus", 4).exit_code == 1
 
 
+def test_a_search_says_what_it_simulates_before_it_does(octavo: Octavo) -> None:
+    args = ("--duration", 5, "--software", "paper-2023", "--num-blocks", 200)
+    for command in (
+        ("plan", "--rate", 2, "--sizes", "1", "--target-ttft", 1e-6, "--max-gpus", 2, *args),
+        ("simulate", "--rate", 2, "--target-ttft", 1e-6, *args),
+    ):
+        lines = octavo(*command).stderr.splitlines()
+        assert re.fullmatch(r"1 x a100-40gb +2\.000 requests/s: simulating \d+ requests", lines[0])
+        assert re.fullmatch(r"1 x a100-40gb +2\.000 requests/s: misses the target", lines[1])
+
+
 def test_calibrate_and_use_it(octavo: Octavo, tmp_path: Path, steps: Path) -> None:
     out = tmp_path / "calibration.json"
     text = octavo("calibrate", steps, "--out", out).stdout
@@ -119,6 +131,9 @@ def steps(tmp_path: Path) -> Path:
         (("--model", "opt-14b"), "error: no model 'opt-14b'"),
         (("--trace", "sharegtp"), "error: trace: 'sharegtp' is neither a file nor one of alpaca"),
         (("--rate", 0), "error: rate: 0.0 is not a positive number"),
+        (("--rate", "nan"), "error: rate: nan is not a positive number"),
+        (("--rate", 1e9), "error: rate: 1e+09 requests/s for 20 s are more than 1,000,000"),
+        (("--duration", 1e9), "error: duration: 1e+09 s is more than 1e+06 s"),
         (("--memory-policy", "orca"), "'orca' is not one of 'paged', 'orca-max', 'orca-pow2'"),
         (("--num-gpus", 3), "error: num_gpus: 40 heads cannot be divided among 3"),
         (("--gpu", "cpu"), "error: a KV cache of one block does not fit"),

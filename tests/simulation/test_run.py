@@ -23,7 +23,7 @@ from octavo.simulation.cost_model import PAPER_2023
 from octavo.simulation.executor import SimulatedExecutor, SimulatedStep
 from octavo.simulation.planning import Fleet, Hopeless, Refusal, Target, fewest_gpus, highest_rate
 from octavo.simulation.report import fewest
-from octavo.simulation.run import Simulation, simulate
+from octavo.simulation.run import Simulation, Watcher, simulate
 
 UNCACHED = CacheConfig(num_blocks=983, enable_prefix_caching=False)
 OPT = SimulationConfig("opt-13b", "a100-40gb", cache=UNCACHED, coefficients=PAPER_2023)
@@ -219,7 +219,7 @@ def test_it_ends_when_told() -> None:
     result = simulate(OPT, traffic, until=3.0)
     assert result.steps[-2].end < 3.0 <= result.seconds
     assert 0 < result.num_unfinished < 100
-    result = simulate(OPT, traffic, finished=lambda records: True)
+    result = simulate(OPT, traffic, finished=lambda records, waits: True)
     assert len(result.requests) == 1
 
 
@@ -262,6 +262,21 @@ def test_hopeless_is_certain() -> None:
             hopeless = Hopeless(target, 100)
             gave_up = any([hopeless([record]) for record in result.requests])
             assert gave_up == (not target.is_met(result)) == (limit < 1)
+
+
+def test_who_waits_too_long_is_late_before_it_finishes() -> None:
+    """A crowd that comes at once: most of it waits while the first ones are served."""
+    crowd = Traffic(tuple(TraceRequest(500, 200) for _ in range(300)))
+    target = Target(time_to_first_token=2.0)
+    whole = simulate(OPT, crowd)
+    assert not target.is_met(whole)
+    by_finished = simulate(OPT, crowd, finished=_without_waits(Hopeless(target, 300)))
+    by_waiting = simulate(OPT, crowd, finished=Hopeless(target, 300))
+    assert len(by_waiting.steps) < len(by_finished.steps) / 2 < len(whole.steps) / 2
+
+
+def _without_waits(hopeless: Hopeless) -> Watcher:
+    return lambda records, waits: hopeless(records)
 
 
 def test_fewest_devices() -> None:

@@ -26,7 +26,9 @@ BEAM_OPTIONS = ("max_tokens", "ignore_eos")
 @click.command()
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @click.option("--model", default="demo", show_default=True, help="A MODEL.")
-@click.option("--file", type=click.File(encoding="utf-8"), help="A prompt a line; - is stdin.")
+@click.option(
+    "--file", type=click.File(encoding="utf-8-sig"), help="One prompt per line; - is stdin."
+)
 @sampling_options(max_tokens=64)
 @click.option("--beam-width", type=int, help="Beam search with this many beams.")
 @click.option("--length-penalty", type=float, help="Beam search: above 0 favours long outputs.")
@@ -94,7 +96,10 @@ def read_prompts(prompts: tuple[str, ...], file: IO[str] | None) -> list[str]:
         if sys.stdin.isatty():
             raise click.UsageError("give a PROMPT, or --file, or pipe lines in")
         file = sys.stdin
-    lines = [line.rstrip("\r\n") for line in file]
+    try:
+        lines = [line.rstrip("\r\n") for line in file]
+    except (OSError, UnicodeDecodeError) as error:  # a directory, a binary file
+        raise click.UsageError(f"{file.name}: it is not UTF-8 text ({error})") from error
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise click.UsageError("there is no prompt: all lines are blank")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from octavo.cli.options import integers
+from octavo.cli.search_progress import search_progress
 from octavo.cli.simulation_options import (
     MACHINE,
     OUTPUT,
@@ -28,7 +29,7 @@ from octavo.cli.simulation_options import (
 if TYPE_CHECKING:
     from octavo.evaluation.workloads import WorkloadSpec
     from octavo.simulation.config import SimulationConfig
-    from octavo.simulation.planning import Fleet, Probe, Refusal, Target
+    from octavo.simulation.planning import Fleet, Refusal, Target
 
 
 @click.command()
@@ -87,9 +88,6 @@ def plan(options: Options, engine: Options) -> None:
         raise click.UsageError("give the --rate that is to be served")
     spec = make_workload_spec(options, config.seed, needs_rate=True)
 
-    def show(machine: SimulationConfig, probe: Probe) -> None:
-        _show_probe(probe, f"{machine.num_gpus} x {machine.gpu}")
-
     found = fewest_gpus(
         config,
         workload_at(spec, config, options["skip_long"]),
@@ -97,7 +95,7 @@ def plan(options: Options, engine: Options) -> None:
         target,
         options["sizes"],
         options["max_gpus"],
-        show,
+        search_progress(),
     )
     best = fewest(found)
     if options["as_json"]:
@@ -143,7 +141,7 @@ def _simulate_once(config: SimulationConfig, spec: WorkloadSpec, options: Option
     total = len(workload.requests)
     with tqdm(total=total, unit="requests", disable=not sys.stderr.isatty(), leave=False) as bar:
         # update returns whether the bar was drawn; a watcher's True would end the simulation.
-        result = run(config, workload, finished=lambda each: bar.update(len(each)) and False)
+        result = run(config, workload, finished=lambda each, _: bar.update(len(each)) and False)
     result.settings = _settings(options)
     click.echo(json.dumps(result.to_values()) if options["as_json"] else simulation_text(result))
     if options["plot"]:
@@ -161,7 +159,7 @@ def _search(config: SimulationConfig, spec: WorkloadSpec, target: Target, option
         workload_at(spec, config, options["skip_long"]),
         target,
         spec.rate or 1.0,
-        probed=lambda probe: _show_probe(probe, ""),
+        progress=search_progress(),
     )
     if options["as_json"]:
         probes = [
@@ -179,14 +177,6 @@ def _search(config: SimulationConfig, spec: WorkloadSpec, target: Target, option
         plot_search(found, options["plot"])
     if not found.rate:
         raise click.exceptions.Exit(1)
-
-
-def _show_probe(probe: Probe, machine: str) -> None:
-    """On stderr, while a search runs."""
-    from octavo.simulation.report import probe_text
-
-    if sys.stderr.isatty():
-        click.echo(f"{machine} {probe_text(probe)}".strip(), err=True)
 
 
 def _choice_values(choice: Fleet | Refusal) -> Options:

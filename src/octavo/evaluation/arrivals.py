@@ -9,6 +9,8 @@ import numpy as np
 
 from octavo.errors import ConfigError
 
+MAX_REQUESTS = 1_000_000  # on average; each is simulated
+MAX_DURATION = 1e6  # seconds: some 11 days
 QUANTUM = 0.01  # seconds; the paper's generator draws a Poisson number for each
 
 
@@ -19,8 +21,7 @@ def poisson(rate: float, duration: float, seed: int) -> list[float]:
         rate: requests per second, on average.
         duration: seconds; the last arrival is before it.
     """
-    _check("rate", rate)
-    _check("duration", duration)
+    _check(rate, duration)
     counts = np.random.default_rng(seed).poisson(rate * QUANTUM, math.ceil(duration / QUANTUM))
     quanta = np.repeat(np.arange(len(counts)), counts)
     return [float(time) for time in quanta * QUANTUM]
@@ -29,8 +30,7 @@ def poisson(rate: float, duration: float, seed: int) -> list[float]:
 def gamma(rate: float, duration: float, seed: int, burstiness: float) -> list[float]:
     """Gaps from a gamma distribution. `burstiness` is their coefficient of variation: 1 is a
     Poisson process, more comes in bursts, 0 is a clock."""
-    _check("rate", rate)
-    _check("duration", duration)
+    _check(rate, duration)
     if not 0 <= burstiness < math.inf:
         raise ConfigError("burstiness", f"{burstiness} is not a number from 0 on")
     return list(_gamma_times(rate, duration, seed, burstiness))
@@ -50,6 +50,16 @@ def _gamma_times(rate: float, duration: float, seed: int, burstiness: float) -> 
         yield time
 
 
-def _check(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(name, f"{value} is not a positive number")
+def _check(rate: float, duration: float) -> None:
+    """That both are positive, and not so large that the requests could never be simulated."""
+    for name, value in (("rate", rate), ("duration", duration)):
+        if not 0 < value < math.inf:
+            raise ConfigError(name, f"{value} is not a positive number")
+    if duration > MAX_DURATION:
+        raise ConfigError("duration", f"{duration:g} s is more than {MAX_DURATION:g} s")
+    if rate * duration > MAX_REQUESTS:
+        raise ConfigError(
+            "rate",
+            f"{rate:g} requests/s for {duration:g} s are more than {MAX_REQUESTS:,} requests; "
+            "shorten the duration",
+        )

@@ -63,7 +63,7 @@ class Hopeless:
         self._sum = 0.0
         self._num_late = self._num_slow = 0
 
-    def __call__(self, records: Sequence[RequestRecord]) -> bool:
+    def __call__(self, records: Sequence[RequestRecord], waits: Iterable[float] = ()) -> bool:
         target = self._target
         for record in records:
             self._sum += record.normalized_latency
@@ -72,7 +72,13 @@ class Hopeless:
             self._num_slow += each is not None and (record.time_per_output_token or 0) > each
         limit = target.normalized_latency
         too_slow = limit is not None and self._sum > limit * self._num_requests
-        return too_slow or max(self._num_late, self._num_slow) >= self._max_late
+        if too_slow or max(self._num_late, self._num_slow) >= self._max_late:
+            return True
+        longest = target.time_to_first_token
+        if longest is None:
+            return False
+        # Whoever has waited longer than that is late already, long before it finishes.
+        return self._num_late + sum(wait > longest for wait in waits) >= self._max_late
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,22 @@ class Probe:
     result: SimulationResult  # cut short if the target was missed
 
 
+class SearchProgress:
+    """Told how a search goes, by which it can be shown; this one shows nothing."""
+
+    def begin(self, config: SimulationConfig, rate: float, num_requests: int) -> None:
+        """A simulation of `num_requests` at `rate` requests/s begins."""
+
+    def advance(self, num_requests: int) -> None:
+        """So many more requests were served in it."""
+
+    def end(self, probe: Probe) -> None:
+        """It is over."""
+
+
+_SILENT = SearchProgress()
+
+
 @dataclass(frozen=True, slots=True)
 class HighestRate:
     """What a search has found."""
@@ -92,10 +114,26 @@ class HighestRate:
     probes: list[Probe]  # by rate
 
 
-def probe(config: SimulationConfig, workload_at: WorkloadAt, rate: float, target: Target) -> Probe:
+def probe(
+    config: SimulationConfig,
+    workload_at: WorkloadAt,
+    rate: float,
+    target: Target,
+    progress: SearchProgress = _SILENT,
+) -> Probe:
+    """Simulate one rate, to the end or until the target is certainly missed."""
     workload = workload_at(rate)
-    result = simulate(config, workload, finished=Hopeless(target, len(workload.requests)))
-    return Probe(rate, target.is_met(result), result)
+    progress.begin(config, rate, len(workload.requests))
+    hopeless = Hopeless(target, len(workload.requests))
+
+    def finished(records: Sequence[RequestRecord], waits: Iterable[float]) -> bool:
+        progress.advance(len(records))
+        return hopeless(records, waits)
+
+    result = simulate(config, workload, finished=finished)
+    found = Probe(rate, target.is_met(result), result)
+    progress.end(found)
+    return found
 
 
 def highest_rate(
@@ -104,7 +142,7 @@ def highest_rate(
     target: Target,
     first: float = 1.0,
     resolution: float = 0.02,
-    probed: Callable[[Probe], None] = lambda probe: None,
+    progress: SearchProgress = _SILENT,
 ) -> HighestRate:
     """Search the highest rate that meets `target`, to a share of `resolution`.
 
@@ -114,7 +152,7 @@ def highest_rate(
         target: what has to be met.
         first: requests/s at which the search begins.
         resolution: how close the lowest rate that misses lies to the highest that meets.
-        probed: called after each simulation.
+        progress: told how it goes.
 
     Raises what `simulate` raises.
     """
@@ -122,13 +160,12 @@ def highest_rate(
     probes: list[Probe] = []
     while above > (1 + resolution) * below and rate > MIN_RATE and len(probes) < MAX_PROBES:
         try:
-            found = probe(config, workload_at, rate, target)
+            found = probe(config, workload_at, rate, target, progress)
         except ConfigError as error:
             if error.field != "rate" or not probes:
                 raise
             break  # so low that nobody comes
         probes.append(found)
-        probed(found)
         if found.is_met:
             below = rate
         else:
@@ -170,7 +207,7 @@ def fewest_gpus(
     target: Target,
     sizes: Iterable[int] = (1, 2, 4, 8),
     max_gpus: int = 64,
-    probed: Callable[[SimulationConfig, Probe], None] = lambda config, probe: None,
+    progress: SearchProgress = _SILENT,
 ) -> list[Fleet | Refusal]:
     """For each number of devices in `sizes` that an engine may have, the fewest engines that serve
     `rate` requests a second within the target, or why none do.
@@ -178,7 +215,7 @@ def fewest_gpus(
     found: list[Fleet | Refusal] = []
     for size in sizes:
         machine = replace(config, num_gpus=size)
-        search = _FleetSearch(machine, workload_at, rate, target, probed)
+        search = _FleetSearch(machine, workload_at, rate, target, progress)
         try:
             found.append(search.run(max_gpus // size))
         except (OutOfMemory, RequestTooLong) as error:
@@ -198,7 +235,7 @@ class _FleetSearch:
     workload_at: WorkloadAt
     rate: float
     target: Target
-    probed: Callable[[SimulationConfig, Probe], None]
+    progress: SearchProgress
 
     def run(self, max_engines: int) -> Fleet | Refusal:
         """Doubles the number of engines until they do, and halves what is left to search."""
@@ -218,6 +255,6 @@ class _FleetSearch:
         return Fleet(self.config, enough, best)
 
     def _try(self, num_engines: int) -> SimulationResult | None:
-        found = probe(self.config, self.workload_at, self.rate / num_engines, self.target)
-        self.probed(self.config, found)
+        rate = self.rate / num_engines
+        found = probe(self.config, self.workload_at, rate, self.target, self.progress)
         return found.result if found.is_met else None

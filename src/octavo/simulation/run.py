@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -35,14 +35,23 @@ class Workload(Protocol):
         """Tokens behind one of the requests' `hash_ids`."""
 
 
-Watcher = Callable[[Sequence[RequestRecord]], bool]
+class Watcher(Protocol):
+    """Called after steps in which requests finished; True ends the simulation."""
+
+    def __call__(self, records: Sequence[RequestRecord], waits: Iterable[float]) -> bool:
+        """`records`: of those requests; `waits`: how long each request that has no token yet has
+        waited for it so far, in virtual seconds."""
+
+
+def _watch_nothing(records: Sequence[RequestRecord], waits: Iterable[float]) -> bool:
+    return False
 
 
 def simulate(
     config: SimulationConfig,
     workload: Workload,
     until: float | None = None,
-    finished: Watcher = lambda records: False,
+    finished: Watcher = _watch_nothing,
 ) -> SimulationResult:
     """Run the real engine, scheduler and KV cache manager on a workload.
 
@@ -55,7 +64,7 @@ def simulate(
         workload: who comes when; nothing of it is checked but that every request fits.
         until: end at the first step that ends at or after this time, in virtual seconds. None: when
             the last request is served.
-        finished: called after steps in which requests finished, with them. True ends it all.
+        finished: sees how it goes, and may end it all.
 
     Raises:
         ConfigError, ModelError, OutOfMemory: from `config`, before anything runs.
@@ -76,7 +85,7 @@ class Simulation:
         self,
         config: SimulationConfig,
         workload: Workload,
-        finished: Watcher = lambda records: False,
+        finished: Watcher = _watch_nothing,
     ) -> None:
         self.clock = VirtualClock()
         self.engine, self._executor = _make_engine(config, self.clock)
@@ -170,7 +179,13 @@ class Simulation:
         if output.finished:
             records = [self._record(request) for request in output.finished]
             self._records += records
-            self._is_over = self._finished(records)
+            self._is_over = self._finished(records, self._waits())
+
+    def _waits(self) -> Iterator[float]:
+        requests, now = self.engine.scheduler.requests, self.clock.now
+        for request_id, arrival in self._arrivals.items():
+            if requests[request_id].first_token_time is None:
+                yield now - arrival
 
     def _record(self, output: RequestOutput) -> RequestRecord:
         assert output.first_token_time is not None, f"{output.request_id} has no token"
