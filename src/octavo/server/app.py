@@ -63,7 +63,7 @@ def create_app(
 
     def openapi() -> dict[str, Any]:
         if not description:
-            description.update(describe(app, bool(settings.api_keys)))
+            description.update(describe(app, settings.model_names[0], bool(settings.api_keys)))
         return description
 
     app.openapi = openapi  # type: ignore[method-assign]
