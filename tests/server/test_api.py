@@ -550,8 +550,21 @@ def test_models_health_version_and_description(server: LiveServer, client: opena
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "/pool", "/docs", "/health", "/version", "/metrics", "/openapi.json", "/v1/models"]
-    + ["/v1/models/demo", "/v1/prefixes", "/tokenizer_info", "/debug/kv", "/dashboard/feed"],
+    [
+        "/",
+        "/pool",
+        "/docs",
+        "/health",
+        "/version",
+        "/metrics",
+        "/openapi.json",
+        "/v1/models",
+        "/v1/models/demo",
+        "/v1/prefixes",
+        "/tokenizer_info",
+        "/debug/kv",
+        "/dashboard/feed",
+    ],
 )
 def test_head_asks_what_get_does(server: LiveServer, path: str) -> None:
     reply = httpx.head(f"{server.url}{path}", timeout=TIMEOUT)

@@ -386,6 +386,7 @@ def test_echo_scores_the_prompt_and_no_output_costs_a_token() -> None:
         ({"echo": True, "logprobs": 1, "prompt_logprobs": -1}, "prompt_logprobs"),
         ({"echo": True, "logprobs": -1, "prompt_logprobs": 1}, "logprobs"),
         ({"beam_width": 2, "logprobs": 0}, "logprobs"),
+        ({"beam_width": 0}, "beam_width"),
     ],
 )
 def test_no_bad_number_hides_behind_another(fields: dict[str, Any], param: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+from octavo.server.api.schema import EXAMPLE_ORIGIN
 from server.live_server import LiveServer
 
 CHECKS = [
@@ -30,6 +33,34 @@ def keep_short(body: Any) -> None:
         for name in ("max_tokens", "max_completion_tokens"):
             if isinstance(body.get(name), int):
                 body[name] = min(body[name], MAX_TOKENS)
+
+
+def test_every_curl_line_of_the_description_works(server: LiveServer) -> None:
+    named = {"X-Request-Id": "my-request"}
+    server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, **named).raise_for_status()
+    description = server.get("/openapi.json").json()
+    assert "POST" not in json.dumps(description["paths"]["/health"]["get"]["x-codeSamples"])
+    for path, methods in description["paths"].items():
+        for method, operation in methods.items():
+            [sample] = operation["x-codeSamples"]
+            program, *words = shlex.split(sample["source"].replace(EXAMPLE_ORIGIN, server.url))
+            headers, body, asked, url = {}, None, None, None
+            while words:
+                match words.pop(0):
+                    case "-H":
+                        name, _, value = words.pop(0).partition(": ")
+                        headers[name] = value
+                    case "-d":
+                        body = words.pop(0)
+                    case "-X":
+                        asked = words.pop(0)
+                    case url:
+                        pass
+            asked = asked or ("GET" if body is None else "POST")
+            assert (program, asked) == ("curl", method.upper())
+            assert url is not None
+            reply = httpx.request(asked, url, headers=headers, content=body, timeout=60)
+            assert reply.is_success, (method, path, reply.text)
 
 
 def test_no_request_breaks_the_server(server: LiveServer) -> None:

@@ -81,16 +81,82 @@ def test_no_file_but_replies_is_overwritten(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [source, notes]
 
 
-def test_a_broken_batch_is_refused_before_it_runs(tmp_path: Path) -> None:
+def answered(path: Path) -> list[tuple[str | None, int, str | None]]:
+    """Of each reply: custom_id, status, and the message if it is an error."""
+    return [
+        (
+            reply["custom_id"],
+            reply["response"]["status_code"],
+            reply["response"]["body"].get("error", {}).get("message"),
+        )
+        for reply in map(json.loads, path.read_text().splitlines())
+    ]
+
+
+def test_a_bad_line_gets_an_error_reply_of_its_own(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    for line, words in [
-        ({"custom_id": "a"}, "line 2: it is no request"),
-        (REQUESTS[0], "'first' stands in two lines"),
-        (request("a", "/v1/embeddings"), "line 2: POST /v1/embeddings is not"),
-        (request("a", CHAT, stream=True), "line 2: a batch has no streams"),
-    ]:
-        write(source, [REQUESTS[0], line])
-        result = octavo("run-batch", "-i", str(source), "-o", str(target))
-        assert result.exit_code == 1
-        assert words in result.stderr
-        assert not target.exists()
+    lines = [
+        b"\xef\xbb\xbf" + json.dumps(REQUESTS[0]).encode(),
+        b"",
+        b"{",
+        b'{"custom_id": "\xff"}',
+        b'{"custom_id": "deep", "url": "/v1/completions", "body": ' + b"[" * 100_000,
+        json.dumps({"custom_id": "half", "url": 5}).encode(),
+        json.dumps(request("other", "/v1/embeddings")).encode(),
+        json.dumps(request("stream", CHAT, stream=True)).encode(),
+        json.dumps(request("list", CHAT) | {"body": [1]}).encode(),
+    ]
+    source.write_bytes(b"\n".join(lines))
+    command = ["run-batch", "-i", str(source), "-o", str(target), *OPTIONS]
+    result = octavo(*command)
+    assert result.exit_code == 0, result.output
+    assert "8 requests: 0 answered before, 1 answered now, 7 refused" in result.stderr
+    replies = answered(target)
+    assert [reply for reply in replies if reply[1] == 200] == [("first", 200, None)]
+    errors = sorted((message or "", name) for name, status, message in replies if status == 400)
+    for (message, name), (start, expected_name) in zip(
+        errors,
+        [
+            ("line 3: it is no request (", None),
+            ("line 4: it is no request (", None),
+            ("line 5: it is no request (", None),
+            ("line 6: it is no request (", "half"),
+            ("line 7: POST /v1/embeddings is not POST to", "other"),
+            ("line 8: a batch has no streams", "stream"),
+            ("the body: expected `object`", "list"),
+        ],
+        strict=True,
+    ):
+        assert (message.startswith(start), name) == (True, expected_name), message
+    again = octavo(*command)
+    assert "8 requests: 8 answered before, 0 answered now, 0 refused" in again.stderr
+    assert answered(target) == replies
+
+
+def test_requests_may_share_an_id(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = ["Once", "The dog", "Once"]
+    write(source, [request("same", "/v1/completions", prompt=p, echo=True) for p in prompts])
+    command = ["run-batch", "-i", str(source), "-o", str(target), *OPTIONS]
+    assert octavo(*command).exit_code == 0
+
+    def begun() -> list[str]:
+        bodies = [json.loads(line)["response"]["body"] for line in target.read_text().splitlines()]
+        texts = [body["choices"][0]["text"] for body in bodies]
+        return sorted(p for text in texts for p in set(prompts) if text.startswith(p))
+
+    assert begun() == sorted(prompts)
+    target.write_text("".join(target.read_text().splitlines(keepends=True)[1:]))
+    again = octavo(*command)
+    assert "3 requests: 2 answered before, 1 answered now" in again.stderr
+    assert begun() == sorted(prompts), "the one that was missing is asked again"
+
+
+def test_a_full_disk_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    write(source, REQUESTS)
+    result = octavo("run-batch", "-i", str(source), "-o", "/dev/full", *OPTIONS)
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == "error: output: /dev/full cannot be written (No space left on device)"
+    assert "Traceback" not in result.output

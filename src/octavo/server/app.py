@@ -63,7 +63,7 @@ def create_app(
 
     def openapi() -> dict[str, Any]:
         if not description:
-            description.update(describe(app, bool(settings.api_keys)))
+            description.update(describe(app, settings.model_names[0], bool(settings.api_keys)))
         return description
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -73,5 +73,5 @@ def create_app(
 def _answer_head(app: FastAPI, router: APIRouter) -> None:
     """Let HEAD ask whatever GET does; uvicorn leaves the reply's body out."""
     for route in router.routes:
-        if isinstance(route, APIRoute) and "GET" in route.methods:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)

@@ -2,25 +2,35 @@
 
 The requests go through the same application as those of HTTP clients, so they are checked,
 answered and refused in the same words. Replies are written as they come; a batch that was
-interrupted goes on where it stood when it is run again with the same files.
+interrupted goes on where it stood when it is run again with the same files. A line that is no
+request gets an error reply of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import hashlib
 import os
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
 from octavo.errors import InvalidRequest
+from octavo.server.api.errors import ApiError, refused
+
+T = TypeVar("T")
 
 URLS = ("/v1/chat/completions", "/v1/completions")
+ID_PREFIX = "batch_req_"
+MAX_SHOWN = 64  # characters of a client's own words in a message
 
 
 class BatchRequest(msgspec.Struct):
@@ -28,7 +38,7 @@ class BatchRequest(msgspec.Struct):
 
     custom_id: str
     url: str
-    body: dict[str, Any]
+    body: msgspec.Raw
     method: str = "POST"
 
 
@@ -36,9 +46,23 @@ class BatchReply(msgspec.Struct):
     """A line of the output."""
 
     id: str
-    custom_id: str
+    custom_id: str | None  # None: the line has none
     response: dict[str, Any]  # status_code, request_id, body
     error: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the input that is not blank."""
+
+    number: int
+    data: bytes
+
+    @property
+    def digest(self) -> str:
+        """What tells a line from others; it stands in the reply's id, as lines may share their
+        custom_id."""
+        return hashlib.blake2b(self.data, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +72,7 @@ class Batch:
     input_path: Path
     output_path: Path
     num_requests: int
-    answered: frozenset[str]  # ids of requests that an earlier run has answered
+    answered: Counter[str]  # how many equal lines an earlier run has answered, by their digest
 
 
 @dataclass(slots=True)
@@ -62,74 +86,69 @@ class Tally:
     num_failed: int = 0  # the server's: another run asks again
 
 
-def read_requests(path: Path) -> Iterator[BatchRequest]:
-    """The requests in a file, one a line. Raises InvalidRequest with the number of a broken one."""
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file, without the blank ones and a byte order mark."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                request = msgspec.json.decode(line, type=BatchRequest)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise InvalidRequest(f"line {number}", f"it is no request ({error})") from error
-            if request.method != "POST" or request.url not in URLS:
-                raise InvalidRequest(
-                    f"line {number}",
-                    f"{request.method} {request.url} is not POST to {' or '.join(URLS)}",
-                )
-            if request.body.get("stream"):
-                raise InvalidRequest(f"line {number}", "a batch has no streams")
-            yield request
+            data = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+            if data:
+                yield Line(number, data)
 
 
 def prepare(input_path: Path, output_path: Path) -> Batch:
     """Read both files. Raises InvalidRequest before anything has run or is overwritten."""
-    num_requests = _count_requests(input_path)
+    try:
+        num_requests = sum(1 for _ in read_lines(input_path))
+    except OSError as error:
+        raise InvalidRequest("input", f"{input_path} cannot be read ({error.strerror})") from error
     try:
         with output_path.open("ab"):
             pass
         if output_path.samefile(input_path):
             raise InvalidRequest("output", f"{output_path} is the input, too")
-        answered = _keep_answered(output_path)
+        answered = _keep_answered(output_path) if output_path.is_file() else Counter[str]()
     except OSError as error:
-        raise InvalidRequest(
-            "output", f"{output_path} cannot be written ({error.strerror})"
-        ) from error
+        raise _unwritable(output_path, error) from error
     return Batch(input_path, output_path, num_requests, answered)
 
 
-def _count_requests(path: Path) -> int:
-    seen: set[str] = set()
-    for request in read_requests(path):
-        if request.custom_id in seen:
-            raise InvalidRequest("custom_id", f"{request.custom_id!r} stands in two lines")
-        seen.add(request.custom_id)
-    return len(seen)
+def _unwritable(path: Path, error: OSError) -> InvalidRequest:
+    return InvalidRequest("output", f"{path} cannot be written ({error.strerror})")
 
 
-def _keep_answered(path: Path) -> frozenset[str]:
-    """The ids that an earlier run has answered; what it failed at or left half written goes.
+def _keep_answered(path: Path) -> Counter[str]:
+    """The lines that an earlier run has answered; what it failed at or left half written goes.
 
     Raises InvalidRequest if something else is in the file, which stays as it is.
     """
-    answered: set[str] = set()
+    answered: Counter[str] = Counter()
     kept = path.with_name(f"{path.name}.part")
-    with path.open("rb") as old, kept.open("wb") as new:
-        for number, line in enumerate(old, start=1):
-            try:
-                reply = msgspec.json.decode(line, type=BatchReply)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if line.endswith(b"\n"):
-                    kept.unlink()
-                    raise InvalidRequest(
-                        "output", f"line {number} of {path} is no reply; choose another file"
-                    ) from error
-                continue
-            if reply.response.get("status_code", 500) < 500:
-                answered.add(reply.custom_id)
-                new.write(line if line.endswith(b"\n") else line + b"\n")
-    os.replace(kept, path)
-    return frozenset(answered)
+    try:
+        with path.open("rb") as old, kept.open("wb") as new:
+            for number, line in enumerate(old, start=1):
+                try:
+                    reply = msgspec.json.decode(line, type=BatchReply)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    if line.endswith(b"\n"):
+                        raise InvalidRequest(
+                            "output", f"line {number} of {path} is no reply; choose another file"
+                        ) from error
+                    continue
+                if reply.response.get("status_code", 500) < 500:
+                    answered[_digest_in(reply.id)] += 1
+                    new.write(line if line.endswith(b"\n") else line + b"\n")
+        os.replace(kept, path)
+    finally:
+        kept.unlink(missing_ok=True)
+    return answered
+
+
+def _reply_id(line: Line) -> str:
+    return f"{ID_PREFIX}{line.digest}_{uuid.uuid4().hex[:8]}"
+
+
+def _digest_in(reply_id: str) -> str:
+    return reply_id.removeprefix(ID_PREFIX).partition("_")[0]
 
 
 async def run_batch(
@@ -138,12 +157,17 @@ async def run_batch(
     """Answer what is not answered yet, at most `max_inflight` requests at a time."""
     tally = Tally(num_requests=batch.num_requests)
     slots = asyncio.Semaphore(max_inflight)
-    with batch.output_path.open("ab") as output:
+    before = batch.answered.copy()
+    # Without a buffer, so that a reply that has failed to be written is not tried again on closing.
+    with batch.output_path.open("ab", buffering=0) as output:
 
-        async def answer(request: BatchRequest) -> None:
+        async def answer(line: Line) -> None:
             try:
-                reply = await _answer(app, request)
-                _write(output, reply)
+                reply = await _answer(app, line)
+                try:
+                    _write(output, reply)
+                except OSError as error:
+                    raise _unwritable(batch.output_path, error) from error
                 status = reply.response["status_code"]
                 tally.num_done += 1
                 tally.num_refused += 400 <= status < 500
@@ -152,30 +176,73 @@ async def run_batch(
             finally:
                 slots.release()
 
-        async with asyncio.TaskGroup() as group:
-            for request in read_requests(batch.input_path):
-                if request.custom_id in batch.answered:
-                    tally.num_before += 1
-                    continue
-                await slots.acquire()
-                group.create_task(answer(request))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for line in read_lines(batch.input_path):
+                    if before[line.digest]:
+                        before[line.digest] -= 1
+                        tally.num_before += 1
+                        continue
+                    await slots.acquire()
+                    tasks.create_task(answer(line))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
     return tally
 
 
-def _write(output: IO[bytes], reply: BatchReply) -> None:
-    output.write(msgspec.json.encode(reply) + b"\n")
-    output.flush()
+def _write(output: FileIO, reply: BatchReply) -> None:
+    data = memoryview(msgspec.json.encode(reply) + b"\n")
+    while data:
+        data = data[output.write(data) :]
 
 
-async def _answer(app: ASGIApp, request: BatchRequest) -> BatchReply:
-    body = msgspec.json.encode(request.body)
-    status, request_id, data = await post(app, request.url, body)
-    response = {
-        "status_code": status,
-        "request_id": request_id,
-        "body": msgspec.json.decode(data),
-    }
-    return BatchReply(f"batch_req_{uuid.uuid4().hex}", request.custom_id, response)
+async def _answer(app: ASGIApp, line: Line) -> BatchReply:
+    """The reply to a line; one that is no request is refused like any bad request."""
+    try:
+        request = _request(line)
+        status, request_id, data = await post(app, request.url, bytes(request.body))
+    except ApiError as error:
+        status, request_id, data = error.status, "", msgspec.json.encode(error.reply)
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(data)}
+    return BatchReply(_reply_id(line), _custom_id(line), response)
+
+
+def _request(line: Line) -> BatchRequest:
+    """Raises ApiError, which names the line."""
+    where = f"line {line.number}"
+    try:
+        request = msgspec.json.decode(line.data, type=BatchRequest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise refused(where, f"it is no request ({error})") from error
+    if request.method != "POST" or request.url not in URLS:
+        asked = f"{request.method[:MAX_SHOWN]} {request.url[:MAX_SHOWN]}"
+        raise refused(where, f"{asked} is not POST to {' or '.join(URLS)}")
+    if _in(request.body, _Options, _Options()).stream is True:
+        raise refused(where, "a batch has no streams")
+    return request
+
+
+class _Options(msgspec.Struct):
+    """What a batch needs to know of a body; the application decodes the whole of it."""
+
+    stream: Any = None
+
+
+class _Name(msgspec.Struct):
+    custom_id: str | None = None
+
+
+def _custom_id(line: Line) -> str | None:
+    """None if there is none, or if it cannot be found because the line is no request."""
+    return _in(line.data, _Name, _Name()).custom_id
+
+
+def _in(data: bytes | msgspec.Raw, kind: type[T], default: T) -> T:
+    """JSON as a `kind`, or `default` if it is none."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return default
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:

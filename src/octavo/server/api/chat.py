@@ -32,9 +32,13 @@ router = APIRouter(tags=["OpenAI"])
 
 # What the engine calls a field -> what a chat calls it.
 ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+EXAMPLE = {"messages": [{"role": "user", "content": "What is a cat?"}], "max_tokens": 40}
 
 
-@router.post("/v1/chat/completions", **documented(ChatBody, ChatCompletion, streams=ChatChunk))
+@router.post(
+    "/v1/chat/completions",
+    **documented(ChatBody, ChatCompletion, example=EXAMPLE, streams=ChatChunk),
+)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     body = await context_of(request).body(request, ChatBody)

@@ -24,7 +24,13 @@ from octavo.server.client import RequestStream
 router = APIRouter(tags=["OpenAI"])
 
 
-@router.post("/v1/completions", **documented(CompletionBody, Completion, streams=Completion))
+EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0.7}
+
+
+@router.post(
+    "/v1/completions",
+    **documented(CompletionBody, Completion, example=EXAMPLE, streams=Completion),
+)
 async def create_completion(request: Request) -> Response:
     """Continue prompts."""
     body = await context_of(request).body(request, CompletionBody)

@@ -93,9 +93,7 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> Params:
     elif max_tokens < 1:
         raise refused("max_completion_tokens", f"{max_tokens} is less than 1")
     elif body.max_tokens not in (None, max_tokens):
-        raise refused(
-            "max_tokens", f"{body.max_tokens} contradicts max_completion_tokens ({max_tokens})"
-        )
+        raise refused("max_tokens", "it contradicts max_completion_tokens")
     if body.beam_width is not None:
         return _beam_params(body, max_tokens)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -136,6 +134,8 @@ def _sampling_params(
 
 def _beam_params(body: GenerationBody, max_tokens: int | None) -> BeamSearchParams:
     assert body.beam_width is not None
+    if body.beam_width < 1:
+        raise refused("beam_width", f"{body.beam_width} is less than 1")
     for name, harmless in NEUTRAL.items():
         value = getattr(body, name, None)
         if value is not None and not any(_same(value, each) for each in harmless):

@@ -12,13 +12,13 @@ from octavo.server.api.errors import ApiError, refused
 from octavo.server.api.keys import Tenant
 from octavo.server.api.replies import Deleted, PinnedPrefix, PrefixList
 from octavo.server.api.requests import PREFIX_NAME, PrefixBody
-from octavo.server.api.schema import documented
+from octavo.server.api.schema import PREFIX_EXAMPLE, documented
 from octavo.server.client import PinnedPrefix as Pin
 
 router = APIRouter(prefix="/v1/prefixes", tags=["Pinned prefixes"])
 
 
-@router.post("", **documented(PrefixBody, PinnedPrefix, status=201))
+@router.post("", **documented(PrefixBody, PinnedPrefix, example=PREFIX_EXAMPLE, status=201))
 async def pin_prefix(request: Request) -> Response:
     """Compute a prefix that many prompts will share, and keep it."""
     context = context_of(request)

@@ -15,7 +15,9 @@ from octavo.server.api.schema import documented
 router = APIRouter(tags=["Tokens"])
 
 
-@router.post("/tokenize", **documented(TokenizeBody, Tokens))
+@router.post(
+    "/tokenize", **documented(TokenizeBody, Tokens, example={"prompt": "Once upon a time"})
+)
 async def tokenize(request: Request) -> Response:
     """The token ids of a prompt or of a conversation."""
     context = context_of(request)
@@ -53,7 +55,7 @@ async def _token_ids(context: Context, body: TokenizeBody) -> list[int]:
     )
 
 
-@router.post("/detokenize", **documented(DetokenizeBody, Text))
+@router.post("/detokenize", **documented(DetokenizeBody, Text, example={"tokens": [100, 101, 102]}))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     context = context_of(request)

@@ -3,6 +3,7 @@
 // Shows /openapi.json: each endpoint with the fields of its body and of its reply.
 
 const LIMITS = [["minimum", "≥"], ["exclusiveMinimum", ">"], ["maximum", "≤"]];
+const EXAMPLE_ORIGIN = "http://localhost:8000"; // in the description
 
 function make(tag, text, className) {
   const element = document.createElement(tag);
@@ -30,13 +31,22 @@ function typeName(schema) {
   return schema.type ?? "anything";
 }
 
+// Limits beyond the integers that JavaScript has are powers of two, or one less, which it rounds.
+function limit(sign, value) {
+  if (Math.abs(value) <= Number.MAX_SAFE_INTEGER) return `${sign} ${value}`;
+  const power = `2^${Math.round(Math.log2(Math.abs(value)))}`;
+  return value < 0 ? `${sign} -${power}` : `< ${power}`;
+}
+
 function fieldList(schema) {
   const list = make("dl");
   const required = new Set(schema.required ?? []);
   for (const [name, field] of Object.entries(schema.properties ?? {})) {
     const title = make("dt");
     title.append(make("code", name));
-    const limits = LIMITS.filter(([key]) => key in field).map(([key, sign]) => `${sign} ${field[key]}`);
+    const limits = [field, ...(field.anyOf ?? [])].flatMap((each) =>
+      LIMITS.filter(([key]) => key in each).map(([key, sign]) => limit(sign, each[key])),
+    );
     const notes = [typeName(field), ...limits, ...(required.has(name) ? ["required"] : [])];
     const text = make("dd", field.description ? `${field.description} ` : "");
     text.append(make("span", notes.join(", "), "type"));
@@ -76,6 +86,9 @@ function endpoint(api, path, method, operation) {
   const heading = make("h2");
   heading.append(make("span", method.toUpperCase(), "method"), make("code", path));
   section.append(heading, make("p", operation.description ?? operation.summary ?? ""));
+  for (const { source } of operation["x-codeSamples"] ?? []) {
+    section.append(make("pre", source.replace(EXAMPLE_ORIGIN, location.origin)));
+  }
   const body = operation.requestBody?.content?.["application/json"]?.schema;
   if (body) section.append(structure(api, "Body", body, false));
   for (const [status, response] of Object.entries(operation.responses)) {
