@@ -19,7 +19,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-FILE = re.compile(r"(Downloading|Using cached|Processing) (\S+\.(?:whl|tar\.gz))(?: \((.+)\))?")
+FILE = re.compile(
+    r"(Downloading|Using cached|Processing) (\S+\.(?:whl|tar\.gz))(?!\S)"
+    r"(?: \(([\d.]+ (?:bytes|kB|MB|GB))\))?"
+)
 UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -46,7 +49,7 @@ class Report:
         for line in map(str.strip, lines):
             if file := FILE.match(line):
                 self._count(*file.groups())
-            elif line.startswith("Preparing editable metadata"):
+            elif line.startswith("Installing build dependencies") and line.endswith("started"):
                 self._say("looking for what it needs")
             elif line.startswith("Installing collected packages:"):
                 self._say(f"unpacking {line.count(',') + 1} distributions")
