@@ -30,8 +30,8 @@ class Report:
     """Owns the terminal's last line, which says what pip does and for how many seconds it has."""
 
     def __init__(self, name: str) -> None:
-        self.num_files = 0
-        self.num_bytes = 0.0  # of the files whose size pip tells
+        self.num_fetched = self.num_at_hand = 0  # files
+        self.num_bytes = 0.0  # fetched
         self._name = name
         self._start = time.monotonic()
         self._doing = ""
@@ -55,13 +55,15 @@ class Report:
                 self._say(f"unpacking {line.count(',') + 1} distributions")
 
     def _count(self, how: str, path: str, size: str | None) -> None:
-        self.num_files += 1
+        name = "-".join(path.rsplit("/", 1)[-1].split("-")[:2]).replace("%2B", "+")
+        if how != "Downloading":
+            self.num_at_hand += 1
+            return self._say(f"at hand: {name}")
+        self.num_fetched += 1
         if size:
             number, unit = size.split()
             self.num_bytes += float(number) * UNITS[unit]
-        verb = {"Downloading": "fetching", "Using cached": "cached:", "Processing": "local:"}[how]
-        name = "-".join(path.rsplit("/", 1)[-1].split("-")[:2]).replace("%2B", "+")
-        self._say(f"{verb} {name}" + (f" ({size})" if size else ""))
+        self._say(f"fetching {name} ({size or 'of unknown size'})")
 
     def _say(self, doing: str) -> None:
         if self._is_terminal and self._doing:
@@ -82,12 +84,10 @@ class Report:
 
     def summary(self) -> str:
         """What was fetched, what is there now, and how long it took."""
-        fetched = "nothing was missing"
-        if self.num_files:
-            fetched = f"{self.num_files} files, {self.num_bytes / 1e6:,.0f} MB fetched"
         names = {each.metadata["Name"] for each in importlib.metadata.distributions()}
         return (
-            f"{self._name}: {fetched}; {len(names)} distributions, "
+            f"{self._name}: {self.num_fetched} files, {self.num_bytes / 1e6:,.0f} MB fetched, "
+            f"{self.num_at_hand} files were at hand; {len(names)} distributions, "
             f"{size_of(Path(sys.prefix)) / 1e6:,.0f} MB installed; {self.seconds:.0f} s"
         )
 
