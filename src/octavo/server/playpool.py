@@ -136,7 +136,7 @@ class PlayPool:
                 self.kv.fork(parent, child)
             self.members[child_name] = _Member(child, name, parent.num_tokens)
             self.events.append({"kind": "fork", "sequence": child_name, "parent": name})
-        return f"fork {name} {times} times"
+        return f"fork {name}" + (f" {times} times" if times > 1 else "")
 
     def _rewrite(self, operation: Operation) -> str:
         """Write the last token once more, in its place."""

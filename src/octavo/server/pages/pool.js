@@ -1,5 +1,5 @@
 // The pool driven by hand. What has been done is a list of operations, which the server carries out
-// anew each time on the real KV cache manager; undoing is leaving out the last one.
+// from the start each time on the real KV cache manager; undoing is leaving out the last one.
 
 (() => {
   const { byId, make, setText } = session;
@@ -212,7 +212,7 @@
         ...done, ...state.sequences.map((sequence) => ({ op: "append", sequence: sequence.name, tokens: 10 }))], "count"));
       const next = button("Next: beam A goes on twice", "next: drop beam D, beam A goes on twice",
         () => change((done) => [...done, ...lesson.fork], "fork"));
-      return [first, second, state.num_held < lesson.paged ? [next, more] : [next]];
+      return { said: [first, second], buttons: state.num_held < lesson.paged ? [next, more] : [next] };
     },
     fork() {
       const { block, filled } = lastBlock();
@@ -221,7 +221,7 @@
         `Nothing was computed or copied for it: A and E share even their last block, ${block}, of which ${filled} of ${state.block_size} tokens are written.`);
       const next = button("Next: E appends a token", "next: append a token to E",
         () => change((done) => [...done, ...lesson.write], "write"));
-      return [first, [next]];
+      return { said: [first], buttons: [next] };
     },
     write() {
       const { block } = lastBlock();
@@ -231,7 +231,7 @@
         make("strong", "", `${lesson.shared} → ${block}`),
         ": copy on write, figures 8 and 9 of the paper. All earlier blocks stay shared, and A, now the only holder of " +
         `block ${lesson.shared}, will append to it without a copy.`);
-      return [first, []];
+      return { said: [first], buttons: [] };
     },
   };
 
@@ -247,11 +247,13 @@
     if (!chapter) return;
     if (chapter === "fork") lesson.shared = lastBlock().block;
     const hadFocus = place.contains(document.activeElement);
-    const [buttons, ...said] = CHAPTERS[chapter]().reverse();
+    const { said, buttons } = CHAPTERS[chapter]();
+    place.replaceChildren(...said);
+    if (!buttons.length) return;
     const row = make("div", "row");
     row.append(...buttons);
-    place.replaceChildren(...said.reverse(), row);
-    if (hadFocus && buttons.length) buttons[0].focus();
+    place.append(row);
+    if (hadFocus) buttons[0].focus();
   }
 
   function show() {
