@@ -1,4 +1,5 @@
-# Everything runs in .venv, which the first target that needs it makes.
+# Everything runs in .venv, which the first target that needs it makes: with what octavo itself
+# needs (`make run`), or with the tools for its development besides (`make test` and the like).
 #
 # `pip install torch` takes the build for NVIDIA GPUs, several gigabytes, where the package index
 # offers that one. For a CPU, let pip find a CPU build of the pinned version first: set
@@ -6,7 +7,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/installed
+RUNTIME := .venv/installed
+DEV := .venv/installed-dev
 SOURCES := $(wildcard src tests benchmarks examples tools)
 PROMPTS ?= "Once upon a time" "One morning, a little girl" \
     "The dog sees the house. =>"
@@ -15,13 +17,13 @@ SERVE ?= demo --num-blocks 1024
 
 .PHONY: run generate test test-gpu test-clients browser check size nightly mutants bench clean
 
-run: $(STAMP)  ## serve the embedded model, with its picture, at http://127.0.0.1:8000
+run: $(RUNTIME)  ## serve the embedded model, with its picture, at http://127.0.0.1:8000
 	$(BIN)/octavo serve $(SERVE)
 
-generate: $(STAMP)  ## generate text with the embedded model
+generate: $(RUNTIME)  ## generate text with the embedded model
 	$(BIN)/octavo generate --max-tokens 80 --temperature 0.7 $(PROMPTS)
 
-test: $(STAMP) browser  ## all tests but the slow ones
+test: $(DEV) browser  ## all tests but the slow ones
 	$(BIN)/pytest -n auto -m "not slow"
 
 browser:  ## chromium for the tests of the pages, where it can be had
@@ -31,38 +33,42 @@ browser:  ## chromium for the tests of the pages, where it can be had
 	        chromium fonts-dejavu-core > /dev/null; \
 	} || echo "There is no chromium, and it cannot be installed: tests of the pages will be skipped."
 
-nightly: $(STAMP)  ## the slow tests
+nightly: $(DEV)  ## the slow tests
 	$(BIN)/pytest -n auto -m slow
 
-test-gpu: $(STAMP)  ## what needs an NVIDIA GPU
+test-gpu: $(DEV)  ## what needs an NVIDIA GPU
 	$(BIN)/pytest -n 4 -m gpu
 
-test-clients: $(STAMP)  ## other people's clients against a server, each in its own environment
+test-clients: $(DEV)  ## other people's clients against a server, each in its own environment
 	$(BIN)/python tests/clients/run.py
 
-mutants: $(STAMP)  ## whether the core's tests notice what is wrong: a sample of small changes to it
+mutants: $(DEV)  ## whether the core's tests notice what is wrong: a sample of small changes to it
 	$(BIN)/python tools/mutants.py
 
-check: $(STAMP)  ## format, lint, types, who may import whom
+check: $(DEV)  ## format, lint, types, who may import whom
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py
 
-size: $(STAMP)  ## lines of each package
+size: $(RUNTIME)  ## lines of each package
 	$(BIN)/python tools/size.py
 
-bench: $(STAMP)  ## core overhead, memory waste, CPU throughput
+bench: $(DEV)  ## core overhead, memory waste, CPU throughput
 	$(BIN)/python benchmarks/core_overhead.py
 	$(BIN)/octavo bench throughput --model benchmarks/configs/tiny --load-format dummy \
 	    --trace benchmarks/traces/bench_sharegpt_1000.csv --num-blocks 983 \
 	    --max-num-batched-tokens 2560
 	$(BIN)/python benchmarks/cpu_throughput.py
 
-$(STAMP): pyproject.toml
+$(RUNTIME): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	touch $@
+	@$(BIN)/python tools/install.py
+	@touch $@
+
+$(DEV): $(RUNTIME)
+	@$(BIN)/python tools/install.py dev
+	@touch $@
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -172,6 +172,28 @@ def test_playground_streams_and_shows_the_tree(server: LiveServer, browser: Brow
         expect(answers.first).to_contain_text(re.compile(r"\w"))
 
 
+def test_the_first_click_shows_sharing(server: LiveServer, browser: Browser) -> None:
+    """The page's own prompt and settings; before it, each card says what will come."""
+    with opened(browser, f"{server.url}/") as page:
+        expect(page.locator("#link")).to_have_text("live")
+        for name in ("play-empty", "no-events", "no-requests"):
+            expect(page.locator(f"#{name}")).to_have_text(re.compile(r"\w+ \w+"))
+        expect(page.locator("#play-empty")).to_be_visible()
+        page.click("#run")
+        expect(page.locator("#play-empty")).to_be_hidden()
+        expect(page.locator("#stop")).to_be_disabled(timeout=60_000)
+        title = page.locator("#tree-title").inner_text()
+        held, unshared = map(int, re.findall(r"4 samples hold (\d+) blocks.* hold (\d+)", title)[0])
+        assert unshared - held >= 12  # four blocks of the prompt, three times saved
+        assert page.locator("#tree .tree-label").all_text_contents() == ["0", "1", "2", "3"]
+        for name in ("no-events", "no-requests"):
+            expect(page.locator(f"#{name}")).to_be_hidden()
+        expect(page.locator(".answer").first).to_have_text(re.compile("^… .*problem: "))
+        page.locator("#requests button").first.hover()
+        tables = page.locator("#table-of .chips > :first-child").all_text_contents()
+        assert tables == ["0:", "1:", "2:", "3:"]
+
+
 def test_playground_tells_what_is_wrong(server: LiveServer, browser: Browser) -> None:
     with opened(browser, f"{server.url}/", expected="status of 400") as page:
         page.fill("#prompt", "")
@@ -187,6 +209,7 @@ def test_pool_by_hand(server: LiveServer, browser: Browser) -> None:
         expect(page.locator("#paged")).to_have_text("8")
         expect(page.locator("#naive")).to_have_text("20")
         assert page.locator(".block.shared").count() == 4
+        check_all_beams_can_be_seen(page)
         page.get_by_role("button", name="append 10 more tokens to each beam").click()
         expect(page.locator("#paged")).to_have_text("12")
         expect(page.locator("#naive")).to_have_text("24")
@@ -194,6 +217,34 @@ def test_pool_by_hand(server: LiveServer, browser: Browser) -> None:
         expect(page.locator("#paged")).to_have_text("10")
         page.click("#undo")
         expect(page.locator("#paged")).to_have_text("12")
+
+
+def check_all_beams_can_be_seen(page: Page) -> None:
+    """Whether the buttons fit into one line or wrap, no beam is cut off by the end of the list."""
+    for width in (1360, 1050, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        hidden = "(list) => list.scrollHeight - list.clientHeight"
+        assert page.locator("#sequences").evaluate(hidden) == 0, width
+
+
+def test_the_textbook_case_leads_on_to_a_copy_on_write(
+    server: LiveServer, browser: Browser
+) -> None:
+    with opened(browser, f"{server.url}/pool") as page:
+        numbers, lesson = page.locator("#pool-numbers"), page.locator("#lesson")
+        page.click("#textbook")
+        expect(numbers).to_contain_text("0 copied on write")
+        page.get_by_role("button", name="next: drop beam D, beam A goes on twice").click()
+        expect(lesson).to_contain_text("share even their last block, 5, of which 10 of 16")
+        expect(page.locator(".block.shared")).to_have_count(5)
+        page.get_by_role("button", name="next: append a token to E").click()
+        expect(lesson).to_contain_text("5 → 8: copy on write")
+        expect(numbers).to_contain_text("1 copied on write")
+        expect(page.locator("#happened")).to_have_text(
+            "copy on write: E copies block 5 into block 8."
+        )
+        page.click("#reset")
+        expect(lesson).to_be_hidden()
 
 
 def test_pool_by_keyboard_alone(server: LiveServer, browser: Browser) -> None:
@@ -216,7 +267,7 @@ def test_pool_by_keyboard_alone(server: LiveServer, browser: Browser) -> None:
         expect(page.locator("#paged")).to_have_text("1")
         press_until("fork A")
         expect(page.locator("#naive")).to_have_text("2")
-        press_until("write to the last block of B")
+        press_until("rewrite the last token of B")
         expect(page.locator("#happened")).to_contain_text("copies block 1 into block 2")
         page.locator(".block").first.focus()
         page.keyboard.press("ArrowRight")

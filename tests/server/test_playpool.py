@@ -38,13 +38,31 @@ def test_textbook_case_as_it_is_counted_and_as_it_is() -> None:
     assert [(c["held"], c["naive"]) for c in state["history"]][2] == (4, 16)
 
 
+def test_the_textbook_case_leads_on_to_a_copy_on_write() -> None:
+    lesson = textbook_case()
+    more = [{"op": "append", "sequence": name, "tokens": 10} for name in "ABCD"]
+    for start in (lesson["operations"], [*lesson["operations"], *more]):
+        state = play([*start, *lesson["fork"]])
+        assert state["num_copies"] == 0
+        last = tables(state)["A"][-1]
+        assert tables(state)["E"] == tables(state)["A"]
+        [block] = [each for each in state["blocks"] if each["id"] == last]
+        assert (block["holders"], block["filled"] < BLOCK_SIZE) == (["A", "E"], True)
+        state = play([*start, *lesson["fork"], *lesson["write"]])
+        [event] = state["events"]
+        assert (event["kind"], event["sequence"], event["source"]) == ("copy", "E", last)
+        assert (tables(state)["A"][-1], tables(state)["E"][-1]) == (last, event["block"])
+        assert state["num_copies"] == 1
+
+
 def test_write_to_a_shared_last_block_copies_it() -> None:
     start = [{"op": "new"}, {"op": "append", "sequence": "A", "tokens": 20}]
     forked = [*start, {"op": "fork", "sequence": "A", "times": 1}]
-    write_b, write_a = ({"op": "write_last", "sequence": name} for name in "BA")
+    write_b, write_a = ({"op": "rewrite", "sequence": name} for name in "BA")
     state = play([*forked, write_b])
     assert state["events"] == [{"kind": "copy", "sequence": "B", "block": 3, "source": 2}]
     assert tables(state) == {"A": [1, 2], "B": [1, 3]}
+    assert [each["num_tokens"] for each in state["sequences"]] == [20, 20]  # nothing is appended
     # The other one now holds its block alone, and writes without a copy.
     state = play([*forked, write_b, write_a])
     assert (state["events"], state["num_copies"], state["num_held"]) == ([], 1, 3)
@@ -78,7 +96,7 @@ def test_freeing_one_keeps_what_others_hold() -> None:
         ([{"op": "new"}, {"op": "append", "sequence": "A", "tokens": 0}], "0 is not a whole"),
         ([{"op": "new"}, {"op": "append", "sequence": "A", "tokens": True}], "True is not a"),
         ([{"op": "new"}, {"op": "fork", "sequence": "A", "times": 65}], "from 1 to 64"),
-        ([{"op": "new"}, {"op": "write_last", "sequence": "A"}], "A has no block yet"),
+        ([{"op": "new"}, {"op": "rewrite", "sequence": "A"}], "A has no token yet"),
         ([{"op": "new"}] * 65, r"operations\[64\].times: 64 sequences are alive"),
         ([{"op": "new"}] * (MAX_OPERATIONS + 1), "1001 are more than the 1000 allowed"),
     ],
@@ -107,7 +125,7 @@ def test_random_operations_keep_the_invariants() -> None:
     for _ in range(1500):
         alive = list(pool.members)
         name = draw.choice(alive) if alive else "A"
-        verb = draw.choice(["new", "append", "append", "append", "fork", "write_last", "free"])
+        verb = draw.choice(["new", "append", "append", "append", "fork", "rewrite", "free"])
         operation: dict[str, Any] = {"op": verb}
         if verb != "new":
             operation["sequence"] = name

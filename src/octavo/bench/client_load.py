@@ -183,7 +183,7 @@ def import_aiohttp() -> Any:
     try:
         import aiohttp
     except ImportError as error:
-        raise ConfigError("bench serve", "it needs aiohttp: pip install octavo[bench]") from error
+        raise ConfigError("bench serve", "it needs aiohttp: pip install aiohttp") from error
     return aiohttp
 
 

@@ -34,9 +34,15 @@ INSTRUCTIONS = (
     "Translate from English into German.",
 )
 
+# Every user's turn that the model was trained on begins with a capital letter and has no white
+# space around it; to "hello" it would answer nonsense, to "Hello" it says hello. So the template
+# writes turns as the model knows them.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}{% set text = message['content'] %}"
+    "{% if message['role'] == 'user' %}"
+    "{% set text = text.strip() %}{% set text = text[:1] | upper + text[1:] %}"
+    "{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + text + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _SYSTEM = (

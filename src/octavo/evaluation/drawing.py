@@ -76,8 +76,7 @@ def require_matplotlib() -> None:
     """Raises OctavoError if it is not installed."""
     if find_spec("matplotlib") is None:
         raise OctavoError(
-            "figures are drawn with matplotlib, which is not installed: "
-            'pip install "octavo[figures]"'
+            "figures are drawn with matplotlib, which is not installed: pip install matplotlib"
         )
 
 

@@ -39,6 +39,13 @@ TEXTBOOK: list[Operation] = [
     {"op": "fork", "sequence": "A", "times": TEXTBOOK_BEAMS - 1},
     *({"op": "append", "sequence": name, "tokens": TEXTBOOK_TOKENS} for name in "ABCD"),
 ]
+# It goes on as beam search does: the worst beam is dropped and the best one goes on twice, which
+# then share a block that is not full yet. The first to append to it gets a copy of its own.
+TEXTBOOK_FORK: list[Operation] = [
+    {"op": "free", "sequence": "D"},
+    {"op": "fork", "sequence": "A", "times": 1},
+]
+TEXTBOOK_WRITE: list[Operation] = [{"op": "append", "sequence": "E", "tokens": 1}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ class PlayPool:
             "new": (self._new, set()),
             "append": (self._append, {"sequence", "tokens"}),
             "fork": (self._fork, {"sequence", "times"}),
-            "write_last": (self._write_last, {"sequence"}),
+            "rewrite": (self._rewrite, {"sequence"}),
             "free": (self._free, {"sequence"}),
         }
         if not isinstance(verb, str) or verb not in verbs:
@@ -129,19 +136,16 @@ class PlayPool:
                 self.kv.fork(parent, child)
             self.members[child_name] = _Member(child, name, parent.num_tokens)
             self.events.append({"kind": "fork", "sequence": child_name, "parent": name})
-        return f"fork {name} {times} times"
+        return f"fork {name}" + (f" {times} times" if times > 1 else "")
 
-    def _write_last(self, operation: Operation) -> str:
-        """Write into the last block: its next free slot, or its last one if it is full."""
+    def _rewrite(self, operation: Operation) -> str:
+        """Write the last token once more, in its place."""
         name, member = self._member(operation)
         num_tokens = member.seq.num_tokens
         if num_tokens == 0:
-            raise InvalidRequest("sequence", f"{name} has no block yet; append tokens first")
-        if num_tokens % BLOCK_SIZE:
-            self._write(name, member, num_tokens, 1)
-        else:
-            self._write(name, member, num_tokens - 1, 1)
-        return f"write to the last block of {name}"
+            raise InvalidRequest("sequence", f"{name} has no token yet; append some first")
+        self._write(name, member, num_tokens - 1, 1)
+        return f"rewrite the last token of {name}"
 
     def _free(self, operation: Operation) -> str:
         name, member = self._member(operation)
@@ -280,10 +284,13 @@ def textbook_case() -> dict[str, Any]:
     A prompt of 64 tokens and 4 beams of 10 tokens each. Really 4 shared blocks and one more for
     each beam, 8, against 4 x 5 = 20 without sharing. The lesson arrives at 12 against 16: it sets
     two blocks aside for each beam (4 + 4 x 2) and compares with four copies of the prompt alone.
+    `fork` and `write` go on from there, to a copy on write.
     """
     prompt_blocks = -(-TEXTBOOK_PROMPT_TOKENS // BLOCK_SIZE)
     return {
         "operations": TEXTBOOK,
+        "fork": TEXTBOOK_FORK,
+        "write": TEXTBOOK_WRITE,
         "prompt_tokens": TEXTBOOK_PROMPT_TOKENS,
         "num_beams": TEXTBOOK_BEAMS,
         "tokens_per_beam": TEXTBOOK_TOKENS,

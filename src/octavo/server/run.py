@@ -57,6 +57,7 @@ def run_server(
         if not settings.api_keys and not is_loopback(listening.host):
             logger.warning("whoever reaches %s may use it: there is no --api-key", url)
 
+    logger.info("starting %s; the first start takes longest, because it compiles kernels", name)
     check_tls(listening)
     limits = allow_files(limits)
     with contextlib.closing(bind(listening)) as listener:

@@ -178,9 +178,7 @@ class _Fit:
         try:
             from scipy.optimize import least_squares
         except ImportError as error:
-            raise ConfigError(
-                "calibrate", "it needs SciPy: pip install octavo[calibrate]"
-            ) from error
+            raise ConfigError("calibrate", "it needs SciPy: pip install scipy") from error
         reach = math.log(LARGEST)
         logs = np.zeros(len(self._names))
         for _ in range(NUM_PASSES):

@@ -28,4 +28,4 @@ def check_gpu(is_nvidia: bool, capability: tuple[int, int]) -> None:
             "device", f"this GPU has compute capability {has}, and {least} is needed; {instead}"
         )
     if find_spec("triton") is None:
-        raise ConfigError("device", "a GPU needs Triton: pip install 'octavo[gpu]'")
+        raise ConfigError("device", "a GPU needs Triton: pip install triton")

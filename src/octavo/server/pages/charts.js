@@ -46,6 +46,7 @@ function makeChart(canvas, series, format) {
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "bottom";
     if (known.length) context.fillText(format(most), 0, top - 2);
+    else context.fillText("drawn as requests run", 0, bottom - 4);
     if (points.length === 0) return;
     const now = points[points.length - 1].t;
     // The first series is the main one, so it is drawn last, on top of the others.

@@ -41,6 +41,7 @@ const feed = (() => {
         (kept ? old.tables[group].slice(0, kept) : []).concat(added));
       sequence.blocks = sequence.tables[0] || [];
     }
+    update.sequences.sort((a, b) => a.index - b.index);
     model.requests.set(update.id, { ...update, done: false });
   }
 

@@ -2,6 +2,7 @@
 
 (() => {
   const { byId, make, setText } = session;
+  const MAX_ECHO = 60; // characters
   const tree = makeTree(byId("tree"));
   let running = null; // {id, abort, ...} of the request that is under way
   let latest = null; // id of the request whose tree is shown
@@ -23,13 +24,19 @@
     return ["/v1/completions", { ...common, prompt }];
   }
 
+  // Enough of the prompt to see what an output goes on from.
+  function echo(prompt) {
+    if (prompt.length <= MAX_ECHO) return prompt;
+    return `… ${prompt.slice(-MAX_ECHO).replace(/^\S*\s/, "")}`;
+  }
+
   // One box for each output; they stay while text comes in, so that nothing jumps.
   function answerBox(index) {
     const place = byId("answers");
     while (place.children.length <= index) {
       const box = make("div", "answer");
       box.style.setProperty("--hue", feed.model.hue(latest));
-      if (kind() === "completion") box.append(make("span", "prompt-echo", byId("prompt").value));
+      if (kind() === "completion") box.append(make("span", "prompt-echo", echo(byId("prompt").value)));
       box.append(make("span"));
       place.append(box);
     }
@@ -75,6 +82,7 @@
     byId("run").disabled = true;
     byId("stop").disabled = false;
     byId("answers").replaceChildren();
+    byId("play-empty").hidden = true;
     setText(byId("play-error"), "");
     setText(byId("play-numbers"), "");
     try {

@@ -1,5 +1,5 @@
 // The pool driven by hand. What has been done is a list of operations, which the server carries out
-// anew each time on the real KV cache manager; undoing is leaving out the last one.
+// from the start each time on the real KV cache manager; undoing is leaving out the last one.
 
 (() => {
   const { byId, make, setText } = session;
@@ -7,6 +7,7 @@
   let operations = [];
   let state = null;
   let lesson = null; // the textbook case, if that is what is shown
+  let chapter = ""; // of the lesson: "count", then "fork", then "write"
   let pointed = null; // name of the sequence that is pointed at
   let busy = Promise.resolve();
 
@@ -17,14 +18,14 @@
   }
 
   // One change after the other, however fast somebody clicks.
-  function change(next, what) {
+  function change(next, newChapter = "") {
     busy = busy.then(async () => {
       const wanted = next(operations);
       try {
         const response = await session.call("/pool/play", { operations: wanted });
         state = await response.json();
         operations = wanted;
-        lesson = what === "textbook" ? lesson : null;
+        chapter = newChapter;
         setText(byId("error"), "");
         show();
       } catch (error) {
@@ -40,7 +41,7 @@
     try {
       const response = await session.call("/pool/textbook");
       lesson = await response.json();
-      await change(() => lesson.operations, "textbook");
+      await change(() => lesson.operations, "count");
     } catch (error) {
       setText(byId("error"), error.message);
     }
@@ -124,7 +125,7 @@
       button("Append", `append tokens to ${name}`, () => act({ op: "append", sequence: name, tokens: Number(count.value) })),
       button("Fork", `fork ${name}`, () => act({ op: "fork", sequence: name, times: 1 })),
       button("Fork × 3", `fork ${name} three times`, () => act({ op: "fork", sequence: name, times: 3 })),
-      button("Write to last block", `write to the last block of ${name}`, () => act({ op: "write_last", sequence: name })),
+      button("Rewrite last token", `rewrite the last token of ${name}`, () => act({ op: "rewrite", sequence: name })),
       button("Free", `free ${name}`, () => act({ op: "free", sequence: name })),
     );
     const what = make("div", "what");
@@ -192,28 +193,67 @@
     body.closest(".history").scrollTop = body.closest(".history").scrollHeight;
   }
 
+  // What each chapter of the textbook case says, and where it leads.
+  const CHAPTERS = {
+    count() {
+      const beams = lesson.num_beams;
+      const first = make("p");
+      first.append(
+        "Textbooks count ", make("strong", "", `${lesson.paged} against ${lesson.naive}`),
+        `: ${lesson.prompt_blocks} shared blocks of prompt and ${lesson.blocks_per_beam} set aside for each of ${beams} beams ` +
+        `(${lesson.prompt_blocks} + ${beams} × ${lesson.blocks_per_beam}), against ${beams} copies of the prompt alone ` +
+        `(${beams} × ${lesson.prompt_blocks}).`,
+      );
+      const tokens = state.sequences[0].num_tokens - lesson.prompt_tokens;
+      const second = make("p", "small quiet",
+        `octavo takes a block only when a token needs it: with ${tokens} tokens each the pool really holds ` +
+        `${state.num_held}. Copies of the beams' own tokens take room as well, so naive is ${state.num_naive}.`);
+      const more = button("Append 10 more to each beam", "append 10 more tokens to each beam", () => change((done) => [
+        ...done, ...state.sequences.map((sequence) => ({ op: "append", sequence: sequence.name, tokens: 10 }))], "count"));
+      const next = button("Next: beam A goes on twice", "next: drop beam D, beam A goes on twice",
+        () => change((done) => [...done, ...lesson.fork], "fork"));
+      return { said: [first, second], buttons: state.num_held < lesson.paged ? [next, more] : [next] };
+    },
+    fork() {
+      const { block, filled } = lastBlock();
+      const first = make("p", "",
+        "Beam search drops its worst beam and lets the best one go on twice: D is gone, and E begins as a fork of A. " +
+        `Nothing was computed or copied for it: A and E share even their last block, ${block}, of which ${filled} of ${state.block_size} tokens are written.`);
+      const next = button("Next: E appends a token", "next: append a token to E",
+        () => change((done) => [...done, ...lesson.write], "write"));
+      return { said: [first], buttons: [next] };
+    },
+    write() {
+      const { block } = lastBlock();
+      const first = make("p");
+      first.append(
+        "E's next token belongs into a block that A holds, too. So E first got a copy of this one block, ",
+        make("strong", "", `${lesson.shared} → ${block}`),
+        ": copy on write, figures 8 and 9 of the paper. All earlier blocks stay shared, and A, now the only holder of " +
+        `block ${lesson.shared}, will append to it without a copy.`);
+      return { said: [first], buttons: [] };
+    },
+  };
+
+  // The last block of the youngest sequence, and how many of its tokens are written.
+  function lastBlock() {
+    const { block_ids, num_tokens } = state.sequences[state.sequences.length - 1];
+    return { block: block_ids[block_ids.length - 1], filled: num_tokens - (block_ids.length - 1) * state.block_size };
+  }
+
   function showLesson() {
     const place = byId("lesson");
-    place.hidden = lesson === null;
-    if (lesson === null) return;
-    const beams = lesson.num_beams;
-    const first = make("p");
-    first.append(
-      "Textbooks count ", make("strong", "", `${lesson.paged} against ${lesson.naive}`),
-      `: ${lesson.prompt_blocks} shared blocks of prompt and ${lesson.blocks_per_beam} set aside for each of ${beams} beams ` +
-      `(${lesson.prompt_blocks} + ${beams} × ${lesson.blocks_per_beam}), against ${beams} copies of the prompt alone ` +
-      `(${beams} × ${lesson.prompt_blocks}).`,
-    );
-    const tokens = state.sequences[0].num_tokens - lesson.prompt_tokens;
-    const second = make("p", "small quiet",
-      `octavo takes a block only when a token needs it: with ${tokens} tokens each the pool really holds ` +
-      `${state.num_held}. Copies of the beams' own tokens take room as well, so naive is ${state.num_naive}.`);
+    place.hidden = !chapter;
+    if (!chapter) return;
+    if (chapter === "fork") lesson.shared = lastBlock().block;
+    const hadFocus = place.contains(document.activeElement);
+    const { said, buttons } = CHAPTERS[chapter]();
+    place.replaceChildren(...said);
+    if (!buttons.length) return;
     const row = make("div", "row");
-    if (state.num_held < lesson.paged) {
-      row.append(button("Append 10 more to each beam", "append 10 more tokens to each beam", () => change((done) => [
-        ...done, ...state.sequences.map((sequence) => ({ op: "append", sequence: sequence.name, tokens: 10 }))], "textbook")));
-    }
-    place.replaceChildren(first, second, row);
+    row.append(...buttons);
+    place.append(row);
+    if (hadFocus) buttons[0].focus();
   }
 
   function show() {

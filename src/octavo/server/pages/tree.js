@@ -13,14 +13,23 @@ function makeTree(svg) {
     return made;
   }
 
-  // Rows whose tables begin alike come to lie next to each other.
+  // The sequences in their own order, but those that share a block next to the first one that does.
   function inOrder(sequences) {
-    return [...sequences].sort((a, b) => {
-      for (let i = 0; i < Math.min(a.blocks.length, b.blocks.length); i++) {
-        if (a.blocks[i] !== b.blocks[i]) return a.blocks[i] - b.blocks[i];
+    const first = new Map(); // column and block -> number of the first sequence that has it there
+    sequences.forEach((sequence, number) => sequence.blocks.forEach((block, column) => {
+      const key = `${column}:${block}`;
+      if (!first.has(key)) first.set(key, number);
+    }));
+    const place = (number, column) => first.get(`${column}:${sequences[number].blocks[column]}`) ?? number;
+    const longest = Math.max(0, ...sequences.map((sequence) => sequence.blocks.length));
+    const numbers = sequences.map((_, number) => number).sort((a, b) => {
+      for (let column = 0; column < longest; column++) {
+        const difference = place(a, column) - place(b, column);
+        if (difference) return difference;
       }
-      return a.blocks.length - b.blocks.length;
+      return a - b;
     });
+    return numbers.map((number) => sequences[number]);
   }
 
   // The boxes of a column: runs of rows with the same block.

@@ -71,7 +71,7 @@
     const saved = shared.reduce((sum, block) => sum + block.holders.length - 1, 0);
     numbers(byId("pool-numbers"), [
       [counts.held, `of ${num_blocks} held`], [shared.length, "shared"], [saved, "saved by sharing"],
-      [counts.cached, "free, cached"], [block_size, "tokens a block"],
+      [counts.cached, "free, cached"], [block_size, "tokens per block"],
     ]);
     setText(byId("swap-title"), `swap tier: ${counts.swap_held} of ${num_swap_blocks}`);
   }
@@ -146,6 +146,8 @@
       setText(button.children[1], request.id);
       setText(button.children[2], summary(request));
     });
+    byId("no-requests").hidden = wanted.length > 0;
+    byId("table-of").hidden = wanted.length === 0;
     const { running, waiting, swapped } = model.frame.counts;
     numbers(byId("queues"), [[running, "running"], [waiting, "waiting"], [swapped, "swapped out"]]);
   }
@@ -188,6 +190,7 @@
       lastEvent = event.number;
     }
     while (list.children.length > 200) list.lastChild.remove();
+    byId("no-events").hidden = list.children.length > 0;
   }
 
   const whole = (value) => (value >= 1000 ? `${(value / 1000).toFixed(1)}k` : value.toFixed(0));
@@ -215,10 +218,11 @@
     const hits = looked > 0 ? (now.hit_tokens - then.hit_tokens) / looked : null;
     const ttft = median("ttft"), itl = median("itl");
     const use = frame.counts.held / model.hello.num_blocks;
-    charts.tokens.add(frame.time, [rate("output_tokens"), rate("computed_tokens")]);
+    const isUsed = now.computed_tokens > 0; // before that there is nothing to draw
+    charts.tokens.add(frame.time, isUsed ? [rate("output_tokens"), rate("computed_tokens")] : [null, null]);
     charts.latency.add(frame.time, [ttft, itl]);
     charts.hits.add(frame.time, [hits]);
-    charts.use.add(frame.time, [use]);
+    charts.use.add(frame.time, [isUsed ? use : null]);
     setText(byId("v-output"), whole(rate("output_tokens")));
     setText(byId("v-computed"), whole(rate("computed_tokens")));
     if (ttft !== null) setText(byId("v-ttft"), seconds(ttft));
