@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, shown
 
+MAX_FILE_BYTES = 64 << 20  # the index of a thousand shards has some megabytes
+MAX_COUNT = 1 << 31
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # float32 holds them and their inverses
 _REQUIRED = object()
 
 
@@ -20,7 +22,7 @@ class Fields:
         self.values = values
 
     def error(self, name: str, expected: str) -> ModelError:
-        return ModelError(f"{self.where}: {name} is {self.values.get(name)!r}; {expected}")
+        return ModelError(f"{self.where}: {name} is {shown(self.values.get(name))}; {expected}")
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         value = self.values.get(name)
@@ -30,19 +32,21 @@ class Fields:
             raise ModelError(f"{self.where} has no {name}")
         return default
 
-    def count(self, name: str, default: Any = _REQUIRED) -> int:
-        """A positive integer."""
+    def count(self, name: str, default: Any = _REQUIRED, limit: int = MAX_COUNT) -> int:
+        """A positive integer, at most `limit`."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, "it must be a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise self.error(name, f"it must be a positive integer, at most {limit:,}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
-        """A positive number, and no infinity (which Python's JSON reads)."""
+        """A positive number that float32 holds; Python's JSON reads infinities, too."""
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
-            raise self.error(name, "it must be a positive number")
+        if not is_number or not MIN_NUMBER <= value <= MAX_NUMBER:
+            raise self.error(
+                name, f"it must be a positive number, from {MIN_NUMBER:g} to {MAX_NUMBER:g}"
+            )
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -70,7 +74,7 @@ class Fields:
         if value is None and other is not None:
             return alias
         if other is not None and other != value:
-            raise self.error(name, f"but {alias}, which means the same, is {other!r}")
+            raise self.error(name, f"but {alias}, which means the same, is {shown(other)}")
         return name
 
     def refuse(self, name: str, harmless: Any) -> None:
@@ -90,11 +94,13 @@ class Fields:
 def read_json(path: Path) -> Fields:
     """The JSON object in `path`; ModelError if there is none."""
     try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ModelError(f"{path} is larger than {MAX_FILE_BYTES:,} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         where = path.parent if path.parent.is_dir() else f"directory {path.parent}"
         raise ModelError(f"{where} has no {path.name}: not a model directory") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # integers of 5,000 digits, too
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__}, not a JSON object")

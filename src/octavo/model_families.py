@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import InvalidRequest, ModelError
-from octavo.json_fields import Fields, read_json
+from octavo.errors import InvalidRequest, ModelError, shown
+from octavo.json_fields import MAX_COUNT, Fields, read_json
 from octavo.model_config import ModelConfig
 from octavo.model_rotary import read_rotary
 from octavo.sampling_params import SamplingParams
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_LAYERS = 10_000  # a hundred times today's deepest; layers are built before memory is counted
 # Of generation_config.json: what it may set for requests that do not.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Options of other families, or of a model's own code, that change the result and leave no trace in
@@ -68,9 +69,9 @@ def read_model_config(directory: Path) -> ModelConfig:
     quantization = config.get("quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        kind = "unknown method" if method is None else shown(method)
         raise ModelError(
-            f"{config.where}: the weights are quantised ({method or 'unknown method'}); octavo "
-            f"serves {', '.join(DTYPES)}"
+            f"{config.where}: the weights are quantised ({kind}); octavo serves {', '.join(DTYPES)}"
         )
     for name, harmless in UNSERVED.items():
         config.refuse(name, harmless)
@@ -133,7 +134,7 @@ def _read_gpt2(config: Fields) -> dict[str, Any]:
     config.refuse("add_cross_attention", False)
     hidden = config.count(config.either("n_embd", "hidden_size"), 768)
     heads = config.count(config.either("n_head", "num_attention_heads"), 12)
-    layers = config.count(config.either("n_layer", "num_hidden_layers"), 12)
+    layers = config.count(config.either("n_layer", "num_hidden_layers"), 12, MAX_LAYERS)
     positions = config.count(config.either("n_positions", "max_position_embeddings"), 1024)
     head_dim = _head_dim(config, hidden, heads)
     scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
@@ -165,7 +166,7 @@ def _read_gpt2(config: Fields) -> dict[str, Any]:
 def _read_opt(config: Fields) -> dict[str, Any]:
     hidden, heads = config.count("hidden_size", 768), config.count("num_attention_heads", 12)
     layers, positions = (
-        config.count("num_hidden_layers", 12),
+        config.count("num_hidden_layers", 12, MAX_LAYERS),
         config.count("max_position_embeddings", 2048),
     )
     head_dim = _head_dim(config, hidden, heads)
@@ -212,7 +213,7 @@ def _read_kin(
 ) -> dict[str, Any]:
     """What Llama and its kin share; `num_kv_heads` and `head_dim` are the family's defaults."""
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    layers = config.count("num_hidden_layers")
+    layers = config.count("num_hidden_layers", limit=MAX_LAYERS)
     if num_kv_heads is None or "num_key_value_heads" in config.values:  # a null, too, says heads
         num_kv_heads = heads
     kv_heads = config.count("num_key_value_heads", num_kv_heads)
@@ -230,6 +231,8 @@ def _read_kin(
     positions = config.count("max_position_embeddings")
     rotary = read_rotary(config, positions)
     extended = int(rotary.factor * rotary.original_max_positions) if rotary.kind == "yarn" else 0
+    if extended > MAX_COUNT:
+        raise ModelError(f"{config.where}: the extended context has {extended:.3g} positions")
     bias = config.flag("attention_bias", False)
     return {
         "vocab_size": config.count("vocab_size"),
@@ -292,9 +295,12 @@ def _check_layer_types(config: Fields, window: int | None) -> None:
 
 def _qwen_windows(config: Fields, num_layers: int) -> tuple[int | None, ...]:
     """A window for every layer from max_window_layers on, or as layer_types says."""
-    window = None
-    if config.flag("use_sliding_window", False) and config.get("sliding_window", None) is not None:
-        window = config.count("sliding_window")
+    # Where windows are on, the family's default is one of 4,096; a null turns it off.
+    window = config.values.get("sliding_window", 4096)
+    if not config.flag("use_sliding_window", False):
+        window = None
+    if window is not None:
+        window = config.count("sliding_window", 4096)
     if config.get("layer_types", None) is None:
         first = config.get("max_window_layers", 28)
         if not isinstance(first, int):

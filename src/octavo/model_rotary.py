@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from octavo.errors import ModelError
+from octavo.errors import ModelError, shown
 from octavo.json_fields import Fields
 from octavo.model_config import RotaryConfig
 
@@ -40,7 +40,7 @@ def read_rotary(config: Fields, max_positions: int) -> RotaryConfig:
     kind = rope.get(rope.either("rope_type", "type"), "default")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ModelError(
-            f"{rope.where}: rope_type is {kind!r}; octavo knows {', '.join(sorted(KINDS))}"
+            f"{rope.where}: rope_type is {shown(kind)}; octavo knows {', '.join(sorted(KINDS))}"
         )
     for name in rope.values.keys() - KINDS[kind] - _COMMON_FIELDS:
         if rope.get(name, None) is not None:
@@ -73,7 +73,7 @@ def _rope_fields(config: Fields) -> Fields:
         if any(isinstance(value, dict) for value in part.values()):
             raise config.error(name, "octavo serves one rotary embedding for all layers")
         if any(values.get(key, value) != value for key, value in part.items()):
-            raise config.error(name, f"rope_parameters ({values}) says something else")
+            raise config.error(name, f"rope_parameters ({shown(values)}) says something else")
         values |= part
     where = " and ".join(names) or "rope_parameters"
     return Fields(f"{config.where}: {where}", values)
@@ -105,6 +105,8 @@ def _read_llama3(rope: Fields, theta: float, original: int) -> RotaryConfig:
 
 def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) -> RotaryConfig:
     """YaRN (arXiv:2309.00071): equation 22 gives the attention factor if none is set."""
+    if theta == 1:  # all frequencies are the same: there is no dimension where the ramp begins
+        raise ModelError(f"{rope.where}: rope_theta is 1; yarn needs another base")
     factor = rope.number("factor", max_positions / original)
 
     def magnitude(scale: float) -> float:
@@ -120,6 +122,7 @@ def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) ->
         original_max_positions=original,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        truncate=rope.flag("truncate", True),
+        # The one field whose null is no default in transformers: it is false.
+        truncate="truncate" not in rope.values or rope.flag("truncate", False),
         attention_factor=rope.number("attention_factor", inferred),
     )

@@ -304,6 +304,19 @@ def test_yarn(tmp_path: Path) -> None:
     assert config.rotary.attention_factor == pytest.approx(expected)
 
 
+def test_a_null_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    """Of all optional fields, these two do not mean by it what they mean when they are missing."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for value, truncates in (({}, True), ({"truncate": True}, True), ({"truncate": None}, False)):
+        rotary = read(tmp_path, QWEN25_05B | {"rope_scaling": yarn | value}).rotary
+        assert rotary is not None
+        assert rotary.truncate is truncates
+    sliding = QWEN25_05B | {"use_sliding_window": True, "max_window_layers": 20}
+    assert read(tmp_path, sliding | {"sliding_window": None}).layer_windows == (None,) * 24
+    del sliding["sliding_window"]
+    assert read(tmp_path, sliding).layer_windows == (None,) * 20 + (4096,) * 4
+
+
 def test_generation_config_wins(tmp_path: Path) -> None:
     generation = {
         "eos_token_id": [7, 8],
@@ -470,7 +483,7 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (
             LLAMA_2_7B,
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"quantised \(gptq\); octavo serves float32, bfloat16, float16",
+            r"quantised \('gptq'\); octavo serves float32, bfloat16, float16",
         ),
         (MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "every layer .* sliding_attention"),
         (MISTRAL_7B, {"sliding_window": -1}, "sliding_window is -1; it must be a positive"),

@@ -35,6 +35,8 @@ class ChatTemplate:
             raise ModelError(
                 f"the chat template is broken at line {error.lineno}: {error}"
             ) from error
+        except (ValueError, RecursionError, OverflowError, MemoryError) as error:
+            raise ModelError(f"the chat template cannot be compiled: {error}") from error
 
     def render(
         self,
@@ -66,8 +68,8 @@ def find_template(directory: Path, config: Fields) -> str | None:
     template = config.get("chat_template", None)
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
-        template = named.get("default")
+        defaults = [entry for entry in entries if entry.get("name") == "default"]
+        template = defaults[-1].get("template") if defaults else None
     if template is not None and not isinstance(template, str):
         raise config.error("chat_template", "it must be a template or a list of named templates")
     return template

@@ -402,6 +402,10 @@ def _special_tokens(config: Fields) -> dict[str, str]:
     for role, value in config.values.items():
         content = value.get("content") if isinstance(value, dict) else value
         if role.endswith("_token") and isinstance(content, str):
+            try:
+                content.encode()
+            except UnicodeEncodeError as error:  # a lone surrogate
+                raise config.error(role, "it is not valid text") from error
             tokens[role] = content
     return tokens
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from octavo.config import LoadFormat
-from octavo.errors import ModelError
+from octavo.errors import ModelError, shown
 from octavo.json_fields import read_json
 from octavo.layers.linear import Linear, MergedLinear
 from octavo.layers.norm import LayerNorm, RMSNorm
@@ -178,7 +178,8 @@ def _weight_files(directory: Path) -> dict[Path, set[str]]:
     for name, file_name in weight_map.items():
         # Only a file's name counts: an index cannot point outside the directory.
         files.setdefault(directory / Path(file_name).name, set()).add(name)
-    absent = [path.name for path in files if not path.is_file()]
+    present = {path.name for path in directory.iterdir() if path.is_file()}
+    absent = [path.name for path in files if path.name not in present]
     if absent:
         raise ModelError(f"{directory}: {INDEX_FILE} lists {_few(absent)}, which is not there")
     return files
@@ -197,4 +198,4 @@ def _no_weights(directory: Path) -> str:
 def _few(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return ", ".join(shown(name)[1:-1] for name in names[:3]) + more
