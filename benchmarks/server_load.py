@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,9 @@ def tree_mib(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def served(options: list[str]) -> Iterator[tuple[str, int]]:
-    """A server on a free port: its URL and process id."""
-    command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", "0", *options]
+def served(options: list[str], prefix: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
+    """A server on a free port: its URL and process id. `prefix` is a command that becomes it."""
+    command = [*prefix, sys.executable, "-m", "octavo.cli.main", "serve", "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

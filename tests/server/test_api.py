@@ -584,7 +584,8 @@ def test_a_stream_outlives_the_engine_process(server: LiveServer) -> None:
         lines = reply.iter_lines()
         text = next(lines)
         pid = server.process.pid
-        [engine] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        [engine] = [each for task in tasks for each in (task / "children").read_text().split()]
         os.kill(int(engine), signal.SIGKILL)
         events = [line.removeprefix("data: ") for line in (text, *lines) if line]
     assert events.pop() == "[DONE]"

@@ -34,10 +34,12 @@ class App:
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
         self.num_running = 0
+        self.num_begun = 0
         self.num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_running += 1
+        self.num_begun += 1
         try:
             while (message := await receive()).get("more_body"):
                 pass
@@ -248,6 +250,27 @@ def test_those_without_a_whole_request_make_room(monkeypatch: pytest.MonkeyPatch
             await made.until(lambda: made.app.num_running == 3)
             made.app.go_on.set()
             assert status_of(await reader.readuntil(b"ok")) == 200
+
+    run(test())
+
+
+def test_unfinished_bodies_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(http_protocol, "MAX_BODIES_BYTES", 10_000)
+        async with rig() as made:
+            clients = []
+            for count in range(1, 6):
+                clients.append(await made.connect(POST % 4_001 + bytes(4_000)))
+                await made.until(lambda: made.app.num_begun == count)  # noqa: B023
+                await made.until(lambda: made.connections.num_body_bytes >= 4_000 * min(count, 2))  # noqa: B023
+            for reader, _ in clients[:3]:
+                reply = await reader.readuntil(b"}}")
+                assert status_of(reply) == 503
+                assert b"\r\nretry-after: 1\r\n" in reply
+            for reader, writer in clients[3:]:
+                writer.write(b"}")
+                assert status_of(await reader.readuntil(b"ok")) == 200
+            assert made.connections.num_body_bytes == 0
 
     run(test())
 

@@ -28,6 +28,8 @@ MAX_HEADERS = 128
 MIN_BODY_RATE = 4096  # bytes per second, after ConnectionLimits.body_seconds
 LINGER_SECONDS = 2.0  # for a client to read why it was refused
 SPARE_SECONDS = 3.0  # the whole life of a connection beyond max_connections
+MAX_BODIES_BYTES = 1 << 28  # of all bodies that have not come to their end
+RETRY_SECONDS = 1.0  # for clients that were refused for want of room
 GRACE_SECONDS = 1.0  # a younger connection is not closed to make room for another
 
 Phase = Literal["none", "head", "body"]  # what of a request is being read
@@ -46,6 +48,7 @@ class Connections(ServerState):
         # became so: with the time at which they did.
         self.waiting: dict[BoundedHttp, float] = {}
         self.receiving: dict[BoundedHttp, float] = {}
+        self.num_body_bytes = 0  # of those in `receiving`
         self.spare: set[BoundedHttp] = set()  # beyond max_connections
         self.closed: Counter[str] = Counter()  # by the server, and why; since the last log line
 
@@ -68,6 +71,12 @@ class Connections(ServerState):
                 oldest.end("to make room")
                 return True
         return False
+
+    def bound_bodies(self) -> None:
+        """Refuse the bodies that have been coming for longest, while all take too much memory."""
+        while self.num_body_bytes > MAX_BODIES_BYTES and len(self.receiving) > 1:
+            self.closed["with a body for which there was no room"] += 1
+            next(iter(self.receiving)).refuse_body()
 
     def check(self, now: float) -> None:
         """End what is overdue; to be called about once a second."""
@@ -151,6 +160,9 @@ class BoundedHttp(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._num_bytes += len(body)
+        if self in self._all.receiving:
+            self._all.num_body_bytes += len(body)
+            self._all.bound_bodies()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -211,11 +223,16 @@ class BoundedHttp(HttpToolsProtocol):
     def forget(self) -> None:
         """The connection is closed, or will be soon: it takes no room."""
         self._all.waiting.pop(self, None)
-        self._all.receiving.pop(self, None)
+        self._leave_receiving()
         self._all.arriving.pop(self, None)
         if self in self._all.spare:
             self._all.spare.remove(self)
             self._all.when_spare_ends()
+
+    def refuse_body(self) -> None:
+        """There is no room for the rest of what the client sends."""
+        message = f"bodies that are being received have more than {MAX_BODIES_BYTES} bytes"
+        self._refuse(503, message, "too_many_bodies", RETRY_SECONDS)
 
     # ---------------------------------------------------------------- inside
 
@@ -232,11 +249,15 @@ class BoundedHttp(HttpToolsProtocol):
             self._all.waiting.pop(self, None)
             self._all.receiving[self] = now
         else:
-            self._all.receiving.pop(self, None)
+            self._leave_receiving()
             if self._is_replying or self.transport.is_closing():
                 self._all.waiting.pop(self, None)
             elif has_begun_waiting:
                 self._all.waiting[self] = now
+
+    def _leave_receiving(self) -> None:
+        if self._all.receiving.pop(self, None) is not None:
+            self._all.num_body_bytes -= self._num_bytes
 
     def _take_authority(self) -> None:
         """An absolute URI names the host that is meant, whatever the header says (RFC 9112,
@@ -255,7 +276,13 @@ class BoundedHttp(HttpToolsProtocol):
         self._all.closed[why] += 1
         self._refuse(408, f"{what} did not come in time", "request_timeout")
 
-    def _refuse(self, status: int, message: str, code: str = "invalid_http") -> None:
+    def _refuse(
+        self,
+        status: int,
+        message: str,
+        code: str = "invalid_http",
+        retry_after: float | None = None,
+    ) -> None:
         """Reply, unless a reply is on its way, and close the connection once the client has had
         time to read it: closing a connection from which something has not been read resets it, and
         what was sent may be lost."""
@@ -268,11 +295,14 @@ class BoundedHttp(HttpToolsProtocol):
             # As for uvicorn when the client has gone: the application is told, and sends nothing.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        body = msgspec.json.encode(ApiError(status, message, code=code).reply)
-        head = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-            "content-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n"
-            "connection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        error = ApiError(status, message, code=code, retry_after=retry_after)
+        body = msgspec.json.encode(error.reply)
+        headers = {
+            **error.headers,
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)

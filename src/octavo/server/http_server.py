@@ -7,7 +7,6 @@ new connection without a word.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import time
@@ -18,17 +17,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.server.api.errors import ApiError
 from octavo.server.api.gate import OPEN_PATHS
-from octavo.server.http_protocol import BoundedHttp, Connections
+from octavo.server.http_protocol import RETRY_SECONDS, BoundedHttp, Connections
 from octavo.server.settings import ConnectionLimits
 
 CHECK_SECONDS = 1.0  # between two looks at all connections
 LOG_SECONDS = 10.0  # between two lines about connections that were closed or refused
-RETRY_SECONDS = 1.0  # for clients that were refused
-PAUSE_SECONDS = 0.1  # without accepting, when the system has no room
+PAUSE_SECONDS = 0.1  # without accepting, after a failure
 MAX_ACCEPTS = 64  # before other work gets its turn
 MAX_SPARE = 32  # connections beyond max_connections that are being told so
 RESERVED_FILES = MAX_ACCEPTS + MAX_SPARE + 64  # the last for the engine, logs and libraries
-NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +97,7 @@ class HttpServer:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
+            except OSError as error:  # of too many open files, say
                 # The socket stays readable: without a pause the loop would spin.
                 self.connections.closed[f"not taken at once ({error.strerror})"] += 1
                 self._stop_accepting()

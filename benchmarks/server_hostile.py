@@ -1,0 +1,325 @@
+"""Honest streams beside hostile clients: `python benchmarks/server_hostile.py` (Linux).
+
+Starts `octavo serve demo` with a soft limit of 1,024 open files. Thirty streams run undisturbed;
+then beside thousands of connections that never send a whole request, streams that nobody reads,
+prompts of megabytes and bodies of 60,000 messages; then once more beside them, and the engine
+process is killed. A second server may open 1,024 files and no more, and gets 1,300 completions at
+once. The last line is JSON; the exit status is 1 if a bar is missed:
+
+- all streams complete with the tokens of the undisturbed run;
+- the longest gap between two pieces of a stream is under ten times the undisturbed one;
+- each look at /health is answered;
+- the API process's memory is flat, and its files and blocks are free when the clients have left;
+- each completion of the crowd gets 200, or 429 or 503 with Retry-After.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hostile_clients import post
+from server_load import served, settle
+
+CLIENTS = Path(__file__).with_name("hostile_clients.py")
+FILES = 1024
+FILES_PER_PROCESS = 3000  # connections of one process of hostile clients
+MOST_GAP = 10.0  # times the undisturbed one
+MOST_PEAK_MIB = 300.0  # above what it was before
+MOST_AFTER = 1.25  # times what it was before
+SETTLE_SECONDS = 30.0
+STREAM_SECONDS = 300.0  # a stream that takes longer has failed
+HEALTH_SECONDS = 0.25  # between two looks
+SAMPLE_SECONDS = 0.1  # between two looks at the memory
+CROWD_REPLIES = {"200", "429+retry-after", "503+retry-after"}
+
+
+def limited(hard: int | None = None) -> list[str]:
+    """The command that lets the next one open few files; `hard` is a limit it cannot raise."""
+    orders = f"ulimit -Sn {FILES}" + ("" if hard is None else f" && ulimit -Hn {hard}")
+    return ["/bin/sh", "-c", f'{orders} && exec "$@"', "sh"]
+
+
+def rss_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.findall(r"^VmRSS:\s+(\d+)", status, re.M)[0]) / 1024
+
+
+def num_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def engine_pid(pid: int) -> int:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    [engine] = [each for task in tasks for each in (task / "children").read_text().split()]
+    return int(engine)
+
+
+class Honest:
+    """Streams of seeded samples: their tokens, and when the pieces came."""
+
+    def __init__(self, url: str, num_streams: int, num_tokens: int) -> None:
+        parts = urlsplit(url)
+        self._address = parts.hostname, parts.port
+        self._num_streams = num_streams
+        self._num_tokens = num_tokens
+        self.num_begun = 0  # streams that have got a piece
+
+    async def run(self) -> tuple[list[list[int] | str], float]:
+        """The tokens of each stream, or what went wrong, and the longest gap in seconds."""
+        results = await asyncio.gather(*map(self._stream, range(self._num_streams)))
+        return [tokens for tokens, _ in results], max(gap for _, gap in results)
+
+    async def _stream(self, seed: int) -> tuple[list[int] | str, float]:
+        body = {
+            "prompt": f"Once upon a time, {seed} little dogs",
+            "max_tokens": self._num_tokens,
+            "ignore_eos": True,
+            "seed": seed,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        tokens: list[int] = []
+        gap, last, is_done = 0.0, 0.0, False
+        try:
+            async with asyncio.timeout(STREAM_SECONDS):
+                reader, writer = await asyncio.open_connection(*self._address)
+                writer.write(post("/v1/completions", body))
+                while not is_done:
+                    line = await reader.readuntil(b"\n")
+                    is_done = line.startswith(b"data: [DONE]")
+                    if not line.startswith(b"data: {"):
+                        continue
+                    piece = json.loads(line[6:])
+                    if "error" in piece:
+                        return str(piece["error"]["message"]), gap
+                    now = time.monotonic()
+                    self.num_begun += last == 0.0
+                    gap = max(gap, now - last) if last else gap
+                    last = now
+                    tokens += piece["choices"][0].get("token_ids") or []
+                writer.close()
+        except (OSError, EOFError, TimeoutError) as error:
+            return f"{type(error).__name__} after {len(tokens)} tokens", gap
+        return tokens, gap
+
+
+class Watch:
+    """Looks at /health and at the memory for as long as it is open."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        parts = urlsplit(url)
+        self._address = parts.hostname, parts.port
+        self._pid = pid
+        self.peak_mib = rss_mib(pid)
+        self.num_answers = 0
+        self.slowest = 0.0
+        self.failures: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self._ask()), asyncio.create_task(self._measure())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _measure(self) -> None:
+        while True:
+            self.peak_mib = max(self.peak_mib, rss_mib(self._pid))
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    async def _ask(self) -> None:
+        while True:
+            start = time.monotonic()
+            try:
+                async with asyncio.timeout(30):
+                    reader, writer = await asyncio.open_connection(*self._address)
+                    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    await reader.readuntil(b'{"status"')
+                    writer.close()
+                self.num_answers += 1
+            except (OSError, EOFError, TimeoutError) as error:
+                self.failures.append(type(error).__name__)
+            self.slowest = max(self.slowest, time.monotonic() - start)
+            await asyncio.sleep(HEALTH_SECONDS)
+
+
+class Hostile:
+    """The processes of hostile clients."""
+
+    def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
+        self._processes = processes
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def at(cls, url: str, num_connections: int) -> AsyncIterator[Hostile]:
+        processes = [
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, str(CLIENTS), url),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            for _ in range(-(-num_connections // FILES_PER_PROCESS))
+        ]
+        try:
+            yield cls(processes)
+        finally:
+            for process in processes:
+                process.terminate()
+                await process.wait()
+
+    async def first(self, **order: Any) -> dict[str, Any]:
+        """Have the first process do something."""
+        return await self._tell(self._processes[0], order)
+
+    async def each(self, **order: Any) -> list[dict[str, Any]]:
+        """Have all processes do something; numbers are shared among them."""
+        count = len(self._processes)
+        orders = [
+            {
+                name: value if isinstance(value, str) else value // count + (place < value % count)
+                for name, value in order.items()
+            }
+            for place in range(count)
+        ]
+        return await asyncio.gather(*map(self._tell, self._processes, orders))
+
+    async def _tell(
+        self, process: asyncio.subprocess.Process, order: dict[str, Any]
+    ) -> dict[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(await process.stdout.readline())
+        return answer
+
+
+async def siege(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The streams alone, beside the hostile clients, and beside them with the engine killed."""
+    honest = Honest(url, args.streams, args.tokens)
+    await honest.run()  # the first is slower
+    wanted, gap = await honest.run()
+    files, memory = num_files(pid), rss_mib(pid)
+    watch = Watch(url, pid)
+    total = args.silent + args.heads + args.bodies + args.unread
+    async with watch.open(), Hostile.at(url, total) as hostile:
+        held = await hostile.each(
+            do="hold",
+            silent=args.silent,
+            heads=args.heads,
+            bodies=args.bodies,
+            unread=args.unread,
+        )
+        print(f"held open: {sum(each['open'] for each in held)}", file=sys.stderr)
+        fire = asyncio.create_task(
+            hostile.first(
+                do="fire", prompts=args.prompts, megabytes=args.megabytes, messages=args.messages
+            )
+        )
+        beside, gap_beside = await honest.run()
+        told = await fire
+        print(f"beside them: longest gap {gap_beside:.3f} s ({gap:.3f} s)", file=sys.stderr)
+        honest.num_begun = 0
+        again = asyncio.create_task(honest.run())
+        while honest.num_begun < args.streams and not again.done():
+            await asyncio.sleep(0.01)
+        os.kill(engine_pid(pid), signal.SIGKILL)
+        killed, gap_killed = await again
+        await hostile.each(do="leave")
+        held_blocks = await settle(url)
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < deadline and (
+            num_files(pid) > files + 8 or rss_mib(pid) > MOST_AFTER * memory
+        ):
+            await asyncio.sleep(0.5)
+    return {
+        "streams": args.streams,
+        "right_beside": sum(a == b for a, b in zip(beside, wanted, strict=True)),
+        "right_killed": sum(a == b for a, b in zip(killed, wanted, strict=True)),
+        "wrong": [each for each in (*beside, *killed) if isinstance(each, str)],
+        "gap_seconds": {"alone": gap, "beside": gap_beside, "killed": gap_killed},
+        "replies_to_large_bodies": told,
+        "health": {
+            "answers": watch.num_answers,
+            "failures": watch.failures,
+            "slowest_seconds": watch.slowest,
+        },
+        "memory_mib": {"before": memory, "peak": watch.peak_mib, "after": rss_mib(pid)},
+        "files": {"before": files, "after": num_files(pid)},
+        "blocks_held_after": held_blocks,
+    }
+
+
+async def crowd(url: str, count: int) -> dict[str, Any]:
+    """So many completions at once; what they were told."""
+    async with Hostile.at(url, 1) as clients:
+        return await clients.first(do="crowd", count=count)
+
+
+def misses(result: dict[str, Any]) -> list[str]:
+    """Bars that were missed."""
+    found = []
+    gaps, memory, files = result["gap_seconds"], result["memory_mib"], result["files"]
+    for what in ("right_beside", "right_killed"):
+        if result[what] < result["streams"]:
+            found.append(f"{what}: {result[what]} of {result['streams']} streams")
+    if gaps["beside"] > MOST_GAP * gaps["alone"]:
+        found.append(f"longest gap between tokens: {gaps['beside'] / gaps['alone']:.1f} times")
+    if result["health"]["failures"]:
+        found.append(f"/health: {result['health']['failures']}")
+    if memory["peak"] > memory["before"] + MOST_PEAK_MIB:
+        found.append(f"memory at its peak: {memory}")
+    if memory["after"] > MOST_AFTER * memory["before"]:
+        found.append(f"memory afterwards: {memory}")
+    if files["after"] > files["before"] + 8:
+        found.append(f"open files: {files}")
+    if result["blocks_held_after"]:
+        found.append(f"blocks still held: {result['blocks_held_after']}")
+    for where in ("crowd", "crowd_of_few_files"):
+        if not result[where].keys() <= CROWD_REPLIES or "200" not in result[where]:
+            found.append(f"{where}: {result[where]}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=30)
+    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
+    parser.add_argument("--silent", type=int, default=3000, help="connections that say nothing")
+    parser.add_argument("--heads", type=int, default=500, help="with unfinished headers")
+    parser.add_argument("--bodies", type=int, default=500, help="with unfinished bodies")
+    parser.add_argument("--unread", type=int, default=40, help="streams that are not read")
+    parser.add_argument("--prompts", type=int, default=8, help="long ones, at once")
+    parser.add_argument("--megabytes", type=float, default=3.9, help="of each long prompt")
+    parser.add_argument("--messages", type=int, default=60_000, help="in a body")
+    parser.add_argument("--crowd", type=int, default=1300, help="completions at once")
+    args = parser.parse_args()
+    options = ["demo", "--log-level", "warning", "--num-threads", "1"]
+    with served([*options, "--max-num-seqs", "256"], limited()) as (url, pid):
+        result = asyncio.run(siege(url, pid, args))
+        result["crowd"] = asyncio.run(crowd(url, args.crowd))
+    with served(options, limited(FILES)) as (url, pid):
+        result["crowd_of_few_files"] = asyncio.run(crowd(url, args.crowd))
+    result["missed"] = misses(result)
+    for line in result["missed"]:
+        print(f"MISSED: {line}", file=sys.stderr)
+    print(json.dumps(result))
+    sys.exit(1 if result["missed"] else 0)
+
+
+if __name__ == "__main__":
+    main()
