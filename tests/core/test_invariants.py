@@ -80,10 +80,6 @@ def write_into_a_cached_block(scheduler: Scheduler, first: Request, second: Requ
     scheduler.kv.pool.mark_cached(block_id)
 
 
-def mark_what_is_not_indexed(scheduler: Scheduler, first: Request, second: Request) -> None:
-    scheduler.kv.pool.mark_cached(table(first)[1])
-
-
 def look_at_none(scheduler: Scheduler, first: Request, second: Request) -> None:
     scheduler._queues.ready.clear()
 
@@ -158,7 +154,6 @@ def continue_from_what_is_gone(scheduler: Scheduler, first: Request, second: Req
         (lose_a_block_of_a_table, r"^I4: .* lost a block\b"),
         (write_into_a_shared_block, r"^I3: .* may write into shared block \d\b"),
         (write_into_a_cached_block, r"^I3: .* may write into cached block \d\b"),
-        (mark_what_is_not_indexed, r"^the index and the pool disagree on what is cached\b"),
         (look_at_none, r"^a waiting request is looked at never, or twice\b"),
         (look_at_the_last_first, r"^requests that are ready are out of order\b"),
         (hold_blocks_and_wait, r"^Request\('first', .*\) waits and holds blocks\b"),
