@@ -13,15 +13,18 @@ from collections.abc import Iterator
 from types import FrameType, FunctionType, ModuleType
 
 import pytest
-from hypothesis import Phase, settings
-
-# A mutant dies by any example; the smallest one is of no interest.
-settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
-settings.load_profile("mutants")
 
 MAX_CPU_SECONDS = 20  # of one test; the longest takes less than 3
 MAX_MEMORY = 4 << 30  # bytes of address space; the tests take less than a quarter
 TIMEOUT = 36  # the exit status by which mutmut knows a mutant that was stopped
+
+
+def pytest_configure() -> None:
+    """Any example kills a mutant: do not look for the smallest one."""
+    from hypothesis import Phase, settings  # not before pytest has prepared to rewrite it
+
+    settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
+    settings.load_profile("mutants")
 
 
 def pytest_collection_finish() -> None:

@@ -622,6 +622,17 @@ def test_samples_run_ahead_from_their_second_token_on() -> None:
     world.run()
 
 
+def test_samples_are_awaited_when_a_prompt_ends_with_a_single_token() -> None:
+    """It looks like a decode, and is followed by a draw for each sample."""
+    world = World(num_blocks=40, depth=2, max_num_batched_tokens=6, max_num_seqs=4)
+    world.add("samples", 7, 4, n=2)
+    world.step()
+    assert [plan.num_scheduled_tokens for plan, _ in world.under_way] == [[1]]
+    world.step()
+    assert not world.under_way
+    world.run()
+
+
 def test_a_sequence_that_has_ended_is_computed_once_too_often_at_most() -> None:
     def num_computed(depth: int, method: Sampling) -> int:
         world = World(depth=depth)
