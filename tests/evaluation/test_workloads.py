@@ -122,7 +122,7 @@ def test_a_trace_keeps_its_arrivals_and_blocks() -> None:
         ),
         (
             {"source": "alpaca", "rate": 3.0, "duration": 9, "burstiness": -1.0},
-            "burstiness: -1.0 is not a number from 0 on",
+            "burstiness: -1.0 is neither 0 nor between 0.001 and 100",
         ),
     ],
 )

@@ -44,14 +44,21 @@ def test_staged_arrays_keep_their_addresses_and_arrive_together() -> None:
         staging.put("c", np.zeros(1, np.int64), 1 << 13)
 
 
-@pytest.mark.parametrize(("num_seqs", "num_tokens"), [(1, 1), (4096, 4096), (256, 1 << 20)])
-def test_the_largest_step_finds_room_in_the_staging(num_seqs: int, num_tokens: int) -> None:
-    """Two shapes of layers, one of them with a window: what the runner and its parts put."""
-    staging = DeviceStaging(DEVICE, num_seqs, num_tokens)
+@pytest.mark.parametrize(
+    ("num_seqs", "num_tokens", "num_shapes"),
+    [(1, 1, 2), (4096, 4096, 2), (256, 1 << 20, 2), (1, 1, 64), (4096, 1 << 18, 24)],
+)
+def test_the_largest_step_finds_room_in_the_staging(
+    num_seqs: int, num_tokens: int, num_shapes: int
+) -> None:
+    """Shapes of layers that differ in their windows: what the runner and its parts put."""
+    staging = DeviceStaging(DEVICE, num_seqs, num_tokens, num_shapes)
     kind = load_backend("triton")
-    layers = [LayerSpec(0, 64, 8, 16, 0.25), LayerSpec(1, 64, 8, 16, 0.25, window=32)]
+    windows = [None, *range(32, 31 + num_shapes)]
+    layers = [LayerSpec(i, 64, 8, 16, 0.25, window=each) for i, each in enumerate(windows)]
+    places = [LayerPlace(0, 0), *[LayerPlace(1, 0)] * (num_shapes - 1)]
     cache = torch.zeros(2, 1, *kind.kv_block_shape(16, 8, 16), device=DEVICE)
-    backend = kind(layers, [LayerPlace(0, 0), LayerPlace(1, 0)], cache, 16)
+    backend = kind(layers, places, cache, 16)
     num_rows = 2 * num_seqs + 1
     tables = DeviceTables(16, [False, True], num_rows, 4, DEVICE, staging)
     batch = InputBatch(16, 2, num_rows, tables, staging)

@@ -11,6 +11,7 @@ from octavo.errors import ConfigError
 
 MAX_REQUESTS = 1_000_000  # on average; each is simulated
 MAX_DURATION = 1e6  # seconds: some 11 days
+MIN_BURSTINESS, MAX_BURSTINESS = 1e-3, 100.0  # below, a clock; beyond, single crowds
 QUANTUM = 0.01  # seconds; the paper's generator draws a Poisson number for each
 
 
@@ -31,8 +32,11 @@ def gamma(rate: float, duration: float, seed: int, burstiness: float) -> list[fl
     """Gaps from a gamma distribution. `burstiness` is their coefficient of variation: 1 is a
     Poisson process, more comes in bursts, 0 is a clock."""
     _check(rate, duration)
-    if not 0 <= burstiness < math.inf:
-        raise ConfigError("burstiness", f"{burstiness} is not a number from 0 on")
+    if burstiness and not MIN_BURSTINESS <= burstiness <= MAX_BURSTINESS:
+        raise ConfigError(
+            "burstiness",
+            f"{burstiness} is neither 0 nor between {MIN_BURSTINESS:g} and {MAX_BURSTINESS:g}",
+        )
     return list(_gamma_times(rate, duration, seed, burstiness))
 
 

@@ -251,7 +251,13 @@ def make_gpu_runner(
     scheduler, block_size = config.scheduler, config.cache.block_size
     layout = group_layers(model_config.kv_specs())
     dtype = next(model.parameters()).dtype
-    staging = DeviceStaging(device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    shapes = {
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window)
+        for layer in model.attention_layers
+    }
+    staging = DeviceStaging(
+        device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, len(shapes)
+    )
     kv_cache = DeviceKVCache(
         *num_blocks, kv_block_shape(config, model_config, backend_class), dtype, staging, device
     )

@@ -14,8 +14,10 @@ _NUM_BUFFERS = 3  # of the host: steps that may be prepared before the first of 
 _ALIGNMENT = 256  # bytes
 # What is left over is never copied.
 _FIXED_BYTES = 16 << 20  # changes of tables, and what does not grow with the step
-_SEQ_BYTES = 1024  # rows, how to draw, and pieces of attention for up to six shapes of layers
-_TOKEN_BYTES = 256  # ids, positions, and pieces of attention for up to seven shapes of layers
+_SEQ_BYTES = 256  # per sequence: rows, and how to draw
+_TOKEN_BYTES = 32  # per token: ids and positions
+# Attention's work items, for each shape of layers: these and a constant number.
+_SHAPE_BYTES, _SHAPE_SEQ_BYTES, _SHAPE_TOKEN_BYTES = 128 << 10, 128, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,23 @@ class DeviceStaging:
         device: torch.device,
         max_num_seqs: int,
         max_num_tokens: int,
+        num_shapes: int = 1,
         num_bytes: int | None = None,
     ) -> None:
-        """`num_bytes`: of a buffer; None: what the arrays of the largest step take, and more."""
+        """
+        Args:
+            device: where the arrays are needed.
+            max_num_seqs, max_num_tokens: of the largest step.
+            num_shapes: different shapes of attention layers, each with work items of its own.
+            num_bytes: of a buffer. None: what the arrays of the largest step take, and more.
+        """
         if num_bytes is None:
-            num_bytes = _FIXED_BYTES + _SEQ_BYTES * max_num_seqs + _TOKEN_BYTES * max_num_tokens
+            num_bytes = (
+                _FIXED_BYTES
+                + _SHAPE_BYTES * num_shapes
+                + (_SEQ_BYTES + _SHAPE_SEQ_BYTES * num_shapes) * max_num_seqs
+                + (_TOKEN_BYTES + _SHAPE_TOKEN_BYTES * num_shapes) * max_num_tokens
+            )
         self.max_num_seqs = max_num_seqs
         self.max_num_tokens = max_num_tokens
         is_gpu = device.type == "cuda"
