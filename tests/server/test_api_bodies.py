@@ -125,6 +125,7 @@ def rendered(*messages: Any) -> Any:
         ({"role": "", "content": "hi"}, "role", "1 to 64 characters"),
         ({"role": "user"}, "content", "it is missing"),
         ({"role": "user", "content": None}, "content", "it is missing"),
+        ({"role": "user", "content": []}, "content", "it has no parts"),
         ({"role": "user", "content": [{"text": "a"}]}, "content[0].type", "it is missing"),
         ({"role": "user", "content": [{"type": "text"}]}, "content[0].text", "it is missing"),
         *[

@@ -68,17 +68,17 @@ class Memory:
     def __init__(self, pid: int | str, bound_mib: float) -> None:
         self._pid = pid
         self._bound = bound_mib
-        self._samples: list[tuple[float, float]] = []  # time, MiB
+        self.samples: list[tuple[float, float]] = []  # time, MiB
 
     def look(self) -> None:
         status = Path(f"/proc/{self._pid}/status").read_text()
         [kib] = re.findall(r"^VmRSS:\s+(\d+)", status, re.M)
-        self._samples.append((time.monotonic(), int(kib) / 1024))
+        self.samples.append((time.monotonic(), int(kib) / 1024))
 
     def judge(self, report: Report) -> None:
         """The slope of the last two thirds by least squares, times their duration."""
-        warm = self._samples[len(self._samples) // 3 :]
-        report.counts["rss_mib"] = round(self._samples[-1][1], 1)
+        warm = self.samples[len(self.samples) // 3 :]
+        report.counts["rss_mib"] = round(self.samples[-1][1], 1)
         if len(warm) < 3:
             return
         times, sizes = zip(*warm, strict=True)
