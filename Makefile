@@ -15,7 +15,7 @@ PROMPTS ?= "Once upon a time" "One morning, a little girl" \
 # 1,024 KV blocks are enough for the embedded model, and can all be seen on a page.
 SERVE ?= demo --num-blocks 1024
 
-.PHONY: run generate test test-gpu test-clients browser check size nightly mutants bench clean
+.PHONY: run generate test test-gpu test-clients soak browser check size nightly mutants bench clean
 
 run: $(RUNTIME)  ## serve the embedded model, with its picture, at http://127.0.0.1:8000
 	$(BIN)/octavo serve $(SERVE)
@@ -35,6 +35,9 @@ browser:  ## chromium for the tests of the pages, where it can be had
 
 nightly: $(DEV)  ## the slow tests
 	$(BIN)/pytest -n auto -m slow
+
+soak: $(DEV)  ## an hour of kills, malformed requests and random work; SOAK="--scale 0.05" is shorter
+	PYTHONPATH=tests $(BIN)/python -m soak $(SOAK)
 
 test-gpu: $(DEV)  ## what needs an NVIDIA GPU
 	$(BIN)/pytest -n 4 -m gpu

@@ -28,6 +28,7 @@ from octavo.server.api.requests import MESSAGE_REFUSALS, ChatBody, ChatMessage, 
 from octavo.server.api.token_texts import TokenTexts
 from octavo.server.client import EngineClient
 from octavo.server.settings import Listening, ServerSettings
+from octavo.server.text_work import TextWork
 from server.clients import run
 
 HI = [{"role": "user", "content": "hi"}]
@@ -97,16 +98,21 @@ class Echoing:
     def __init__(self) -> None:
         self.threads: set[threading.Thread] = set()
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(map(ord, text))
-
     def render_chat(self, messages: list[dict[str, Any]], begins: bool) -> str:
         self.threads.add(threading.current_thread())
         return json.dumps(messages)
 
 
 def echoing_context(tokenizer: Echoing, max_model_len: int = 100) -> Context:
-    client = SimpleNamespace(tokenizer=tokenizer, info=SimpleNamespace(max_model_len=max_model_len))
+    async def encode(texts: list[str], *_: object) -> list[list[int]]:
+        return [list(map(ord, text)) for text in texts]
+
+    client = SimpleNamespace(
+        tokenizer=tokenizer,
+        info=SimpleNamespace(max_model_len=max_model_len),
+        text_work=TextWork(),
+        encode=encode,
+    )
     return Context(cast("EngineClient", client), ServerSettings(("m",)), TokenTexts(None))
 
 
@@ -125,6 +131,7 @@ def rendered(*messages: Any) -> Any:
         ({"role": "", "content": "hi"}, "role", "1 to 64 characters"),
         ({"role": "user"}, "content", "it is missing"),
         ({"role": "user", "content": None}, "content", "it is missing"),
+        ({"role": "user", "content": []}, "content", "it has no parts"),
         ({"role": "user", "content": [{"text": "a"}]}, "content[0].type", "it is missing"),
         ({"role": "user", "content": [{"type": "text"}]}, "content[0].text", "it is missing"),
         *[
@@ -248,6 +255,9 @@ def test_unknown_fields_are_ignored_on_demand_but_unsupported_ones_are_not() -> 
         b"{",
         b'{"zzz": 1, "prompt":' + b"[" * 900 + b"]" * 900 + b"}",
         b'{"prompt": "\xff"}',
+        b'{"prompt": "a", "n": {"\xff": 1}}',
+        b'{"prompt": "a", "stop": ["a", "\xff"]}',
+        b'{"prompt": "a", "suffix": "\xff"}',
         b'{"prompt": NaN}',
         b"[]",
         b'{"prompt":' + b"[" * 100_000,
@@ -283,24 +293,6 @@ def request(*messages: Message, **headers: str) -> Request:
         return incoming.pop(0)
 
     return Request({"type": "http", "method": "POST", "headers": raw}, receive)
-
-
-def test_many_prompts_do_not_hold_up_the_event_loop() -> None:
-    threads = set()
-
-    class Recorder:
-        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-            threads.add(threading.current_thread())
-            return [len(text)]
-
-    client = SimpleNamespace(tokenizer=Recorder())
-    context = Context(cast("EngineClient", client), ServerSettings(("m",)), TokenTexts(None))
-    here = threading.current_thread()
-    assert run(context.tokenize_all(["a", "bc"], "prompt", True)) == [[1], [2]]
-    assert threads == {here}
-    threads.clear()
-    assert run(context.tokenize_all(["a" * 100] * 100, "prompt", True)) == [[100]] * 100
-    assert here not in threads
 
 
 def test_large_bodies_are_decoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,16 +156,17 @@ def _value(data: bytes, field: _Field, path: str, ignore_unknown: bool) -> Any:
     if field.body is not None:
         return _decode(data, field.body, f"{path}.", ignore_unknown)
     try:
-        return field.decoder.decode(data)
-    except msgspec.ValidationError as error:
-        if not field.has_integers:
-            raise _invalid(path, error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"{path}: it is not JSON: {error}", path, "invalid_json") from None
-    try:  # clients without integers write 1.0
+        try:
+            return field.decoder.decode(data)
+        except msgspec.ValidationError:
+            if not field.has_integers:
+                raise
+        # Clients without integers write 1.0.
         return msgspec.convert(_whole_numbers(msgspec.json.decode(data)), field.decoder.type)
     except msgspec.ValidationError as error:
         raise _invalid(path, error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"{path}: it is not JSON: {error}", path, "invalid_json") from None
 
 
 def _whole_numbers(value: Any) -> Any:

@@ -130,6 +130,8 @@ def _text(message: ChatMessage, path: str) -> str:
         if message.role == ASSISTANT:
             return ""
         raise refused(f"{path}.content", "it is missing", "missing_field")
+    if not content:
+        raise refused(f"{path}.content", "it has no parts")
     for index, part in enumerate(content):
         where = f"{path}.content[{index}]"
         if part.type is None:

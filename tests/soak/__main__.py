@@ -1,0 +1,58 @@
+"""Hours of trouble in one: `make soak`.
+
+Three parts, one after the other. *Kills*: `kill -9` of the engine process at random moments, under
+load with every decoding method; no answer may be lost or altered. *Malformed*: requests that no
+client should send, through raw sockets; no answer may be 5xx, and none may hang. *Offline*: random
+work with pins, swaps and aborts; no block may leak, and the memory must stay flat.
+
+All random choices follow from the seed, as far as the clock lets them. Prints progress, and last
+one JSON line; the exit status is 1 if anything was violated, or not finished within its share of
+the time. Everything stays on this machine's loopback, and all processes end with the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable
+
+from soak import kills, malformed, offline
+from soak.report import Report
+
+MINUTES = 60.0
+NUM_KILLS = 100
+NUM_MALFORMED = 100_000
+# Of the time; the first two parts are over sooner if they have done all they should.
+SHARES = {"kills": 0.5, "malformed": 0.33, "offline": 0.17}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="soak", description="See tests/soak/__main__.py.")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the time and of all counts")
+    parser.add_argument("--minutes", type=float, help=f"the most it may take; {MINUTES:g} x scale")
+    parser.add_argument("--kills", type=int, help=f"{NUM_KILLS} x scale")
+    parser.add_argument("--malformed", type=int, help=f"{NUM_MALFORMED} x scale")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES))
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are ended
+    minutes = MINUTES * args.scale if args.minutes is None else args.minutes
+    num_kills = round(NUM_KILLS * args.scale) if args.kills is None else args.kills
+    count = round(NUM_MALFORMED * args.scale) if args.malformed is None else args.malformed
+    seconds = {part: 60 * minutes * share for part, share in SHARES.items()}
+    parts: dict[str, Callable[[], Report]] = {
+        "kills": lambda: kills.run(args.seed, num_kills, seconds["kills"]),
+        "malformed": lambda: malformed.run(args.seed, count, seconds["malformed"]),
+        "offline": lambda: offline.run(args.seed, seconds["offline"]),
+    }
+    reports = [parts[part]() for part in args.parts]
+    num_violations = sum(report.num_violations for report in reports)
+    summary = {report.part: report.values() for report in reports}
+    print(json.dumps({"soak": summary, "seed": args.seed, "violations": num_violations}))
+    return 1 if num_violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""The engine process is killed at random moments under load: no answer may be lost or altered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from server.live_server import LiveServer, live_server
+from soak.report import Report
+
+NUM_REQUESTS = 54  # different ones; they are asked again and again
+CONCURRENCY = 12
+TIMEOUT = 300.0  # of one answer, with restarts in between
+PREFIX = "The old wizard of the tower had a blue hat and a small grey cat. " * 4
+STARTS = ("Once upon a time", "One morning, a little girl", "The dog sees the house. =>", "A king")
+# Few blocks, so that requests wait, are preempted and swapped. float32: compared exactly.
+OPTIONS = ("--num-blocks", "160", "--swap-space", "4MiB", "--max-num-seqs", "24", "--dtype=float32")
+LOGPROB_TOLERANCE = 1e-3  # recomputed keys and values are the same sums in another order
+MAX_EVENTS = 300  # that arrive between a restart and the next kill
+NEWBORN_SHARE = 0.15  # of the kills hit a process that has just been started
+
+
+@dataclass
+class Choice:
+    """All that a client has learned of one choice."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ending: tuple[Any, ...] = ()
+
+    def differs_from(self, other: Choice) -> str | None:
+        for name in ("text", "token_ids", "ending"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name}: {mine!r} is not {theirs!r}"
+        pairs = list(zip(self.logprobs, other.logprobs, strict=False))
+        far = [pair for pair in pairs if abs(pair[0] - pair[1]) > LOGPROB_TOLERANCE]
+        if far or len(self.logprobs) != len(other.logprobs):
+            return f"logprobs: {far[:1] or 'of another number'}"
+        return None
+
+
+Answer = dict[int, Choice]
+
+
+def make_requests(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
+    """Every decoding method, in random sizes."""
+    methods: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 40, "n": 3},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+        {"beam_width": 4, "n": 2},
+        {"temperature": 0.8, "stop": [" the", "."], "ignore_eos": False},
+        {"temperature": 0.7, "logprobs": 3},
+        {"temperature": 0.8, "logit_bias": {"300": -5, "301": 3}, "min_tokens": 10},
+        {"temperature": 0.7, "echo": True, "bad_words": [" king"]},
+    ]
+    requests = []
+    for number in range(NUM_REQUESTS):
+        method = methods[number % len(methods)]
+        body = {"max_tokens": rng.randrange(8, 160), "ignore_eos": True, **method}
+        body["return_token_ids"] = True
+        if "beam_width" not in method and body.get("temperature") != 0:
+            body["seed"] = rng.randrange(1 << 32)
+        start = rng.choice(STARTS) + " and the cat" * rng.randrange(4)
+        if rng.random() < 0.2 and "echo" not in body:
+            if "logprobs" in body:
+                body |= {"logprobs": True, "top_logprobs": 3}
+            body["messages"] = [{"role": "user", "content": start}]
+            requests.append(("/v1/chat/completions", body))
+        else:
+            body["prompt"] = PREFIX + start if rng.random() < 0.4 else start
+            requests.append(("/v1/completions", body))
+    return requests
+
+
+def take_in(answer: Answer, reply: dict[str, Any]) -> None:
+    """Add a whole reply, or one event of a stream."""
+    if "error" in reply:
+        raise RuntimeError(reply["error"]["message"])
+    for each in reply["choices"]:
+        choice = answer.setdefault(each["index"], Choice())
+        said = each.get("message") or each.get("delta") or each
+        choice.text += said.get("text") or said.get("content") or ""
+        choice.token_ids += each.get("token_ids") or []
+        scores = each.get("logprobs") or {}
+        chat_scores = [entry["logprob"] for entry in scores.get("content") or []]
+        choice.logprobs += scores.get("token_logprobs") or chat_scores
+        if each.get("finish_reason") is not None:
+            choice.ending = (each["finish_reason"], each.get("stop_reason"), each.get("score"))
+
+
+class Load:
+    """Clients that ask all requests in random order, and compare what they get."""
+
+    def __init__(self, server: LiveServer, rng: random.Random, report: Report) -> None:
+        self.server = server
+        self.report = report
+        self.requests = make_requests(rng)
+        self.expected: list[Answer] = []
+        self.num_events = 0  # pieces of streams that have arrived
+        self.num_kills = 0
+        self.is_over = False
+        self._rng = rng
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits)
+
+    async def ask(self, number: int, is_stream: bool) -> Answer:
+        path, body = self.requests[number]
+        answer: Answer = {}
+        if not is_stream:
+            reply = await self._http.post(path, json=body)
+            take_in(answer, reply.json())
+            return answer
+        is_done = False
+        async with self._http.stream("POST", path, json=body | {"stream": True}) as reply:
+            if reply.status_code != 200:
+                raise RuntimeError(f"{reply.status_code} {(await reply.aread()).decode()}")
+            async for line in reply.aiter_lines():
+                self.num_events += 1
+                is_done = is_done or line == "data: [DONE]"
+                if line.startswith("data: {"):
+                    take_in(answer, json.loads(line.removeprefix("data: ")))
+        if not is_done:
+            raise RuntimeError("the stream has no end")
+        return answer
+
+    async def learn(self) -> None:
+        """What each request gets undisturbed."""
+        slots = asyncio.Semaphore(CONCURRENCY)
+
+        async def ask(number: int) -> Answer:
+            async with slots:
+                return await self.ask(number, is_stream=False)
+
+        self.expected = await asyncio.gather(*map(ask, range(len(self.requests))))
+
+    async def client(self) -> None:
+        for number in self._order():
+            is_stream = self._rng.random() < 0.7
+            kills = self.num_kills
+            try:
+                answer = await self.ask(number, is_stream)
+            except Exception as error:  # whatever it is, the answer is lost
+                self.report.violate(f"request {number} is lost: {type(error).__name__} {error}")
+                await asyncio.sleep(1)
+                continue
+            self._compare(number, answer)
+            self.report.count("streams" if is_stream else "plain")
+            if self.num_kills > kills:
+                self.report.count("outlived_kills")
+
+    def _order(self) -> Iterator[int]:
+        numbers = list(range(len(self.requests)))
+        while True:
+            self._rng.shuffle(numbers)
+            for number in numbers:
+                if self.is_over:
+                    return
+                yield number
+
+    def _compare(self, number: int, answer: Answer) -> None:
+        expected = self.expected[number]
+        if answer.keys() != expected.keys():
+            self.report.violate(f"request {number} has choices {sorted(answer)}")
+            return
+        for index, choice in answer.items():
+            difference = choice.differs_from(expected[index])
+            if difference is not None:
+                path, body = self.requests[number]
+                self.report.violate(
+                    f"request {number} is altered: choice {index}, {difference}; {path} {body}"
+                )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def engine_pid(server: LiveServer) -> int | None:
+    """The engine process; None while there is none."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [int(child) for path in children for child in path.read_text().split()]
+    return found[0] if found else None
+
+
+async def kill_again_and_again(load: Load, rng: random.Random, num_kills: int) -> None:
+    report, server = load.report, load.server
+    while report.counts.get("kills", 0) < num_kills and not report.is_late:
+        target = load.num_events + rng.randrange(1, MAX_EVENTS)
+        while load.num_events < target:
+            if report.is_late or server.process.poll() is not None:
+                return
+            await asyncio.sleep(0.005)
+        victim = await asyncio.wait_for(_kill(load, None), TIMEOUT)
+        if rng.random() < NEWBORN_SHARE:
+            await asyncio.wait_for(_kill(load, victim, rng.uniform(0, 2)), TIMEOUT)
+
+
+async def _kill(load: Load, old: int | None, delay: float = 0.0) -> int:
+    """SIGKILL the engine process, once it is another than `old`."""
+    while (pid := engine_pid(load.server)) in (None, old):
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(delay)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    load.num_kills += 1
+    load.report.count("kills")
+    return pid
+
+
+def blocks_held(server: LiveServer) -> int:
+    state = server.get("/debug/kv").json()
+    return int(state["device"]["num_held"] + state["swap"]["num_held"])
+
+
+async def soak(load: Load, rng: random.Random, num_kills: int) -> None:
+    report = load.report
+    try:
+        await load.learn()
+        report.count("different_requests", len(load.expected))
+        clients = [asyncio.create_task(load.client()) for _ in range(CONCURRENCY)]
+        try:
+            await kill_again_and_again(load, rng, num_kills)
+        except TimeoutError:
+            report.violate(f"no engine process for {TIMEOUT:.0f} s")
+        load.is_over = True
+        _, late = await asyncio.wait(clients, timeout=TIMEOUT)
+        for task in late:
+            task.cancel()
+            report.violate("a client hangs")
+        await asyncio.gather(*clients, return_exceptions=True)
+    finally:
+        await load.close()
+
+
+def run(seed: int, num_kills: int, seconds: float) -> Report:
+    rng = random.Random(seed)
+    with live_server("--log-level", "error", *OPTIONS) as server:
+        report = Report("kills", seconds)
+        pin = server.post("/v1/prefixes", {"prefix": PREFIX, "name": "wizard"})
+        pin.raise_for_status()
+        asyncio.run(soak(Load(server, rng, report), rng, num_kills))
+        report.require("kills", num_kills)
+        # A request that ends alone has the engine's last step; nothing else holds blocks then.
+        server.complete("Once", max_tokens=1)
+        held = blocks_held(server)
+        if held != pin.json()["num_blocks"]:
+            report.violate(f"{held} blocks are held, {pin.json()['num_blocks']} of them pinned")
+        if server.get("/health").status_code != 200:
+            report.violate("the server is not healthy")
+    report.show()
+    return report

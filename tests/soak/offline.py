@@ -1,0 +1,135 @@
+"""Random work for the offline engine: afterwards no block is held, and its memory stays flat."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from octavo.core.invariants import check_scheduler
+from octavo.core.sequence import Request
+from octavo.engine.snapshot import take_snapshot
+from octavo.errors import InvalidRequest
+from octavo.llm import LLM
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+from soak.report import Memory, Report
+
+MAX_GROWTH_MIB = 24.0
+MAX_PINS = 3
+VOCABULARY = 4000  # token ids that the demo model knows
+# Few blocks, so that requests are preempted, swapped and evicted all the time.
+OPTIONS: dict[str, Any] = {
+    "num_blocks": 72,
+    "swap_space": 2 << 20,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 128,
+    "num_threads": 1,
+}
+
+
+def prompt(rng: random.Random) -> list[int]:
+    """Some share their beginning: a family has the same tokens up to a random length."""
+    family = random.Random(rng.randrange(5))
+    tokens = [family.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 120))]
+    return tokens + [rng.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 40))]
+
+
+def params(rng: random.Random) -> SamplingParams | BeamSearchParams:
+    max_tokens = rng.randrange(1, 80)
+    if rng.random() < 0.2:
+        width = rng.randrange(1, 5)
+        return BeamSearchParams(width, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5)
+    temperature = rng.choice((0.0, 0.8, 1.2))
+    return SamplingParams(
+        n=rng.choice((1, 1, 2, 4)) if temperature else 1,
+        temperature=temperature,
+        presence_penalty=rng.choice((0.0, 0.5)),
+        seed=rng.randrange(1000),
+        max_tokens=max_tokens,
+        stop=rng.choice((None, ["the"])),
+        logprobs=rng.choice((None, None, 2)),
+        prompt_logprobs=rng.choice((None, None, None, 1)),
+        ignore_eos=rng.random() < 0.7,
+    )
+
+
+class Round:
+    """Some requests in the engine at once; a part of them is aborted at random moments."""
+
+    def __init__(self, llm: LLM, rng: random.Random, report: Report) -> None:
+        self._engine = llm.engine
+        self._rng = rng
+        self._report = report
+        self._open: dict[str, Request] = {}
+
+    def run(self) -> None:
+        rng = self._rng
+        waiting = rng.randrange(1, 16)
+        while waiting or self._engine.has_unfinished:
+            while waiting and rng.random() < 0.4:
+                waiting -= 1
+                self._add()
+            if self._open and rng.random() < 0.02:
+                self._abort(rng.choice(sorted(self._open)))
+            for output in self._engine.step().finished:
+                self._open.pop(output.request_id, None)
+                self._report.count("requests")
+            self._report.count("steps")
+
+    def _add(self) -> None:
+        rng = self._rng
+        salt = rng.choice(("", "", "a"))
+        request = self._engine.make_request(prompt(rng), params(rng), cache_salt=salt)
+        self._engine.add_request(request)
+        self._open[request.request_id] = request
+
+    def _abort(self, request_id: str) -> None:
+        request = self._open.pop(request_id)
+        self._engine.abort_request(request_id)
+        self._engine.discard_request(request)
+        self._report.count("aborts")
+
+
+def change_pins(llm: LLM, rng: random.Random, pins: list[str], report: Report) -> None:
+    if pins and (len(pins) >= MAX_PINS or rng.random() < 0.4):
+        llm.unpin_prefix(pins.pop(rng.randrange(len(pins))))
+    elif rng.random() < 0.5:
+        try:
+            pins.append(llm.pin_prefix(prompt(rng), cache_salt=rng.choice(("", "a"))))
+            report.count("pins")
+        except InvalidRequest:  # shorter than a block, or too few blocks would be left
+            report.count("pins_refused")
+    if rng.random() < 0.05:
+        llm.reset_prefix_cache()
+
+
+def look(llm: LLM, report: Report) -> None:
+    """While nothing runs, only pins hold blocks."""
+    picture = take_snapshot(llm.engine, 0)
+    pinned = {block for pin in picture.pins for group in pin.block_ids for block in group}
+    held = {number + 1 for number, count in enumerate(picture.device.ref_counts) if count}
+    if held != pinned:
+        report.violate(
+            f"blocks {sorted(held ^ pinned)} are held and not pinned, or pinned and free"
+        )
+    if picture.swap.num_free != picture.swap.num_blocks:
+        report.violate(f"{picture.swap.num_blocks - picture.swap.num_free} swap blocks are held")
+    check_scheduler(llm.engine.scheduler)
+
+
+def run(seed: int, seconds: float) -> Report:
+    rng = random.Random(seed)
+    memory = Memory("self", MAX_GROWTH_MIB)
+    pins: list[str] = []
+    with LLM("demo", **OPTIONS) as llm:
+        report = Report("offline", seconds)
+        while not report.is_late:
+            change_pins(llm, rng, pins, report)
+            Round(llm, rng, report).run()
+            look(llm, report)
+            memory.look()
+            report.count("rounds")
+        for mode, number in llm.engine.scheduler.num_preemptions.items():
+            report.counts[f"{mode}_preemptions"] = number
+    memory.judge(report)
+    report.show()
+    return report

@@ -1,0 +1,77 @@
+"""The soak itself must notice what it looks for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from soak.kills import Answer, Choice, make_requests, take_in
+from soak.malformed import KINDS
+from soak.report import Memory, Report
+
+
+def answer_of(*replies: dict[str, object]) -> Answer:
+    answer: Answer = {}
+    for reply in replies:
+        take_in(answer, reply)
+    return answer
+
+
+def test_a_stream_and_a_plain_answer_compare_by_what_they_say() -> None:
+    scores = {"token_logprobs": [-0.5, -1.0]}
+    whole = {"index": 0, "text": "ab", "token_ids": [1, 2], "logprobs": scores}
+    ending = {"finish_reason": "length", "stop_reason": None}
+    plain = answer_of({"choices": [whole | ending]})
+    pieces = [
+        {"index": 0, "text": "a", "token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}},
+        {"index": 0, "text": "b", "token_ids": [2], "logprobs": {"token_logprobs": [-1.00001]}},
+        {"index": 0, "text": "", "token_ids": []} | ending,
+    ]
+    streamed = answer_of(*({"choices": [piece]} for piece in pieces))
+    assert streamed[0].differs_from(plain[0]) is None
+    for lost in range(3):
+        kept = [piece for number, piece in enumerate(pieces) if number != lost]
+        altered = answer_of(*({"choices": [piece]} for piece in kept))
+        assert altered[0].differs_from(plain[0]) is not None
+    assert Choice(logprobs=[-0.5]).differs_from(Choice(logprobs=[-0.6])) is not None
+    with pytest.raises(RuntimeError, match="gone"):
+        answer_of({"error": {"message": "gone"}})
+
+
+def test_every_decoding_method_is_asked_for() -> None:
+    fields = {name for _, body in make_requests(random.Random(0)) for name in body}
+    assert fields >= {
+        "beam_width",
+        "n",
+        "seed",
+        "stop",
+        "logprobs",
+        "messages",
+        "repetition_penalty",
+    }
+
+
+def test_a_seed_makes_the_same_requests() -> None:
+    for make, _ in KINDS:
+        made = [[make(random.Random(number)) for number in range(200)] for _ in range(2)]
+        assert made[0] == made[1]
+        assert len(set(made[0])) > 100
+
+
+def test_work_that_was_not_done_is_a_violation() -> None:
+    report = Report("part", 10.0)
+    report.count("kills", 99)
+    report.require("kills", 99)
+    assert report.num_violations == 0
+    report.require("kills", 100)
+    assert report.num_violations == 1
+
+
+@pytest.mark.parametrize(("mib_per_look", "num_violations"), [(0.0, 0), (0.1, 0), (1.0, 1)])
+def test_memory_that_grows_is_a_violation(mib_per_look: float, num_violations: int) -> None:
+    memory, report = Memory("self", 10.0), Report("part", 10.0)
+    # What is taken at the beginning does not count.
+    memory.samples = [(float(t), 100 * (t > 5) + mib_per_look * t) for t in range(60)]
+    memory.judge(report)
+    assert report.num_violations == num_violations
