@@ -150,6 +150,24 @@ def test_a_refused_client_that_stays_is_ended() -> None:
     run(test())
 
 
+def test_trailers_are_bounded_like_headers() -> None:
+    chunked = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+
+    async def test() -> None:
+        async with rig() as made:
+            many, _ = await made.connect(chunked + b"a: b\r\n" * 200)
+            assert status_of(await many.readuntil(b"}}")) == 431
+            long, writer = await made.connect(chunked + b"a: ")
+            reply = asyncio.create_task(long.readuntil(b"}}"))
+            while not reply.done():
+                writer.write(b"a" * 10_000)
+                await asyncio.sleep(0)
+            assert status_of(await reply) == 431
+            assert made.connections.num_body_bytes == 0
+
+    run(test())
+
+
 def test_a_slow_upload_that_goes_on_may_take_longer() -> None:
     async def test() -> None:
         async with rig() as made:
@@ -158,7 +176,7 @@ def test_a_slow_upload_that_goes_on_may_take_longer() -> None:
             reader, writer = await made.connect(POST % (size + 1) + bytes(size))
             await made.until(lambda: len(made.connections.receiving) == 1)
             [connection] = made.connections.receiving
-            await made.until(lambda: connection._num_bytes == size)
+            await made.until(lambda: connection._num_body_bytes == size)
             made.pass_time(LIMITS.body_seconds + seconds - 1)
             writer.write(b"}")
             assert status_of(await reader.readuntil(b"ok")) == 200

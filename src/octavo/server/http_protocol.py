@@ -93,7 +93,10 @@ class BoundedHttp(HttpToolsProtocol):
         self.app = app
         self._all = connections
         self._phase: Phase = "none"
-        self._num_bytes = 0  # of the head, or of the body, that is being read
+        self._num_head_bytes = 0  # of headers and trailers
+        self._num_body_bytes = 0
+        self._num_pending_bytes = 0  # of a header that has not come to its end
+        self._has_parsed = False  # anything, of the data that came last
         self._num_requests = 0
         self._too_large: str | None = None
         self.start_time = self._since = time.monotonic()  # _since: when the phase began
@@ -112,13 +115,13 @@ class BoundedHttp(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._linger_until is not None:
             return
-        was_in_head = self._phase == "head"
+        self._has_parsed = False
         super().data_received(data)
-        # A single long header is not seen by the parser's callbacks before its end.
-        if was_in_head and self._phase == "head" and self._linger_until is None:
-            self._num_bytes += len(data)
-            if self._num_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+        # The parser keeps a header, or a trailer, and tells of it when it is complete.
+        is_pending = not self._has_parsed and self._phase != "none"
+        self._num_pending_bytes = self._num_pending_bytes + len(data) if is_pending else 0
+        if self._num_pending_bytes > MAX_HEAD_BYTES and self._linger_until is None:
+            self._refuse(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -128,28 +131,31 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._num_bytes = 0
+        self._has_parsed = True
+        self._num_head_bytes = self._num_body_bytes = 0
         self._enter("head")
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
+        self._has_parsed = True
         if len(self.url) > MAX_HEAD_BYTES:
             self._too_large = f"the request line is longer than {MAX_HEAD_BYTES} bytes"
             raise ValueError(self._too_large)  # ends in send_400_response
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        self._num_bytes += len(name) + len(value)
+        self._has_parsed = True
+        self._num_head_bytes += len(name) + len(value)
         if len(self.headers) > MAX_HEADERS:
             self._too_large = f"there are more than {MAX_HEADERS} headers"
             raise ValueError(self._too_large)
-        if self._num_bytes > MAX_HEAD_BYTES:
+        if self._num_head_bytes > MAX_HEAD_BYTES:
             self._too_large = f"the headers are larger than {MAX_HEAD_BYTES} bytes"
             raise ValueError(self._too_large)
 
     def on_headers_complete(self) -> None:
+        self._has_parsed = True
         self._num_requests += 1
-        self._num_bytes = 0
         self._enter("body")
         if not self.url.startswith((b"/", b"*")):
             self._take_authority()
@@ -159,13 +165,15 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._num_bytes += len(body)
+        self._has_parsed = True
+        self._num_body_bytes += len(body)
         if self in self._all.receiving:
             self._all.num_body_bytes += len(body)
             self._all.bound_bodies()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._has_parsed = True
         self._enter("none")
 
     def send_400_response(self, msg: str) -> None:
@@ -201,7 +209,7 @@ class BoundedHttp(HttpToolsProtocol):
         elif self._phase == "body":
             if self.flow.read_paused:
                 self._since += min(elapsed, 1.0)  # it is this process that does not go on
-            elif elapsed > limits.body_seconds + self._num_bytes / MIN_BODY_RATE:
+            elif elapsed > limits.body_seconds + self._num_body_bytes / MIN_BODY_RATE:
                 self._time_out("the body", "with an unfinished body")
         elif self._is_replying:
             pass
@@ -257,7 +265,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _leave_receiving(self) -> None:
         if self._all.receiving.pop(self, None) is not None:
-            self._all.num_body_bytes -= self._num_bytes
+            self._all.num_body_bytes -= self._num_body_bytes
 
     def _take_authority(self) -> None:
         """An absolute URI names the host that is meant, whatever the header says (RFC 9112,
