@@ -9,6 +9,9 @@
 #     docker run --rm --init --publish 8000:8000 --volume DIR:/model:ro octavo \
 #         serve /model --host 0.0.0.0
 #
+# `--volume octavo-cache:/home/octavo/.cache` keeps what the first start compiles, and models of the
+# hub, for later containers.
+#
 # CPU: where pip's index offers PyTorch for NVIDIA GPUs, name one with the CPU build, which is some
 # gigabytes smaller: `--build-arg PIP_EXTRA_INDEX_URL=...` (PyTorch's own page tells its address).
 #
@@ -36,7 +39,7 @@ COPY src src
 RUN pip install --no-cache-dir --no-deps --force-reinstall .
 
 # The server needs no rights and writes nothing but caches, below the home directory.
-RUN useradd --create-home octavo
+RUN useradd --create-home octavo && install --directory --owner octavo /home/octavo/.cache
 USER octavo
 WORKDIR /home/octavo
 
