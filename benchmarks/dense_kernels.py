@@ -158,13 +158,6 @@ def layer_times(
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def ours() -> None:
-        hidden = x
-        for qkv, output, up, down in weights:
-            inside = linear(normed(hidden), qkv)[:, :attended]
-            hidden = linear_parts(inside, output)
-            hidden = linear_parts(linear(normed(hidden), up, None, activation), down)
-
     def cublas(norm: Callable[[Tensor], Tensor], gated: Callable[[Tensor], Tensor]) -> None:
         hidden = x
         for qkv, output, up, down in weights:
@@ -173,14 +166,37 @@ def layer_times(
             inside = F.relu(inside) if activation == "relu" else gated(inside)
             hidden = F.linear(inside, down)
 
-    works = (
-        ours,
-        partial(cublas, normed, silu_mul),
-        partial(cublas, normed_by_torch, gated_by_torch),
-    )
-    expected = len(weights) * sum(weight.nbytes for weight in weights[0]) / 2e12
-    times = [microseconds(work, len(weights), expected) for work in works]
-    return [round(us, 1) for us in times]
+    works = (partial(cublas, normed, silu_mul), partial(cublas, normed_by_torch, gated_by_torch))
+    times = [microseconds(work, len(weights), _expected(weights)) for work in works]
+    return [our_layer_time(norm, weights, activation, num_tokens), *(round(us, 1) for us in times)]
+
+
+def our_layer_time(
+    norm: str, weights: list[list[Tensor]], activation: Activation, num_tokens: int
+) -> float:
+    """Microseconds a layer, without attention."""
+    hidden_size, attended = weights[0][1].shape
+    scale = torch.ones(hidden_size, device=DEVICE, dtype=DTYPE)
+    x, residual = torch.randn(2, num_tokens, hidden_size, device=DEVICE, dtype=DTYPE)
+
+    def normed(hidden: Tensor) -> Tensor:
+        if norm == "rms":
+            return rms_norm(hidden, scale, EPS, residual)
+        return layer_norm(hidden, scale, scale, EPS, residual)
+
+    def ours() -> None:
+        hidden = x
+        for qkv, output, up, down in weights:
+            inside = linear(normed(hidden), qkv)[:, :attended]
+            hidden = linear_parts(inside, output)
+            hidden = linear_parts(linear(normed(hidden), up, None, activation), down)
+
+    return round(microseconds(ours, len(weights), _expected(weights)), 1)
+
+
+def _expected(weights: list[list[Tensor]]) -> float:
+    """Seconds that reading them takes, about."""
+    return len(weights) * sum(weight.nbytes for weight in weights[0]) / 2e12
 
 
 def draws(

@@ -117,6 +117,18 @@ class TestOnGpu:
         assert parts.shape[0] == 2
         assert_close(parts.sum(0), expected(x, weight, None, None), torch.bfloat16)
 
+    @pytest.mark.parametrize("num_tokens", [16, 128, 256])
+    def test_parts_that_cancel(self, num_tokens: int) -> None:
+        """Two columns of W, one in each half, are large and nearly opposite: so are the parts."""
+        x, weight, _ = operands(num_tokens, 1024, 3072, torch.bfloat16, self.DEVICE)
+        x[:, 2000] = x[:, 1000]
+        weight[:, 1000] *= 1000
+        weight[:, 2000] = -weight[:, 1000]
+        parts = linear_parts(x, weight)
+        assert parts.dim() == 3
+        assert parts.abs().max() > 100 * parts.sum(0).abs().max()
+        assert_close(parts.sum(0).bfloat16(), expected(x, weight, None, None), torch.bfloat16)
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("num_tokens", [1, 5, 31, 128])
     @pytest.mark.parametrize("activation", [None, "relu", "silu_mul"])

@@ -110,6 +110,7 @@ YARN = {
         ("opt", {"do_layer_norm_before": False}),
         ("llama", LLAMA_BIAS | {"head_dim": 16}),
         ("llama", {"num_key_value_heads": 1, "rope_parameters": YARN}),
+        ("llama", {"rope_parameters": YARN | {"truncate": None}}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
         ("mistral", {"sliding_window": None}),
         ("mistral", {"sliding_window": 1}),

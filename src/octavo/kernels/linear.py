@@ -32,6 +32,10 @@ from octavo.kernels.pdl import launch_options
 Activation = Literal["relu", "silu_mul"] | None
 ACTIVATION_CODES: dict[Activation, int] = {None: 0, "relu": 1, "silu_mul": 2}
 
+# Parts may cancel each other: rounded to bfloat16 each, they would then lose more than their sum
+# does when it is rounded (benchmarks/logits_error.py).
+PARTS_DTYPE = torch.float32
+
 _WORKSPACE_BYTES = 32 << 20
 _MAX_TILES = 1 << 14
 _REGISTERS = 65536  # of a multiprocessor
@@ -70,8 +74,8 @@ def linear(
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, perhaps in parts: [num_parts, num_tokens, out_features] to be added up.
 
-    For a norm that adds them up in float32: where K is cut into shares, nobody then waits for
-    anybody. Rounding each part loses no more than rounding their sum.
+    For a norm that adds them up: where K is cut into shares, none of them waits for the others.
+    Parts are of PARTS_DTYPE.
     """
     num_tokens, size = x.shape
     num_rows = weight.shape[0]
@@ -83,10 +87,11 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         return torch.bmm(
             x.view(num_tokens, *shares).transpose(0, 1),
             weight.view(num_rows, *shares).permute(1, 2, 0),
+            out_dtype=PARTS_DTYPE,
         )
     if tiles is None or tiles.shares == 1:
         return linear(x, weight, bias)
-    out = x.new_empty((tiles.shares, num_tokens, num_rows))
+    out = x.new_empty((tiles.shares, num_tokens, num_rows), dtype=PARTS_DTYPE)
     _launch(x, weight, bias, out, 0, tiles, parts=True)
     return out
 

@@ -1,0 +1,570 @@
+"""Errors of bfloat16 logits against float32: octavo's, beside those of torch's own forward.
+
+Every family, on random weights in which a few channels are 100 times as large as the others: some
+of the residual stream's, and some of the feed-forward block's. Those are pairs that nearly cancel
+each other when its last product adds them up, or with `--weights outliers` independent. A cell is
+an error in percent of the logits' standard deviation: the mean over all logits, or the worst of a
+seed, each averaged over the seeds. octavo is worse in a cell (*) if its error is larger by more
+than 2% and by more than three standard errors of the difference, over the seeds: where both round
+alike, either may be ahead by chance. Prints a table and one JSON line; the exit status says whether
+octavo is worse in any cell.
+
+    PYTHONPATH=src python benchmarks/logits_error.py                       # on this machine's CPU
+    PYTHONPATH=src python benchmarks/logits_error.py --device cuda --parts all --times
+
+`--parts` is how a GPU keeps the parts of a product that a norm adds up (kernels/linear.py); several
+ways are judged side by side: float32, bfloat16, and "halved": float32, but half as many parts.
+`--torch transformers` takes that library's models for torch's forward; by default it is written
+out below, with the same roundings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from octavo.attention import AttentionBatch, LayerPlace, load_backend
+from octavo.layers.linear import Linear
+from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.rotary import rotary_table
+from octavo.model_config import ModelConfig
+from octavo.models.base import CausalLM
+from octavo.models.loader import build_model
+
+FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3")
+OUTLIER = 100.0
+NUM_OUTLIERS = 3
+VOCAB_SIZE = 512
+BLOCK_SIZE = 16
+NUM_STANDARD_ERRORS, MARGIN = 3, 0.02
+WINDOW = 20  # Mistral's
+# Of the parts: their type, and by what their number is divided.
+PARTS = {
+    "float32": (torch.float32, 1),
+    "bfloat16": (torch.bfloat16, 1),
+    "halved": (torch.float32, 2),
+}
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large models and batches are."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    layers: int
+    prefills: tuple[int, ...]  # tokens of one prompt
+    decodes: tuple[int, ...]  # sequences
+    context: int  # tokens of each of them before
+    seeds: int
+
+
+SCALES = {
+    # Qwen3-0.6B's widths, for whose products both kinds of parts were measured to pay.
+    "cuda": Scale(1024, 16, 8, 128, 3072, 4, (64, 256, 512), (1, 8, 16, 32, 64, 128, 256), 24, 6),
+    "cpu": Scale(256, 4, 2, 64, 768, 3, (64, 256), (1, 16, 64), 24, 6),
+    "tiny": Scale(64, 2, 1, 32, 96, 2, (17,), (1, 3), 8, 2),
+}
+
+
+def model_config(family: str, scale: Scale) -> ModelConfig:
+    """As if read from a model directory."""
+    positions = max(*scale.prefills, scale.context + 1) + 1
+    fields: dict[str, Any] = {
+        "model_type": family,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": scale.hidden,
+        "num_hidden_layers": scale.layers,
+        "num_attention_heads": scale.hidden // scale.head_dim,
+        "max_position_embeddings": positions,
+        "dtype": "bfloat16",
+    }
+    if family == "gpt2":
+        fields |= {"n_inner": scale.inner}
+    elif family == "opt":
+        fields |= {"ffn_dim": scale.inner}
+    else:
+        fields |= {"intermediate_size": scale.inner, "num_key_value_heads": scale.kv_heads}
+        fields |= {"num_attention_heads": scale.heads, "head_dim": scale.head_dim}
+    if family == "mistral":
+        fields |= {"sliding_window": WINDOW}
+    if family == "qwen2":  # it has no head_dim of its own
+        fields |= {"num_attention_heads": scale.hidden // scale.head_dim}
+        fields |= {"num_key_value_heads": max(1, scale.hidden // scale.head_dim // 2)}
+        del fields["head_dim"]
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(fields))
+        return ModelConfig.from_directory(directory)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def first_norm(layer: Any) -> Any:
+    return layer.attention_norm if hasattr(layer, "attention_norm") else layer.input_norm
+
+
+def second_norm(layer: Any) -> Any:
+    return layer.up_norm if hasattr(layer, "up_norm") else layer.post_norm
+
+
+def up_projection(layer: Any) -> Any:
+    return layer.gate_up if hasattr(layer, "gate_up") else layer.up
+
+
+def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: bool) -> CausalLM:
+    """Weights with outliers, in bfloat16, not yet packed. The same on every device."""
+    model = build_model(config, BF16, device)
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(like: Tensor, deviation: float) -> Tensor:
+        return (torch.randn(like.shape, generator=draw) * deviation).to(like)
+
+    for module in model.modules():
+        if isinstance(module, Linear) and module.weight is not model.embedding.weight:
+            assert module.weight is not None
+            module.weight.copy_(normal(module.weight, module.weight.shape[1] ** -0.5))
+        elif isinstance(module, nn.Module) and type(module).__name__.endswith("Embedding"):
+            module.weight.copy_(normal(module.weight, 1.0))  # type: ignore[operator]
+        if isinstance(module, RMSNorm | LayerNorm) and module.weight is not None:
+            module.weight.copy_(1 + normal(module.weight, 0.1))
+        bias = getattr(module, "bias", None)
+        if isinstance(bias, Tensor):
+            bias.copy_(normal(bias, 0.05))
+    loud = torch.randperm(config.hidden_size, generator=draw)[:NUM_OUTLIERS].to(device)
+    model.embedding.weight[:, loud] *= OUTLIER
+    for layer in model.layers:  # type: ignore[union-attr]
+        for norm in (first_norm(layer), second_norm(layer)):
+            norm.weight[loud] /= OUTLIER
+        _oppose(up_projection(layer), layer.down, config, draw, cancels)  # type: ignore[union-attr]
+    model.norm.weight[loud] /= OUTLIER  # type: ignore[index, union-attr, operator]
+    return model
+
+
+def _oppose(
+    up: Linear, down: Linear, config: ModelConfig, draw: torch.Generator, cancels: bool
+) -> None:
+    """Pairs of loud inner channels, one in each half; where they cancel, nearly the same ones."""
+    assert up.weight is not None
+    assert down.weight is not None
+    size = config.intermediate_size
+    for _ in range(NUM_OUTLIERS):
+        first = int(torch.randint(size // 2, (), generator=draw))
+        second = size // 2 + int(torch.randint(size - size // 2, (), generator=draw))
+        down.weight[:, first] *= OUTLIER
+        if not cancels:
+            down.weight[:, second] *= OUTLIER
+            continue
+        for begin in range(0, up.weight.shape[0], size):  # of the gates, and of what they gate
+            up.weight[begin + second] = up.weight[begin + first]
+            if up.bias is not None:
+                up.bias[begin + second] = up.bias[begin + first]
+        down.weight[:, second] = -0.99 * down.weight[:, first]
+
+
+# ---------------------------------------------------------------- torch's own forward
+
+
+class PlainTorch:
+    """Owns a copy of a model's weights in some type; rounds where transformers' models do.
+
+    In float32 it is the judge: nothing is fused, and attention is written out.
+    """
+
+    def __init__(self, model: CausalLM, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._model: Any = copy.deepcopy(model).to(dtype)
+        self._config = config
+        self._dtype = dtype
+        self._past: list[tuple[Tensor, Tensor]] = []
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor) -> Tensor:
+        """More tokens of all sequences [num_seqs, n] -> float32 [num_seqs, n, vocab_size]."""
+        model, config = self._model, self._config
+        begin = self._past[0][0].shape[2] if self._past else 0
+        positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)
+        hidden = F.embedding(ids, model.embedding.weight)
+        if config.rotary is None:
+            places = positions + config.learned_position_offset
+            hidden = hidden + F.embedding(places, model.positions.weight)
+        past, self._past = self._past, []
+        for i, layer in enumerate(model.layers):
+            attended = self._attend(
+                i, layer, self._norm(first_norm(layer), hidden), positions, past
+            )
+            hidden = hidden + self._linear(layer.output, attended)
+            inner = self._linear(up_projection(layer), self._norm(second_norm(layer), hidden))
+            if config.gated_mlp:
+                gate, inner = inner.chunk(2, dim=-1)
+                inner = F.silu(gate) * inner
+            else:
+                inner = layer.activation(inner)
+            hidden = hidden + self._linear(layer.down, inner)
+        return self._linear(model.head.linear, self._norm(model.norm, hidden)).float()
+
+    def forget(self) -> None:
+        """The next tokens begin new sequences."""
+        self._past = []
+
+    def _linear(self, linear: Any, x: Tensor) -> Tensor:
+        return F.linear(x, linear.weight, linear.bias)
+
+    def _norm(self, norm: Any, x: Tensor) -> Tensor:
+        if isinstance(norm, LayerNorm):
+            return F.layer_norm(x, norm.shape, norm.weight, norm.bias, norm.eps)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        return norm.weight * wide.to(x.dtype)
+
+    def _attend(
+        self,
+        index: int,
+        layer: Any,
+        hidden: Tensor,
+        positions: Tensor,
+        past: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        config = self._config
+        num_seqs, num_new, _ = hidden.shape
+        heads = self._linear(layer.qkv, hidden).view(num_seqs, num_new, -1, config.head_dim)
+        counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        query, key, value = heads.transpose(1, 2).split(counts, dim=1)
+        if config.qk_norm:
+            query, key = self._norm(layer.query_norm, query), self._norm(layer.key_norm, key)
+        if config.rotary is not None:
+            query, key = self._rotate(query, positions), self._rotate(key, positions)
+        if past:
+            key = torch.cat((past[index][0], key), dim=2)
+            value = torch.cat((past[index][1], value), dim=2)
+        self._past.append((key, value))
+        group = config.num_heads // config.num_kv_heads
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        ago = positions[:, None] - torch.arange(key.shape[2], device=positions.device)
+        seen = ago >= 0
+        window = config.layer_windows[index]
+        if window is not None:
+            seen &= ago < window
+        scale = config.attention_scales[index]
+        if self._dtype == FP32:
+            scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, -math.inf)
+            attended = scores.softmax(-1) @ value
+        else:
+            attended = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, scale=scale
+            )
+        return attended.transpose(1, 2).reshape(num_seqs, num_new, -1)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        config = self._config
+        assert config.rotary is not None
+        table = rotary_table(config.rotary, config.head_dim, config.max_model_len, x.device)
+        cos, sin = (
+            torch.cat((half, half), dim=-1)[positions].to(x.dtype)
+            for half in (table.cos, table.sin)
+        )
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class TransformersTorch:
+    """transformers' own model, with its fused attention."""
+
+    def __init__(self, model: CausalLM, config: ModelConfig, dtype: torch.dtype) -> None:
+        import transformers
+
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(_published(config)))
+            theirs = transformers.AutoConfig.from_pretrained(directory)
+        device = next(model.parameters()).device
+        self._model = transformers.AutoModelForCausalLM.from_config(
+            theirs, dtype=dtype, attn_implementation="sdpa"
+        )
+        own = self._model.state_dict()
+        prefixes = ("", "model.", "transformer.", "model.decoder.")
+        for name, tensor in model.weight_targets().items():
+            full = next(prefix + name for prefix in prefixes if prefix + name in own)
+            own[full].copy_(tensor)
+        self._model = self._model.to(device).eval()
+        self._past: Any = None
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor) -> Tensor:
+        """See PlainTorch.logits."""
+        out = self._model(ids, past_key_values=self._past, use_cache=True)
+        self._past = out.past_key_values
+        logits: Tensor = out.logits.float()
+        return logits
+
+    def forget(self) -> None:
+        """See PlainTorch.forget."""
+        self._past = None
+
+
+def _published(config: ModelConfig) -> dict[str, Any]:
+    """config.json of a model of these shapes."""
+    fields: dict[str, Any] = {
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_model_len,
+        "word_embed_proj_dim": config.hidden_size,
+    }
+    for name in ("n_inner", "ffn_dim", "intermediate_size"):
+        fields[name] = config.intermediate_size
+    return fields | {"sliding_window": WINDOW if config.family == "mistral" else None}
+
+
+# ---------------------------------------------------------------- octavo
+
+
+class EachByItself:
+    """Brings each of a step's small arrays to the device in a copy of its own."""
+
+    max_num_seqs, max_num_tokens = 1024, 1 << 16
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
+        assert values.size <= capacity, name
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+class Octavo:
+    """Owns octavo's model, packed as for serving, and a KV cache in blocks."""
+
+    def __init__(self, model: CausalLM, config: ModelConfig, backend: str, most_seqs: int) -> None:
+        self._model = copy.deepcopy(model)
+        for module in self._model.modules():
+            if isinstance(module, Linear):
+                module.finalize()
+        self._device = model.embedding.weight.device
+        layers = model.attention_layers
+        backend_class = load_backend(backend)
+        per_seq = -(-config.max_model_len // BLOCK_SIZE)
+        shape = backend_class.kv_block_shape(BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        size = (1 + most_seqs * per_seq, len(layers), *shape)
+        cache = torch.zeros(size, dtype=BF16, device=self._device)
+        places = [LayerPlace(0, i) for i in range(len(layers))]
+        self._attention = backend_class(layers, places, cache, BLOCK_SIZE)
+        tables = 1 + torch.arange(most_seqs * per_seq, dtype=torch.int32)
+        self._tables = tables.view(most_seqs, per_seq)
+        self._length = 0
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor) -> Tensor:
+        """See PlainTorch.logits."""
+        num_seqs, num_new = ids.shape
+        begin, self._length = self._length, self._length + num_new
+        positions = torch.arange(begin, self._length)
+        tables = self._tables[:num_seqs]
+        slots = tables[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        batch = AttentionBatch(
+            query_lens=torch.full((num_seqs,), num_new, dtype=torch.int32),
+            context_lens=torch.full((num_seqs,), self._length, dtype=torch.int32),
+            query_starts=torch.tensor([0, *accumulate([num_new] * num_seqs)], dtype=torch.int32),
+            positions=positions.repeat(num_seqs),
+            block_tables=[tables.to(self._device)],
+            slots=[slots.flatten()],
+            staging=EachByItself(self._device),
+        )
+        self._attention.plan(batch)
+        places = batch.positions.to(self._device)
+        hidden = self._model.forward(ids.flatten(), places, self._attention)
+        return self._model.logits(hidden).float().view(num_seqs, num_new, -1)
+
+    def forget(self) -> None:
+        """See PlainTorch.forget."""
+        self._length = 0
+
+
+# ---------------------------------------------------------------- errors
+
+
+Errors = dict[str, dict[str, list[tuple[float, float]]]]  # cell -> who -> (mean, worst) of a seed
+
+
+def cells(scale: Scale) -> dict[str, tuple[int, int, bool]]:
+    """Name -> sequences, tokens before the judged ones, whether those are one a sequence."""
+    prefills = {f"prefill {n}": (1, n, False) for n in scale.prefills}
+    return prefills | {f"decode {n}": (n, scale.context, True) for n in scale.decodes}
+
+
+def run_cell(who: Any, ids: Tensor, decodes: bool) -> Tensor:
+    """The judged logits, flat."""
+    who.forget()
+    if not decodes:
+        logits: Tensor = who.logits(ids)
+        return logits.flatten()
+    who.logits(ids[:, :-1])
+    last: Tensor = who.logits(ids[:, -1:])
+    return last.flatten()
+
+
+def judge_family(
+    family: str, scale: Scale, device: torch.device, args: argparse.Namespace
+) -> Errors:
+    config = model_config(family, scale)
+    errors: Errors = {name: {} for name in cells(scale)}
+    for seed in range(args.seeds or scale.seeds):
+        model = random_model(config, device, seed, args.weights == "cancelling")
+        plain = TransformersTorch if args.torch == "transformers" else PlainTorch
+        octavo = Octavo(model, config, args.backend, max(scale.decodes))
+        judge, theirs = PlainTorch(model, config, FP32), plain(model, config, BF16)
+        draw = torch.Generator().manual_seed(1000 + seed)
+        for name, (num_seqs, before, decodes) in cells(scale).items():
+            shape = (num_seqs, before + decodes)
+            ids = torch.randint(VOCAB_SIZE, shape, generator=draw).to(device)
+            truth = run_cell(judge, ids, decodes)
+            rows = {"torch": run_cell(theirs, ids, decodes)}
+            for part in args.parts:
+                with parts_in(part):
+                    rows[f"octavo ({part} parts)" if part else "octavo"] = run_cell(
+                        octavo, ids, decodes
+                    )
+            unit = 100 / truth.std().item()
+            for who, logits in rows.items():
+                off = (logits - truth).abs()
+                pair = (round(off.mean().item() * unit, 4), round(off.max().item() * unit, 4))
+                errors[name].setdefault(who, []).append(pair)
+    return errors
+
+
+@contextmanager
+def parts_in(name: str) -> Iterator[None]:
+    """How a GPU keeps the parts of a product; "": a CPU has none."""
+    if not name:
+        yield
+        return
+    from octavo.kernels import linear
+
+    dtype, divisor = PARTS[name]
+    before, choose = linear.PARTS_DTYPE, linear.choose_tiles
+
+    def fewer(*shape: int) -> Any:
+        tiles = choose(*shape)
+        return tiles and replace(tiles, shares=max(1, tiles.shares // divisor))
+
+    linear.PARTS_DTYPE, linear.choose_tiles = dtype, fewer
+    try:
+        yield
+    finally:
+        linear.PARTS_DTYPE, linear.choose_tiles = before, choose
+
+
+def is_worse(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether `ours` are larger than `theirs`, seed by seed, by more than chance explains."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    noise = statistics.stdev(differences) / len(differences) ** 0.5
+    margin = max(NUM_STANDARD_ERRORS * noise, MARGIN * statistics.mean(theirs))
+    return statistics.mean(differences) > margin
+
+
+def show(family: str, errors: Errors) -> int:
+    """Print a row a cell; how many cells say that octavo is worse."""
+    num_worse = 0
+    for name, by_who in errors.items():
+        theirs = by_who["torch"]
+        texts = []
+        for who, ours in by_who.items():
+            columns = list(zip(*ours, strict=True))
+            bad = [
+                is_worse(column, theirs_column)
+                for column, theirs_column in zip(columns, zip(*theirs, strict=True), strict=True)
+            ]
+            num_worse += sum(bad) if who != "torch" else 0
+            texts += [
+                f"{statistics.mean(column):.3f}{'*' if flag and who != 'torch' else ''}"
+                for column, flag in zip(columns, bad, strict=True)
+            ]
+        print(f"| {family} | {name} | {' | '.join(texts)} |", flush=True)
+    return num_worse
+
+
+def layer_times(parts: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
+    """Microseconds a layer without attention (dense_kernels.py), model -> tokens -> type."""
+    import dense_kernels as dense
+
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    for model, (norm, num_layers, shapes) in dense.MODELS.items():
+        weights = [[dense.weight_of(shape) for shape in shapes] for _ in range(num_layers)]
+        result[model] = {}
+        for count in (8, 16, 32, 64, 128, 256, 384, 512):
+            times = {}
+            for part in parts:
+                with parts_in(part):
+                    times[part] = dense.our_layer_time(norm, weights, shapes[2][2], count)
+            result[model][str(count)] = times
+        print(f"{model}: {result[model]}", flush=True)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--scale", choices=tuple(SCALES), help="default: the device's")
+    parser.add_argument("--backend", help="of attention; default: the device's fast one")
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--parts", default="float32", help=f"for cuda: {', '.join(PARTS)}, or all")
+    parser.add_argument("--weights", choices=("cancelling", "outliers"), default="cancelling")
+    parser.add_argument("--torch", choices=("plain", "transformers"), default="plain")
+    parser.add_argument("--seeds", type=int, help="at least 2; default: the scale's")
+    parser.add_argument("--times", action="store_true", help="also of layers, by type of the parts")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    parts = ",".join(PARTS) if args.parts == "all" else args.parts
+    args.parts = parts.split(",") if device.type == "cuda" else [""]
+    args.backend = args.backend or ("triton" if device.type == "cuda" else "cpu")
+    scale = SCALES[args.scale or args.device]
+    began, num_worse = time.monotonic(), 0
+    names = ["torch", *(f"octavo ({part} parts)" if part else "octavo" for part in args.parts)]
+    print("| model | step | " + " | ".join(f"{name}: mean | worst" for name in names) + " |")
+    print("|---" * (2 + 2 * len(names)) + "|")
+    all_errors: dict[str, Errors] = {}
+    for family in args.families.split(","):
+        all_errors[family] = judge_family(family, scale, device, args)
+        num_worse += show(family, all_errors[family])
+    facts: dict[str, Any] = {
+        "benchmark": "logits_error",
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "against": args.torch,
+        "weights": args.weights,
+        "cells": 2 * len(names[1:]) * len(cells(scale)) * len(all_errors),
+        "worse": num_worse,
+        "percent": all_errors,
+    }
+    if args.times:
+        facts["layer_us"] = layer_times(args.parts)
+    print(json.dumps(facts | {"seconds": round(time.monotonic() - began, 1)}))
+    return int(num_worse > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
