@@ -314,13 +314,17 @@ def test_of_64_rows_on_a_gpu_those_without_finite_logits_end_alone(
     )
     kinds = [{"temperature": 0}, {"top_p": 0.9}, {"top_k": 9}, {"n": 2}, {"logprobs": 1}]
     innocent = [
-        (prompt(1 + i % 30, i), without_bad(**kinds[i % len(kinds)], logit_bias=None))
+        (
+            [5 if token_id == BAD else token_id for token_id in prompt(1 + i % 30, i)],
+            without_bad(**kinds[i % len(kinds)], logit_bias=None),
+        )
         for i in range(63)
     ]
     innocent.append((prompt(9, 4), BeamSearchParams(beam_width=2, max_tokens=5)))
     wanted = run(llm.engine, innocent)
     # A token that is never drawn: what has one row of NaN is what was computed before.
     assert all(BAD not in each.token_ids for output in wanted for each in output.outputs)
+    assert [output.error for output in wanted] == [None] * len(innocent)
     llm.reset_prefix_cache()
     asks = [(token_ids, params) for token_ids, params, _ in HARMFUL]
     outputs = run(llm.engine, [*innocent[:30], *asks, *innocent[30:]])
