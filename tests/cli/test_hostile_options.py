@@ -13,18 +13,18 @@ PLAN = ("plan", "--rate", 1, "--duration", 5, "--sizes", 1, "--max-gpus", 2, "--
 
 COMMANDS: list[tuple[object, ...]] = [
     *((*SIMULATE, option, value)
-      for option in ("--rate", "--duration", "--burstiness", "--target-latency", "--watermark")
+      for option in ("--rate", "--duration", "--burstiness", "--watermark")
       for value in ("nan", "inf", -1, 1e308, "x")),
     *((*SIMULATE, option, value)
       for option in ("--n", "--beam-width", "--prefix-tokens", "--hash-block-size", "--num-gpus",
                      "--max-model-len", "--num-blocks", "--max-num-seqs", "--seed")
       for value in (-1, HUGE, "nan")),
+    *((*SIMULATE, "--target-latency", value) for value in ("nan", "inf", -1, "x")),
     *((*PLAN, option, value)
       for option in ("--rate", "--target-ttft", "--target-tpot")
       for value in ("nan", "inf", -1)),
     (*PLAN, "--rate", 1e9),
     (*PLAN, "--rate", 1e-300),
-    (*PLAN, "--sizes", HUGE),
     (*PLAN, "--sizes", "1,x"),
     *(("memory", "demo", "--device-memory", value) for value in ("nan", -5, 0, "x", "1XiB")),
     *(("memory", "demo", option, value)
@@ -35,10 +35,11 @@ COMMANDS: list[tuple[object, ...]] = [
     ("memory", "~nouser"),
     ("memory", "\0"),
     *(("generate", "hi", option, value)
-      for option in ("--temperature", "--top-p", "--max-tokens", "--seed", "--num-threads",
-                     "--beam-width", "--num-blocks", "--n")
+      for option in ("--temperature", "--top-p", "--max-tokens", "--num-threads", "--beam-width",
+                     "--num-blocks", "--n")
       for value in (-1, HUGE, "nan")),
     ("generate", "hi", "--beam-width", 2, "--length-penalty", "nan"),
+    ("generate", "hi", "--seed", HUGE),
     ("generate", "hi", "--model", "x" * 5000),
     *(("bench", "throughput", option, value)
       for option in ("--n", "--beam-width", "--temperature", "--num-prompts", "--input-len")
@@ -85,7 +86,7 @@ def test_hostile_files(octavo: Octavo, tmp_path: Path, args: tuple[object, ...])
         for number, content in enumerate((b"\xff\xfe\x00\x9f" * 99, b"\x00" * 99, b'[1, {"a": ')):
             file = tmp_path / f"{number}-{name}"
             file.write_bytes(content)
-            if args[:2] != ("generate", "--file") or number != 1:  # NULs are text
+            if args[:2] != ("generate", "--file") or number == 0:  # the others are text
                 refused(octavo, *args, file)
     (tmp_path / "empty.csv").touch()
     if args[0] != "run-batch":  # a batch of no requests is answered

@@ -42,7 +42,7 @@ def bench() -> None:
 @click.option("--output-len", type=click.IntRange(1), help="Tokens in an output, without a trace.")
 @click.option(
     "--hash-block-size",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 1 << 20),
     default=512,
     show_default=True,
     help="Tokens behind one of a trace's hash_ids.",

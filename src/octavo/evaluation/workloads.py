@@ -13,10 +13,11 @@ import numpy as np
 
 from octavo.bench.throughput import Decoding
 from octavo.bench.traces import HASH_BLOCK_SIZE, TraceRequest
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, shown
 from octavo.evaluation import arrivals, sources
 
 PREFIX_BLOCK = 16  # the shared part of a prefix is whole blocks of the paper's block size
+MAX_SHARED_TOKENS = 1 << 20  # of a prefix, or behind a hash id; no model has a longer context
 HISTORY_TOKENS = 1024  # the chatbot's prompt: the last tokens of a conversation
 CHATBOT_OUTPUT_LIMIT = 1016
 
@@ -45,8 +46,14 @@ class WorkloadSpec:
             raise ConfigError("duration", "a rate needs a duration")
         if self.burstiness is not None and self.rate is None:
             raise ConfigError("burstiness", "a trace's own arrivals have their own")
-        if self.prefix_tokens < 0:
-            raise ConfigError("prefix_tokens", f"{self.prefix_tokens} is negative")
+        if self.seed < 0:
+            raise ConfigError("seed", f"{self.seed} is negative")
+        for name in ("prefix_tokens", "hash_block_size"):
+            number = getattr(self, name)
+            if not 0 <= number <= MAX_SHARED_TOKENS:
+                raise ConfigError(
+                    name, f"{shown(number)} is not between 0 and {MAX_SHARED_TOKENS:,}"
+                )
         if self.new_conversation is not None and not 0 < self.new_conversation <= 1:
             raise ConfigError("new_conversation", f"{self.new_conversation} is not in (0, 1]")
 
