@@ -18,7 +18,8 @@ MAX_PINS = 3
 VOCABULARY = 4000  # token ids that the demo model knows
 # Few blocks, so that requests are preempted, swapped and evicted all the time.
 OPTIONS: dict[str, Any] = {
-    "num_blocks": 72,
+    "num_blocks": 48,
+    "max_model_len": 256,
     "swap_space": 2 << 20,
     "max_num_seqs": 12,
     "max_num_batched_tokens": 128,
@@ -34,7 +35,7 @@ def prompt(rng: random.Random) -> list[int]:
 
 
 def params(rng: random.Random) -> SamplingParams | BeamSearchParams:
-    max_tokens = rng.randrange(1, 80)
+    max_tokens = rng.randrange(1, 90)
     if rng.random() < 0.2:
         width = rng.randrange(1, 5)
         return BeamSearchParams(width, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5)
@@ -63,9 +64,9 @@ class Round:
 
     def run(self) -> None:
         rng = self._rng
-        waiting = rng.randrange(1, 16)
+        waiting = rng.randrange(1, 24)
         while waiting or self._engine.has_unfinished:
-            while waiting and rng.random() < 0.4:
+            while waiting and rng.random() < 0.7:
                 waiting -= 1
                 self._add()
             if self._open and rng.random() < 0.02:
@@ -130,6 +131,7 @@ def run(seed: int, seconds: float) -> Report:
             report.count("rounds")
         for mode, number in llm.engine.scheduler.num_preemptions.items():
             report.counts[f"{mode}_preemptions"] = number
+    report.require("requests", 1)
     memory.judge(report)
     report.show()
     return report
