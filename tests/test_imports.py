@@ -60,7 +60,7 @@ LAW: dict[str, set[str]] = {
     | {"bench", "core", "demo", "engine", "executor.base", "llm", "simulation"}
     | {"worker.memory"},
     "server.playpool": {"core", "errors"},  # the page that drives the core itself by hand
-    "server": PLAIN | {"engine", "executor", "llm"},
+    "server": PLAIN | {"engine", "executor", "llm", "worker.host_memory"},
     "cli": PLAIN
     | {"bench", "demo", "engine", "evaluation", "llm", "models.registry", "server", "simulation"}
     | {"worker.memory", "worker.host_memory"},

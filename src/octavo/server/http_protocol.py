@@ -50,6 +50,7 @@ class Connections(ServerState):
         self.receiving: dict[BoundedHttp, float] = {}
         self.num_body_bytes = 0  # of those in `receiving`
         self.spare: set[BoundedHttp] = set()  # beyond max_connections
+        self.num_ended = 0
         self.closed: Counter[str] = Counter()  # by the server, and why; since the last log line
 
     @property
@@ -125,6 +126,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._all.num_ended += 1
         self.forget()
 
     # ---------------------------------------------------------------- what httptools calls

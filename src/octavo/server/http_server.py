@@ -19,8 +19,10 @@ from octavo.server.api.errors import ApiError
 from octavo.server.api.gate import OPEN_PATHS
 from octavo.server.http_protocol import RETRY_SECONDS, BoundedHttp, Connections
 from octavo.server.settings import ConnectionLimits
+from octavo.worker.host_memory import return_freed_memory
 
 CHECK_SECONDS = 1.0  # between two looks at all connections
+TRIM_SECONDS = 10.0  # between two returns of freed memory to the system
 LOG_SECONDS = 10.0  # between two lines about connections that were closed or refused
 PAUSE_SECONDS = 0.1  # without accepting, after a failure
 MAX_ACCEPTS = 64  # before other work gets its turn
@@ -45,6 +47,8 @@ class HttpServer:
         self._is_accepting = False
         self._is_closed = False
         self._last_log_time = -LOG_SECONDS
+        self._last_trim_time = time.monotonic()
+        self._num_ended_at_trim = 0
         self._update_date()
 
     def start(self) -> None:
@@ -60,6 +64,7 @@ class HttpServer:
             self.connections.check(time.monotonic())
             self._go_on_accepting()
             self._log()
+            await self._trim()
 
     async def close(self, seconds: float) -> None:
         """Take no more connections. Those with a request may end within this many seconds."""
@@ -156,6 +161,15 @@ class HttpServer:
         )
         closed.clear()
         self._last_log_time = now
+
+    async def _trim(self) -> None:
+        """What many connections or large bodies took must not stay with this process: glibc keeps
+        what is freed below other allocations until it is asked."""
+        num_ended = self.connections.total_requests + self.connections.num_ended
+        is_due = time.monotonic() - self._last_trim_time >= TRIM_SECONDS
+        if is_due and num_ended > self._num_ended_at_trim:
+            self._last_trim_time, self._num_ended_at_trim = time.monotonic(), num_ended
+            await asyncio.to_thread(return_freed_memory)
 
 
 def _spare_app(app: ASGIApp, max_connections: int) -> ASGIApp:
