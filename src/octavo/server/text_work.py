@@ -1,9 +1,9 @@
 """Where templates are rendered and texts become tokens, so that a long text stops no one else.
 
 Short texts are done at once, in the event loop: a thread would cost more than they do. Long ones go
-to threads, and the longest to a single thread that takes one after the other: they need two cores'
-worth of memory bandwidth for seconds, and hundreds of megabytes each, which are given back to the
-system afterwards. What is shorter never waits for them.
+to threads, and the longest to a single thread that takes one after the other: each needs a core for
+seconds, and hundreds of megabytes, which are given back to the system afterwards. What is shorter
+never waits for them.
 """
 
 from __future__ import annotations
