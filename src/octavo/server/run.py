@@ -32,7 +32,7 @@ from octavo.server.settings import ConnectionLimits, Listening, ServerSettings
 from octavo.server.supervisor import Supervision
 
 CLOSE_SECONDS = 2  # for connections to end once their requests have
-BACKLOG = 2048  # connections that wait to be taken
+BACKLOG = 1 << 16  # connections that wait to be taken; the system may allow fewer (somaxconn)
 
 logger = logging.getLogger(__name__)
 
