@@ -59,7 +59,6 @@ FILES: list[tuple[object, ...]] = [
     (*SIMULATE, "--calibration"),
     ("calibrate",),
     ("bench", "throughput", "--trace"),
-    ("run-batch", "-o", "/dev/null", "-i"),
     ("reproduce", "table1", "--measurements"),
 ]
 
@@ -89,8 +88,13 @@ def test_hostile_files(octavo: Octavo, tmp_path: Path, args: tuple[object, ...])
             if args[:2] != ("generate", "--file") or number == 0:  # the others are text
                 refused(octavo, *args, file)
     (tmp_path / "empty.csv").touch()
-    if args[0] != "run-batch":  # a batch of no requests is answered
-        refused(octavo, *args, tmp_path / "empty.csv")
+    refused(octavo, *args, tmp_path / "empty.csv")
     refused(octavo, *args, tmp_path / "missing.csv")
     if args[0] != "reproduce":
         refused(octavo, *args, folder)
+
+
+def test_a_batch_that_is_no_file(octavo: Octavo, tmp_path: Path) -> None:
+    """What is wrong with a line is the reply to it."""
+    for path in (tmp_path, tmp_path / "missing.jsonl"):
+        refused(octavo, "run-batch", "-o", tmp_path / "replies.jsonl", "-i", path)
