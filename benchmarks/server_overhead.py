@@ -59,8 +59,9 @@ def cpu_seconds(pid: int) -> float:
 
 def engine_process(pid: int) -> int:
     """The child of a server process that computes: the one with the most CPU time."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return max(map(int, children), key=cpu_seconds)
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # it belongs to the thread that started it
+    children = [int(child) for path in tasks for child in path.read_text().split()]
+    return max(children, key=cpu_seconds)
 
 
 def online(url: str, queries: list[Query]) -> float:

@@ -25,7 +25,7 @@ STARTS = ("Once upon a time", "One morning, a little girl", "The dog sees the ho
 # Few blocks, so that requests wait, are preempted and swapped. float32: compared exactly.
 OPTIONS = ("--num-blocks", "160", "--swap-space", "4MiB", "--max-num-seqs", "24", "--dtype=float32")
 LOGPROB_TOLERANCE = 1e-3  # recomputed keys and values are the same sums in another order
-MAX_EVENTS = 300  # that arrive between a restart and the next kill
+MAX_EVENTS = 1000  # that arrive between a restart and the next kill
 NEWBORN_SHARE = 0.15  # of the kills hit a process that has just been started
 
 
