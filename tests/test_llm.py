@@ -465,3 +465,8 @@ def test_the_pool_decides_how_long_a_sequence_may_be() -> None:
         small.generate([1] * 10, SamplingParams(n=4, max_tokens=None), use_tqdm=False)
     [output] = small.generate([1] * 60, SamplingParams(max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 4
+
+
+def test_a_model_may_be_named_by_a_path() -> None:
+    directory = model_zoo.model_directory("gpt2")
+    assert make_config(Path(directory)) == make_config(str(directory))

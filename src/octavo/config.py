@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from os import PathLike, fspath
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -206,7 +207,7 @@ class EngineConfig:
         return stored if self.dtype == "auto" else self.dtype
 
 
-def make_config(model: str, **options: Any) -> EngineConfig:
+def make_config(model: str | PathLike[str], **options: Any) -> EngineConfig:
     """An EngineConfig from flat options: the fields of all three classes, which do not overlap.
 
     A memory policy that cannot reuse prefixes turns prefix caching off, unless it is asked for.
@@ -229,7 +230,7 @@ def make_config(model: str, **options: Any) -> EngineConfig:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(name, f"there is no such option{hint}")
     return EngineConfig(
-        model,
+        fspath(model) if isinstance(model, PathLike) else model,
         **homes.get("EngineConfig", {}),
         has_usual_steps=options.keys().isdisjoint({"max_num_seqs", "max_num_batched_tokens"}),
         cache=CacheConfig(**homes.get("CacheConfig", {})),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from os import PathLike
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -32,7 +33,7 @@ class LLM:
         ...     output.outputs[0].text
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
+    def __init__(self, model: str | PathLike[str] = "demo", **options: Any) -> None:
         """Load a model.
 
         The program around it stays as it is, unless `owns_process` is set; see EngineConfig. If it
