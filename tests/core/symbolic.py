@@ -241,12 +241,13 @@ class Ask:
     priority: int = 0
     early_stopping: bool | str = False
     length_penalty: float = 1.0
-    stop_id: int | None = None  # ends a sample, besides EOS
+    stop_id: int | None = None  # ends a sample, besides EOS; beams know EOS alone
     wants_logprobs: bool = False  # of the prompt and of the output
 
     @property
     def ending_ids(self) -> frozenset[int]:
-        return frozenset({EOS} if self.stop_id is None else {EOS, self.stop_id})
+        knows_eos_alone = self.stop_id is None or self.kind == "beam"
+        return frozenset({EOS} if knows_eos_alone else {EOS, self.stop_id})
 
     def method(self) -> DecodingMethod:
         length = len(self.prompt) + self.max_tokens

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from core.worlds import BLOCK_SIZE, compute, make_manager, make_sequence
 from octavo.core.invariants import check_manager
 from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.kv_spec import FullAttention, SlidingWindow, group_layers
+from octavo.core.kv_spec import FullAttention, KVSpec, SlidingWindow, group_layers
 from octavo.core.prefix_cache import PrefixNode, sha256_128
 from octavo.core.prefix_matcher import PrefixHit
 from octavo.core.sequence import Sequence
@@ -125,6 +125,13 @@ def test_a_hit_ends_inside_a_block_where_the_prompts_part() -> None:
     assert len(changes.copies) == 1
 
 
+def test_a_hit_takes_no_more_than_it_may() -> None:
+    kv = make_manager()
+    compute(kv, make_sequence(0, list(range(16))))
+    hit = kv.lookup(make_sequence(1, list(range(16))), max_tokens=6)
+    assert (hit.num_tokens, len(hit.block_ids[0])) == (6, 1)
+
+
 def test_copy_sources_survive_the_step() -> None:
     """The block that a hit copies from is free; nothing may take it before the copy is done."""
     kv = make_manager(num_blocks=4)
@@ -160,8 +167,11 @@ def test_nothing_is_kept_of_tenants_that_left_no_block() -> None:
     assert num_nodes() == before
 
 
-def test_blocks_that_are_being_computed_are_waited_for() -> None:
-    kv = make_manager()
+@pytest.mark.parametrize(
+    "specs", [[FullAttention()], [SlidingWindow(4)], [FullAttention(), SlidingWindow(4)]]
+)
+def test_blocks_that_are_being_computed_are_waited_for(specs: list[KVSpec]) -> None:
+    kv = make_manager(specs=specs)
     first = make_sequence(0, list(range(9)))
     assert kv.allocate(first, kv.lookup(first), 9) is not None
     first.num_computed_tokens = 9

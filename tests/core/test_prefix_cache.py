@@ -201,6 +201,22 @@ def test_blocks_behind_the_end_of_a_hit_are_not_named() -> None:
     assert len(seq.prefix_nodes) <= 4
 
 
+def test_a_prompt_that_waits_is_looked_up_again_without_a_walk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of its 256 blocks are cached and the others in progress."""
+    kv = make_manager(num_blocks=300)
+    prompt = [i % 1000 for i in range(256 * BLOCK_SIZE)]
+    first = make_sequence(0, prompt)
+    assert kv.allocate(first, kv.lookup(first), len(prompt)) is not None
+    kv.register(first, len(prompt) // 2)
+    seq = make_sequence(1, prompt)
+    assert kv.lookup(seq).in_progress
+    found = Calls(monkeypatch, prefix_cache.PrefixCache, "find")
+    assert kv.lookup(seq).awaited == first.prefix_nodes[128].key
+    assert found.number <= 10
+
+
 def test_a_pinned_block_is_not_counted_again_for_each_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

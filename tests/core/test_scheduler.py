@@ -591,6 +591,7 @@ def test_hypotheses_are_sequences_of_their_own() -> None:
         rows.update(fork.child_id for fork in plan.forks)
         samples.update(fork.sample_index for fork in plan.forks)
     assert samples == {0}
+    assert [seq.finish_reason for seq in beam.finished] == ["length"] * 3
     results = {seq.seq_id for seq in beam.finished}
     assert len(results) == 3
     assert not results & rows

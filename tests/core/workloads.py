@@ -227,6 +227,10 @@ class Workload:
             assert got == expected_beams(ask), f"{ask} got other beams than alone"
         else:
             self.check_samples(ask, request)
+        for seq in request.finished:
+            ended = seq.stop_reason == STOP or not ask.ending_ids.isdisjoint(seq.token_ids[-1:])
+            reason = "pinned" if ask.kind == "pin" else "stop" if ended else "length"
+            assert seq.finish_reason == reason, f"{ask} ended for another reason"
 
     def check_samples(self, ask: Ask, request: Request) -> None:
         expected = expected_samples(ask)
