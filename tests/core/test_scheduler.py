@@ -12,8 +12,9 @@ from core.worlds import BLOCK_SIZE, World, make_sequence
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.invariants import check_scheduler
+from octavo.core.kv_cache_manager import Changes
 from octavo.core.scheduler import FEW_WAITING, TOKENS_OF_FEW
-from octavo.core.sequence import Request, Status
+from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import SamplingSpec
 from octavo.errors import LogitsNotFinite, RequestTooLong
 
@@ -579,12 +580,49 @@ def test_beams_that_are_recomputed_find_the_same_hypotheses() -> None:
     assert results[0] == results[1]
 
 
+def beam_search(world: World, width: int, max_length: int) -> Request:
+    """A beam search that nothing ends but its length; its prompt fills a block."""
+    method = BeamSearch(width, max_length, frozenset())
+    spec = SamplingSpec(num_candidates=method.num_candidates)
+    return world.add("beam", BLOCK_SIZE, method=method, sampling=spec)
+
+
+def test_a_block_that_beams_have_filled_can_be_found_at_once() -> None:
+    world = World(num_blocks=40)
+    beam = beam_search(world, 2, 12)
+    while beam.sequences[0].num_computed_tokens < 2 * BLOCK_SIZE:
+        world.step()
+    filled = beam.sequences[0].token_ids[: 2 * BLOCK_SIZE]
+    assert world.kv.lookup(make_sequence(99, [*filled, 0])).num_tokens == 2 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("kind", ["sample", "beam"])
+def test_a_decode_into_a_block_of_its_own_needs_no_help(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 12 tokens, the first is drawn with the prompt and the last is not computed."""
+    world = World(num_blocks=40)
+    if kind == "beam":
+        beam_search(world, 1, BLOCK_SIZE + 12)
+    else:
+        world.add("sample", BLOCK_SIZE, 12)
+    world.step()
+    asked: list[int] = []
+    original = world.kv.append
+
+    def append(targets: list[tuple[Sequence, int]]) -> Changes | None:
+        asked.extend(num_tokens for _, num_tokens in targets)
+        return original(targets)
+
+    monkeypatch.setattr(world.kv, "append", append)
+    world.run()
+    assert asked == [BLOCK_SIZE + 1, 2 * BLOCK_SIZE + 1, 3 * BLOCK_SIZE + 1]
+
+
 def test_hypotheses_are_sequences_of_their_own() -> None:
     """They never had a row. Beams are no samples: every row of theirs is that of sample 0."""
     world = World(num_blocks=40)
-    method = BeamSearch(3, 12, frozenset())
-    spec = SamplingSpec(num_candidates=method.num_candidates)
-    beam = world.add("beam", 4, method=method, sampling=spec)
+    beam = beam_search(world, 3, 12)
     rows, samples = {beam.sequences[0].seq_id}, set()
     while world.scheduler.has_unfinished:
         plan, _ = world.step()

@@ -141,6 +141,22 @@ def test_a_long_prompt_is_named_over_several_steps_while_others_decode(
     assert alone.num_cached_tokens == len(SHARED)
 
 
+def test_names_that_one_prompt_leaves_go_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(num_blocks=60)
+    world.add("first", prompt=SHARED, num_output_tokens=1)
+    world.run()
+    world.add("decoding", 2, 20)
+    world.step()
+    monkeypatch.setattr(draft, "MAX_NAMES", 6)
+    prompts = [world.add(name, prompt=[*SHARED, i]) for i, name in enumerate("ab")]
+    named = []
+    for _ in range(2):
+        world.step()
+        named.append([len(request.sequences[0].prefix_nodes) for request in prompts])
+    assert named == [[6, 0], [10, 2]]
+    world.run()
+
+
 def test_a_waiting_prompt_is_hashed_once() -> None:
     """It is looked up whenever a block comes free."""
     hashed: list[bytes] = []

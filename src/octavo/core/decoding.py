@@ -168,7 +168,7 @@ class BeamSearch:
         self._eos_ids = eos_ids
         self._length_penalty = length_penalty
         self._early_stopping = early_stopping
-        self._num_return = width if num_return_sequences is None else num_return_sequences
+        self._num_return = num_return_sequences  # None: all that are finished
         self._finished: list[Hypothesis] = []  # best first, at most `width`
 
     def goes_on(self, request: Request, token_ids: Seq[int], logprob: float) -> bool:
