@@ -27,6 +27,9 @@ OPTIONS = ("--num-blocks", "160", "--swap-space", "4MiB", "--max-num-seqs", "24"
 LOGPROB_TOLERANCE = 1e-3  # recomputed keys and values are the same sums in another order
 MAX_EVENTS = 1000  # that arrive between a restart and the next kill
 NEWBORN_SHARE = 0.15  # of the kills hit a process that has just been started
+# A beam search begins again in every new process, and would never end if none lived long enough:
+# when a request has outlived so many kills, the next one waits until it is answered.
+MOST_OUTLIVED = 5
 
 
 @dataclass
@@ -112,6 +115,7 @@ class Load:
         self.num_events = 0  # pieces of streams that have arrived
         self.num_kills = 0
         self.is_over = False
+        self._asked_at: dict[object, int] = {}  # open requests: how many kills there were before
         self._rng = rng
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits)
@@ -146,16 +150,25 @@ class Load:
 
         self.expected = await asyncio.gather(*map(ask, range(len(self.requests))))
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether an open request has outlived so many kills that it should be let through."""
+        oldest = min(self._asked_at.values(), default=self.num_kills)
+        return self.num_kills - oldest >= MOST_OUTLIVED
+
     async def client(self) -> None:
+        me = object()
         for number in self._order():
             is_stream = self._rng.random() < 0.7
-            kills = self.num_kills
+            kills = self._asked_at[me] = self.num_kills
             try:
                 answer = await self.ask(number, is_stream)
             except Exception as error:  # whatever it is, the answer is lost
                 self.report.violate(f"request {number} is lost: {type(error).__name__} {error}")
                 await asyncio.sleep(1)
                 continue
+            finally:
+                del self._asked_at[me]
             self._compare(number, answer)
             self.report.count("streams" if is_stream else "plain")
             if self.num_kills > kills:
@@ -199,7 +212,7 @@ async def kill_again_and_again(load: Load, rng: random.Random, num_kills: int) -
     report, server = load.report, load.server
     while report.counts.get("kills", 0) < num_kills and not report.is_late:
         target = load.num_events + rng.randrange(1, MAX_EVENTS)
-        while load.num_events < target:
+        while load.num_events < target or load.is_worn:
             if report.is_late or server.process.poll() is not None:
                 return
             await asyncio.sleep(0.005)
