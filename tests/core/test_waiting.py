@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from core.worlds import BLOCK_SIZE, World
 from octavo.core import draft
+from octavo.core.admission import Admission, Entry
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv_cache_manager import KVCacheManager
 from octavo.core.prefix_cache import sha256_128
@@ -71,6 +73,25 @@ def test_a_step_looks_at_few_that_wait_for_a_prefix_and_at_none_of_them_twice(
     world.depth = len(world.under_way)
     assert len(world.run()) == 9 * MAX_DEFERRALS + 1
     assert world.executor.num_computed < 2000  # the prefix once
+
+
+def test_without_a_free_seat_no_waiting_request_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(max_num_seqs=1)
+    world.add("running")
+    world.add("waiting")
+    looked_at: list[str] = []
+    original = Admission.start
+
+    def start(self: Admission, request: Request, *limits: Any) -> Entry:
+        looked_at.append(request.request_id)
+        return original(self, request, *limits)
+
+    monkeypatch.setattr(Admission, "start", start)
+    world.step()
+    world.step()
+    assert looked_at == ["running"]
 
 
 def test_only_as_many_are_recalled_as_a_step_could_admit() -> None:
