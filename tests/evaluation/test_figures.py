@@ -235,5 +235,5 @@ def test_unknown_figure() -> None:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(drawing, "find_spec", lambda name: None)
-    with pytest.raises(OctavoError, match=r"pip install .octavo\[figures\]"):
+    with pytest.raises(OctavoError, match=r"pip install matplotlib"):
         find_figure("table1").make({}, QUICK, tmp_path)

@@ -195,7 +195,8 @@ def test_a_taken_port_is_said_clearly() -> None:
             text=True,
         )
     assert run.returncode == 1
-    assert run.stderr.startswith(f"error: port: {port} is taken on 127.0.0.1")
+    last_line = run.stderr.splitlines()[-1]
+    assert last_line.startswith(f"error: port: {port} is taken on 127.0.0.1")
     assert "Traceback" not in run.stderr
 
 
