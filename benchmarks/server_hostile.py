@@ -1,7 +1,7 @@
 """Honest streams beside hostile clients: `python benchmarks/server_hostile.py` (Linux).
 
 Starts `octavo serve demo` with a soft limit of 1,024 open files. Thirty streams run undisturbed;
-then beside thousands of connections that never send a whole request, streams that nobody reads,
+then beside thousands of connections that never send a whole request, streams that stay unread,
 prompts of megabytes and bodies of 60,000 messages; then once more beside them, and the engine
 process is killed. A second server may open 1,024 files and no more, and gets 1,300 completions at
 once. The last line is JSON; the exit status is 1 if a bar is missed:

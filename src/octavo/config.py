@@ -115,7 +115,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Tokens computed in one step; at least `max_num_seqs`."""
     policy: PolicyName = "fcfs"
-    """Who runs first: whoever came first, or whoever has the smallest `priority`."""
+    """Who runs first: the first to come ("fcfs"), or the one with the smallest `priority`."""
     aging_seconds: float = 30.0
     """Priority policy: waiting this long raises a request one level."""
     preemption_mode: PreemptionMode = "auto"

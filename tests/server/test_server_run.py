@@ -44,7 +44,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
 
 
 def test_what_fails_at_the_start_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not leave a server that serves nobody and never ends."""
+    """It must not leave a server without clients that never ends."""
     said: list[str] = []
 
     async def nothing() -> None:

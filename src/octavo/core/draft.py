@@ -13,7 +13,7 @@ from octavo.core.sequence import Request, Sequence
 from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 
 # Blocks of waiting requests that are named in one step: some 0.5 ms, in which running ones wait.
-# Whoever has more goes on in the next steps.
+# A request with more of them goes on in the next steps.
 MAX_NAMES = 512
 
 

@@ -160,8 +160,8 @@ class KVCacheManager:
         table.num_registered = max(table.num_registered, num_full)
 
     def forget(self, seq: Sequence) -> None:
-        """Let nothing start any more from what is cached of a sequence's tokens, whoever computed
-        it; except pinned blocks, which were found to be sound when they were pinned."""
+        """Let nothing start any more from what is cached of a sequence's tokens, whichever sequence
+        has computed it; except pinned blocks, which were found to be sound when they were pinned."""
         pinned = {block_id for pin in self.pins.values() for block_id in _table(pin).held()}
         for node in seq.prefix_nodes:
             for block_id in self.prefix_cache.forget_prefix(node, pinned):

@@ -77,7 +77,7 @@ class Hopeless:
         longest = target.time_to_first_token
         if longest is None:
             return False
-        # Whoever has waited longer than that is late already, long before it finishes.
+        # A request that has waited longer than that is late already, long before it finishes.
         return self._num_late + sum(wait > longest for wait in waits) >= self._max_late
 
 
