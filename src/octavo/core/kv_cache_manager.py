@@ -161,7 +161,7 @@ class KVCacheManager:
 
     def forget(self, seq: Sequence) -> None:
         """Let nothing start any more from what is cached of a sequence's tokens, whichever sequence
-        has computed it; except pinned blocks, which were found to be sound when they were pinned."""
+        computed it; except pinned blocks, which were found to be sound when they were pinned."""
         pinned = {block_id for pin in self.pins.values() for block_id in _table(pin).held()}
         for node in seq.prefix_nodes:
             for block_id in self.prefix_cache.forget_prefix(node, pinned):
