@@ -9,7 +9,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUNTIME := .venv/installed
 DEV := .venv/installed-dev
-SOURCES := $(wildcard src tests benchmarks examples tools)
+SOURCES := $(wildcard src paper demo tests benchmarks examples tools)
 PROMPTS ?= "Once upon a time" "One morning, a little girl" \
     "The dog sees the house. =>"
 # 1,024 KV blocks are enough for the embedded model, and can all be seen on a page.

@@ -13,7 +13,7 @@ from gpu_harness import device_seconds
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
+from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
 
 BLOCK_SIZE, HEAD_DIM = 16, 128
 GPU = torch.device("cuda")

@@ -20,8 +20,8 @@ from time import perf_counter, thread_time
 
 from octavo.config import SchedulerConfig
 from octavo.core.decoding import Sampling
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.kv_spec import FullAttention
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.specs import FullAttention
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec, StepResult

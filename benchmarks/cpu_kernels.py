@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor
 
-from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
-from octavo.layers import cpu_ops, linear
+from octavo.layers import linear
+from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
+from octavo.ops.cpu import row_ops as cpu_ops
 
 Times = dict[str, dict[str, float]]  # case -> way -> milliseconds
 

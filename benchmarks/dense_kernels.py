@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from gpu_harness import copy_bandwidth, device_seconds, report
 from torch import Tensor
 
-from octavo.kernels.activation import silu_mul
-from octavo.kernels.candidates import best_tokens
-from octavo.kernels.linear import Activation, linear, linear_parts
-from octavo.kernels.norm import layer_norm, rms_norm
-from octavo.kernels.sampling import DeviceDraws, sample
+from octavo.ops.cuda.activation import silu_mul
+from octavo.ops.cuda.linear import Activation, linear, linear_parts
+from octavo.ops.cuda.norm import layer_norm, rms_norm
+from octavo.ops.cuda.sampling import DeviceDraws, sample
+from octavo.ops.cuda.sampling_candidates import best_tokens
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -14,12 +14,12 @@ from dataclasses import replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from octavo.evaluation.figures import fig12
-from octavo.evaluation.jobs import Store, default_cache_directory, run_jobs
-from octavo.evaluation.paper_software import FITTED, implied_steps
-from octavo.evaluation.scale import QUICK
-from octavo.evaluation.simulations import THRESHOLD, SteadyState
 from octavo.simulation.cost_model import PAPER_2023, Coefficients
+from octavo_paper.figures import fig12
+from octavo_paper.jobs import Store, default_cache_directory, run_jobs
+from octavo_paper.paper_software import FITTED, implied_steps
+from octavo_paper.scale import QUICK
+from octavo_paper.simulations import THRESHOLD, SteadyState
 
 START = {
     "step_overhead": 7e-3,

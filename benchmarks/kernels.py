@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from octavo.attention.triton_items import Sequences, prefill_items
 from octavo.core.step import StepPlan
-from octavo.kernels.attention_prefill import prefill_attention, prefill_config
-from octavo.kernels.block_copy import copy_blocks
-from octavo.kernels.kv_write import HeadChanges, write_kv
+from octavo.ops.cuda.attention_prefill import prefill_attention, prefill_config
+from octavo.ops.cuda.attention_work_items import Sequences, prefill_items
+from octavo.ops.cuda.block_copy import copy_blocks
+from octavo.ops.cuda.kv_write import HeadChanges, write_kv
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.staging import DeviceStaging
 

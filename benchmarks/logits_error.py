@@ -12,8 +12,9 @@ octavo is worse in any cell.
     PYTHONPATH=src python benchmarks/logits_error.py                       # on this machine's CPU
     PYTHONPATH=src python benchmarks/logits_error.py --device cuda --parts all --times
 
-`--parts` is how a GPU keeps the parts of a product that a norm adds up (kernels/linear.py); several
-ways are judged side by side: float32, bfloat16, and "halved": float32, but half as many parts.
+`--parts` is how a GPU keeps the parts of a product that a norm adds up (ops/cuda/linear.py);
+several ways are judged side by side: float32, bfloat16, and "halved": float32, but half as many
+parts.
 `--torch transformers` takes that library's models for torch's forward; by default it is written
 out below, with the same roundings.
 """
@@ -41,13 +42,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from octavo.attention import AttentionBatch, LayerPlace, load_backend
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.rotary import rotary_table
-from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
+from octavo.models.config import ModelConfig
 from octavo.models.loader import build_model
+from octavo.ops import AttentionBatch, LayerPlace, load_backend
 
 FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3")
 OUTLIER = 100.0
@@ -462,7 +463,7 @@ def parts_in(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    from octavo.kernels import linear
+    from octavo.ops.cuda import linear
 
     dtype, divisor = PARTS[name]
     before, choose = linear.PARTS_DTYPE, linear.choose_tiles

@@ -20,8 +20,8 @@ from attention_work import GPU, Work
 from gpu_harness import SQUARE_FLOPS, first_and_settled, report, square_product
 from torch import Tensor
 
-from octavo.kernels.linear import linear, linear_parts
-from octavo.kernels.norm import rms_norm
+from octavo.ops.cuda.linear import linear, linear_parts
+from octavo.ops.cuda.norm import rms_norm
 
 TOKENS, CONTEXT = 256, 1024
 HIDDEN, INNER, HEADS_AND_KV = 4096, 14336, 6144

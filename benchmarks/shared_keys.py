@@ -16,9 +16,9 @@ import torch
 from attention_work import BLOCK_SIZE, HEAD_DIM, MODELS, Work, seconds
 from gpu_harness import report
 
-from octavo.attention import SharedKeys
-from octavo.attention import triton as triton_backend
-from octavo.kernels.attention_shared import SharedConfig
+from octavo.ops import SharedKeys
+from octavo.ops.cuda import attention as triton_backend
+from octavo.ops.cuda.attention_cascade import SharedConfig
 
 
 class Case(NamedTuple):

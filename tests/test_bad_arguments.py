@@ -13,7 +13,7 @@ import pytest
 from model_zoo import model_directory
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig, make_config
-from octavo.engine.prepared import MAX_CACHE_SALT
+from octavo.engine.validation import MAX_CACHE_SALT
 from octavo.errors import ConfigError, EngineClosed, InvalidRequest, ModelError, OutOfMemory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -15,8 +15,8 @@ import torch
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.core.kv_spec import group_layers
-from octavo.model_config import ModelConfig
+from octavo.core.kv.specs import group_layers
+from octavo.models.config import ModelConfig
 
 NUM_TOKENS = 14
 MAX_MODEL_LEN = 80

@@ -13,7 +13,7 @@ from octavo.config import EngineConfig, make_config
 from octavo.core.sequence import Request
 from octavo.engine.engine import Engine
 from octavo.engine.interrupts import InterruptsAfter
-from octavo.engine.prepared import Params, Prompt
+from octavo.engine.validation import Params, Prompt
 from octavo.errors import InvalidRequest, shown
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
@@ -398,7 +398,7 @@ def load_engine(config: EngineConfig) -> Engine:
     """Everything that stands behind an `LLM`. Imports torch."""
     from octavo.engine.tokenizer import Tokenizer
     from octavo.executor.local import LocalExecutor
-    from octavo.model_config import ModelConfig, resolve_model
+    from octavo.models.config import ModelConfig, resolve_model
 
     directory = resolve_model(config.model)
     model_config = ModelConfig.from_directory(directory)

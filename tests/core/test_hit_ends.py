@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.worlds import BLOCK_SIZE, compute, make_manager, make_sequence
-from octavo.core.kv_spec import FullAttention, SlidingWindow
+from octavo.core.kv.specs import FullAttention, SlidingWindow
 
 PROMPT = [5, 6, 7, 8, 1, 2, 3, 4, 9, 9]
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.worlds import BLOCK_SIZE, World, compute, make_manager, make_sequence
-from octavo.core import prefix_cache, prefix_matcher
-from octavo.core.block_table import BlockTable
 from octavo.core.decoding import PinPrefix
-from octavo.core.invariants import check_manager
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.kv_spec import FullAttention, SlidingWindow
+from octavo.core.kv import prefix_cache, prefix_matcher
+from octavo.core.kv.block_table import BlockTable
+from octavo.core.kv.invariants import check_manager
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.core.sequence import Sequence
 
 TOKENS = st.lists(st.integers(0, 2), min_size=2, max_size=9)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from octavo.core.beam_search import Search, rank
 from octavo.core.decoding import BeamSearch
-from octavo.core.ranking import Search, rank
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import Candidates, SamplingSpec
 

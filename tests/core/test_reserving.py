@@ -13,11 +13,11 @@ from core.symbolic import Ask
 from core.workloads import Workload
 from core.worlds import sampling
 from octavo.config import CacheConfig, MemoryPolicyName, SchedulerConfig
-from octavo.core.extent_pool import Arena, BuddyPool
-from octavo.core.invariants import check_scheduler
-from octavo.core.kv_spec import FullAttention
-from octavo.core.memory_policy import make_kv_cache_manager
-from octavo.core.prefix_matcher import PrefixHit
+from octavo.core.kv.extent_pool import Arena, BuddyPool
+from octavo.core.kv.invariants import check_scheduler
+from octavo.core.kv.memory_policy import make_kv_cache_manager
+from octavo.core.kv.prefix_matcher import PrefixHit
+from octavo.core.kv.specs import FullAttention
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec, StepResult

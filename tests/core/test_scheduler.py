@@ -11,8 +11,8 @@ from core.symbolic import HARMFUL, Ask
 from core.worlds import BLOCK_SIZE, World, make_sequence
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.draft import PlanDraft, RowChanges
-from octavo.core.invariants import check_scheduler
-from octavo.core.kv_cache_manager import Changes
+from octavo.core.kv.invariants import check_scheduler
+from octavo.core.kv.manager import Changes
 from octavo.core.scheduler import FEW_WAITING, TOKENS_OF_FEW
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import SamplingSpec

@@ -10,10 +10,10 @@ import pytest
 from core.worlds import BLOCK_SIZE, World
 from octavo.core import draft
 from octavo.core.admission import Admission, Entry
-from octavo.core.invariants import check_scheduler
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.prefix_cache import sha256_128
-from octavo.core.prefix_matcher import PrefixHit
+from octavo.core.kv.invariants import check_scheduler
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.prefix_cache import sha256_128
+from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.scheduler import MAX_DEFERRALS
 from octavo.core.sequence import Request, Sequence, Status
 

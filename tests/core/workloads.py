@@ -16,10 +16,10 @@ from core.symbolic import (
     scores_of,
 )
 from octavo.config import SchedulerConfig
-from octavo.core.invariants import check_scheduler
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.kv_spec import FullAttention, SlidingWindow
-from octavo.core.prefix_cache import sha256_128
+from octavo.core.kv.invariants import check_scheduler
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.prefix_cache import sha256_128
+from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request
 from octavo.core.step import StepPlan, StepResult

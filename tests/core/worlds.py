@@ -9,9 +9,9 @@ from typing import Any
 from core.symbolic import SymbolicExecutor
 from octavo.config import SchedulerConfig
 from octavo.core.decoding import DecodingMethod, Sampling
-from octavo.core.invariants import check_scheduler
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.kv_spec import FullAttention, KVSpec
+from octavo.core.kv.invariants import check_scheduler
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.specs import FullAttention, KVSpec
 from octavo.core.outcomes import Progress
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence

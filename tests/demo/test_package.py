@@ -11,8 +11,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from octavo.demo import MANIFEST, demo_model_path
-from octavo.demo.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS, translation_prompt
 from octavo.errors import ModelError
+from octavo_demo.corpus import CHAT_TEMPLATE, SPECIAL_TOKENS, translation_prompt
 
 
 @pytest.fixture

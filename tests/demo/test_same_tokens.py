@@ -13,10 +13,10 @@ import transformers
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.demo import demo_model_path
-from octavo.demo.corpus import chat_prompt
-from octavo.demo.evaluate import Item, exact, question_items, translation_items
-from octavo.demo.stories import story
 from octavo.errors import RequestTooLong
+from octavo_demo.corpus import chat_prompt
+from octavo_demo.evaluate import Item, exact, question_items, translation_items
+from octavo_demo.stories import story
 
 transformers.utils.logging.disable_progress_bar()
 

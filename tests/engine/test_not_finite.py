@@ -9,9 +9,9 @@ import pytest
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from octavo.core.invariants import check_scheduler
+from octavo.core.kv.invariants import check_scheduler
 from octavo.engine.engine import Engine
-from octavo.engine.prepared import Params
+from octavo.engine.validation import Params
 from octavo.errors import LogitsNotFinite
 
 BAD = 319  # its embedding is NaN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.core.step import StepPlan, StepResult
-from octavo.engine.pacing import CAUTION, FORGETTING, MARGIN, Pacer
+from octavo.engine.step_timing import CAUTION, FORGETTING, MARGIN, Pacer
 
 DECODES = StepPlan(0, [1, 2], [1, 1], [1, 2], [])
 PROMPT = StepPlan(1, [1, 3], [1, 101], [1, 3], [])  # 100 tokens more than decodes have

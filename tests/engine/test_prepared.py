@@ -9,10 +9,10 @@ import pytest
 
 import model_zoo
 from octavo.core.step import SamplingSpec
-from octavo.engine.prepared import PreparedRequest, RequestPreparer
 from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.validation import PreparedRequest, RequestPreparer
 from octavo.errors import InvalidRequest
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.sampling_params import SamplingParams
 
 

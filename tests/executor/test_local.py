@@ -16,7 +16,7 @@ from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, Tabl
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.executor.base import Executor
 from octavo.executor.local import LocalExecutor
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.worker.model_runner import ModelRunner
 
 SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)

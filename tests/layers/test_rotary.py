@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from octavo.json_fields import Fields
 from octavo.layers.rotary import rotary_table
-from octavo.model_rotary import read_rotary
+from octavo.models.rope_scaling import read_rotary
 
 HEAD_DIM = 32
 MAX_POSITIONS = 1024

@@ -13,8 +13,8 @@ from octavo.layers.activation import ACTIVATIONS, GATED_ACTIVATIONS
 from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, RMSNorm, add_parts
-from octavo.model_families import GATED_ACTIVATIONS as GATED_NAMES
-from octavo.model_families import PLAIN_ACTIVATIONS as PLAIN_NAMES
+from octavo.models.families import GATED_ACTIVATIONS as GATED_NAMES
+from octavo.models.families import PLAIN_ACTIVATIONS as PLAIN_NAMES
 
 DTYPES = [torch.float32, torch.bfloat16]
 ON_GPU = [

@@ -7,8 +7,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from octavo.attention import AttentionBatch, LayerPlace, load_backend
 from octavo.models.base import CausalLM
+from octavo.ops import AttentionBatch, LayerPlace, load_backend
 
 BLOCK_SIZE = 8
 

@@ -21,7 +21,7 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError, OutOfMemory
 from octavo.json_fields import Fields
 from octavo.layers.rotary import rotary_table
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.models.loader import build_model, load_weights
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import model_zoo
 from octavo.errors import ModelError
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.models.loader import build_model, fill_with_noise, load_model, load_weights
 from octavo.models.registry import MODELS
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import model_zoo
-from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
+from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
 
 TOLERANCE = 1e-4

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from octavo.core.kv_spec import FullAttention, SlidingWindow
+from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
-from octavo.model_config import ModelConfig, RotaryConfig, resolve_model
+from octavo.models.config import ModelConfig, RotaryConfig, resolve_model
 
 GPT2 = {
     "activation_function": "gelu_new",
@@ -556,7 +556,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from octavo.model_config import ModelConfig; import octavo.models.registry;"
+        "import sys; from octavo.models.config import ModelConfig; import octavo.models.registry;"
         f"ModelConfig.from_directory({str(write(tmp_path, GPT2))!r}).num_parameters();"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )

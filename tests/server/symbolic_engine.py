@@ -17,15 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from core.symbolic import SymbolicExecutor, chain, drawn_token
 from octavo.config import EngineConfig
-from octavo.core.kv_spec import FullAttention, group_layers
+from octavo.core.kv.specs import FullAttention, group_layers
 from octavo.core.sequence import Request
 from octavo.core.step import FinishedStep, PendingStep, StepPlan
 from octavo.engine.engine import Engine
-from octavo.engine.prepared import PreparedRequest
+from octavo.engine.validation import PreparedRequest
 from octavo.errors import ModelError
 from octavo.executor.base import KVCapacity
-from octavo.model_config import ModelConfig, resolve_model
-from octavo.server import engine_loop
+from octavo.models.config import ModelConfig, resolve_model
+from octavo.server.engine_process import loop as engine_loop
 from octavo.worker.memory import MemoryBudget
 
 FLAGS = {

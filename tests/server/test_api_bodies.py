@@ -17,16 +17,16 @@ from starlette.types import Message
 
 from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.server.api import bodies
-from octavo.server.api.bodies import decode_body, read_body
-from octavo.server.api.context import Context
-from octavo.server.api.conversations import conversation_prompt
-from octavo.server.api.errors import ApiError, ClientGone
-from octavo.server.api.keys import ApiKeys, Tenant, read_key_file
-from octavo.server.api.params import chat_params, check_streaming, completion_params
-from octavo.server.api.requests import MESSAGE_REFUSALS, ChatBody, ChatMessage, CompletionBody
-from octavo.server.api.token_texts import TokenTexts
-from octavo.server.client import EngineClient
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.http import bodies
+from octavo.server.http.bodies import decode_body, read_body
+from octavo.server.http.context import Context
+from octavo.server.http.conversations import conversation_prompt
+from octavo.server.http.errors import ApiError, ClientGone
+from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
+from octavo.server.http.params import chat_params, check_streaming, completion_params
+from octavo.server.http.requests import MESSAGE_REFUSALS, ChatBody, ChatMessage, CompletionBody
+from octavo.server.http.token_texts import TokenTexts
 from octavo.server.settings import Listening, ServerSettings
 from octavo.server.text_work import TextWork
 from server.clients import run

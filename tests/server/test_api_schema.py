@@ -13,7 +13,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from octavo.server.api.schema import EXAMPLE_ORIGIN
+from octavo.server.http.schema import EXAMPLE_ORIGIN
 from server.live_server import LiveServer
 
 CHECKS = [

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from octavo.server import http_protocol
-from octavo.server.http_protocol import MIN_BODY_RATE
-from octavo.server.http_server import MAX_SPARE, HttpServer
+from octavo.server.http import protocol as http_protocol
+from octavo.server.http.listener import MAX_SPARE, HttpServer
+from octavo.server.http.protocol import MIN_BODY_RATE
 from octavo.server.run import http_config
 from octavo.server.settings import ConnectionLimits, Listening
 from server.clients import run

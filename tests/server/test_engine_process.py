@@ -17,16 +17,23 @@ from core.symbolic import EOS, Ask, expected_beams, expected_samples
 from octavo.config import make_config
 from octavo.engine.engine import Engine
 from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
-from octavo.engine.prepared import RequestPreparer
+from octavo.engine.validation import RequestPreparer
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
-from octavo.model_config import ModelConfig, resolve_model
+from octavo.models.config import ModelConfig, resolve_model
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.server.channel import Channel
-from octavo.server.client import Listener, Supervision
-from octavo.server.engine_loop import EngineLoop
-from octavo.server.journal import OpenRequest
-from octavo.server.messages import Abort, Add, Command, StepReport, decode_message, encode
+from octavo.server.engine_process.channel import Channel
+from octavo.server.engine_process.client import Listener, Supervision
+from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.engine_process.loop import EngineLoop
+from octavo.server.engine_process.messages import (
+    Abort,
+    Add,
+    Command,
+    StepReport,
+    decode_message,
+    encode,
+)
 from server.clients import (
     BLOCK_SIZE,
     assert_nothing_is_held,

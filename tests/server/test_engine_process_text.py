@@ -15,7 +15,7 @@ from octavo import LLM
 from octavo.config import make_config
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.server.client import EngineClient
+from octavo.server.engine_process.client import EngineClient
 from server.clients import assert_nothing_is_held, kill, run
 
 OPTIONS: dict[str, Any] = {"num_blocks": 256, "swap_space": 1 << 24, "num_threads": 1}

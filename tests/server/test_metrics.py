@@ -19,11 +19,11 @@ from octavo.errors import (
     RequestTooLong,
     Unavailable,
 )
-from octavo.server.api.errors import add_error_handlers
-from octavo.server.client import EngineClient
-from octavo.server.logs import JsonFormatter, TextFormatter
-from octavo.server.messages import StepReport
-from octavo.server.observation import Observation
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.messages import StepReport
+from octavo.server.http.errors import add_error_handlers
+from octavo.server.observability.logs import JsonFormatter, TextFormatter
+from octavo.server.observability.observation import Observation
 from server.observed import FakeClient, admitted, open_request, output_of, snapshot, view
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -216,7 +216,7 @@ def test_finished_requests_are_forgotten_in_order(seen: Observation) -> None:
 
 def test_log_lines(seen: Observation, caplog: pytest.LogCaptureFixture) -> None:
     # By its own handler: a command that ran before may have cut octavo's log off from the root.
-    log = logging.getLogger("octavo.server.logs")
+    log = logging.getLogger("octavo.server.observability.logs")
     caplog.set_level(logging.INFO, logger=log.name)
     log.addHandler(caplog.handler)
     run_one_request(seen)

@@ -16,15 +16,15 @@ from msgspec import structs
 
 from octavo.engine.events import Copied
 from octavo.engine.snapshot import Snapshot
-from octavo.server.api.errors import add_error_handlers
-from octavo.server.api.gate import Gate
-from octavo.server.api.keys import ApiKeys
-from octavo.server.client import EngineClient, Health
-from octavo.server.feed import MAX_EVENTS, MAX_VIEWERS, Feed
-from octavo.server.metrics import Metrics
-from octavo.server.observation import Observation
-from octavo.server.pages import pages_router
-from octavo.server.playpool import TEXTBOOK
+from octavo.server.engine_process.client import EngineClient, Health
+from octavo.server.engine_process.feed import MAX_EVENTS, MAX_VIEWERS, Feed
+from octavo.server.http.errors import add_error_handlers
+from octavo.server.http.gate import Gate
+from octavo.server.http.keys import ApiKeys
+from octavo.server.http.pages import pages_router
+from octavo.server.http.playpool import TEXTBOOK
+from octavo.server.observability.metrics import Metrics
+from octavo.server.observability.observation import Observation
 from octavo.server.settings import ServerSettings
 from server.observed import NUM_BLOCKS, FakeClient, admitted, engine_info, snapshot, view
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from octavo.core.invariants import check_manager
+from octavo.core.kv.invariants import check_manager
 from octavo.errors import InvalidRequest
-from octavo.server.playpool import (
+from octavo.server.http.playpool import (
     BLOCK_SIZE,
     MAX_OPERATIONS,
     NUM_BLOCKS,

@@ -53,7 +53,7 @@ def test_what_fails_at_the_start_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(_: Any) -> None:
         raise RuntimeError("the loop cannot watch it")
 
-    monkeypatch.setattr("octavo.server.http_server.HttpServer.start", fail)
+    monkeypatch.setattr("octavo.server.http.listener.HttpServer.start", fail)
     client: Any = SimpleNamespace(start=nothing, close=nothing)
     listening = Listening(port=0)
     with bind(listening) as listener:

@@ -9,13 +9,13 @@ from typing import cast
 import pytest
 
 from octavo.core.step import SamplingSpec, TokenLogprobs
-from octavo.engine.prepared import PreparedRequest
+from octavo.engine.validation import PreparedRequest
 from octavo.outputs import SequenceDelta
 from octavo.sampling_params import SamplingParams
-from octavo.server.delivery import Delivery
-from octavo.server.exchange import Exchange
-from octavo.server.journal import OpenRequest, Sample
-from octavo.server.messages import Delta
+from octavo.server.engine_process.delivery import Delivery
+from octavo.server.engine_process.exchange import Exchange
+from octavo.server.engine_process.journal import OpenRequest, Sample
+from octavo.server.engine_process.messages import Delta
 from octavo.server.stream import MAX_DELTA_TOKENS, RequestStream
 from server.clients import run
 

@@ -16,16 +16,10 @@ import pytest
 
 from core.symbolic import EOS, Ask, expected_beams
 from octavo.config import make_config
-from octavo.errors import (
-    EngineFailed,
-    LogitsNotFinite,
-    ModelError,
-    RequestFailed,
-    Unavailable,
-)
+from octavo.errors import EngineFailed, LogitsNotFinite, ModelError, RequestFailed, Unavailable
 from octavo.sampling_params import BeamSearchParams
-from octavo.server.client import EngineClient, Supervision
-from octavo.server.metrics import Metrics
+from octavo.server.engine_process.client import EngineClient, Supervision
+from octavo.server.observability.metrics import Metrics
 from server.clients import (
     PROGRAM,
     SECONDS,
@@ -296,8 +290,8 @@ def test_want_of_files_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPat
             good = asyncio.create_task(complete(client, [1, 2, 3], 200))
             while client.gauges.step_seqs == 0:
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr("octavo.server.process.socket.socketpair", exhausted)
-            monkeypatch.setattr("octavo.server.supervisor.NO_ROOM_SECONDS", 0.01)
+            monkeypatch.setattr("octavo.server.engine_process.process.socket.socketpair", exhausted)
+            monkeypatch.setattr("octavo.server.engine_process.supervisor.NO_ROOM_SECONDS", 0.01)
             os.kill(client.info.pid, signal.SIGKILL)
             await good
             assert (num_attempts, client.info.num_restarts) == (6, 1)

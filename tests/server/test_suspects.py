@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from octavo.core.step import SamplingSpec
-from octavo.engine.prepared import BeamSpec, PreparedRequest
-from octavo.server.journal import Journal, OpenRequest, Sample
-from octavo.server.process import Death
-from octavo.server.suspects import MAX_KILLS_ALONE, Suspects
+from octavo.engine.validation import BeamSpec, PreparedRequest
+from octavo.server.engine_process.journal import Journal, OpenRequest, Sample
+from octavo.server.engine_process.process import Death
+from octavo.server.engine_process.quarantine import MAX_KILLS_ALONE, Suspects
 
 CRASH = Death("it crashed", is_kill_from_outside=False)
 KILL = Death("it was killed", is_kill_from_outside=True)

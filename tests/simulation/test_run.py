@@ -17,7 +17,7 @@ from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.step import StepPlan, TokenWrites
 from octavo.errors import ConfigError, OutOfMemory, RequestTooLong
 from octavo.executor.local import LocalExecutor
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.simulation.config import SimulationConfig
 from octavo.simulation.cost_model import PAPER_2023
 from octavo.simulation.executor import SimulatedExecutor, SimulatedStep

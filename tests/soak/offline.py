@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from octavo.core.invariants import check_scheduler
+from octavo.core.kv.invariants import check_scheduler
 from octavo.core.sequence import Request
 from octavo.engine.snapshot import take_snapshot
 from octavo.errors import InvalidRequest

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.attention import AttentionBackend, LayerSpec, load_backend
-from octavo.core.kv_spec import FullAttention, SlidingWindow, group_layers
+from octavo.core.kv.specs import FullAttention, SlidingWindow, group_layers
 from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, TableWrite
+from octavo.ops import AttentionBackend, LayerSpec, load_backend
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.model_runner import ModelRunner

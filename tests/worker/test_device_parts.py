@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.attention import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
 from octavo.core.step import BlockCopy, StepPlan
-from octavo.kernels.sampling import NO_TOKEN
-from octavo.worker import shared_blocks
+from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
+from octavo.ops.cuda.sampling import NO_TOKEN
+from octavo.worker import cascade as shared_blocks
 from octavo.worker.block_tables import DeviceTables, HostTables
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_sampler import Choice, GpuSampler

@@ -15,22 +15,24 @@ import torch
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
-from octavo.attention import PaddedSizes, load_backend
-from octavo.attention import triton as triton_backend
 from octavo.config import EngineConfig, make_config
-from octavo.core.kv_spec import FullAttention, group_layers
+from octavo.core.kv.specs import FullAttention, group_layers
 from octavo.core.step import PendingStep, StepPlan
 from octavo.engine.engine import Engine
 from octavo.errors import OutOfMemory
 from octavo.executor.base import KVCapacity
-from octavo.kernels import attention_decode, attention_shared
-from octavo.kernels.attention_shared import shared_attention
-from octavo.kernels.sampling import DeviceDraws
 from octavo.llm import load_engine
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
+from octavo.ops import PaddedSizes, load_backend
+from octavo.ops.cuda import attention as triton_backend
+from octavo.ops.cuda import attention_cascade as attention_shared
+from octavo.ops.cuda import attention_decode
+from octavo.ops.cuda.attention_cascade import shared_attention
+from octavo.ops.cuda.sampling import DeviceDraws
 from octavo.outputs import RequestOutput
-from octavo.worker import gpu_sampler, shared_blocks
+from octavo.worker import cascade as shared_blocks
+from octavo.worker import gpu_sampler
 from octavo.worker.graphs import Graphs
 from octavo.worker.logit_edits import EditedRow
 from octavo.worker.sampler import SamplingBatch, draw

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from octavo.config import GIB, CacheConfig
-from octavo.core.kv_spec import FullAttention, SlidingWindow, group_layers
+from octavo.core.kv.specs import FullAttention, SlidingWindow, group_layers
 from octavo.errors import OutOfMemory
 from octavo.worker.memory import (
     FixedMemory,

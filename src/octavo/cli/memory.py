@@ -59,7 +59,7 @@ class Budget:
     """A memory budget, and what it is good for."""
 
     def __init__(self, config: Any, model_config: Any, dtype: str, total: int) -> None:
-        from octavo.core.kv_spec import group_layers
+        from octavo.core.kv.specs import group_layers
         from octavo.worker.memory import (
             FixedMemory,
             KVShape,
@@ -92,7 +92,7 @@ class Budget:
     def of(cls, model: str, device_memory: int | None, engine: dict[str, Any]) -> Budget:
         """Raises ConfigError, ModelError or OutOfMemory like the engine itself."""
         from octavo.config import make_config
-        from octavo.model_config import ModelConfig, resolve_model
+        from octavo.models.config import ModelConfig, resolve_model
         from octavo.worker.host_memory import host_memory
 
         config = make_config(model, **engine)

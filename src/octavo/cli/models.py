@@ -23,7 +23,7 @@ NOTES = {
 def models(as_json: bool) -> None:
     """List the model families and the options that octavo knows."""
     from octavo.config import DTypeName, LoadFormat, PolicyName, PreemptionMode
-    from octavo.model_families import FAMILIES
+    from octavo.models.families import FAMILIES
     from octavo.models.registry import MODELS
 
     if as_json:

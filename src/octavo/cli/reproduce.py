@@ -51,12 +51,12 @@ def reproduce(
     FIGURES are table1, fig2, fig11, fig12, ... fig19, or all (the default). No GPU is needed.
     Results are kept, and computed again only when the code behind them changes.
     """
-    from octavo.evaluation.drawing import require_matplotlib
-    from octavo.evaluation.figures import FIGURES, find_figure
-    from octavo.evaluation.jobs import Store, default_cache_directory, run_jobs
-    from octavo.evaluation.page import write_page
-    from octavo.evaluation.report import load, save
-    from octavo.evaluation.scale import FULL, QUICK
+    from octavo_paper.drawing import require_matplotlib
+    from octavo_paper.figures import FIGURES, find_figure
+    from octavo_paper.jobs import Store, default_cache_directory, run_jobs
+    from octavo_paper.page import write_page
+    from octavo_paper.report import load, save
+    from octavo_paper.scale import FULL, QUICK
 
     names = FIGURES if not figures or "all" in figures else tuple(dict.fromkeys(figures))
     scale = (FULL if full else QUICK).with_measurements(measurements or out / "measurements")

@@ -157,11 +157,11 @@ def serve(
     import logging
 
     from octavo.config import make_config
-    from octavo.server.api.keys import ApiKeys, read_key_file
-    from octavo.server.logs import set_up_logs
+    from octavo.server.engine_process.supervisor import Supervision
+    from octavo.server.http.keys import ApiKeys, read_key_file
+    from octavo.server.observability.logs import set_up_logs
     from octavo.server.run import is_loopback, run_server
     from octavo.server.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
-    from octavo.server.supervisor import Supervision
 
     def given(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: options[name] for name in names if options[name] is not None}

@@ -27,9 +27,9 @@ from octavo.cli.simulation_options import (
 )
 
 if TYPE_CHECKING:
-    from octavo.evaluation.workloads import WorkloadSpec
     from octavo.simulation.config import SimulationConfig
     from octavo.simulation.planning import Fleet, Refusal, Target
+    from octavo.simulation.workloads import WorkloadSpec
 
 
 @click.command()
@@ -145,7 +145,7 @@ def _simulate_once(config: SimulationConfig, spec: WorkloadSpec, options: Option
     result.settings = _settings(options)
     click.echo(json.dumps(result.to_values()) if options["as_json"] else simulation_text(result))
     if options["plot"]:
-        from octavo.evaluation.run_plots import plot_run
+        from octavo.simulation.plots import plot_run
 
         plot_run(result, options["plot"])
 
@@ -172,7 +172,7 @@ def _search(config: SimulationConfig, spec: WorkloadSpec, target: Target, option
     else:
         click.echo(highest_rate_text(found))
     if options["plot"]:
-        from octavo.evaluation.run_plots import plot_search
+        from octavo.simulation.plots import plot_search
 
         plot_search(found, options["plot"])
     if not found.rate:

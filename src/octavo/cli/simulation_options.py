@@ -12,9 +12,9 @@ import click
 from octavo.cli.options import engine_options
 
 if TYPE_CHECKING:
-    from octavo.evaluation.workloads import Workload, WorkloadSpec
     from octavo.simulation.config import SimulationConfig
     from octavo.simulation.planning import Target
+    from octavo.simulation.workloads import Workload, WorkloadSpec
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Options = dict[str, Any]
@@ -108,11 +108,11 @@ def simulation_options(*groups: list[Any]) -> Callable[[Command], Command]:
 
 def make_simulation_config(options: Options, engine: Options, num_gpus: int) -> SimulationConfig:
     from octavo.config import make_config
-    from octavo.evaluation.paper_software import PAPER_SOFTWARE
     from octavo.simulation.calibration import read_calibration
     from octavo.simulation.config import SimulationConfig
     from octavo.simulation.cost_model import Coefficients
     from octavo.simulation.gpus import find_gpu
+    from octavo_paper.paper_software import PAPER_SOFTWARE
 
     made = make_config(options["model"], **engine)
     overlaps = options["software"] == "octavo" and options["gpu"] != "cpu"
@@ -138,7 +138,7 @@ def make_simulation_config(options: Options, engine: Options, num_gpus: int) -> 
 
 
 def make_workload_spec(options: Options, seed: int, needs_rate: bool) -> WorkloadSpec:
-    from octavo.evaluation.workloads import WorkloadSpec
+    from octavo.simulation.workloads import WorkloadSpec
 
     rate, duration = options["rate"], options["duration"]
     if needs_rate and rate is None:
@@ -175,8 +175,8 @@ def build_workload(spec: WorkloadSpec, config: SimulationConfig, skip_long: bool
     from dataclasses import replace
 
     from octavo.errors import RequestTooLong
-    from octavo.evaluation.workloads import build
     from octavo.simulation.run import longest_sequence
+    from octavo.simulation.workloads import build
 
     workload = build(spec)
     if not skip_long:

@@ -10,9 +10,9 @@ from enum import Enum, auto
 from octavo.config import SchedulerConfig
 from octavo.core import regrow
 from octavo.core.draft import PlanDraft
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.policy import SchedulingPolicy
-from octavo.core.prefix_matcher import PrefixHit
 from octavo.core.queues import Queues
 from octavo.core.sequence import Request, Status
 

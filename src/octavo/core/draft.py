@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from itertools import compress
 
-from octavo.core.block_table import BlockTable
+from octavo.core.beam_search import Search
 from octavo.core.decoding import Searching
-from octavo.core.kv_cache_manager import Changes
-from octavo.core.ranking import Search
+from octavo.core.kv.block_table import BlockTable
+from octavo.core.kv.manager import Changes
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from octavo.config import SchedulerConfig
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.sequence import Request
 from octavo.errors import RequestTooLong
 

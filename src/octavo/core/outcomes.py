@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from octavo.core.beam_search import Search, rank
 from octavo.core.draft import PlanDraft, RowChanges
-from octavo.core.kv_cache_manager import KVCacheManager
-from octavo.core.ranking import Search, rank
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import Candidates, StepResult
 from octavo.errors import RequestFailed

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.sequence import Sequence
 from octavo.core.step import StepPlan, StepResult
 

@@ -13,7 +13,7 @@ from octavo.config import SchedulerConfig
 from octavo.core import regrow
 from octavo.core.admission import Admission, Entry
 from octavo.core.draft import PlanDraft, RowChanges
-from octavo.core.kv_cache_manager import KVCacheManager
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.limits import Limits
 from octavo.core.outcomes import Outcomes, Progress
 from octavo.core.policy import POLICIES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from octavo.core.block_table import BlockTable
-from octavo.core.prefix_cache import PrefixNode
+from octavo.core.kv.block_table import BlockTable
+from octavo.core.kv.prefix_cache import PrefixNode
 from octavo.core.step import SamplingSpec, TokenLogprobs
 from octavo.errors import RequestFailed
 

@@ -29,7 +29,7 @@ def demo_model_path(directory: Path = _DIRECTORY) -> Path:
     return directory
 
 
-_ADVICE = "reinstall octavo, or train the model again with `python -m octavo.demo.train`"
+_ADVICE = "reinstall octavo, or train the model again with `python -m octavo_demo.train`"
 
 
 def _check(path: Path, size: int, sha256: str) -> None:

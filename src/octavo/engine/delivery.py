@@ -9,8 +9,8 @@ from octavo.core.outcomes import Progress
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.engine.output_text import OutputText
-from octavo.engine.prepared import Params
 from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.validation import Params
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput, StepOutput
 from octavo.sampling_params import SamplingParams
 

@@ -9,7 +9,7 @@ from itertools import count
 
 from octavo.config import EngineConfig
 from octavo.core.decoding import PinPrefix
-from octavo.core.memory_policy import make_kv_cache_manager
+from octavo.core.kv.memory_policy import make_kv_cache_manager
 from octavo.core.outcomes import Progress
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request
@@ -17,18 +17,18 @@ from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
 from octavo.engine.delivery import Delivery
 from octavo.engine.garbage import collecting_later
 from octavo.engine.interrupts import InterruptsAfter
-from octavo.engine.pacing import Pacer
-from octavo.engine.prepared import (
+from octavo.engine.step_timing import Pacer
+from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.validation import (
     Params,
     PreparedRequest,
     Prompt,
     RequestPreparer,
     check_cache_salt,
 )
-from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, shown
 from octavo.executor.base import Executor
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.outputs import RequestOutput, StepOutput
 from octavo.sampling_params import valid_text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from octavo.core import regrow
+from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.outcomes import Progress
-from octavo.core.prefix_matcher import PrefixHit
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine

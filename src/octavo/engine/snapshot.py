@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.core.block_pool import BlockPool
+from octavo.core.kv.block_pool import BlockPool
 from octavo.core.sequence import Request, Sequence
 from octavo.engine.engine import Engine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.core.kv_spec import KVLayout
+from octavo.core.kv.specs import KVLayout
 from octavo.core.step import PendingStep, StepPlan
 from octavo.worker.memory import MemoryBudget
 

@@ -8,7 +8,7 @@ from octavo.config import EngineConfig
 from octavo.core.step import PendingStep, StepPlan
 from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.worker.host_memory import limited_spinning
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.layers.cpu_ops import silu_mul
+from octavo.ops.cpu.row_ops import silu_mul
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ multiples of our kernel's time for 1, 16, 64 and 512 tokens, 1,024 by 6,144 weig
   F.linear         fp32 2.4, 3.1, 2.7, 2.4   bf16 3.1, 2.0, 1.4, 1.1
 Ours fetches the next weights while it computes with these, and its sums never depend on the batch.
 
-On a GPU a weight stays as it is: kernels/linear.py chooses between our kernels and F.linear.
+On a GPU a weight stays as it is: ops/cuda/linear.py chooses between our kernels and F.linear.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.layers.cpu_ops import silu_mul
+from octavo.ops.cpu.row_ops import silu_mul
 
 # For how many tokens oneDNN arranges a weight: 16 to 512 gave the same speed at every size, while
 # 1 halves that of larger batches.
@@ -84,7 +84,7 @@ class Linear(nn.Module):
             return self._packed.multiply(x, self.bias)
         assert self.weight is not None
         if x.device.type == "cuda":
-            from octavo.kernels.linear import linear
+            from octavo.ops.cuda.linear import linear
 
             return linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
@@ -92,7 +92,7 @@ class Linear(nn.Module):
     def forward_activated(self, x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
         """activation(forward(x)); on a GPU in one kernel where there is one."""
         if x.device.type == "cuda" and activation in (F.relu, silu_mul):
-            from octavo.kernels.linear import linear
+            from octavo.ops.cuda.linear import linear
 
             assert self.weight is not None
             name: Literal["relu", "silu_mul"] = "relu" if activation is F.relu else "silu_mul"
@@ -105,7 +105,7 @@ class Linear(nn.Module):
         Parts are [num_parts, num_tokens, out_features].
         """
         if x.device.type == "cuda":
-            from octavo.kernels.linear import linear_parts
+            from octavo.ops.cuda.linear import linear_parts
 
             assert self.weight is not None
             return linear_parts(x, self.weight, self.bias)
@@ -123,7 +123,7 @@ class MergedLinear(Linear):
 def pack(weight: Tensor) -> Packed | None:
     """A packed copy of W [out_features, in_features]; None where F.linear is all there is."""
     if has_own_kernel(weight):
-        from octavo.layers.cpu_linear import PackedWeight
+        from octavo.ops.cpu.linear import PackedWeight
 
         return PackedWeight(weight)
     return OneDnnWeight(weight) if has_onednn(weight) else None
@@ -133,7 +133,7 @@ def has_own_kernel(weight: Tensor) -> bool:
     """Whether cpu_linear.py serves such a weight here."""
     if weight.device.type != "cpu" or find_spec("numba") is None:
         return False
-    from octavo.layers.cpu_linear import can_pack
+    from octavo.ops.cpu.linear import can_pack
 
     return can_pack(weight)
 

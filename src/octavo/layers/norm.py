@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.layers.cpu_ops import add_rms_norm, rms_norm
+from octavo.ops.cpu.row_ops import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         `residual`. On a GPU hidden may come in parts that are added up (Linear.forward_parts).
         """
         if hidden.device.type == "cuda":
-            from octavo.kernels import norm
+            from octavo.ops.cuda import norm
 
             normed = norm.rms_norm(hidden, self.weight, self.eps, residual)
             return normed, hidden if residual is None else residual
@@ -46,7 +46,7 @@ class LayerNorm(nn.Module):
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(hidden + residual), hidden + residual), as RMSNorm.forward."""
         if hidden.device.type == "cuda":
-            from octavo.kernels import norm
+            from octavo.ops.cuda import norm
 
             normed = norm.layer_norm(hidden, self.weight, self.bias, self.eps, residual)
             return normed, hidden if residual is None else residual

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.attention import RotaryTable
-from octavo.model_config import RotaryConfig
+from octavo.models.config import RotaryConfig
+from octavo.ops import RotaryTable
 
 
 def rotary_table(

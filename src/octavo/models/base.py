@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.attention import AttentionBackend, LayerSpec
 from octavo.layers.embedding import Embedding, LMHead
 from octavo.layers.linear import Linear, MergedLinear
 from octavo.layers.norm import LayerNorm, RMSNorm
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
+from octavo.ops import AttentionBackend, LayerSpec
 
 # Names in a checkpoint -> where each tensor goes: a parameter or a view of one, in the shape that
 # the file has. A parameter may have several names (tied embeddings); one of them must be there.

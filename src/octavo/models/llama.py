@@ -9,13 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octavo.attention import AttentionBackend, LayerSpec, RotaryTable
 from octavo.layers.activation import GATED_ACTIVATIONS
 from octavo.layers.embedding import Embedding, LMHead
 from octavo.layers.linear import Linear, MergedLinear
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import rotary_table
-from octavo.model_config import ModelConfig
 from octavo.models.base import (
     CausalLM,
     WeightTargets,
@@ -27,6 +25,8 @@ from octavo.models.base import (
     module_targets,
     split_heads,
 )
+from octavo.models.config import ModelConfig
+from octavo.ops import AttentionBackend, LayerSpec, RotaryTable
 
 PREFIXES = ("model.",)
 # Old checkpoints carry the rotary frequencies, which follow from the config.

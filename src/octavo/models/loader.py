@@ -21,8 +21,8 @@ from octavo.errors import ModelError, shown
 from octavo.json_fields import read_json
 from octavo.layers.linear import Linear, MergedLinear
 from octavo.layers.norm import LayerNorm, RMSNorm
-from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
+from octavo.models.config import ModelConfig
 from octavo.models.registry import MODELS
 
 SINGLE_FILE = "model.safetensors"

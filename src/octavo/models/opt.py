@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octavo.attention import AttentionBackend, LayerSpec
 from octavo.layers.activation import ACTIVATIONS
 from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
 from octavo.layers.linear import Linear
 from octavo.layers.norm import LayerNorm, add_parts
-from octavo.model_config import ModelConfig
 from octavo.models.base import (
     CausalLM,
     WeightTargets,
@@ -22,6 +20,8 @@ from octavo.models.base import (
     module_targets,
     split_heads,
 )
+from octavo.models.config import ModelConfig
+from octavo.ops import AttentionBackend, LayerSpec
 
 PREFIXES = ("model.decoder.", "decoder.")
 IGNORED = ("version",)  # of the file format that Meta trained with

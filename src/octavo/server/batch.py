@@ -24,7 +24,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from octavo.errors import InvalidRequest
-from octavo.server.api.errors import ApiError, refused
+from octavo.server.http.errors import ApiError, refused
 
 T = TypeVar("T")
 

@@ -21,15 +21,15 @@ from fastapi import FastAPI
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.server.app import create_app
 from octavo.server.batch import Batch, Tally, run_batch
-from octavo.server.client import EngineClient
-from octavo.server.files import raise_file_limit
-from octavo.server.http_protocol import BoundedHttp
-from octavo.server.http_server import RESERVED_FILES, HttpServer
-from octavo.server.observation import Observation
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.http.app import create_app
+from octavo.server.http.listener import RESERVED_FILES, HttpServer
+from octavo.server.http.open_files import raise_file_limit
+from octavo.server.http.protocol import BoundedHttp
+from octavo.server.observability.observation import Observation
 from octavo.server.settings import ConnectionLimits, Listening, ServerSettings
-from octavo.server.supervisor import Supervision
 
 CLOSE_SECONDS = 2  # for connections to end once their requests have
 BACKLOG = 1 << 16  # connections that wait to be taken; the system may allow fewer (somaxconn)

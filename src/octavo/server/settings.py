@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from octavo.errors import ConfigError
-from octavo.server.api.keys import ApiKeys
+from octavo.server.http.keys import ApiKeys
 
 MIB = 1 << 20
 DAY = 86_400.0  # seconds

@@ -12,8 +12,8 @@ from octavo.engine.output_text import OutputText
 from octavo.engine.tokenizer import Tokenizer
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.server import messages as m
-from octavo.server.journal import OpenRequest, Sample, pack_logprobs, unpack_logprobs
+from octavo.server.engine_process import messages as m
+from octavo.server.engine_process.journal import OpenRequest, Sample, pack_logprobs, unpack_logprobs
 
 StreamEvent = SequenceDelta | RequestOutput
 # Tokens. What a slow reader has not read is merged up to here, so that a connection's buffer, which

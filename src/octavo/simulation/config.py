@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.config import CacheConfig, DTypeName, EngineConfig, SchedulerConfig
-from octavo.core.kv_spec import group_layers
+from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
 from octavo.simulation.models import DTYPE_BYTES, find_model

@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 
-from octavo.core.kv_spec import group_layers
+from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.simulation.gpus import GPU
 from octavo.simulation.models import DTYPE_BYTES
 from octavo.simulation.step_shape import StepShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.errors import ModelError
-from octavo.model_config import ModelConfig, resolve_model
+from octavo.models.config import ModelConfig, resolve_model
 
 DIRECTORY = Path(__file__).parent / "models"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -23,7 +23,7 @@ from octavo.core.outcomes import Progress
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError, TraceError
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 from octavo.simulation.cost_model import ModelSize
 from octavo.simulation.step_shape import RowLengths, StepShape
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import SharedKeys, Staging
-from octavo.worker.shared_blocks import SharedKeysFinder
+from octavo.ops import SharedKeys, Staging
+from octavo.worker.cascade import SharedKeysFinder
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import AttentionBackend, AttentionBatch, PaddedSizes, SharedKeys
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
-from octavo.kernels.rows import fill_pending, keep_tokens
 from octavo.models.base import CausalLM
+from octavo.ops import AttentionBackend, AttentionBatch, PaddedSizes, SharedKeys
+from octavo.ops.cuda.pending_tokens import fill_pending, keep_tokens
 from octavo.worker.block_tables import DeviceTables
 from octavo.worker.device_clock import Moment
 from octavo.worker.device_kv_cache import DeviceKVCache

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import Candidates, TokenLogprobs
-from octavo.kernels.candidates import MAX_CANDIDATES, best_tokens
-from octavo.kernels.sampling import DeviceDraws, sample
+from octavo.ops.cuda.sampling import DeviceDraws, sample
+from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, best_tokens
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
 from octavo.worker.sampler import SamplingBatch, candidates_of

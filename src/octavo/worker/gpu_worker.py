@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import torch
 from triton.runtime.errors import OutOfResources
 
-from octavo.attention import AttentionBackend, load_backend
 from octavo.config import EngineConfig
-from octavo.core.kv_spec import SlidingWindow, group_layers
+from octavo.core.kv.specs import SlidingWindow, group_layers
 from octavo.core.step import OpenedRow, PendingStep, SamplingSpec, StepPlan, TableWrite
 from octavo.errors import ConfigError, OutOfMemory
-from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
+from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
+from octavo.ops import AttentionBackend, load_backend
 from octavo.worker.block_tables import DeviceTables
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_runner import GpuParts, GpuRunner

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from octavo.attention import PaddedSizes
+from octavo.ops import PaddedSizes
 
 MOST_MIXED_TOKENS = 2048  # launched one by one, so many take the host half as long as the device
 ROOM_FOR_PROMPTS = 512  # tokens beside as many decodes as may run

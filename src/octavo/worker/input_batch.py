@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention import AttentionBatch, HostStaging, Staging
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
+from octavo.ops import AttentionBatch, HostStaging, Staging
 from octavo.worker.block_tables import BlockTables, HostTables, widen
 from octavo.worker.logit_edits import EditedRow, follows_text, has_edits
 from octavo.worker.sampler import SamplingBatch

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
-from octavo.core.kv_spec import KVLayout
+from octavo.core.kv.specs import KVLayout
 from octavo.errors import OutOfMemory
-from octavo.model_config import ModelConfig
+from octavo.models.config import ModelConfig
 
 CPU_CACHE_SHARE = 0.4  # of the memory left when weights and activations are paid
 CPU_CACHE_LIMIT = 4 * GIB  # of the default on a CPU, where other programs live too

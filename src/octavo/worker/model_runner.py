@@ -7,9 +7,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from octavo.attention import AttentionBackend
 from octavo.core.step import StepPlan, StepResult
 from octavo.models.base import CausalLM
+from octavo.ops import AttentionBackend
 from octavo.worker.input_batch import InputBatch, at_least_one
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.prompt_scores import not_finite, score_prompts

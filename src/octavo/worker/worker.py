@@ -10,20 +10,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from octavo.attention import BACKENDS, AttentionBackend, LayerPlace, load_backend
 from octavo.config import EngineConfig
-from octavo.core.kv_spec import KVLayout, group_layers
+from octavo.core.kv.specs import KVLayout, group_layers
 from octavo.core.step import FinishedStep, PendingStep, StepPlan
 from octavo.errors import ConfigError
-from octavo.model_config import ModelConfig
 from octavo.models.base import CausalLM
+from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
-from octavo.worker.host_memory import (
-    host_memory,
-    keep_freed_memory,
-    num_cpus,
-    return_freed_memory,
-)
+from octavo.ops import BACKENDS, AttentionBackend, LayerPlace, load_backend
+from octavo.worker.host_memory import host_memory, keep_freed_memory, num_cpus, return_freed_memory
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.memory import (

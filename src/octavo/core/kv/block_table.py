@@ -1,0 +1,37 @@
+"""One sequence's map from logical to physical blocks (paper section 4.2)."""
+
+from __future__ import annotations
+
+from octavo.core.kv.block_pool import NULL_BLOCK
+
+
+class BlockTable:
+    """Owns the physical block ids of one sequence, a list per KV group.
+
+    Only KVCacheManager changes a table. `writable_until` lets the scheduler skip the manager in
+    the common case: tokens at positions below it have a slot that nobody else reads, so they may
+    be written without asking.
+    """
+
+    __slots__ = ("block_ids", "num_dropped", "num_registered", "on_device", "writable_until")
+
+    def __init__(self, num_groups: int) -> None:
+        self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
+        self.writable_until = 0  # tokens
+        self.num_registered = 0  # leading full blocks already offered to the prefix cache
+        self.on_device = True  # or in the swap tier
+        # Leading entries of each group that fell out of its sliding window and are null.
+        self.num_dropped = [0] * num_groups
+
+    def copy(self) -> BlockTable:
+        twin = BlockTable(0)
+        twin.block_ids = [list(ids) for ids in self.block_ids]
+        twin.writable_until = self.writable_until
+        twin.num_registered = self.num_registered
+        twin.num_dropped = list(self.num_dropped)
+        twin.on_device = self.on_device
+        return twin
+
+    def held(self) -> list[int]:
+        """Every block that this table holds, in order, group by group."""
+        return [b for ids in self.block_ids for b in ids if b != NULL_BLOCK]

@@ -1,0 +1,168 @@
+"""The numbered invariants of docs/kv_cache.md, as code. Tests run them after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from octavo.core.kv.block_pool import NULL_BLOCK, BlockPool
+from octavo.core.kv.block_table import BlockTable
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.reserving import ReservingKVCacheManager
+from octavo.core.kv.specs import FullAttention
+from octavo.core.scheduler import Scheduler
+from octavo.core.sequence import Sequence, Status
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """All invariants that can be seen between two steps, of the KV cache and of the queues.
+
+    Raises AssertionError.
+    """
+    on_device: list[Sequence] = []
+    swapped: list[Sequence] = []
+    for request in scheduler.requests.values():
+        held = [seq for seq in request.sequences if seq.table is not None]
+        assert request.status is not Status.FINISHED, f"{request} is finished, yet known"
+        if request.status is Status.WAITING:
+            assert not held, f"{request} waits and holds blocks"
+        (swapped if request.status is Status.SWAPPED else on_device).extend(held)
+    check_manager(scheduler.kv, on_device, swapped)
+    queues = (scheduler.waiting, scheduler.swapped, scheduler.running)
+    queued = [request.request_id for queue in queues for request in queue]
+    assert sorted(queued) == sorted(scheduler.requests), "a request is lost or queued twice"
+    for queue in queues:
+        ranks = [request.rank for request in queue]
+        assert ranks == sorted(ranks), "a queue is out of order"
+    seats = sum(request.method.max_sequences for request in scheduler.running)
+    assert seats <= scheduler.config.max_num_seqs, "more sequences run than allowed"
+    free_seats = scheduler._queues.num_free_seats
+    assert seats + free_seats == scheduler.config.max_num_seqs, "a seat is lost"
+    for request in scheduler.running:
+        assert len(request.sequences) <= request.method.max_sequences, f"{request} is too wide"
+    _check_ready(scheduler)
+    _check_steps_under_way(scheduler)
+    computing = {seq.seq_id for seq in on_device}
+    owners = set(scheduler.kv._prefixes._in_progress.values())
+    assert owners <= computing, "prompts wait for blocks that nobody computes"
+
+
+def _check_ready(scheduler: Scheduler) -> None:
+    """A waiting request is looked at, or waits for a prefix and is looked at when that is there."""
+    queues = scheduler._queues
+    ranks = [request.rank for request in queues.ready]
+    assert ranks == sorted(ranks), "requests that are ready are out of order"
+    places = Counter(request.request_id for request in queues.ready)
+    for group in [*queues._deferred.values(), queues._recalled]:
+        places.update(r.request_id for r in group if not r.is_finished)
+    waiting = [request.request_id for request in scheduler.waiting]
+    assert places == Counter(waiting), "a waiting request is looked at never, or twice"
+
+
+def _check_steps_under_way(scheduler: Scheduler) -> None:
+    """What the plans have promised is what requests and sequences wait for."""
+    drafts = list(scheduler._in_flight.values())
+    held = Counter(block_id for draft in drafts for block_id in draft.held)
+    assert held == scheduler.kv.held_sources, "a source of a copy is held too long, or not at all"
+    for request in scheduler.requests.values():
+        undecided = [draft for draft in drafts if request in draft.undecided]
+        assert request.num_undecided == len(undecided), f"{request} waits for other decisions"
+        for seq in request.sequences:
+            drawing = [d for d in drafts if seq in d.drawn and d not in undecided]
+            assert seq.num_pending == len(drawing), f"{seq} waits for other draws"
+
+
+def check_manager(
+    kv: KVCacheManager, on_device: Iterable[Sequence], swapped: Iterable[Sequence] = ()
+) -> None:
+    """I1 to I4, I7 and I8 for the sequences that are given, which are all there are."""
+    on_device = list(on_device)
+    if isinstance(kv, ReservingKVCacheManager):
+        _check_reservations(kv, on_device)
+        return
+    tables = [_table(seq) for seq in [*on_device, *kv.pins.values()]]
+    _check_pool(kv.pool, tables, kv.held_sources)
+    _check_pool(kv.swap_pool, [_table(seq) for seq in swapped], Counter())
+    assert kv.swap_pool.num_blocks <= kv.pool.num_blocks, "I8: the swap tier exceeds the pool"
+    for seq in on_device:
+        _check_table(kv, seq)
+    _check_index(kv)
+
+
+def _check_reservations(kv: ReservingKVCacheManager, seqs: list[Sequence]) -> None:
+    """The same where memory is reserved ahead: a table has room for more than I4 allows."""
+    tables = [_table(seq).block_ids for seq in seqs]
+    spares = kv.spare_extents()
+    runs = {tuple(ids) for extent in [*tables, *spares] for ids in extent}
+    for run in runs:
+        assert run == tuple(range(run[0], run[0] + len(run))), f"{run} are not consecutive"
+    blocks = [b for run in runs for b in run]
+    free = kv.pool.free_ids()
+    assert len({*blocks, *free}) == len(blocks) + len(free), "I1: extents overlap, or are free"
+    assert len(free) == kv.pool.num_free, "I1: a free block is not counted"
+    holders = Counter(b for extent in [*tables, *spares] for ids in extent for b in ids)
+    for block_id, count in holders.items():
+        assert kv.pool.ref_count(block_id) == count, f"I2: block {block_id} has {count} holders"
+    if not holders:
+        assert kv.pool.num_free == kv.pool.num_blocks, "I7: nothing runs and blocks are missing"
+    for seq in seqs:
+        table = _table(seq)
+        room = len(table.block_ids[0]) * kv.block_size
+        assert seq.num_computed_tokens <= room, f"I4: {seq} has room for {room} tokens"
+        if table.writable_until > seq.num_computed_tokens:
+            assert kv.pool.ref_count(table.block_ids[0][0]) == 1, f"I3: {seq} shares its extent"
+
+
+def _table(seq: Sequence) -> BlockTable:
+    assert seq.table is not None, f"{seq} holds no blocks"
+    return seq.table
+
+
+def _check_pool(pool: BlockPool, tables: list[BlockTable], held: Counter[int]) -> None:
+    holders = Counter(b for table in tables for b in table.held())
+    holders.update(held)
+    free = pool.free_ids()
+    assert len(free) == len(set(free)) == pool.num_free, "I1: a block is free twice"
+    assert not holders.keys() & set(free), "I1: a block is free and held"
+    assert len(holders) + len(free) == pool.num_blocks, "I1: a block is neither free nor held"
+    for block_id, count in holders.items():
+        assert pool.ref_count(block_id) == count, (
+            f"I2: block {block_id} counts {pool.ref_count(block_id)} holders and has {count}"
+        )
+    if not holders:
+        assert pool.num_free == pool.num_blocks, "I7: nothing runs and blocks are missing"
+
+
+def _check_index(kv: KVCacheManager) -> None:
+    """The pool keeps what lookups find, and copies are known as long as they are held."""
+    cache = kv.prefix_cache
+    indexed = {block_id for block_id in cache._places if cache.is_indexed(block_id)}
+    assert indexed == kv.pool.cached_ids(), "the index and the pool disagree on what is cached"
+    for block_id in cache._places.keys() - indexed:
+        assert kv.pool.ref_count(block_id) > 0, f"I6: copy {block_id} is free and still known"
+    for siblings in cache._children.values():
+        tokens = [entry.node.tokens for entry in siblings]
+        assert tokens == sorted(tokens), "children of a prefix are out of order"
+        for entry in siblings:
+            assert entry.is_complete, "a prompt could continue from a block that is not there"
+            assert cache.find(entry.node) is entry, "a block that is gone has a place in order"
+
+
+def _check_table(kv: KVCacheManager, seq: Sequence) -> None:
+    table = _table(seq)
+    num_blocks = -(-seq.num_computed_tokens // kv.block_size)
+    for spec, ids in zip(kv.specs, table.block_ids, strict=True):
+        assert len(ids) == num_blocks, (
+            f"I4: {seq} has {len(ids)} table entries for {seq.num_computed_tokens} tokens"
+        )
+        if isinstance(spec, FullAttention):
+            assert NULL_BLOCK not in ids, f"I4: {seq} lost a block"
+        # Everything that the next query reads is there.
+        first = spec.first_needed_token(seq.num_computed_tokens) // kv.block_size
+        assert NULL_BLOCK not in ids[first:], f"I4: {seq} lost a block inside its window"
+    if table.writable_until > seq.num_computed_tokens:
+        # I3: what may be written without asking is held by this sequence alone.
+        for ids in table.block_ids:
+            tail = ids[seq.num_computed_tokens // kv.block_size]
+            assert kv.pool.ref_count(tail) == 1, f"I3: {seq} may write into shared block {tail}"
+            assert not kv.pool.is_cached(tail), f"I3: {seq} may write into cached block {tail}"

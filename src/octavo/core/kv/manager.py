@@ -1,0 +1,504 @@
+"""The KV cache manager (paper sections 4.2 to 4.5): all block tables, and nobody else's blocks.
+
+The invariants that it keeps are numbered in docs/kv_cache.md and checked by `invariants.py`.
+Every operation is all or nothing: one that cannot be met returns None and changes nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from octavo.core.kv.block_pool import NULL_BLOCK, BlockPool
+from octavo.core.kv.block_table import BlockTable
+from octavo.core.kv.prefix_cache import Digest, PrefixCache, sha256_128
+from octavo.core.kv.prefix_matcher import PrefixHit, PrefixMatcher
+from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block
+from octavo.core.sequence import Request, Sequence
+from octavo.core.step import BlockCopy, TableWrite
+
+
+@dataclass(slots=True)
+class Changes:
+    """What the worker must do before the tokens are computed."""
+
+    copies: list[BlockCopy] = field(default_factory=list)
+    table_writes: list[TableWrite] = field(default_factory=list)
+    # Sources of copies that nobody may overwrite before the step is over.
+    held: list[int] = field(default_factory=list)
+
+
+class KVCacheManager:
+    """Owns the block tables of all sequences, and is the only caller of the block pools.
+
+    `specs` has one entry per KV group; groups share the pool. Two tiers: blocks on the device,
+    1 .. num_blocks, and blocks in the swap tier, 1 .. num_swap_blocks.
+    """
+
+    # Request-level batching: what runs was admitted in one step, and its results come out together.
+    forms_batches = False
+
+    def __init__(
+        self,
+        specs: Seq[KVSpec],
+        block_size: int,
+        num_blocks: int,
+        num_swap_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+        digest: Digest = sha256_128,
+    ) -> None:
+        assert specs, "a model has at least one KV group"
+        self.specs = tuple(specs)
+        self._windowed = [  # groups that let go of blocks while they grow
+            group for group, spec in enumerate(self.specs) if not isinstance(spec, FullAttention)
+        ]
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefix_cache = PrefixCache(len(specs), digest)
+        self.pool = BlockPool(num_blocks, self._evict, self.prefix_cache.forget_copy)
+        # I8: the swap tier never holds more than the device could.
+        self.swap_pool = BlockPool(min(num_swap_blocks, num_blocks))
+        self.pins: dict[str, Sequence] = {}  # prefixes that the provider keeps in the cache
+        self.num_pinned_blocks = 0
+        self.num_cow_copies = 0
+        # Of requests that asked the prefix cache, when they first started: tokens asked of it, and
+        # tokens found in it.
+        self.num_lookup_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_evicted_blocks = 0
+        # For those who watch: evicted blocks are noted if there is a list; `on_allocate` is told
+        # which sequence starts, and from what.
+        self.evicted_ids: list[int] | None = None
+        self.on_allocate: Callable[[Sequence, PrefixHit], None] | None = None
+        self.held_sources: Counter[int] = Counter()  # sources of copies not yet done
+        self._prefixes = PrefixMatcher(self.specs, block_size, self.prefix_cache)
+
+    # ---------------------------------------------------------------- sizes
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def num_table_blocks(self) -> int:
+        """Blocks in the tables of sequences: without those that are held only to be copied."""
+        only_held = sum(self.pool.ref_count(block_id) == 1 for block_id in self.held_sources)
+        return self.pool.num_held - only_held
+
+    def num_rounding_slots(self, request: Request) -> int:
+        """Slots in the tables of each of its sequences beyond what was to be reserved."""
+        return 0
+
+    def worst_case_blocks(self, request: Request, chunk: int) -> int:
+        """Blocks that a request may come to hold: samples and beams share the full blocks of the
+        prompt, and nothing else for certain."""
+        method = request.method
+        each = self.num_blocks_for(method.max_length, chunk)
+        shared = self.num_shared_blocks(request.num_prompt_tokens, method.max_length)
+        return method.max_sequences * each - (method.max_sequences - 1) * shared
+
+    def num_blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks that one sequence of `num_tokens` holds at any moment."""
+        return sum(spec.max_blocks(num_tokens, self.block_size, chunk) for spec in self.specs)
+
+    def longest_sequence(self, limit: int, chunk: int) -> int:
+        """The longest sequence, at most `limit` tokens, that the whole pool can hold."""
+        fits = range(1, limit + 1)
+        return bisect_right(fits, self.pool.num_blocks, key=lambda n: self.num_blocks_for(n, chunk))
+
+    def num_shared_blocks(self, num_common: int, num_tokens: int) -> int:
+        """How many of a sequence's `num_blocks_for` it surely shares with another one that has
+        its first `num_common` tokens: windows may have passed, so only full attention counts."""
+        full = sum(isinstance(spec, FullAttention) for spec in self.specs)
+        return full * (min(num_common, num_tokens) // self.block_size)
+
+    # ---------------------------------------------------------------- the prefix cache
+
+    def no_hit(self) -> PrefixHit:
+        """Start from nothing."""
+        return self._prefixes.no_hit()
+
+    def lookup(
+        self, seq: Sequence, max_tokens: int | None = None, max_names: int | None = None
+    ) -> PrefixHit:
+        """What the prefix cache holds of a sequence's tokens; at least one is left to compute.
+
+        At most `max_tokens` are taken from the cache. If the names of more than `max_names` blocks
+        would have to be computed, that many are, and the hit is unfinished: ask again.
+        """
+        if not self.enable_prefix_caching:
+            return self.no_hit()
+        limit = seq.num_tokens - 1
+        if max_tokens is not None:
+            limit = min(limit, max_tokens)
+        return self._prefixes.match(seq, limit, max_names)
+
+    def is_in_progress(self, key: bytes) -> bool:
+        """Whether a running sequence is computing the block that a hit has named as `awaited`."""
+        return self._prefixes.is_in_progress(key)
+
+    def register(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """Offer full blocks to the prefix cache: those of the first `num_computed_tokens`, whose
+        KV is known to be in the cache by now."""
+        table = seq.table
+        if not self.enable_prefix_caching or table is None or not table.on_device:
+            return
+        num_full = num_computed_tokens // self.block_size
+        self._prefixes.name_blocks(seq, num_full)
+        for i in range(table.num_registered, num_full):
+            node = seq.prefix_nodes[i]
+            for group, ids in enumerate(table.block_ids):
+                if ids[i] != NULL_BLOCK and self.prefix_cache.add(node, group, ids[i]):
+                    if self.prefix_cache.is_indexed(ids[i]):
+                        self.pool.mark_cached(ids[i])
+                    else:
+                        self.pool.mark_copy(ids[i])
+            self._prefixes.progressed(seq, node)
+        table.num_registered = max(table.num_registered, num_full)
+
+    def forget(self, seq: Sequence) -> None:
+        """Let nothing start any more from what is cached of a sequence's tokens, whichever sequence
+        computed it; except pinned blocks, which were found to be sound when they were pinned."""
+        pinned = {block_id for pin in self.pins.values() for block_id in _table(pin).held()}
+        for node in seq.prefix_nodes:
+            for block_id in self.prefix_cache.forget_prefix(node, pinned):
+                self.pool.forget_cached(block_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, except that pinned ones are indexed again at once."""
+        self.prefix_cache.clear()
+        self.pool.drop_cached()
+        for seq in self.pins.values():
+            _table(seq).num_registered = 0
+            self.register(seq, seq.num_computed_tokens)
+
+    def pin(self, name: str, seq: Sequence) -> None:
+        """Keep a computed sequence's blocks for good: the provider's prefix (section 4.4)."""
+        assert name not in self.pins, f"prefix {name!r} is pinned already"
+        self.register(seq, seq.num_computed_tokens)
+        self._hold_indexed_blocks(seq)
+        self._prefixes.abandon(seq)
+        self.pins[name] = seq
+        self._count_pinned_blocks()
+
+    def unpin(self, name: str) -> None:
+        """Give a pinned prefix's blocks back; they stay cached until they are taken."""
+        self.free(self.pins.pop(name))
+        self._count_pinned_blocks()
+
+    # ---------------------------------------------------------------- the paper's verbs
+
+    def allocate(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> Changes | None:
+        """Give a sequence its first blocks: those of `hit`, and new ones up to `num_tokens`.
+
+        The sequence starts with `hit.num_tokens` computed.
+        """
+        assert seq.table is None, f"{seq} has blocks already"
+        if self.num_new_blocks(hit, num_tokens) > self.pool.num_free:
+            return None
+        changes = Changes()
+        table = BlockTable(len(self.specs))
+        for ids, shared in zip(table.block_ids, hit.block_ids, strict=True):
+            for block_id in shared:
+                if block_id != NULL_BLOCK:
+                    self.pool.share(block_id)
+            ids.extend(shared)
+        table.num_registered = hit.num_tokens // self.block_size
+        if hit.partial is not None:
+            # Held until the step is over, or something else could overwrite them first.
+            for source in hit.partial:
+                self.pool.share(source)
+            self.held_sources.update(hit.partial)
+            changes.held = list(hit.partial)
+            used = hit.num_tokens % self.block_size
+            for ids, source in zip(table.block_ids, hit.partial, strict=True):
+                destination = self.pool.allocate()
+                changes.copies.append(BlockCopy(source, destination, used))
+                ids.append(destination)
+        seq.table = table
+        seq.num_computed_tokens = hit.num_tokens
+        for group, ids in enumerate(table.block_ids):
+            self._grow(ids, num_tokens)
+            table.num_dropped[group] = ids.count(NULL_BLOCK)
+        changes.table_writes = self.table_writes(seq)
+        table.writable_until = len(table.block_ids[0]) * self.block_size
+        if hit.ended_by != "not_asked" and seq.request.num_preemptions == 0:
+            self.num_lookup_tokens += seq.num_tokens
+            self.num_hit_tokens += hit.num_tokens
+        if self.enable_prefix_caching:
+            self._prefixes.announce(seq, num_tokens)
+        if self.on_allocate is not None:
+            self.on_allocate(seq, hit)
+        return changes
+
+    def without_partial(self, hit: PrefixHit) -> PrefixHit:
+        """The same hit, ending with its last whole block."""
+        num_tokens = len(hit.block_ids[0]) * self.block_size
+        return PrefixHit(num_tokens, hit.block_ids, ended_by=hit.ended_by)
+
+    def num_blocks_to_admit(self, hit: PrefixHit, num_tokens: int, chunk: int) -> int:
+        """How many free blocks a sequence needs until all its `num_tokens` are computed."""
+        total = -(-num_tokens // self.block_size)
+        excess = 0
+        for spec, shared in zip(self.specs, hit.block_ids, strict=True):
+            held = len(shared) - shared.count(NULL_BLOCK)
+            most = max(held, spec.max_blocks(num_tokens, self.block_size, chunk))
+            excess += (total - len(shared)) - min(total - len(shared), most - held)
+        return self.num_new_blocks(hit, num_tokens) - excess
+
+    def num_releasable_blocks(self, seqs: Seq[Sequence], wanted: PrefixHit) -> int:
+        """How many blocks become free when a gang leaves: those that nobody else holds, and that
+        `wanted` would not take up again."""
+        kept = {block_id for ids in wanted.block_ids for block_id in ids}
+        kept.update(wanted.partial or ())
+        holders = Counter(b for seq in seqs for b in _table(seq).held())
+        return sum(self.pool.ref_count(b) == count for b, count in holders.items() if b not in kept)
+
+    def num_new_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
+        """How many free blocks it takes to start from `hit` and reach `num_tokens`."""
+        total = -(-num_tokens // self.block_size)
+        taken = 0
+        for shared in hit.block_ids:
+            taken += total - len(shared)
+            taken += self.pool.count_free(shared)
+        if hit.partial is not None:
+            taken += self.pool.count_free(hit.partial)
+        return taken
+
+    def append(self, targets: Seq[tuple[Sequence, int]]) -> Changes | None:
+        """Make room for each sequence to be written up to its number of tokens.
+
+        The sequences are a gang: room for all of them or for none. A block at the end of a table
+        that others hold too is copied before it is written (copy-on-write, section 4.4).
+        """
+        num_new = 0
+        for seq, num_tokens in targets:
+            num_blocks = -(-num_tokens // self.block_size)
+            for ids in _table(seq).block_ids:
+                if num_blocks > len(ids):
+                    num_new += num_blocks - len(ids)
+        outside = self._outside_windows(targets) if self._windowed else []
+        # Each tail may have to be copied; how many are is counted only where that matters.
+        if num_new + len(targets) * len(self.specs) > self.pool.num_free:
+            freed = sum(self.pool.ref_count(ids[i]) == 1 for ids, i in outside)
+            if num_new + self._num_tail_copies(targets) > self.pool.num_free + freed:
+                return None
+        for ids, i in outside:
+            self.pool.release(ids[i])
+            ids[i] = NULL_BLOCK
+        changes = Changes()
+        for seq, num_tokens in targets:
+            self._append_one(seq, num_tokens, changes)
+        return changes
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` share all of `parent`'s blocks. Takes no block."""
+        table = _table(parent)
+        for block_id in table.held():
+            self.pool.share(block_id)
+        child.table = table.copy()
+        child.num_computed_tokens = parent.num_computed_tokens
+        self._begin_sharing(parent, child)
+
+    def replace(self, seq: Sequence, parent: Sequence) -> None:
+        """Like `free(seq)` and `fork(parent, seq)`, for two sequences of a request that have
+        computed equally many tokens.
+
+        Few blocks change hands: sequences that share a block share all before it, so that tables
+        differ at their ends, and where a window has been moved on in one of them alone.
+        """
+        self._prefixes.abandon(seq)
+        table, other, pool = _table(seq), _table(parent), self.pool
+        for group in self._windowed:
+            ids, wanted = table.block_ids[group], other.block_ids[group]
+            for i in range(table.num_dropped[group], other.num_dropped[group]):
+                pool.release(ids[i])
+                ids[i] = NULL_BLOCK
+            for i in range(other.num_dropped[group], table.num_dropped[group]):
+                pool.share(wanted[i])
+                ids[i] = wanted[i]
+            table.num_dropped[group] = other.num_dropped[group]
+        for ids, wanted in zip(table.block_ids, other.block_ids, strict=True):
+            i = len(ids) - 1
+            while i >= 0 and ids[i] != wanted[i]:
+                pool.release(ids[i])
+                pool.share(wanted[i])
+                ids[i] = wanted[i]
+                i -= 1
+        table.num_registered = other.num_registered
+        self._begin_sharing(parent, seq)
+
+    def free(self, seq: Sequence) -> None:
+        """Give back all blocks that a sequence holds. Without blocks it does nothing."""
+        self._prefixes.abandon(seq)
+        if seq.table is not None:
+            self._release_table(seq.table)
+            seq.table = None
+
+    def swap_out(self, seqs: Seq[Sequence]) -> list[tuple[int, int]] | None:
+        """Move a gang to the swap tier; blocks that its sequences share stay shared.
+
+        Returns (device block, swap block) pairs. None if the swap tier is too full.
+        """
+        held = _distinct(seqs)
+        if len(held) > self.swap_pool.num_free:
+            return None
+        for seq in seqs:
+            self._prefixes.abandon(seq)
+        return self._move(seqs, held, self.pool, self.swap_pool)
+
+    def num_swap_in_blocks(self, seqs: Seq[Sequence]) -> int:
+        return len(_distinct(seqs))
+
+    def swap_in(self, seqs: Seq[Sequence]) -> tuple[list[tuple[int, int]], Changes] | None:
+        """Bring a swapped gang back. Returns (swap block, device block) pairs."""
+        held = _distinct(seqs)
+        if len(held) > self.pool.num_free:
+            return None
+        pairs = self._move(seqs, held, self.swap_pool, self.pool)
+        return pairs, Changes(table_writes=[w for seq in seqs for w in self.table_writes(seq)])
+
+    def table_writes(self, seq: Sequence) -> list[TableWrite]:
+        """A sequence's whole table, for a row that the worker opens."""
+        return [
+            TableWrite(seq.seq_id, group, 0, tuple(ids))
+            for group, ids in enumerate(_table(seq).block_ids)
+        ]
+
+    def release_sources(self, block_ids: Seq[int]) -> None:
+        """Copies are done: what `Changes.held` named may be overwritten."""
+        for block_id in block_ids:
+            self.pool.release(block_id)
+        self.held_sources -= Counter(block_ids)
+
+    # ---------------------------------------------------------------- inside
+
+    def _begin_sharing(self, parent: Sequence, child: Sequence) -> None:
+        """The two have the same blocks from now on."""
+        num_computed = parent.num_computed_tokens
+        table = _table(parent)
+        # Both must ask before they write, for the tail block is shared.
+        table.writable_until = min(table.writable_until, num_computed)
+        _table(child).writable_until = table.writable_until
+        # Beyond what is computed, the two may already have different tokens.
+        child.prefix_nodes = parent.prefix_nodes[: num_computed // self.block_size]
+
+    def _count_pinned_blocks(self) -> None:
+        held = {b for seq in self.pins.values() for b in _table(seq).held()}
+        self.num_pinned_blocks = len(held)
+
+    def _hold_indexed_blocks(self, seq: Sequence) -> None:
+        """Where the index names another block than the sequence's own for the same tokens, hold
+        that one: it is what later prompts find, and it must not be evicted."""
+        for i, node in enumerate(seq.prefix_nodes):
+            entry = self.prefix_cache.find(node)
+            if entry is None:
+                continue  # the key is another prefix's, or the windows have passed the block
+            for ids, indexed in zip(_table(seq).block_ids, entry.block_ids, strict=True):
+                if indexed is not None and ids[i] not in (indexed, NULL_BLOCK):
+                    self.pool.share(indexed)
+                    self.pool.release(ids[i])
+                    ids[i] = indexed
+
+    def _evict(self, block_id: int) -> None:
+        """A cached block is about to be overwritten. A copy that is held takes its place."""
+        copy = self.prefix_cache.forget(block_id)
+        if copy is not None:
+            self.pool.mark_cached(copy)
+        self.num_evicted_blocks += 1
+        if self.evicted_ids is not None:
+            self.evicted_ids.append(block_id)
+
+    def _grow(self, ids: list[int], num_tokens: int) -> None:
+        while len(ids) * self.block_size < num_tokens:
+            ids.append(self.pool.allocate())
+
+    def _num_tail_copies(self, targets: Seq[tuple[Sequence, int]]) -> int:
+        """How many of `targets` are about to write into a block that stays with another holder."""
+        writers: dict[int, int] = {}
+        for seq, _ in targets:
+            if seq.num_computed_tokens % self.block_size == 0:
+                continue
+            for ids in _table(seq).block_ids:
+                tail = ids[seq.num_computed_tokens // self.block_size]
+                if self.pool.ref_count(tail) > 1:
+                    writers[tail] = writers.get(tail, 0) + 1
+        # The last holder keeps the block; all others need a copy of it.
+        return sum(min(n, self.pool.ref_count(tail) - 1) for tail, n in writers.items())
+
+    def _append_one(self, seq: Sequence, num_tokens: int, changes: Changes) -> None:
+        table, pool = _table(seq), self.pool
+        index, offset = divmod(seq.num_computed_tokens, self.block_size)
+        if self.enable_prefix_caching and num_tokens - seq.num_computed_tokens > 1:
+            self._prefixes.announce(seq, num_tokens)
+        for group in self._windowed:
+            first = first_needed_block(self.specs[group], self.block_size, seq.num_computed_tokens)
+            table.num_dropped[group] = max(first, table.num_dropped[group])
+        for group, ids in enumerate(table.block_ids):
+            start = len(ids)
+            if offset and pool.ref_count(ids[index]) > 1:
+                source, start = ids[index], index
+                ids[index] = pool.allocate()
+                changes.copies.append(BlockCopy(source, ids[index], offset))
+                pool.release(source)
+                self.num_cow_copies += 1
+            self._grow(ids, num_tokens)
+            if start < len(ids):
+                write = TableWrite(seq.seq_id, group, start, tuple(ids[start:]))
+                changes.table_writes.append(write)
+        table.writable_until = len(table.block_ids[0]) * self.block_size
+
+    def _outside_windows(self, targets: Seq[tuple[Sequence, int]]) -> list[tuple[list[int], int]]:
+        """Table entries whose blocks no later query of the sequence reads (sliding windows)."""
+        outside: list[tuple[list[int], int]] = []
+        for group in self._windowed:
+            for seq, _ in targets:
+                table = _table(seq)
+                first = first_needed_block(
+                    self.specs[group], self.block_size, seq.num_computed_tokens
+                )
+                ids = table.block_ids[group]
+                outside.extend((ids, i) for i in range(table.num_dropped[group], first))
+        return outside
+
+    def _release_table(self, table: BlockTable) -> None:
+        # Tails go first: a cached head without its tail is still useful; the reverse is not.
+        pool = self.pool if table.on_device else self.swap_pool
+        for ids in table.block_ids:
+            for block_id in reversed(ids):
+                if block_id != NULL_BLOCK:
+                    pool.release(block_id)
+
+    def _move(
+        self, seqs: Seq[Sequence], held: list[int], source: BlockPool, target: BlockPool
+    ) -> list[tuple[int, int]]:
+        """Replace every block of the gang by one of the other tier, keeping what is shared."""
+        moved = {block_id: target.allocate() for block_id in held}
+        seen: set[int] = set()
+        for seq in seqs:
+            table = _table(seq)
+            for ids in table.block_ids:
+                for i, block_id in enumerate(ids):
+                    if block_id == NULL_BLOCK:
+                        continue
+                    if block_id in seen:
+                        target.share(moved[block_id])
+                    seen.add(block_id)
+                    ids[i] = moved[block_id]
+                    source.release(block_id)
+            table.num_registered = 0
+            table.on_device = target is self.pool
+        return list(moved.items())
+
+
+def _table(seq: Sequence) -> BlockTable:
+    assert seq.table is not None, f"{seq} holds no blocks"
+    return seq.table
+
+
+def _distinct(seqs: Seq[Sequence]) -> list[int]:
+    """The blocks that the sequences hold, each once, in a fixed order."""
+    return list(dict.fromkeys(b for seq in seqs for b in _table(seq).held()))

@@ -1,0 +1,245 @@
+"""Which cached blocks a sequence can start from (paper section 4.4, made automatic)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from octavo.core.kv.block_pool import NULL_BLOCK
+from octavo.core.kv.prefix_cache import CachedPrefix, PrefixCache, PrefixNode, pack_tokens
+from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block
+from octavo.core.sequence import Sequence
+
+# Why a hit is not longer. complete: only what must be computed is left; unknown: the next block was
+# never cached; evicted: it was; differs: another block comes next, and was copied as far as it is
+# equal; window: blocks that a sliding window needs are gone; not_asked: nothing was looked up.
+HitEnd = Literal["complete", "unknown", "evicted", "differs", "window", "not_asked"]
+
+
+@dataclass(slots=True)
+class PrefixHit:
+    """Blocks of the prefix cache that a prompt can start from."""
+
+    num_tokens: int = 0  # tokens that need not be computed
+    block_ids: list[list[int]] = field(default_factory=list)  # per group, for whole blocks
+    # The hit ends inside a block: these blocks, one per group, are to be copied.
+    partial: list[int] | None = None
+    # The key of a block that another running request is computing, and that would come next.
+    awaited: bytes | None = None
+    # The blocks to be named were too many for one lookup: it goes on when it is repeated.
+    is_unfinished: bool = False
+    ended_by: HitEnd = "not_asked"
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether it is worth waiting: the next block is being computed."""
+        return self.awaited is not None
+
+
+class PrefixMatcher:
+    """Names the blocks of sequences, and matches them with what is cached or being computed.
+
+    It only looks: the manager holds and releases blocks.
+    """
+
+    def __init__(self, specs: Seq[KVSpec], block_size: int, cache: PrefixCache) -> None:
+        self._specs = specs
+        self._block_size = block_size
+        self._cache = cache
+        self._full = [g for g, spec in enumerate(specs) if isinstance(spec, FullAttention)]
+        self._windowed = [g for g in range(len(specs)) if g not in self._full]
+        # Prefixes that a running request is computing: an equal prompt waits and shares them.
+        self._in_progress: dict[bytes, int] = {}  # key -> sequence id
+
+    def no_hit(self) -> PrefixHit:
+        return PrefixHit(block_ids=[[] for _ in self._specs])
+
+    def match(self, seq: Sequence, limit: int, max_names: int | None = None) -> PrefixHit:
+        """The longest hit of at most `limit` tokens.
+
+        At most `max_names` more of the sequence's blocks are named, if that is given.
+        """
+        hit = self.no_hit()
+        if not self._name_what_may_hit(seq, limit, max_names):
+            hit.is_unfinished = True
+            return hit
+        hit.awaited = self._awaited(seq, limit)
+        if hit.in_progress:
+            return hit
+        found = self._longest_cached(seq.prefix_nodes[: limit // self._block_size])
+        num_full = len(found)
+        hit.num_tokens = num_full * self._block_size
+        for group, (spec, ids) in enumerate(zip(self._specs, hit.block_ids, strict=True)):
+            first = first_needed_block(spec, self._block_size, hit.num_tokens)
+            ids.extend([NULL_BLOCK] * first)
+            ids += _known([e.block_ids[group] for e in found[first:] if e is not None])
+            assert len(ids) == num_full, "a prefix hit includes a block that is left behind"
+        following = seq.prefix_nodes[num_full] if num_full < len(seq.prefix_nodes) else None
+        if following is not None and self.is_in_progress(following.key):
+            hit.awaited = following.key
+        else:
+            self._extend_into_block(seq, hit, limit)
+        hit.ended_by = self._reason_of_end(seq, hit, limit)
+        return hit
+
+    def _reason_of_end(self, seq: Sequence, hit: PrefixHit, limit: int) -> HitEnd:
+        if hit.num_tokens == limit:
+            return "complete"
+        if hit.partial is not None:
+            return "differs"
+        num_full = len(hit.block_ids[0])
+        if num_full == len(seq.prefix_nodes):
+            return "unknown"  # less than a block is left
+        following = seq.prefix_nodes[num_full]
+        if self._cache.find(following) is not None:
+            return "window"
+        return "evicted" if self._cache.was_evicted(following) else "unknown"
+
+    def name_blocks(self, seq: Sequence, num_full: int) -> None:
+        """Extend the sequence's chain of nodes over its first `num_full` blocks."""
+        nodes, size = seq.prefix_nodes, self._block_size
+        num_new = num_full - len(nodes)
+        if num_new <= 0:
+            return
+        packed = pack_tokens(seq.token_ids[len(nodes) * size : num_full * size])
+        width = len(packed) // num_new
+        node = nodes[-1] if nodes else self._root(seq)
+        for start in range(0, len(packed), width):
+            node = self._cache.node(node, packed[start : start + width])
+            nodes.append(node)
+
+    def is_in_progress(self, key: bytes) -> bool:
+        """Whether a running request is computing the block of this key."""
+        return key in self._in_progress
+
+    def announce(self, seq: Sequence, num_tokens: int) -> None:
+        """A sequence is about to compute its tokens up to `num_tokens`: equal prompts should wait
+        for the blocks that these fill, as far as its tokens are known."""
+        first = seq.num_computed_tokens // self._block_size
+        end = min(num_tokens, seq.num_tokens) // self._block_size
+        self.name_blocks(seq, end)
+        for node in seq.prefix_nodes[first:end]:
+            self._in_progress.setdefault(node.key, seq.seq_id)
+
+    def progressed(self, seq: Sequence, node: PrefixNode) -> None:
+        """A sequence has computed a block: equal prompts need not wait for it any more."""
+        if self._in_progress.get(node.key) == seq.seq_id:
+            del self._in_progress[node.key]
+
+    def abandon(self, seq: Sequence) -> None:
+        """A sequence leaves: equal prompts should not wait for what it has not computed."""
+        if self._in_progress and seq.table is not None:
+            for node in seq.prefix_nodes[seq.table.num_registered :]:
+                self.progressed(seq, node)
+
+    def _name_what_may_hit(self, seq: Sequence, limit: int, max_names: int | None) -> bool:
+        """Name leading blocks: all that are cached, and one more. False if `max_names` are too few.
+
+        Blocks behind one that full attention lacks are of no use, so they are named when they
+        are computed.
+        """
+        num_wanted = self._num_wanted(seq, limit)
+        nodes = seq.prefix_nodes
+        while len(nodes) < num_wanted:
+            num_named = len(nodes)
+            if num_named and not self._may_go_on(nodes[-1]):
+                return True
+            num_new = min(max(1, num_named), num_wanted - num_named)
+            if max_names is not None:
+                num_new = min(num_new, max_names)
+                max_names -= num_new
+            if num_new <= 0:
+                return False
+            self.name_blocks(seq, num_named + num_new)
+        return True
+
+    def _num_wanted(self, seq: Sequence, limit: int) -> int:
+        """How many blocks a lookup may look at: those that it can take, and the one after them,
+        which may be in progress."""
+        return min(seq.num_tokens // self._block_size, limit // self._block_size + 1)
+
+    def _awaited(self, seq: Sequence, limit: int) -> bytes | None:
+        """The key of the first block that is not cached, if it is in progress.
+
+        Heads of prefixes outlive tails, so where the cached ones end is found by bisection; a long
+        prompt that waits for another one is looked up often.
+        """
+        if not self._in_progress or not self._full:
+            return None
+        nodes = seq.prefix_nodes
+        num_known = min(len(nodes), self._num_wanted(seq, limit))
+        end = bisect_left(nodes, True, 0, num_known, key=lambda node: not self._may_go_on(node))
+        if end == num_known or not self.is_in_progress(nodes[end].key):
+            return None
+        return nodes[end].key
+
+    def _may_go_on(self, node: PrefixNode) -> bool:
+        """Whether a hit may include a block: it is cached wherever all blocks are needed."""
+        if not self._full:
+            return True
+        entry = self._cache.find(node)
+        return entry is not None and entry.is_in(self._full)
+
+    def _root(self, seq: Sequence) -> PrefixNode:
+        # Made each time: anybody can come with any number of salts.
+        return self._cache.root(seq.request.cache_salt)
+
+    def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:
+        """The longest run of leading blocks that every group can start from.
+
+        None stands for a block that all groups' windows have left behind.
+        """
+        find, full = self._cache.find, self._full
+        found: list[CachedPrefix | None] = []
+        for node in nodes:
+            entry = find(node)
+            if full and (entry is None or (None in entry.block_ids and not entry.is_in(full))):
+                break
+            found.append(entry)
+        # A window needs only its own blocks before the end of the hit: shorten until all agree.
+        while (missing := self._last_missing(found)) is not None:
+            del found[missing:]
+        return found
+
+    def _last_missing(self, found: list[CachedPrefix | None]) -> int | None:
+        """The last block that a hit of `found` needs in a windowed group and lacks."""
+        for group in self._windowed:
+            first = first_needed_block(
+                self._specs[group], self._block_size, len(found) * self._block_size
+            )
+            for i in range(len(found) - 1, first - 1, -1):
+                entry = found[i]
+                if entry is None or entry.block_ids[group] is None:
+                    return i
+        return None
+
+    def _extend_into_block(self, seq: Sequence, hit: PrefixHit, limit: int) -> None:
+        """Let the hit end inside a cached block that begins with the sequence's next tokens."""
+        start = hit.num_tokens
+        wanted = seq.token_ids[start : min(start + self._block_size, limit)]
+        if not wanted:
+            return
+        num_full = start // self._block_size
+        parent = seq.prefix_nodes[num_full - 1] if num_full else self._root(seq)
+        best = 0
+        for entry in self._cache.closest(parent, pack_tokens(wanted)):
+            shared = _num_equal(memoryview(entry.node.tokens).cast("i"), wanted)
+            if shared > best:
+                best = shared
+                hit.partial = _known(list(entry.block_ids))
+        hit.num_tokens += best
+
+
+def _known(block_ids: list[int | None]) -> list[int]:
+    assert None not in block_ids, "a prefix hit includes a block that is not cached"
+    return cast("list[int]", block_ids)
+
+
+def _num_equal(a: Seq[int], b: Seq[int]) -> int:
+    """How many leading elements are equal."""
+    for count, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return count
+    return min(len(a), len(b))

@@ -1,0 +1,216 @@
+"""Requests, checked and resolved to token ids: all that a scheduler needs of them, as plain values.
+
+What can be wrong with a request is found here, before anything is queued or sent; only whether it
+fits into the KV cache is the scheduler's to say.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.core.decoding import BeamSearch, DecodingMethod, EarlyStopping, Sampling
+from octavo.core.step import SamplingSpec
+from octavo.engine.tokenizer import Tokenizer, check_room
+from octavo.errors import InvalidRequest, shown
+from octavo.models.config import ModelConfig
+from octavo.sampling_params import (
+    INT64_MAX,
+    BeamSearchParams,
+    SamplingParams,
+    integer_in,
+    valid_text,
+)
+
+MAX_CACHE_SALT = 4_096  # characters
+Prompt = str | list[int]
+Params = SamplingParams | BeamSearchParams
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSpec:
+    """What beam search needs to know."""
+
+    width: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    num_return_sequences: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request in token ids. The same values give the same tokens, whoever computes them."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingSpec
+    max_length: int  # tokens, prompt included
+    n: int  # samples; 1 for beam search
+    seed: int
+    eos_ids: tuple[int, ...]  # the model's own ends; () if they are ignored
+    stop_ids: tuple[int, ...]  # the client's
+    beam: BeamSpec | None = None  # None: sampling
+    priority: int = 0
+    cache_salt: str = ""
+
+    def method(self) -> DecodingMethod:
+        """A new decoding method for one run of the request."""
+        eos_ids, stop_ids = frozenset(self.eos_ids), frozenset(self.stop_ids)
+        if self.beam is None:
+            return Sampling(self.n, self.max_length, eos_ids, stop_ids)
+        return BeamSearch(
+            self.beam.width,
+            self.max_length,
+            eos_ids | stop_ids,
+            self.beam.length_penalty,
+            self.beam.early_stopping,
+            self.beam.num_return_sequences,
+        )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequest if a token id is none of the model's: on a device it would take all
+        that is computed with it down."""
+        spec = self.sampling
+        fields: dict[str, Iterable[int]] = {
+            "prompt": self.prompt_token_ids,
+            "logit_bias": [token_id for token_id, _ in spec.logit_bias],
+            "allowed_token_ids": spec.allowed_token_ids,
+            "bad_words": [token_id for word in spec.bad_words for token_id in word],
+            "stop_token_ids": spec.masked_until_min_tokens,
+        }
+        for field, token_ids in fields.items():
+            for worst in (min(token_ids, default=0), max(token_ids, default=0)):
+                if not 0 <= worst < vocab_size:
+                    raise InvalidRequest(
+                        field, f"token id {worst} is outside the vocabulary of {vocab_size}"
+                    )
+
+    def without_prompt_logprobs(self) -> PreparedRequest:
+        """The same request, for an engine that need not score the prompt (again)."""
+        return replace(self, sampling=replace(self.sampling, num_prompt_logprobs=None))
+
+
+def check_cache_salt(cache_salt: object) -> None:
+    """Raises InvalidRequest if it is not text, which the scheduler could not hash."""
+    valid_text("cache_salt", cache_salt, MAX_CACHE_SALT)
+
+
+class RequestPreparer:
+    """Owns the rules for requests to one model, and the seeds of those that bring none."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_logprobs: int,
+        seed: int,
+    ) -> None:
+        self._vocab_size = model_config.vocab_size
+        self._eos_ids = tuple(sorted(set(model_config.eos_token_ids)))
+        self._tokenizer = tokenizer
+        self._max_logprobs = max_logprobs
+        self._seeds = random.Random(seed)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: Params,
+        max_model_len: int,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> PreparedRequest:
+        """Check a request for an engine whose sequences have at most `max_model_len` tokens.
+
+        Raises InvalidRequest (RequestTooLong if the prompt leaves no room), naming the field.
+        """
+        if not isinstance(params, SamplingParams | BeamSearchParams):
+            raise InvalidRequest(
+                "params", f"{shown(params)} is neither SamplingParams nor BeamSearchParams"
+            )
+        priority = integer_in("priority", priority, -INT64_MAX - 1)
+        check_cache_salt(cache_salt)
+        params.check_against(self._vocab_size, self._max_logprobs)
+        token_ids = self.tokenize(prompt, max_model_len)
+        num_left = max_model_len - len(token_ids)
+        max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
+        n, seed, beam = 1, 0, None
+        if isinstance(params, BeamSearchParams):
+            beam = BeamSpec(
+                params.beam_width,
+                params.length_penalty,
+                params.early_stopping,
+                params.num_return_sequences,
+            )
+        else:
+            n = params.n
+            seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+            if params.stop_strings and self._tokenizer is None:
+                raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
+        spec = params.to_spec(self._eos_ids, self._bad_word_ids(params))
+        if len(spec.masked_until_min_tokens) == self._vocab_size:
+            raise InvalidRequest("min_tokens", "every token of the vocabulary ends the output")
+        return PreparedRequest(
+            token_ids,
+            spec,
+            len(token_ids) + max_tokens,
+            n,
+            seed,
+            () if params.ignore_eos else self._eos_ids,
+            tuple(params.stop_token_ids),
+            beam,
+            priority,
+            cache_salt,
+        )
+
+    def whole_blocks(self, prefix: Prompt, max_model_len: int, block_size: int) -> list[int]:
+        """The token ids of a prefix to pin: only whole blocks can be found by prefix.
+
+        Raises InvalidRequest if it is shorter than a block, RequestTooLong if it leaves no room.
+        """
+        token_ids = self.tokenize(prefix, max_model_len, "prefix")
+        del token_ids[len(token_ids) // block_size * block_size :]
+        if not token_ids:
+            raise InvalidRequest("prefix", f"it is shorter than one block of {block_size} tokens")
+        return token_ids
+
+    def tokenize(self, prompt: Prompt, max_model_len: int, field: str = "prompt") -> list[int]:
+        """A new list of token ids, at least one, all in the vocabulary, with room for another.
+
+        Raises InvalidRequest or RequestTooLong about `field`.
+        """
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidRequest(field, "the model has no tokenizer; give token ids")
+            token_ids = self._tokenizer.encode(prompt, field=field, context_len=max_model_len)
+        elif isinstance(prompt, list | tuple):
+            check_room(field, len(prompt), max_model_len)
+            token_ids = list(prompt)
+        else:
+            raise InvalidRequest(field, f"{shown(prompt)} is neither text nor a list of token ids")
+        if not token_ids:
+            raise InvalidRequest(field, "it is empty")
+        if set(map(type, token_ids)) != {int}:
+            wrong = next(each for each in token_ids if type(each) is not int)
+            raise InvalidRequest(field, f"{shown(wrong)} is not a token id")
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            worst = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+            raise InvalidRequest(
+                field, f"token id {shown(worst)} is outside the vocabulary of {self._vocab_size}"
+            )
+        return token_ids
+
+    def _bad_word_ids(self, params: Params) -> Sequence[Sequence[int]]:
+        """Bad words as tokens: as a text may begin with them, and as they follow a space."""
+        if isinstance(params, BeamSearchParams) or not params.bad_words:
+            return []
+        if self._tokenizer is None:
+            raise InvalidRequest("bad_words", "the model has no tokenizer to encode them with")
+        spellings: list[list[int]] = []
+        for word in params.bad_words:
+            for spelling in (word, " " + word.lstrip()):
+                token_ids = self._tokenizer.encode(spelling, add_special_tokens=False)
+                # A tokenizer may know tokens that the model does not have, and never generates.
+                can_come = bool(token_ids) and max(token_ids) < self._vocab_size
+                if can_come and token_ids not in spellings:
+                    spellings.append(token_ids)
+        return spellings

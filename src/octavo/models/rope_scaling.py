@@ -1,0 +1,128 @@
+"""How the rotary embedding is spelled in `config.json`, in its old and new forms.
+
+Fields are those of transformers' configuration classes. A field that the kind of scaling does not
+use is refused, for somebody meant something by it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from octavo.errors import ModelError, shown
+from octavo.json_fields import Fields
+from octavo.models.config import RotaryConfig
+
+_YARN_FIELDS = {
+    *("factor", "attention_factor", "mscale", "mscale_all_dim"),
+    *("beta_fast", "beta_slow", "truncate"),
+}
+# The kinds that octavo knows, each with the fields that it takes.
+KINDS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": _YARN_FIELDS,
+}
+# Fields of any kind. Whether the weights were tuned for the scaling ("finetuned") changes nothing.
+_COMMON_FIELDS = {
+    *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"),
+    "partial_rotary_factor",
+}
+
+
+def read_rotary(config: Fields, max_positions: int) -> RotaryConfig:
+    """From rope_parameters (transformers 5), or rope_theta and rope_scaling (before)."""
+    config.refuse("partial_rotary_factor", 1.0)
+    rope = _rope_fields(config)
+    rope.refuse("partial_rotary_factor", 1.0)
+    kind = rope.get(rope.either("rope_type", "type"), "default")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ModelError(
+            f"{rope.where}: rope_type is {shown(kind)}; octavo knows {', '.join(sorted(KINDS))}"
+        )
+    for name in rope.values.keys() - KINDS[kind] - _COMMON_FIELDS:
+        if rope.get(name, None) is not None:
+            raise rope.error(name, f"rope_type {kind!r} has no such field")
+
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    original = _original_positions(config, rope, max_positions)
+    match kind:
+        case "linear" | "dynamic":
+            return RotaryConfig(theta, kind, factor=rope.number("factor"))
+        case "llama3":
+            return _read_llama3(rope, theta, original)
+        case "yarn":
+            return _read_yarn(rope, theta, original, max_positions)
+    return RotaryConfig(theta)
+
+
+def _rope_fields(config: Fields) -> Fields:
+    """rope_parameters, rope_scaling, or both in one if they do not contradict each other."""
+    values: dict[str, Any] = {}
+    names = [
+        name
+        for name in ("rope_parameters", "rope_scaling")
+        if config.get(name, None) not in (None, {})
+    ]
+    for name in names:
+        part = config.get(name)
+        if not isinstance(part, dict):
+            raise config.error(name, "it must be a JSON object")
+        if any(isinstance(value, dict) for value in part.values()):
+            raise config.error(name, "octavo serves one rotary embedding for all layers")
+        if any(values.get(key, value) != value for key, value in part.items()):
+            raise config.error(name, f"rope_parameters ({shown(values)}) says something else")
+        values |= part
+    where = " and ".join(names) or "rope_parameters"
+    return Fields(f"{config.where}: {where}", values)
+
+
+def _original_positions(config: Fields, rope: Fields, max_positions: int) -> int:
+    """The context before it was extended, which some configs give beside the scaling."""
+    name = "original_max_position_embeddings"
+    outside = config.count(name, max_positions)
+    original = rope.count(name, outside)
+    if config.get(name, None) is not None and original != outside:
+        raise rope.error(name, f"outside of it, {name} is {outside}")
+    return original
+
+
+def _read_llama3(rope: Fields, theta: float, original: int) -> RotaryConfig:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise rope.error("low_freq_factor", f"it must be less than high_freq_factor ({high})")
+    return RotaryConfig(
+        theta,
+        "llama3",
+        factor=rope.number("factor"),
+        original_max_positions=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) -> RotaryConfig:
+    """YaRN (arXiv:2309.00071): equation 22 gives the attention factor if none is set."""
+    if theta == 1:  # all frequencies are the same: there is no dimension where the ramp begins
+        raise ModelError(f"{rope.where}: rope_theta is 1; yarn needs another base")
+    factor = rope.number("factor", max_positions / original)
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    inferred = magnitude(1.0)
+    if rope.get("mscale", 0) and rope.get("mscale_all_dim", 0):
+        inferred = magnitude(rope.number("mscale")) / magnitude(rope.number("mscale_all_dim"))
+    return RotaryConfig(
+        theta,
+        "yarn",
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        # The one field whose null is no default in transformers: it is false.
+        truncate="truncate" not in rope.values or rope.flag("truncate", False),
+        attention_factor=rope.number("attention_factor", inferred),
+    )

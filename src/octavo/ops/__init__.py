@@ -1,0 +1,53 @@
+"""Attention over a paged KV cache. A new backend is one file and one line in `BACKENDS`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from octavo.ops.base import (
+    MOST_LEVELS,
+    AttentionBackend,
+    AttentionBatch,
+    HeadNorm,
+    HostStaging,
+    LayerPlace,
+    LayerSpec,
+    PaddedSizes,
+    RotaryTable,
+    SharedKeys,
+    Staging,
+)
+
+BACKENDS = {
+    "reference": "octavo.ops.reference.attention:ReferenceBackend",
+    "cpu": "octavo.ops.cpu.attention:CpuBackend",
+    "triton": "octavo.ops.cuda.attention:TritonBackend",
+}
+
+
+def load_backend(name: str) -> type[AttentionBackend]:
+    """The backend of that name; its module, and what that needs, is imported only now."""
+    if name not in BACKENDS:
+        raise ValueError(
+            f"unknown attention backend {name!r}; there are: {', '.join(sorted(BACKENDS))}"
+        )
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: type[AttentionBackend] = getattr(import_module(module), attribute)
+    return backend
+
+
+__all__ = [
+    "BACKENDS",
+    "MOST_LEVELS",
+    "AttentionBackend",
+    "AttentionBatch",
+    "HeadNorm",
+    "HostStaging",
+    "LayerPlace",
+    "LayerSpec",
+    "PaddedSizes",
+    "RotaryTable",
+    "SharedKeys",
+    "Staging",
+    "load_backend",
+]

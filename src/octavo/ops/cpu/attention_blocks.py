@@ -1,0 +1,144 @@
+"""How K and V lie in a block, and the kernels that write them there and find them again.
+
+Tokens are taken 16 at a time (a tile). When the block size is a multiple of 16, a tile lies in one
+block and is read where it is; otherwise 64 tokens at a time are first copied to a scratch in the
+same layout. In words of one fp32 or two bf16 numbers (`pair` = 1 or 2, see cpu_tiles.py) a tile is
+  K  [head_dim / pair, 16 tokens]     the scores of 16 tokens add up in one vector
+  V  [16 tokens / pair, padded_dim]   padded_dim is head_dim rounded up to 16
+"""
+
+# mypy: disable-error-code="attr-defined, call-arg, var-annotated, no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, float32, int64
+
+from octavo.ops.cpu.attention_tiles import SPAN
+from octavo.ops.cpu.jit import jit
+from octavo.ops.cpu.vectors import LANES, from_float, pointer_to, size_of, to_float
+
+SPAN_TOKENS = SPAN * LANES
+
+_ADDRESSES = (
+    *("query", "key", "value", "output", "cos", "sin", "kv", "counters"),
+    *("positions", "slots", "tables", "context_lens", "query_starts", "writes", "items"),
+)
+_NUMBERS = (
+    *("query_stride", "key_stride", "value_stride", "table_stride", "block_stride", "block_size"),
+    *("num_heads", "num_kv_heads", "head_dim", "padded_dim", "rotary_half", "window"),
+    *("max_rows", "num_writes", "num_items"),
+)
+STEP = np.dtype(
+    [(name, np.int64) for name in _ADDRESSES + _NUMBERS] + [("scale", np.float32)], align=True
+)
+"""What a kernel call needs. Strides are in elements; `kv` is the layer's place inside block 0."""
+
+
+@jit
+def _k_index(element: int, token: int, pair: int) -> int:
+    return ((element // pair) * LANES + token) * pair + element % pair
+
+
+@jit
+def _v_index(element: int, token: int, pair: int, padded_dim: int) -> int:
+    return ((token // pair) * padded_dim + element) * pair + token % pair
+
+
+@jit
+def rotate(step: Any, elements: Any, source: Any, position: int, target: Any) -> None:
+    """Copy one head [head_dim], rotated to its position."""
+    half = step.rotary_half
+    if half > 0:
+        cos = carray(pointer_to(step.cos + 4 * half * position, float32), half)
+        sin = carray(pointer_to(step.sin + 4 * half * position, float32), half)
+        for i in range(half):
+            x1, x2 = to_float(source[i]), to_float(source[half + i])
+            target[i] = from_float(x1 * cos[i] - x2 * sin[i], elements)
+            target[half + i] = from_float(x2 * cos[i] + x1 * sin[i], elements)
+    for i in range(2 * half, step.head_dim):
+        target[i] = source[i]
+
+
+@jit
+def write_token(step: Any, elements: Any, token: int, head: int, rotated: Any) -> None:
+    """Write one token's K (rotated) and V of one KV head to its slot."""
+    itemsize = size_of(elements)
+    pair = 4 // itemsize
+    dim, padded, size = step.head_dim, step.padded_dim, step.block_size
+    slot = carray(pointer_to(step.slots, int64), token + 1)[token]
+    position = carray(pointer_to(step.positions, int64), token + 1)[token]
+    block, offset = slot // size, slot % size
+    home = step.kv + (block * step.block_stride + head * 2 * size * padded) * itemsize
+    k_block = carray(pointer_to(home, elements), size * padded)
+    v_block = carray(pointer_to(home + size * padded * itemsize, elements), size * padded)
+    k_from = step.key + (token * step.key_stride + head * dim) * itemsize
+    v_from = step.value + (token * step.value_stride + head * dim) * itemsize
+    rotate(step, elements, carray(pointer_to(k_from, elements), dim), position, rotated)
+    value = carray(pointer_to(v_from, elements), dim)
+    if size % LANES:
+        k_block, v_block = k_block[offset * padded :], v_block[offset * padded :]
+        for i in range(dim):
+            k_block[i], v_block[i] = rotated[i], value[i]
+        return
+    tile, t = offset // LANES * LANES * padded, offset % LANES
+    k_tile, v_tile = k_block[tile:], v_block[tile:]
+    for i in range(dim):
+        k_tile[_k_index(i, t, pair)] = rotated[i]
+    for i in range(dim, dim + dim % pair):
+        k_tile[_k_index(i, t, pair)] = 0
+    for i in range(dim):
+        v_tile[_v_index(i, t, pair, padded)] = value[i]
+    if pair == 2 and t % 2 == 0:
+        # These words' other halves are not written yet, and might hold another sequence's NaN.
+        for i in range(dim):
+            v_tile[_v_index(i, t + 1, pair, padded)] = 0
+
+
+@jit
+def stage(
+    step: Any, elements: Any, table: Any, kv_head: int, begin: int, end: int, tiles: Any
+) -> None:
+    """Copy the tokens [begin, end) of one span to `tiles`: 4 tiles of K, then 4 of V."""
+    pair = 4 // size_of(elements)
+    dim, padded, size = step.head_dim, step.padded_dim, step.block_size
+    if pair == 2:
+        # The first and the last pair may have a half outside. It gets a weight of 0, which does not
+        # remove a NaN of the sequence that was staged here before.
+        for token in (begin // 2 * 2, (end - 1) // 2 * 2 + 1):
+            tile, t = token % SPAN_TOKENS // LANES * LANES * padded, token % LANES
+            v_tile = tiles[SPAN_TOKENS * padded + tile :]
+            for i in range(dim):
+                v_tile[_v_index(i, t, pair, padded)] = 0
+    for token in range(begin, end):
+        place = kv_head * 2 * size + token % size
+        home = step.kv + (table[token // size] * step.block_stride + place * padded) * size_of(
+            elements
+        )
+        key = carray(pointer_to(home, elements), dim)
+        value = carray(pointer_to(home + size * padded * size_of(elements), elements), dim)
+        tile, t = token % SPAN_TOKENS // LANES * LANES * padded, token % LANES
+        k_tile, v_tile = tiles[tile:], tiles[SPAN_TOKENS * padded + tile :]
+        for i in range(dim):
+            k_tile[_k_index(i, t, pair)] = key[i]
+        for i in range(dim):
+            v_tile[_v_index(i, t, pair, padded)] = value[i]
+
+
+@jit
+def locate(
+    step: Any, elements: Any, table: Any, kv_head: int, begin: int, end: int, places: Any
+) -> None:
+    """Addresses of the 4 K tiles of a span of which the tokens [begin, end) are read."""
+    size, head_size = step.block_size, step.padded_dim * size_of(elements)
+    span = begin // SPAN_TOKENS * SPAN_TOKENS
+    first, last = (begin - span) // LANES, (end - 1 - span) // LANES
+    for j in range(first, last + 1):
+        token = span + j * LANES
+        block = step.kv + table[token // size] * step.block_stride * size_of(elements)
+        places[j] = block + (kv_head * 2 * size + token % size) * head_size
+    for j in range(SPAN):
+        if j < first or j > last:
+            places[j] = places[first]

@@ -1,0 +1,86 @@
+"""A projection's weight in the order in which our kernel reads it.
+
+Sixteen outputs lie side by side: [tiles of 16 outputs, in_features / pair, 16, pair], with `pair`
+neighbours in a 32-bit word (1 in float32, 2 in bfloat16). So one load serves sixteen outputs, and
+an output is one chain of multiply-adds: a token's result is the same to the bit whatever else is in
+the batch.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof, c_int64
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from octavo.ops.cpu.attention_tiles import TILE_ROWS
+from octavo.ops.cpu.jit import host_has
+from octavo.ops.cpu.linear_kernel import BLOCK, JOB, compile_linear
+from octavo.ops.cpu.threads import Runner, make_runner
+from octavo.ops.cpu.vectors import LANES
+
+# Fewer multiply-adds than this are not worth waking a thread for. (To read a weight takes as long
+# as to multiply it with 8 tokens.)
+WORTH_SHARING = 4_000_000
+_Job = c_int64 * len(JOB.names or ())  # ctypes takes a tenth of the time of numpy's assignments
+UNITS_PER_THREAD = 8  # so that a thread which loses its core holds up the others little
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether our kernel is the best there is for this weight on this CPU.
+
+    It needs the 32 registers of AVX-512; matrix units (AMX) are oneDNN's to use.
+    """
+    if weight.device.type != "cpu" or not host_has("avx512f"):
+        return False
+    if weight.dtype == torch.bfloat16:
+        even = weight.shape[1] % 2 == 0
+        return even and host_has("avx512bf16") and not host_has("amx-bf16")
+    return weight.dtype == torch.float32
+
+
+class PackedWeight:
+    """Owns a packed copy of W [out_features, in_features]."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._pair = 4 // weight.element_size()
+        depth, pair = self.in_features // self._pair, self._pair
+        num_tiles = -(-self.out_features // LANES)
+        tiles = torch.zeros((num_tiles, depth, LANES, pair), dtype=weight.dtype)
+        whole, rest = divmod(self.out_features, LANES)
+        in_tiles = weight[: whole * LANES].reshape(whole, LANES, depth, pair)
+        tiles[:whole] = in_tiles.transpose(1, 2)
+        if rest:
+            tiles[whole, :, :rest] = weight[-rest:].reshape(rest, depth, pair).transpose(0, 1)
+        self._tiles = tiles
+        self._depth = depth
+        self._num_blocks = -(-self.out_features // BLOCK)
+        self._run = _runner(weight.dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + bias: [num_tokens, in_features] -> [num_tokens, out_features]."""
+        if x.stride(1) != 1 or x.stride(0) % self._pair or x.data_ptr() % 4:
+            x = x.contiguous()
+        num_tokens = x.shape[0]
+        output = torch.empty((num_tokens, self.out_features), dtype=x.dtype)
+        threads, rows_per_unit = torch.get_num_threads(), num_tokens
+        if max(num_tokens, 8) * self.out_features * self.in_features < WORTH_SHARING:
+            threads = 1
+        if threads > 1:
+            cuts = -(-UNITS_PER_THREAD * threads // self._num_blocks)
+            rows_per_unit = max(TILE_ROWS, -(-num_tokens // cuts))
+        job = _Job(  # in the order of JOB: next_unit first
+            0, x.data_ptr(), x.stride(0) * x.element_size(), self._tiles.data_ptr(),
+            0 if bias is None else bias.data_ptr(), output.data_ptr(),
+            num_tokens, self.out_features, self._depth,
+            rows_per_unit, max(1, self._num_blocks // (UNITS_PER_THREAD * threads)),
+        )  # fmt: skip
+        self._run(addressof(job), threads)
+        return output
+
+
+@cache
+def _runner(dtype: torch.dtype) -> Runner:
+    return make_runner(compile_linear(bf16=dtype == torch.bfloat16))

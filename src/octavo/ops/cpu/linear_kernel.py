@@ -1,0 +1,94 @@
+"""The product of a batch with a packed weight; see cpu_linear.py."""
+
+# mypy: disable-error-code="attr-defined, call-arg, no-untyped-def, var-annotated"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from octavo.ops.cpu import attention_tiles as cpu_tiles
+from octavo.ops.cpu import vectors as cpu_vectors
+from octavo.ops.cpu.attention_tiles import SPAN, TILE_ROWS, multiply_keys
+from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
+from octavo.ops.cpu.vectors import LANES, fetch_add, from_float, pointer_to, size_of, to_float
+
+BLOCK = SPAN * LANES  # outputs computed side by side
+
+_FIELDS = ("next_unit", "x", "x_stride", "weight", "bias", "output", "num_rows", "out_features")
+JOB = np.dtype(
+    [(name, np.int64) for name in (*_FIELDS, "depth", "rows_per_unit", "blocks_per_unit")]
+)
+"""What a call needs. Addresses and x_stride are bytes; depth counts the words of a row of x."""
+
+
+@inlined
+def _multiply_rows(
+    job: Any, words: Any, elements: Any, block: int, begin: int, end: int, tiles: Any, sums: Any
+) -> None:
+    """One block of outputs for the rows [begin, end) of x, at most 6 at a time."""
+    tile_bytes = job.depth * LANES * 4
+    num_tiles = (job.out_features + LANES - 1) // LANES
+    vecs = min(SPAN, num_tiles - block * SPAN)
+    columns = min(BLOCK, job.out_features - block * BLOCK)
+    groups = (end - begin + TILE_ROWS - 1) // TILE_ROWS
+    itemsize = size_of(elements)
+    bias = carray(pointer_to(job.bias + block * BLOCK * itemsize, elements), columns)
+    for group in range(groups):
+        first = begin + group * (end - begin) // groups
+        rows = begin + (group + 1) * (end - begin) // groups - first
+        for v in range(SPAN):
+            tiles[v] = job.weight + (block * SPAN + v) * tile_bytes
+            # The groups of rows share the fetching of the next block. One alone reads in order, as
+            # the CPU fetches by itself.
+            fetches = (
+                groups > 1 and v * groups // SPAN == group and (block + 1) * SPAN + v < num_tiles
+            )
+            tiles[SPAN + v] = tiles[v] + SPAN * tile_bytes if fetches else tiles[v]
+        multiply_keys(
+            words, rows, vecs, job.x + first * job.x_stride, job.x_stride,
+            tiles.ctypes.data, job.depth, sums.ctypes.data,
+        )  # fmt: skip
+        for r in range(rows):
+            place = (first + r) * job.out_features + block * BLOCK
+            target = carray(pointer_to(job.output + place * itemsize, elements), columns)
+            row = sums[r * BLOCK : (r + 1) * BLOCK]
+            if job.bias != 0:
+                for i in range(columns):
+                    row[i] += to_float(bias[i])
+            for i in range(columns):
+                target[i] = from_float(row[i], elements)
+
+
+@inlined
+def _linear(jobs: Any, words: Any, elements: Any) -> None:
+    """Take units of rows and outputs until none is left; any number of threads at once."""
+    job = jobs[0]
+    tiles = np.empty(2 * SPAN, np.int64)
+    sums = np.empty(TILE_ROWS * BLOCK, np.float32)
+    num_blocks = (job.out_features + BLOCK - 1) // BLOCK
+    block_units = (num_blocks + job.blocks_per_unit - 1) // job.blocks_per_unit
+    row_units = (job.num_rows + job.rows_per_unit - 1) // max(1, job.rows_per_unit)
+    unit = fetch_add(jobs.ctypes.data, 1)
+    while unit < block_units * row_units:
+        first_block = unit // row_units * job.blocks_per_unit
+        begin = unit % row_units * job.rows_per_unit
+        end = min(begin + job.rows_per_unit, job.num_rows)
+        for block in range(first_block, min(first_block + job.blocks_per_unit, num_blocks)):
+            _multiply_rows(job, words, elements, block, begin, end, tiles, sums)
+        unit = fetch_add(jobs.ctypes.data, 1)
+
+
+def compile_linear(bf16: bool) -> Any:
+    """`_linear` for one dtype as a C function of the address of a JOB."""
+    elements: Any = np.dtype(np.uint16 if bf16 else np.float32)
+    words: Any = np.dtype(np.uint32 if bf16 else np.float32)
+    sources = digest_of(cpu_tiles, cpu_vectors)
+
+    def linear(address):
+        sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)
+        _linear(carray(pointer_to(address, JOB), 1), np.empty(0, words), np.empty(0, elements))
+
+    return compile_kernel(linear)

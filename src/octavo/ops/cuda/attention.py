@@ -1,0 +1,359 @@
+"""The GPU backend: Triton kernels that read the blocks in place.
+
+A step's decodes are one kernel a layer, and one more where several of them share many keys; its
+prompts are two more (K and V into blocks, attention).
+What the programs do is listed by `plan` on the host (triton_items.py) and read from device memory,
+and the grid of a decode depends on the number of sequences alone, so that a captured graph serves
+any lengths. docs/performance.md has the figures; the kernels' pages say what else was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.ops.base import (
+    MOST_LEVELS,
+    AttentionBatch,
+    HeadNorm,
+    LayerPlace,
+    LayerSpec,
+    RotaryTable,
+    SharedKeys,
+    Staging,
+)
+from octavo.ops.cuda.attention_cascade import SharedConfig, shared_attention, shared_config
+from octavo.ops.cuda.attention_decode import (
+    MOST_PROGRAMS,
+    DecodeConfig,
+    Scratch,
+    decode_attention,
+    decode_config,
+)
+from octavo.ops.cuda.attention_prefill import PrefillConfig, prefill_attention, prefill_config
+from octavo.ops.cuda.attention_work_items import (
+    SHARED_PLACES,
+    Int32s,
+    Sequences,
+    SharedWork,
+    decode_items,
+    item_capacity,
+    num_places,
+    prefill_items,
+    shared_capacity,
+    shared_work,
+)
+from octavo.ops.cuda.kv_write import HeadChanges, write_kv
+from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, tile_alignment
+from octavo.ops.cuda.tile_sizes import shared_memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Layers with the same shape share their pieces of work."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """How layers of one shape read shared keys."""
+
+    config: SharedConfig
+    group: int  # of whose tables
+    num_pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A step's work over shared keys, on the device."""
+
+    items: Tensor
+    members: Tensor
+    config: SharedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    spec: LayerSpec
+    shape: _Shape
+    group: int
+    cache: Tensor  # [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided
+
+
+class TritonBackend:
+    """Owns the pieces of work of a step; a block holds [num_kv_heads, K or V, tokens, elements].
+
+    Takes fp16, bf16 and fp32; any head size, block size and ratio of heads.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        layer_places: Sequence[LayerPlace],
+        kv_cache: Tensor,
+        block_size: int,
+    ) -> None:
+        if kv_cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"the triton attention backend has no kernels for {kv_cache.dtype}")
+        assert kv_cache.is_contiguous(), "the cache is one dense allocation"
+        self._block_size = block_size
+        self._layers = {
+            layer.layer_id: _Layer(layer, _shape_of(layer), place.group, kv_cache[:, place.index])
+            for layer, place in zip(layers, layer_places, strict=True)
+        }
+        self._shapes = list(dict.fromkeys(layer.shape for layer in self._layers.values()))
+        self._dtype = kv_cache.dtype
+        self._shared_memory = shared_memory(kv_cache.device)
+        self._sharing = {
+            shape: sharing
+            for shape in self._shapes
+            if (sharing := self._how_to_share(shape)) is not None
+        }
+        self._scratch = _make_scratch(self._shapes, self._sharing, kv_cache.device)
+        self._tokens: Tensor | None = None
+        self._tables: list[Tensor] = []
+        self._shared: dict[_Shape, _Shared] = {}
+        self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig]] = {}
+        self._prefills: dict[_Shape, tuple[Tensor, PrefillConfig]] = {}
+
+    @staticmethod
+    def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (num_kv_heads, 2, block_size, head_dim)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        seqs = _sequences_of(batch)
+        self._tables = list(batch.block_tables)
+        self._shared.clear()
+        self._decodes.clear()
+        self._prefills.clear()
+        is_decode = seqs.lens == 1
+        padded = batch.padded
+        if is_decode.all() and padded is None:
+            self._plan_decodes(seqs, batch.staging, batch.shared)
+        else:
+            num_singles = padded.num_singles if padded else 0
+            num_chunks = padded.num_chunks if padded else 0
+            self._tokens = _stage_tokens(batch, seqs)
+            shared = _renumbered(batch.shared, is_decode)
+            self._plan_decodes(seqs.select(is_decode), batch.staging, shared, num_singles)
+            self._plan_prefills(seqs.select(~is_decode), batch, num_chunks)
+
+    def _plan_decodes(
+        self,
+        seqs: Sequences,
+        staging: Staging,
+        shared: Sequence[SharedKeys | None],
+        num_padded: int = 0,
+    ) -> None:
+        num_seqs = max(len(seqs.lens), num_padded)
+        if not num_seqs:
+            return
+        for index, shape in enumerate(self._shapes):
+            kv_heads = shape.num_kv_heads
+            work = self._cut_shared(shape, seqs, shared, num_padded)
+            config = decode_config(
+                self._dtype, shape.head_dim, shape.group, num_seqs * kv_heads, self._shared_memory
+            )
+            alignment = tile_alignment(config.tile, self._block_size)
+            num_pieces = max(1, config.num_programs // kv_heads)
+            decodes = decode_items(
+                seqs, shape.window, config.tile, alignment, num_pieces, num_padded, work
+            )
+            most_pieces = max(1, MOST_PROGRAMS // kv_heads)
+            capacity = item_capacity(staging.max_num_seqs, most_pieces) * ITEM_FIELDS
+            name = f"attention.decode.{index}"
+            self._decodes[shape] = staging.put(name, decodes.items.reshape(-1), capacity), config
+            if work is not None:
+                members = work.member_table(seqs, decodes.first_places)
+                self._stage_shared(index, shape, work, members, staging)
+
+    # ---------------------------------------------------------------- shared keys
+
+    def _how_to_share(self, shape: _Shape) -> _Sharing | None:
+        """How keys are read together in layers of this shape; None: not at all."""
+        config = shared_config(self._dtype, shape.head_dim, shape.group)
+        groups = {layer.group for layer in self._layers.values() if layer.shape == shape}
+        if config is None or shape.window is not None or len(groups) > 1:
+            return None
+        return _Sharing(config, groups.pop(), max(1, config.num_programs // shape.num_kv_heads))
+
+    def _cut_shared(
+        self,
+        shape: _Shape,
+        seqs: Sequences,
+        shared: Sequence[SharedKeys | None],
+        num_padded: int,
+    ) -> SharedWork | None:
+        """Work over shared keys, possibly none; None if the step does without."""
+        sharing = self._sharing.get(shape)
+        if sharing is None or not shared:
+            return None
+        config = sharing.config
+        members_per_item = config.rows // shape.group
+        keys = shared[sharing.group]
+        return shared_work(
+            seqs, keys, config.tile, sharing.num_pieces, members_per_item, num_padded
+        )
+
+    def _stage_shared(
+        self, index: int, shape: _Shape, work: SharedWork, members: Int32s, staging: Staging
+    ) -> None:
+        sharing = self._sharing[shape]
+        capacity = shared_capacity(staging.max_num_seqs, sharing.num_pieces) * ITEM_FIELDS
+        most_members = MOST_LEVELS * staging.max_num_seqs * MEMBER_FIELDS
+        self._shared[shape] = _Shared(
+            staging.put(f"attention.shared.{index}", work.items.reshape(-1), capacity),
+            staging.put(f"attention.members.{index}", members.reshape(-1), most_members),
+            sharing.config,
+        )
+
+    def _plan_prefills(self, seqs: Sequences, batch: AttentionBatch, num_padded: int) -> None:
+        staging = batch.staging
+        for index, shape in enumerate(self._shapes):
+            config = prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
+            alignment = tile_alignment(config.tile, self._block_size)
+            tokens_per_item = config.rows // shape.group
+            items = prefill_items(seqs, shape.window, config.tile, alignment, tokens_per_item)
+            if batch.padded is not None:
+                num_tokens = batch.padded.num_tokens
+                most = min(num_tokens // tokens_per_item + num_padded, num_tokens)
+                empty = np.zeros((most - len(items), ITEM_FIELDS), np.int32)
+                items = np.concatenate([items, empty])  # nothing to read, nothing to write
+            # An item has one token at least.
+            name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * ITEM_FIELDS
+            self._prefills[shape] = staging.put(name, items.reshape(-1), capacity), config
+
+    def forward(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: RotaryTable | None = None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+    ) -> Tensor:
+        layer = self._layers[layer_id]
+        spec, shape, cache, table = layer.spec, layer.shape, layer.cache, self._tables[layer.group]
+        for x in (query, key, value):
+            assert x.dtype == cache.dtype, f"{x.dtype} for a {cache.dtype} cache"
+            assert x.stride(2) == 1, "heads must be dense"
+            assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
+        changes = _changes(rotary, head_norms)
+        output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
+        if shape in self._shared:
+            work = self._shared[shape]
+            shared_attention(
+                query,
+                cache,
+                table,
+                work.items,
+                work.members,
+                self._scratch,
+                changes,
+                spec.scale,
+                work.config,
+            )
+        if shape in self._decodes:
+            decodes, decode = self._decodes[shape]
+            decode_attention(
+                query,
+                key,
+                value,
+                cache,
+                table,
+                decodes,
+                self._scratch,
+                output,
+                changes,
+                spec.scale,
+                spec.window,
+                decode,
+            )
+        if shape in self._prefills:
+            assert self._tokens is not None, "staged with the prefills"
+            query = write_kv(query, key, value, self._tokens, table, cache, changes)
+            prefills, prefill = self._prefills[shape]
+            prefill_attention(
+                query, cache, table, prefills, output, spec.scale, spec.window, prefill
+            )
+        return output
+
+    def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
+        block, offset = divmod(slot, self._block_size)
+        cells = self._layers[layer_id].cache[block]
+        return cells[:, 0, offset].clone(), cells[:, 1, offset].clone()
+
+
+def _sequences_of(batch: AttentionBatch) -> Sequences:
+    lens = batch.query_lens.numpy()
+    rows = np.arange(len(lens), dtype=np.int32) if batch.rows is None else batch.rows.numpy()
+    return Sequences(batch.query_starts.numpy()[:-1], rows, batch.context_lens.numpy(), lens)
+
+
+def _renumbered(
+    shared: Sequence[SharedKeys | None], is_decode: NDArray[np.bool_]
+) -> list[SharedKeys | None]:
+    """The same with members counted among the decodes alone."""
+    number = (is_decode.cumsum() - 1).astype(np.int32)
+    return [
+        None if keys is None else keys._replace(members=number[keys.members]) for keys in shared
+    ]
+
+
+def _stage_tokens(batch: AttentionBatch, seqs: Sequences) -> Tensor:
+    """int32 [num_tokens * 2]: each token's table row and position; -1 for decodes and padding."""
+    num_tokens = len(batch.positions)
+    tokens = np.zeros((batch.padded.num_tokens if batch.padded else num_tokens, 2), np.int32)
+    tokens[:num_tokens, 0] = seqs.rows.repeat(seqs.lens)
+    tokens[:num_tokens, 1] = batch.positions.numpy()
+    tokens[num_tokens:, 1] = -1
+    tokens[seqs.tokens[seqs.lens == 1], 1] = -1
+    staging = batch.staging
+    return staging.put("attention.tokens", tokens.reshape(-1), 2 * staging.max_num_tokens)
+
+
+def _changes(
+    rotary: RotaryTable | None, head_norms: tuple[HeadNorm, HeadNorm] | None
+) -> HeadChanges:
+    query_norm, key_norm = head_norms or (None, None)
+    return HeadChanges(
+        rotary=None if rotary is None else (rotary.cos, rotary.sin),
+        query_norm=None if query_norm is None else (query_norm.weight, query_norm.eps),
+        key_norm=None if key_norm is None else (key_norm.weight, key_norm.eps),
+    )
+
+
+def _shape_of(layer: LayerSpec) -> _Shape:
+    return _Shape(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window)
+
+
+def _make_scratch(
+    shapes: Sequence[_Shape], sharing: Container[_Shape], device: torch.device
+) -> Scratch:
+    """Room for the unfinished results of any step, once."""
+    places = [
+        num_places(max(1, MOST_PROGRAMS // shape.num_kv_heads))
+        + (SHARED_PLACES if shape in sharing else 0)
+        for shape in shapes
+    ]
+    rows = [place * shape.num_heads for place, shape in zip(places, shapes, strict=True)]
+    sums = max(n * shape.head_dim for n, shape in zip(rows, shapes, strict=True))
+    heads = max(n * shape.num_kv_heads for n, shape in zip(places, shapes, strict=True))
+    return Scratch(
+        sums=torch.empty(sums, dtype=torch.float32, device=device),
+        stats=torch.empty(2 * max(rows), dtype=torch.float32, device=device),
+        counters=torch.zeros(heads, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,357 @@
+"""Attention of sequences with one new token, split over the context.
+
+A piece of work is (a sequence, a stretch of its keys): one program a KV head computes it for all
+query heads of that KV head, which fill the rows of one tile. The program of a sequence's last
+stretch also writes the new token's K and V, so a decode is one kernel. Where a sequence has several
+pieces, each leaves an unfinished result, and the program that comes last adds them up in their
+order: same lengths, same bits. Judge: `ReferenceBackend`.
+
+Measured on one H200 (bf16, heads of 128, blocks of 16; microseconds of keys a tile, warps, tiles in
+flight):
+                          32, 2, 4   32, 2, 2   32, 1, 2   16, 1, 2   16, 1, 3   64, 4, 2
+  40 / 40: 256 x 33             92         63         57         48         52        103
+           512 x 65            236        184        173        170        170        218
+           64 x 1,024          311        322        316        334        307        311
+           8 x 1,024            49                    46         45         52
+  32 / 8:  256 x 33             22         17         15         13         14         27
+           1,024 x 65          109         83         78         76         75        108
+           64 x 1,024           71         79         69         69         75         69
+           256 x 1,024         255        260        249        251        255        256
+Short contexts cost the latency of a program, not bytes: small programs, of which ten or eleven find
+room on a multiprocessor, take half the time there and lose nothing elsewhere. For 1 x 8,192 one
+program a multiprocessor with 128 keys a tile leaves less to add up. The first tiles asked for
+(prefetch) before the kernel before has ended: 0.90 to 1.00 of the rate.
+Ids of blocks are carried from tile to tile: loaded in the same round, Triton would bring them
+through shared memory, 4 bytes a copy and as many copies as the keys themselves need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.cuda.kv_write import HeadChanges
+from octavo.ops.cuda.paged import (
+    ITEM_FIELDS,
+    LOG2_E,
+    LOWEST,
+    key_offsets,
+    precision_of,
+    tile_blocks,
+)
+from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
+from octavo.ops.cuda.rotary import load_heads
+from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
+
+MOST_PROGRAMS = 1056  # that any configuration cuts the keys for
+_SMS = 132  # multiprocessors that the configurations were measured on
+_COMBINED = 32  # elements of unfinished results that a thread holds at once
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """What is compiled in: keys a tile, warps a program, tiles in flight."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    num_programs: int  # that the keys are cut for
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Unfinished results; a kernel leaves the counters at 0 for the next one."""
+
+    sums: Tensor  # float32 [num_places, num_kv_heads, group, head_dim], flat
+    stats: Tensor  # float32 [num_places, num_kv_heads, group, 2], flat: maximum (log2) and sum
+    counters: Tensor  # int32 [num_places, num_kv_heads], flat
+
+
+@cache
+def decode_config(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    num_pairs: int,
+    shared_memory: int = MUCH_SHARED_MEMORY,
+) -> DecodeConfig:
+    """group: query heads a KV head; num_pairs: sequences times KV heads; shared_memory: bytes that
+    a program may take."""
+    padded = max(16, power_of_2(head_dim))
+    if dtype == torch.float32:
+        return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MOST_PROGRAMS)
+    is_evenly_cut = num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS
+    if is_evenly_cut and shared_memory >= MUCH_SHARED_MEMORY:  # takes 138 KB
+        return DecodeConfig(max(16, 16384 // padded), 4, num_stages=3, num_programs=_SMS)
+    if padded > 128 or group > 16:  # too much for the registers of one warp
+        return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=_SMS * 4)
+    if group == 1 and num_pairs >= 512:
+        return DecodeConfig(max(16, 2048 // padded), 1, num_stages=3, num_programs=MOST_PROGRAMS)
+    return DecodeConfig(max(16, 4096 // padded), 1, num_stages=2, num_programs=MOST_PROGRAMS)
+
+
+@triton.jit
+def _combine(
+    output,
+    sums,
+    stats,
+    place,
+    num_splits,
+    STRIDE: tl.constexpr,  # results from one split to the next
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Add up the splits of one sequence and KV head; `place`: the first one's first result."""
+    row = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    inside = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
+    top = tl.full([GROUP_PAD], LOWEST, tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    for first in tl.range(0, num_splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        result = place + split[:, None] * STRIDE + row[None, :]
+        there = (split < num_splits)[:, None] & (row < GROUP)[None, :]
+        # Past the L1 cache, which knows nothing of what other programs wrote.
+        high = tl.load(stats + result * 2, mask=there, other=LOWEST, cache_modifier=".cg")
+        part = tl.load(stats + result * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        x = tl.load(
+            sums + result.to(tl.int64)[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask=there[:, :, None] & (dim < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(high, 0))
+        old_weight = tl.exp2(top - new_top)
+        weight = tl.exp2(high - new_top[None, :])
+        acc = acc * old_weight[:, None] + tl.sum(x * weight[:, :, None], 0)
+        total = total * old_weight + tl.sum(part * weight, 0)
+        top = new_top
+    total = tl.where(row < GROUP, total, 1.0)
+    out = (acc / total[:, None]).to(output.dtype.element_ty)
+    tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    query,
+    key,
+    value,
+    cache,
+    table,
+    items,
+    sums,
+    stats,
+    counters,
+    output,
+    cos,
+    sin,
+    query_weight,
+    key_weight,
+    query_eps,
+    key_eps,
+    query_stride,
+    kv_stride,
+    table_stride,
+    block_stride,
+    scale,  # times log2(e)
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    head = tl.program_id(0)
+    # Items and tables are complete before a step's first kernel: they may be read before the wait.
+    item = items + tl.program_id(1) * FIELDS
+    token = tl.load(item)
+    table += tl.load(item + 1).to(tl.int64) * table_stride
+    begin = tl.load(item + 2)
+    end = tl.load(item + 3)
+    position = tl.load(item + 4)
+    split = tl.load(item + 5)
+    num_splits = tl.load(item + 6)
+    first_place = tl.load(item + 7)
+    blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
+    keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
+    values = keys + BLOCK_SIZE * HEAD_DIM
+    wait_previous(PDL)
+    if token >= 0:
+        row = tl.arange(0, ROWS)
+        dim = tl.arange(0, DIM_PAD)
+        lane = tl.arange(0, TILE)
+        in_query = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
+        query += token.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM)
+        q = load_heads(
+            query, row, row < GROUP, position, cos, sin, query_weight, query_eps,
+            HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+        )  # fmt: skip
+
+        top = tl.full([ROWS], LOWEST, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+        if (split == num_splits - 1) & (position >= 0):
+            # The new token, which no other program reads, is taken from the projection.
+            one = tl.arange(0, 1)
+            from_token = token.to(tl.int64) * kv_stride + head * HEAD_DIM
+            k_new = load_heads(
+                key + from_token, one, one < 1, position, cos, sin, key_weight, key_eps,
+                HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+            )  # fmt: skip
+            new_inside = (one < 1)[:, None] & (dim < HEAD_DIM)[None, :]
+            v_new = tl.load(value + from_token + dim[None, :], mask=new_inside, other=0.0)
+            block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+            slot = block * block_stride + position % BLOCK_SIZE * HEAD_DIM
+            tl.store(keys + slot + dim[None, :], k_new, mask=new_inside)
+            tl.store(values + slot + dim[None, :], v_new, mask=new_inside)
+            top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+            total = total + 1.0
+            acc = acc + v_new.to(tl.float32)
+        for first in tl.range(begin, end, TILE):
+            # A tile ahead, so that fetching keys never waits for the table.
+            next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
+            offsets = key_offsets(blocks, first, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
+            places = offsets[:, None] + dim[None, :]
+            written = first + lane < end
+            # Values that nothing was written to may be NaN, which no weight of 0 removes.
+            if DIM_PAD == HEAD_DIM:
+                k = tl.load(keys + places)
+                v = tl.load(values + places, mask=written[:, None], other=0.0)
+            else:
+                in_head = dim[None, :] < HEAD_DIM
+                k = tl.load(keys + places, mask=in_head, other=0.0)
+                v = tl.load(values + places, mask=written[:, None] & in_head, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            visible = written
+            if WINDOW > 0:
+                visible = written & (first + lane > position - WINDOW)
+            scores = tl.where(visible[None, :], scores, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            old_weight = tl.exp2(top - new_top)
+            total = total * old_weight + tl.sum(weights, 1)
+            acc = acc * old_weight[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            top = new_top
+            blocks = next_blocks
+
+        output += token.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * (GROUP * HEAD_DIM)
+        if num_splits <= 1:
+            total = tl.where(total == 0.0, 1.0, total)  # padding
+            out = (acc / total[:, None]).to(output.dtype.element_ty)
+            tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=in_query)
+        else:
+            place = (first_place * NUM_KV_HEADS + head) * GROUP
+            mine = place + split * (NUM_KV_HEADS * GROUP)
+            result = (mine + row).to(tl.int64)
+            tl.store(stats + result * 2, top, mask=row < GROUP)
+            tl.store(stats + result * 2 + 1, total, mask=row < GROUP)
+            tl.store(sums + result[:, None] * HEAD_DIM + dim[None, :], acc, mask=in_query)
+            counter = counters + first_place * NUM_KV_HEADS + head
+            # All warps have stored before one of them counts: its release covers them all.
+            tl.debug_barrier()
+            before = tl.atomic_add(counter, 1, sem="acq_rel")
+            if before == num_splits - 1:
+                _combine(
+                    output,
+                    sums,
+                    stats,
+                    place,
+                    num_splits,
+                    NUM_KV_HEADS * GROUP,
+                    GROUP,
+                    GROUP_PAD,
+                    HEAD_DIM,
+                    DIM_PAD,
+                    CHUNK,
+                )
+                tl.store(counter, 0)
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer_cache: Tensor,
+    table: Tensor,
+    items: Tensor,
+    scratch: Scratch,
+    output: Tensor,
+    changes: HeadChanges,
+    scale: float,
+    window: int | None,
+    config: DecodeConfig,
+) -> None:
+    """Write K and V of the tokens that `items` names, attend, and write their rows of `output`.
+
+    Args:
+        query, key, value: [num_tokens, num_heads or num_kv_heads, head_dim]; tokens strided, alike
+            in key and value.
+        layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
+        table: int32 [num_rows, max_blocks].
+        items: int32 [num_items * ITEM_FIELDS], each (token, table row, first key, end of keys, the
+            token's position, split, splits, place of the first split); token -1: no work, position
+            -1: padding. The keys are the cached ones, before the position; the first is a multiple
+            of `tile_alignment(config.tile, block_size)`.
+        output: [num_tokens, num_heads * head_dim], dense.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
+    group = num_heads // num_kv_heads
+    assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V are strided alike"
+    group_pad = power_of_2(group)
+    dim_pad = max(16, power_of_2(head_dim))
+    _decode_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
+        query,
+        key,
+        value,
+        layer_cache,
+        table,
+        items,
+        scratch.sums,
+        scratch.stats,
+        scratch.counters,
+        output,
+        *changes.arguments(query),
+        query.stride(0),
+        key.stride(0),
+        table.stride(0),
+        layer_cache.stride(0),
+        scale * LOG2_E,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        GROUP_PAD=group_pad,
+        HEAD_DIM=head_dim,
+        DIM_PAD=dim_pad,
+        BLOCK_SIZE=block_size,
+        TILE=config.tile,
+        ROWS=max(16, group_pad),
+        CHUNK=max(1, config.num_warps * 32 * _COMBINED // (group_pad * dim_pad)),
+        WINDOW=window or 0,
+        ROTARY_HALF=changes.rotary_half,
+        HAS_NORM=changes.query_norm is not None,
+        PRECISION=precision_of(query.dtype),
+        FIELDS=ITEM_FIELDS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **launch_options(query.device),
+    )

@@ -1,0 +1,231 @@
+"""From logits to tokens on the device: what worker/sampler.py defines, without a host's help.
+
+Four kernels over the logits as they are (no float32 copy); static shapes, so a CUDA graph can hold
+them. A draw is a row of logits with its settings; several draws may share a row.
+  1. Per chunk of a row: the largest logit and its place.
+  2. Per draw with top_k or top_p: the limits, by search over the logits' bit patterns in order.
+  3. Per chunk: the sum of the tokens' integer weights.
+  4. Per draw: invert the sum at the draw's uniform number; the chunk first, then the token in it.
+Weights are exp((logit - largest) / temperature) * 2 ** WEIGHT_BITS, rounded down. Their sums are
+exact in any order, so a draw's token depends neither on its neighbours nor on how work is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
+from octavo.ops.cuda.sampling_limits import find_limits
+from octavo.ops.cuda.sampling_weights import row_peak, weights_of
+from octavo.ops.cuda.tile_sizes import power_of_2
+
+CHUNK = 4096  # logits that a program works on
+NO_TOKEN = tl.constexpr(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDraws:
+    """What each draw asks for; arrays [num_draws] on the device of the logits."""
+
+    rows: Tensor  # int64, of the logits
+    temperature: Tensor  # float32; 0 takes the most likely token
+    top_k: Tensor  # int64; 0 is off
+    top_p: Tensor  # float64 in (0, 1]
+    log_min_p: Tensor  # float32; -inf is off
+    seeds: Tensor  # int64
+    sample_indices: Tensor  # int64
+    positions: Tensor  # int64, of the token to be drawn
+    is_greedy: bool = False  # every temperature is 0: kernel 1 is enough
+    is_limited: bool = True  # some draw may use top_k or top_p
+
+
+def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
+    """Draw tokens.
+
+    Args:
+        logits: floating [num_rows, vocab_size], rows dense; left unchanged.
+
+    Returns:
+        int64 [num_draws]; NO_TOKEN where a row holds NaN, infinity or nothing but -infinity.
+    """
+    num_draws, vocab_size = draws.rows.shape[0], logits.shape[1]
+    token_ids = torch.empty(num_draws, dtype=torch.int64, device=logits.device)
+    if num_draws == 0:
+        return token_ids
+    chunk = min(CHUNK, power_of_2(vocab_size))
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    peaks = torch.empty((num_draws, num_chunks), dtype=torch.float32, device=logits.device)
+    peak_ids = torch.empty((num_draws, num_chunks), dtype=torch.int32, device=logits.device)
+    sums = torch.empty((num_draws, num_chunks), dtype=torch.int64, device=logits.device)
+    limits = torch.empty((num_draws, 2), dtype=torch.float32, device=logits.device)
+    pdl = launch_options(logits.device)
+    sizes = (logits.stride(0), vocab_size, num_chunks)
+    chunks = power_of_2(num_chunks)
+    common = {"CHUNK": chunk, "CHUNKS": chunks, **pdl}
+    grid = (num_chunks, num_draws)
+    _peak_kernel[grid](logits, draws.rows, peaks, peak_ids, *sizes, **common)
+    if not draws.is_greedy:
+        limited = draws.is_limited
+        if limited:
+            # Few draws have a multiprocessor each; of many, two share one.
+            warps = 16 if num_draws <= 128 else 8
+            find_limits[(num_draws,)](
+                *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),
+                *(draws.log_min_p, peaks, limits, *sizes),
+                CHUNKS=chunks,
+                BLOCK=max(64, min(512 * warps, power_of_2(vocab_size))),
+                num_warps=warps,
+                **pdl,
+            )
+        setting = (logits, draws.rows, draws.temperature, draws.log_min_p, peaks, limits)
+        _sum_kernel[grid](*setting, sums, *sizes, LIMITED=limited, **common)
+    else:
+        limited = False
+        setting = (logits, draws.rows, draws.temperature, draws.log_min_p, peaks, limits)
+    _draw_kernel[(num_draws,)](
+        *setting,
+        sums,
+        peak_ids,
+        draws.seeds,
+        draws.sample_indices,
+        draws.positions,
+        token_ids,
+        *sizes,
+        LIMITED=limited,
+        GREEDY=draws.is_greedy,
+        **common,
+    )
+    return token_ids
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _peak_kernel(
+    logits,
+    rows,
+    peaks,
+    peak_ids,
+    stride,
+    vocab_size,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    chunk, draw = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    wait_previous(PDL)
+    start = logits + tl.load(rows + draw) * stride
+    values = tl.load(start + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    values = tl.where(values != values, float("inf"), values)  # NaN must not go unseen
+    peak, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(peaks + draw * num_chunks + chunk, peak)
+    tl.store(peak_ids + draw * num_chunks + chunk, chunk * CHUNK + place)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _sum_kernel(
+    logits,
+    rows,
+    temperatures,
+    log_min_p,
+    peaks,
+    limits,
+    sums,
+    stride,
+    vocab_size,
+    num_chunks,
+    LIMITED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    chunk, draw = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    wait_previous(PDL)
+    temperature = tl.load(temperatures + draw)
+    if temperature > 0:
+        start = logits + tl.load(rows + draw) * stride
+        inside = ids < vocab_size
+        values = tl.load(start + ids, mask=inside, other=-float("inf"))
+        peak = row_peak(peaks, draw, num_chunks, CHUNKS)[0]
+        weights = weights_of(values, inside, draw, peak, temperature, log_min_p, limits, LIMITED)
+        tl.store(sums + draw * num_chunks + chunk, tl.sum(weights, 0))
+
+
+@triton.jit
+def _mix(x):
+    """SplitMix64's finaliser (worker/randomness.py), of uint64."""
+    x = (x ^ (x >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _uniform(seed, sample_index, position):
+    """float64 in [0, 1), the same as worker/randomness.py's `uniforms`."""
+    gamma = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    state = _mix(seed.to(tl.uint64) + gamma)
+    state = _mix(state + (sample_index + 1).to(tl.uint64) * gamma)
+    state = _mix(state + (position + 1).to(tl.uint64) * gamma)
+    return (state >> 11).to(tl.float64) * tl.full((), 2.0**-53, tl.float64)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _draw_kernel(
+    logits,
+    rows,
+    temperatures,
+    log_min_p,
+    peaks,
+    limits,
+    sums,
+    peak_ids,
+    seeds,
+    sample_indices,
+    positions,
+    token_ids,
+    stride,
+    vocab_size,
+    num_chunks,
+    LIMITED: tl.constexpr,
+    GREEDY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    draw = tl.program_id(0)
+    wait_previous(PDL)
+    peak, best = row_peak(peaks, draw, num_chunks, CHUNKS)
+    token = tl.load(peak_ids + draw * num_chunks + best).to(tl.int64)
+    if not GREEDY:
+        temperature = tl.load(temperatures + draw)
+        if temperature > 0:
+            noise = _uniform(
+                tl.load(seeds + draw), tl.load(sample_indices + draw), tl.load(positions + draw)
+            )
+            chunks = tl.arange(0, CHUNKS)
+            places = sums + draw * num_chunks + chunks
+            parts = tl.load(places, mask=chunks < num_chunks, other=0)
+            ends = tl.cumsum(parts, 0)
+            target = (noise * tl.sum(parts, 0).to(tl.float64)).to(tl.int64)
+            chunk = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), num_chunks - 1)
+            before = tl.sum(tl.where(chunks < chunk, parts, 0), 0)
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            inside = ids < vocab_size
+            start = logits + tl.load(rows + draw) * stride
+            values = tl.load(start + ids, mask=inside, other=-float("inf"))
+            weights = weights_of(
+                values, inside, draw, peak, temperature, log_min_p, limits, LIMITED
+            )
+            passed = tl.sum((tl.cumsum(weights, 0) <= target - before).to(tl.int32), 0)
+            token = (chunk * CHUNK + passed).to(tl.int64)
+    is_finite = (peak > -float("inf")) & (peak < float("inf"))
+    tl.store(token_ids + draw, tl.where(is_finite, tl.minimum(token, vocab_size - 1), NO_TOKEN))

@@ -1,0 +1,1 @@
+"""Plain torch: what every other backend is compared with."""

@@ -1,0 +1,113 @@
+"""Attention in plain PyTorch, one sequence at a time, in fp32: slow; the judge of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.ops.base import AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
+
+
+class ReferenceBackend:
+    """Keeps K and V inside a block as [2, block_size, num_kv_heads, head_dim]."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        layer_places: Sequence[LayerPlace],
+        kv_cache: Tensor,
+        block_size: int,
+    ) -> None:
+        self._layers = {
+            layer.layer_id: (layer, place)
+            for layer, place in zip(layers, layer_places, strict=True)
+        }
+        self._kv_cache = (
+            kv_cache  # [num_blocks, layers_per_group, 2, block_size, num_kv_heads, head_dim]
+        )
+        self._block_size = block_size
+        self._batch: AttentionBatch | None = None
+
+    @staticmethod
+    def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (2, block_size, num_kv_heads, head_dim)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+
+    def forward(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: RotaryTable | None = None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+    ) -> Tensor:
+        batch = self._batch
+        assert batch is not None, "plan() comes before forward()"
+        layer, place = self._layers[layer_id]
+        if head_norms is not None:
+            query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
+        if rotary is not None:
+            positions = batch.positions.to(query.device)
+            query, key = rotary.apply(query, positions), rotary.apply(key, positions)
+
+        k_cache, v_cache = self._layer_cache(place)
+        slots = batch.slots[place.group].to(query.device)
+        k_cache[slots // self._block_size, slots % self._block_size] = key
+        v_cache[slots // self._block_size, slots % self._block_size] = value
+
+        outputs = []
+        for i, context_len in enumerate(batch.context_lens.tolist()):
+            start, end = batch.query_starts[i : i + 2].tolist()
+            first = context_len - (end - start)  # position in the sequence of its first new token
+            # Keys that no query sees may lie in blocks already given back: never read them.
+            first_key = 0 if layer.window is None else max(0, first - layer.window + 1)
+            keys = torch.arange(first_key, context_len, device=query.device)
+            table = batch.block_tables[place.group][i].to(query.device)
+            blocks, offsets = table[keys // self._block_size].long(), keys % self._block_size
+            queries = torch.arange(first, context_len, device=query.device)
+            outputs.append(
+                _attend(
+                    layer,
+                    query[start:end],
+                    k_cache[blocks, offsets],
+                    v_cache[blocks, offsets],
+                    queries,
+                    keys,
+                )
+            )
+        return torch.cat(outputs).flatten(1) if outputs else query.flatten(1)
+
+    def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
+        k_cache, v_cache = self._layer_cache(self._layers[layer_id][1])
+        block, offset = divmod(slot, self._block_size)
+        return k_cache[block, offset].clone(), v_cache[block, offset].clone()
+
+    def _layer_cache(self, place: LayerPlace) -> tuple[Tensor, Tensor]:
+        layer_cache = self._kv_cache[:, place.index]
+        return layer_cache[:, 0], layer_cache[:, 1]
+
+
+def _attend(
+    layer: LayerSpec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+) -> Tensor:
+    """One sequence: query [q, num_heads, dim], key, value [k, num_kv_heads, dim] -> like query."""
+    group = layer.num_heads // layer.num_kv_heads
+    k = key.float().repeat_interleave(group, dim=1)
+    v = value.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), k) * layer.scale
+    distance = query_positions[:, None] - key_positions[None, :]
+    visible = distance >= 0
+    if layer.window is not None:
+        visible &= distance < layer.window
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)

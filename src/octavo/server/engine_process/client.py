@@ -1,0 +1,372 @@
+"""The engine, as the API process sees it: prompts in, text out, whatever becomes of its process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from octavo.config import EngineConfig
+from octavo.engine.events import Counters, Event, Gauges
+from octavo.engine.snapshot import RequestView, Snapshot
+from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.validation import Params, PreparedRequest, Prompt, RequestPreparer
+from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
+from octavo.models.config import ModelConfig, resolve_model
+from octavo.server.engine_process import messages as m
+from octavo.server.engine_process.delivery import Delivery
+from octavo.server.engine_process.journal import Journal, OpenRequest, Pin, Sample
+from octavo.server.engine_process.messages import EngineInfo
+from octavo.server.engine_process.process import COMMAND
+from octavo.server.engine_process.supervisor import Supervision, Supervisor
+from octavo.server.observability.health import Health, judge
+from octavo.server.observability.listening import Listener, Subscription
+from octavo.server.stream import RequestStream, StreamEvent
+from octavo.server.text_work import TextWork
+
+__all__ = [
+    "EngineClient",
+    "Health",
+    "Listener",
+    "PinnedPrefix",
+    "RequestStream",
+    "StreamEvent",
+    "Supervision",
+]
+
+MAX_RETRY_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A prefix that stays in the cache (paper section 4.4)."""
+
+    name: str
+    num_tokens: int  # whole blocks
+    cache_salt: str
+
+
+class EngineClient:
+    """Owns the engine process, through its supervisor, and everything that is text.
+
+    >>> client = EngineClient(make_config("demo"))
+    >>> await client.start()
+    >>> async with await client.generate("Once upon a time", SamplingParams()) as stream:
+    ...     async for event in stream: ...
+    >>> await client.close()
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        supervision: Supervision | None = None,
+        listeners: Sequence[Listener] = (),
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """Reads config.json and the tokenizer. Raises ModelError or ConfigError.
+
+        `command` starts an engine process; see `EngineProcess`.
+        """
+        directory = resolve_model(config.model)
+        self.config = config
+        self.model_config = ModelConfig.from_directory(directory)
+        if config.max_model_len is not None:
+            self.model_config = self.model_config.with_max_model_len(config.max_model_len)
+        # None: the model has none; prompts are token ids.
+        self.tokenizer: Tokenizer | None = None
+        if (directory / "tokenizer.json").exists():
+            self.tokenizer = Tokenizer.from_directory(directory)
+        self.text_work = TextWork()
+        self._supervision = supervision or Supervision()
+        self._journal = Journal()
+        self._delivery = Delivery(listeners)
+        self._supervisor = Supervisor(
+            config, self._supervision, self._journal, self._delivery, command
+        )
+        self._exchange = self._delivery.exchange = self._supervisor.exchange
+        self._preparer = RequestPreparer(
+            self.model_config,
+            self.tokenizer,
+            config.max_logprobs,
+            config.seed,
+        )
+        self._is_draining = False
+
+    async def start(self) -> None:
+        """Start the engine process and wait until it is ready.
+
+        Raises what the engine raised: ConfigError, ModelError, OutOfMemory; EngineFailed if the
+        process died.
+        """
+        await self._supervisor.start()
+
+    async def close(self) -> None:
+        """End the engine process; open requests end as aborted. A second call does nothing."""
+        for stream in list(self._delivery.streams.values()):
+            stream.abort()
+        await self._supervisor.close()
+        self.text_work.close()
+        for subscription in self._delivery.subscriptions:
+            subscription.close()
+
+    async def drain(self, seconds: float) -> int:
+        """Refuse new requests, and wait for the open ones, at most this long. Returns how many are
+        still open; `close` aborts them."""
+        self._is_draining = True
+        if self._delivery.streams:
+            self._delivery.all_ended.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._delivery.all_ended.wait(), seconds)
+        return len(self._delivery.streams)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of the engine process that runs, or ran last. Only after `start`."""
+        info = self._delivery.info
+        assert info is not None, "start() has not returned"
+        return info
+
+    @property
+    def health(self) -> Health:
+        return judge(self._supervisor, self._supervision, self._delivery, self._is_draining)
+
+    @property
+    def gauges(self) -> Gauges:
+        """How things stood after the last step."""
+        return self._delivery.gauges
+
+    @property
+    def counters(self) -> Counters:
+        """Totals over all engine processes."""
+        return self._delivery.counters
+
+    @property
+    def open_requests(self) -> dict[str, OpenRequest]:
+        """By request id; not to be changed."""
+        return self._journal.requests
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: Params,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> RequestStream:
+        """Queue a request; returns when the engine has accepted it.
+
+        Raises:
+            InvalidRequest: a bad value (RequestTooLong: it can never fit); `field` names it.
+                `request_id` must not be that of an open request.
+            Overloaded: too many requests wait already; `retry_after` is an estimate in seconds.
+            Unavailable: the server drains or has closed, or the engine is given up.
+        """
+        arrival_time = time.monotonic()
+        try:
+            return await self._open(prompt, params, request_id, priority, cache_salt, arrival_time)
+        except (InvalidRequest, Overloaded, Unavailable) as error:
+            self._delivery.notify("request_refused", error)
+            raise
+
+    async def encode(
+        self,
+        texts: Sequence[str],
+        field: str,
+        add_special_tokens: bool = True,
+        any_length: bool = False,
+    ) -> list[list[int]]:
+        """Token ids of each text; long ones, or many, do not hold up the other requests.
+
+        Raises InvalidRequest about `field`, or `field[i]` where there are several texts, and
+        RequestTooLong unless `any_length` is allowed.
+        """
+        try:
+            return await self._encode(texts, field, add_special_tokens, any_length)
+        except RequestTooLong as error:
+            self._delivery.notify("request_refused", error)
+            raise
+
+    # ---------------------------------------------------------------- pinned prefixes
+
+    async def pin_prefix(
+        self, prompt: Prompt, name: str | None = None, cache_salt: str = ""
+    ) -> PinnedPrefix:
+        """Compute a prefix and keep it in the cache, also after a restart of the engine.
+
+        Raises InvalidRequest: it is shorter than a block, too long, or the name is taken.
+        """
+        self._check_open()
+        if not self.info.enable_prefix_caching:
+            raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
+        token_ids = await self._tokenize(prompt, "prefix")
+        info = self.info
+        token_ids = self._preparer.whole_blocks(token_ids, info.max_model_len, info.block_size)
+        if name is None:
+            name = f"prefix-{uuid.uuid4().hex[:8]}"
+        if name in self._journal.pins:
+            raise InvalidRequest("name", f"a prefix {name!r} is pinned already")
+        pin = Pin(name, token_ids, cache_salt, asyncio.get_running_loop().create_future())
+        self._exchange.pin(pin)
+        try:
+            await asyncio.shield(pin.computed)
+        except asyncio.CancelledError:
+            pin.computed.cancel()
+            if self._journal.pins.get(name) is pin:
+                await self._exchange.unpin(pin)
+            raise
+        return _pinned(pin)
+
+    async def unpin_prefix(self, name: str) -> PinnedPrefix:
+        """Raises InvalidRequest if there is no such prefix."""
+        self._check_open()
+        pin = self._journal.pins.get(name)
+        if pin is None or not pin.computed.done():
+            known = ", ".join(sorted(prefix.name for prefix in self.list_prefixes())) or "none"
+            raise InvalidRequest("name", f"no prefix {name!r} is pinned; pinned: {known}")
+        await self._exchange.unpin(pin)
+        return _pinned(pin)
+
+    def list_prefixes(self) -> list[PinnedPrefix]:
+        return [_pinned(pin) for pin in self._journal.pins.values() if pin.computed.done()]
+
+    # ---------------------------------------------------------------- looking inside
+
+    async def snapshot(self) -> Snapshot:
+        """Blocks, queues and block tables between two steps. Raises Unavailable while there is no
+        engine process to ask."""
+        snapshot: Snapshot = await self._exchange.ask(m.Look)
+        return snapshot
+
+    async def inspect(self, request_id: str) -> RequestView | None:
+        """One open request with its tokens; None if the engine does not know it. Raises
+        Unavailable while there is no engine process to ask."""
+        view: RequestView | None = await self._exchange.ask(m.Look, request_id=request_id)
+        return view
+
+    @contextlib.asynccontextmanager
+    async def events(self) -> AsyncIterator[AsyncIterator[list[Event]]]:
+        """A subscription to all events, batch by batch (one a step that had any).
+
+        >>> async with client.events() as batches:
+        ...     async for batch in batches: ...
+
+        While nobody subscribes, the engine sends only admissions and preemptions. A subscriber that
+        does not keep up loses the oldest batches. The iterator ends when the client is closed.
+        """
+        subscription = Subscription()
+        subscriptions = self._delivery.subscriptions
+        subscriptions.append(subscription)
+        if len(subscriptions) == 1:
+            self._exchange.watch(True)
+        try:
+            yield subscription
+        finally:
+            subscriptions.remove(subscription)
+            if not subscriptions:
+                self._exchange.watch(False)
+
+    # ---------------------------------------------------------------- inside
+
+    async def _open(
+        self,
+        prompt: Prompt,
+        params: Params,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str,
+        arrival_time: float,
+    ) -> RequestStream:
+        self._check_open()
+        self._check_room()
+        token_ids = await self._tokenize(prompt, "prompt")
+        self._check_open()  # tokenizing may have taken a while
+        # The engine may hold less than the model could use.
+        max_model_len = self.info.max_model_len
+        prepared = self._preparer.prepare(token_ids, params, max_model_len, priority, cache_salt)
+        self._check_width(prepared)
+        streams = self._delivery.streams
+        if request_id is None:
+            request_id = uuid.uuid4().hex
+        if request_id in streams:
+            raise InvalidRequest("request_id", f"{request_id!r} is in use")
+        samples = [Sample(index) for index in range(prepared.n)] if prepared.beam is None else []
+        text = prompt if isinstance(prompt, str) else None
+        entry = OpenRequest(request_id, prepared, text, arrival_time, samples)
+        stream = RequestStream(entry, params, self.tokenizer, self._delivery.abort)
+        streams[request_id] = stream
+        try:
+            await self._exchange.open(entry)
+        except asyncio.CancelledError:
+            stream.abort()
+            raise
+        except Exception:
+            self._exchange.drop(entry)
+            if streams.get(request_id) is stream:
+                self._delivery.forget(stream)
+            raise
+        return stream
+
+    async def _encode(
+        self,
+        texts: Sequence[str],
+        field: str,
+        add_special_tokens: bool = True,
+        any_length: bool = False,
+    ) -> list[list[int]]:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest(field, "the model has no tokenizer; give token ids")
+        context_len = None if any_length else self.info.max_model_len
+        names = [field] if len(texts) == 1 else [f"{field}[{i}]" for i in range(len(texts))]
+        named = list(zip(texts, names, strict=True))
+        if context_len is not None:
+            for text, name in named:  # what cannot fit waits for no thread
+                tokenizer.check_length(text, name, context_len)
+
+        def encode_all() -> list[list[int]]:
+            return [
+                tokenizer.encode(text, add_special_tokens, field=name, context_len=context_len)
+                for text, name in named
+            ]
+
+        return await self.text_work.run(sum(map(len, texts)), encode_all)
+
+    async def _tokenize(self, prompt: Prompt, field: str) -> Prompt:
+        """Text as token ids; what is no text is checked later."""
+        if not isinstance(prompt, str):
+            return prompt
+        [token_ids] = await self._encode([prompt], field)
+        return token_ids
+
+    def _check_open(self) -> None:
+        state = self._supervisor.state
+        if self._is_draining or state == "closed":
+            raise Unavailable("the server is shutting down")
+        if state == "failed":
+            raise Unavailable(str(self.health.reason), self._supervisor.seconds_to_revival)
+
+    def _check_width(self, prepared: PreparedRequest) -> None:
+        beam, limit = prepared.beam, self.info.max_num_seqs
+        field, width = ("n", prepared.n) if beam is None else ("beam_width", beam.width)
+        if width > limit:
+            raise InvalidRequest(field, f"{width} sequences exceed max_num_seqs ({limit})")
+
+    def _check_room(self) -> None:
+        limit = self._supervision.max_waiting
+        num_waiting = len(self._journal.waiting)
+        if num_waiting >= limit:
+            seconds = num_waiting * self._delivery.seconds_per_request
+            raise Overloaded(
+                f"{num_waiting} requests wait already, and max_waiting is {limit}",
+                min(MAX_RETRY_SECONDS, max(1.0, seconds)),
+            )
+
+
+def _pinned(pin: Pin) -> PinnedPrefix:
+    return PinnedPrefix(pin.name, len(pin.token_ids), pin.cache_salt)

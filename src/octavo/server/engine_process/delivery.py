@@ -1,0 +1,171 @@
+"""What engine processes say, brought to those whom it concerns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from octavo.engine.events import Admitted, Counters, Event, Gauges
+from octavo.errors import OctavoError
+from octavo.server.engine_process import messages as m
+from octavo.server.engine_process.exchange import Exchange
+from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.observability.listening import Listener, Subscription
+from octavo.server.stream import RequestStream
+
+logger = logging.getLogger(__name__)
+
+PACE_SMOOTHING = 0.1  # weight of the newest gap between the ends of two requests
+
+
+class Delivery:
+    """Owns the streams of open requests, and all that is known of the engine from its reports."""
+
+    def __init__(self, listeners: Iterable[Listener]) -> None:
+        self.exchange: Exchange  # which reports to this delivery; set before it does
+        self.streams: dict[str, RequestStream] = {}  # by request id
+        self.listeners = list(listeners)
+        self.subscriptions: list[Subscription] = []
+        self.all_ended = asyncio.Event()  # set when the last stream ends
+        self.info: m.EngineInfo | None = None
+        self.gauges = Gauges()
+        self.seconds_per_request = 1.0  # between the ends of two, smoothed
+        self._counters = Counters()  # of the engine process that runs
+        self._earlier_counters = Counters()  # of those before it
+        self._last_end_time: float | None = None
+        self._admissions: list[Admitted] = []  # since the last report
+
+    @property
+    def counters(self) -> Counters:
+        """Totals over all engine processes."""
+        pairs: Any = zip(
+            msgspec.structs.astuple(self._earlier_counters),
+            msgspec.structs.astuple(self._counters),
+            strict=True,
+        )
+        return Counters(*(earlier + now for earlier, now in pairs))
+
+    def notify(self, method: str, *values: object) -> None:
+        """Call all listeners. One that fails must not take a request down with it."""
+        for listener in self.listeners:
+            try:
+                getattr(listener, method)(*values)
+            except Exception:
+                logger.exception("%s.%s failed", type(listener).__name__, method)
+
+    # ---------------------------------------------------------------- ends
+
+    def abort(self, stream: RequestStream) -> None:
+        """End a stream with what there is; nothing happens if it has ended."""
+        if self.streams.get(stream.request_id) is not stream:
+            return
+        if stream.entry.is_sent:
+            self.exchange.tell(m.Abort(stream.request_id))
+        stream.conclude(time.monotonic())
+        self._end(stream)
+
+    def forget(self, stream: RequestStream) -> None:
+        """Nothing more is to be delivered to a stream."""
+        del self.streams[stream.request_id]
+        if not self.streams:
+            self.all_ended.set()
+
+    def _end(self, stream: RequestStream) -> None:
+        """A stream has its output."""
+        output = stream.output
+        assert output is not None, "it has been concluded"
+        self.exchange.drop(stream.entry)
+        self.forget(stream)
+        if self._last_end_time is not None:
+            # Time in which there was nothing to do says nothing of the pace.
+            gap = output.finish_time - max(self._last_end_time, stream.entry.arrival_time)
+            self.seconds_per_request += PACE_SMOOTHING * (gap - self.seconds_per_request)
+        self._last_end_time = output.finish_time
+        self.notify("request_finished", stream.entry, output)
+
+    # ---------------------------------------------------------------- what the exchange reports
+
+    def engine_ready(self, info: m.EngineInfo) -> None:
+        self.info = info
+        self.gauges = Gauges(
+            num_free_blocks=info.num_blocks, num_free_swap_blocks=info.num_swap_blocks
+        )
+        self.notify("engine_started", info)
+
+    def engine_died(self, cause: str) -> None:
+        self._earlier_counters = self.counters
+        self._counters, self.gauges, self._admissions = Counters(), Gauges(), []
+        self.notify("engine_died", cause)
+
+    def accepted(self, entry: OpenRequest) -> None:
+        self.notify("request_added", entry)
+
+    def admitted(self, entry: OpenRequest | None, admitted: Admitted) -> None:
+        self._admissions.append(admitted)
+        if entry is not None and entry.admission is None:
+            entry.admission = admitted
+            entry.admitted_time = admitted.time
+            self.notify("request_admitted", entry)
+
+    def reported(self, report: m.StepReport) -> None:
+        now = time.monotonic()
+        self.gauges, self._counters = report.gauges, report.counters
+        report.admitted, self._admissions = self._admissions, []
+        for preempted in report.preempted:
+            if (stream := self._find(preempted.request_id)) is not None:
+                stream.entry.num_preemptions += 1
+        for scores in report.prompt_scores:
+            if (stream := self._find(scores.request_id)) is not None:
+                stream.entry.prompt_scores = scores.scores
+        for delta in report.deltas:
+            if (stream := self._find(delta.request_id)) is not None:
+                self._take(stream, delta, now)
+        for finished in report.finished:
+            if (stream := self._find(finished.request_id)) is not None:
+                self._take_beams(stream, finished.beams, now)
+        for failed in report.failed:
+            if (stream := self._find(failed.request_id)) is not None:
+                self.exchange.fail(stream.entry, m.error_of(failed.error))
+        self.notify("stepped", report)
+        events: list[Event] = [*report.admitted, *report.preempted, *report.watched]
+        if events:
+            for subscription in self.subscriptions:
+                subscription.add(events)
+
+    def failed(self, entry: OpenRequest, error: OctavoError) -> None:
+        stream = self.streams[entry.request_id]
+        stream.fail(error)
+        self.forget(stream)
+        self.notify("request_failed", entry, error)
+
+    def _find(self, request_id: str) -> RequestStream | None:
+        """The stream that a report means. What comes before the engine has accepted a request is
+        about an earlier one of the same name, which was aborted."""
+        stream = self.streams.get(request_id)
+        return stream if stream is not None and stream.entry.is_accepted else None
+
+    def _take(self, stream: RequestStream, delta: m.Delta, now: float) -> None:
+        num_new, stop = stream.take(delta)
+        entry = stream.entry
+        if stop is not None:
+            self.exchange.tell(m.FinishSample(entry.request_id, delta.index, stop))
+        if num_new:
+            self._note_tokens(entry, num_new, now)
+        if all(sample.finish_reason is not None for sample in entry.samples):
+            stream.conclude(now)
+            self._end(stream)
+
+    def _take_beams(self, stream: RequestStream, beams: list[m.Beam], now: float) -> None:
+        self._note_tokens(stream.entry, sum(len(beam.token_ids) for beam in beams), now)
+        stream.conclude_beams(beams, now)
+        self._end(stream)
+
+    def _note_tokens(self, entry: OpenRequest, num_tokens: int, now: float) -> None:
+        if entry.first_token_time is None:
+            entry.first_token_time = now
+        self.notify("tokens_arrived", entry, num_tokens, now)

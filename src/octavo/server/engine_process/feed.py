@@ -1,0 +1,284 @@
+"""What the dashboard sees: pictures of the pool and events, for as long as somebody looks.
+
+One task asks the engine for a snapshot ten times a second while there is a viewer, and not at all
+otherwise. Each viewer gets what changed since its last frame; one that is slow skips frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from octavo import __version__
+from octavo.engine.events import Counters, Event
+from octavo.engine.snapshot import RequestView, SequenceView, Snapshot
+from octavo.errors import EngineFailed, Unavailable
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.messages import EngineInfo
+from octavo.server.observability.event_text import describe
+from octavo.server.observability.metrics import Metrics
+
+FRAME_SECONDS = 0.1
+IDLE_SECONDS = 1.0  # between frames while nothing happens
+MAX_EVENTS = 100  # in a frame; the oldest are left out
+MAX_VIEWERS = 32
+
+Tables = dict[int, list[list[int]]]  # by sequence id, a table per KV group
+
+
+class Viewer:
+    """One open page: what it has been told, and what it is to be told next."""
+
+    def __init__(self) -> None:
+        self.news = asyncio.Event()
+        self.is_new = True  # it has seen nothing yet
+        self.is_over = False  # nothing more will come
+        self.snapshot: Snapshot | None = None  # None: there is no engine to ask
+        self.events: list[Event] = []
+        self._info: EngineInfo | None = None
+        self._requests: dict[str, RequestView] = {}
+        self._tables: dict[str, Tables] = {}
+        self._cached: bytes | None = None
+        self._pins: Any = None
+
+    def hear(self, batch: list[Event]) -> None:
+        self.events = [*self.events, *batch][-MAX_EVENTS:]
+
+    def encode(self, info: EngineInfo, counters: Counters, metrics: Metrics) -> bytes:
+        """The next frame as server-sent events, with a greeting if the engine is a new one."""
+        greeting = b""
+        if info is not self._info:
+            self._info = info
+            self._requests, self._tables, self._cached, self._pins = {}, {}, None, None
+            greeting = _sse("hello", _hello(info))
+        snapshot = self.snapshot
+        if snapshot is None:
+            return greeting + _sse("lost", {})
+        frame = {
+            "time": time.time(),
+            "counts": _counts(snapshot),
+            "totals": _totals(counters),
+            "latency": _latency(metrics),
+            "requests": self._changed_requests(snapshot),
+            "gone": self._gone(snapshot),
+            "events": self._new_events(),
+        }
+        if snapshot.device.is_cached != self._cached:
+            self._cached = snapshot.device.is_cached
+            frame["cached"] = [len(list(run)) for _, run in groupby(b"\0" + self._cached)]
+        pins = {pin.name: [b for ids in pin.block_ids for b in ids] for pin in snapshot.pins}
+        if pins != self._pins:
+            self._pins = frame["pins"] = pins
+        return greeting + _sse("frame", frame)
+
+    def _changed_requests(self, snapshot: Snapshot) -> list[dict[str, Any]]:
+        changed = []
+        for view in [*snapshot.running, *snapshot.swapped, *snapshot.waiting]:
+            if self._requests.get(view.request_id) != view:
+                changed.append(self._request(view))
+                self._requests[view.request_id] = view
+        return changed
+
+    def _request(self, view: RequestView) -> dict[str, Any]:
+        known = self._tables.get(view.request_id, {})
+        self._tables[view.request_id] = {seq.seq_id: seq.block_ids for seq in view.sequences}
+        return {
+            "id": view.request_id,
+            "state": view.status,
+            "method": view.method,
+            "prompt_tokens": view.num_prompt_tokens,
+            "cached_tokens": view.num_cached_tokens,
+            "preemptions": view.num_preemptions,
+            "sequences": [
+                # Beams have no number of their own; they are counted as they stand.
+                _sequence(seq, place if view.method == "beam_search" else seq.index, known)
+                for place, seq in enumerate(view.sequences)
+            ],
+        }
+
+    def _gone(self, snapshot: Snapshot) -> list[str]:
+        alive = {
+            view.request_id for view in [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
+        }
+        gone = [request_id for request_id in self._requests if request_id not in alive]
+        for request_id in gone:
+            del self._requests[request_id], self._tables[request_id]
+        return gone
+
+    def _new_events(self) -> list[dict[str, Any]]:
+        since_boot = time.time() - time.monotonic()
+        events, self.events = self.events, []
+        return [
+            dict(zip(("kind", "title", "text"), describe(event), strict=True))
+            | {"time": event.time + since_boot}
+            for event in events
+        ]
+
+
+class _Closed(Exception):
+    """The server ends, and so do the streams."""
+
+
+class Feed:
+    """Owns the viewers, and the one task that asks the engine on their behalf."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._viewers: set[Viewer] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_viewers(self) -> int:
+        return len(self._viewers)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._viewers) >= MAX_VIEWERS
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Frames for one more viewer, without end; closing the iterator ends its watching."""
+        viewer = Viewer()
+        self._viewers.add(viewer)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._watch())
+        task = self._task
+        try:
+            while True:
+                await viewer.news.wait()
+                viewer.news.clear()
+                if viewer.is_over:
+                    await task  # raises what ended it
+                    return
+                yield viewer.encode(self._client.info, self._client.counters, self._metrics)
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers:
+                await self.stop()
+
+    async def stop(self) -> None:
+        """Ask the engine no more."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _watch(self) -> None:
+        try:
+            async with self._client.events() as batches, asyncio.TaskGroup() as group:
+                group.create_task(self._hear(batches))
+                group.create_task(self._look())
+        except* _Closed:
+            pass
+        finally:
+            # Stopped because the last viewer left, it has none: those are of the next task.
+            if self._task is asyncio.current_task():
+                for viewer in self._viewers:
+                    viewer.is_over = True
+                    viewer.news.set()
+
+    async def _hear(self, batches: AsyncIterator[list[Event]]) -> None:
+        async for batch in batches:
+            for viewer in self._viewers:
+                viewer.hear(batch)
+
+    async def _look(self) -> None:
+        last_state: tuple[Any, ...] = ()
+        last_time = 0.0
+        while True:
+            if self._client.health.state == "closed":
+                raise _Closed
+            now = time.monotonic()
+            state = self._state()
+            is_due = now - last_time >= IDLE_SECONDS
+            if is_due or state != last_state or any(viewer.is_new for viewer in self._viewers):
+                last_state, last_time = state, now
+                try:
+                    snapshot = await self._client.snapshot()
+                except (Unavailable, EngineFailed):
+                    snapshot = None
+                for viewer in self._viewers:
+                    viewer.snapshot = snapshot
+                    viewer.is_new = False
+                    viewer.news.set()
+            await asyncio.sleep(FRAME_SECONDS)
+
+    def _state(self) -> tuple[Any, ...]:
+        """Differs if a new picture may differ; costs the engine nothing."""
+        num_open = len(self._client.open_requests)
+        return self._client.counters.num_steps, self._client.gauges, num_open
+
+
+def _sequence(seq: SequenceView, index: int, known: Tables) -> dict[str, Any]:
+    """A sequence with what was added to its tables: [entries that stay, the entries after them]."""
+    before = known.get(seq.seq_id)
+    if not before or not seq.block_ids:  # it held no blocks, or holds none now
+        before = [[] for _ in seq.block_ids]
+    return {
+        "id": seq.seq_id,
+        "index": index,
+        "tokens": seq.num_tokens,
+        "computed": seq.num_computed_tokens,
+        "tier": "device" if seq.on_device else "swap",
+        "tables": [_addition(old, new) for old, new in zip(before, seq.block_ids, strict=True)],
+    }
+
+
+def _addition(old: list[int], new: list[int]) -> tuple[int, list[int]]:
+    if new[: len(old)] == old:
+        return len(old), new[len(old) :]
+    num_equal = next(
+        (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
+        min(len(old), len(new)),
+    )
+    return num_equal, new[num_equal:]
+
+
+def _counts(snapshot: Snapshot) -> dict[str, int]:
+    device, swap = snapshot.device, snapshot.swap
+    return {
+        "running": len(snapshot.running),
+        "waiting": snapshot.num_waiting,
+        "swapped": len(snapshot.swapped),
+        "held": device.num_blocks - device.num_free,
+        "cached": device.num_free_cached,
+        "free": device.num_free,
+        "swap_held": swap.num_blocks - swap.num_free,
+    }
+
+
+def _totals(counters: Counters) -> dict[str, int]:
+    return {
+        "output_tokens": counters.num_output_tokens,
+        "computed_tokens": counters.num_computed_tokens,
+        "lookup_tokens": counters.num_lookup_tokens,
+        "hit_tokens": counters.num_hit_tokens,
+    }
+
+
+def _latency(metrics: Metrics) -> dict[str, list[Any]]:
+    counts = metrics.latency_counts()
+    return {"bounds": counts.bounds, "ttft": counts.first_token, "itl": counts.inter_token}
+
+
+def _hello(info: EngineInfo) -> dict[str, Any]:
+    return {
+        "model": info.model,
+        "version": __version__,
+        "block_size": info.block_size,
+        "num_blocks": info.num_blocks,
+        "num_swap_blocks": info.num_swap_blocks,
+        "device": info.device,
+        "dtype": info.dtype,
+    }
+
+
+def _sse(name: str, values: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(values) + b"\n\n"

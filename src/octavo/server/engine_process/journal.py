@@ -1,0 +1,129 @@
+"""Open requests as the API process knows them: enough to start each one again where it stood."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from octavo.core.step import TokenLogprobs
+from octavo.engine.events import Admitted
+from octavo.engine.validation import PreparedRequest
+from octavo.server.engine_process import messages as m
+
+# Log-probabilities of twenty tokens are 2.5 KB as objects, and a tenth of that packed.
+pack_logprobs = msgspec.msgpack.Encoder().encode
+unpack_logprobs: Callable[[bytes], TokenLogprobs] = msgspec.msgpack.Decoder(TokenLogprobs).decode
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sample's output so far."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)  # packed, one per token, if asked for
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """One request. Times are seconds of `time.monotonic`."""
+
+    request_id: str
+    request: PreparedRequest
+    prompt: str | None  # its text, if it came as text
+    arrival_time: float
+    samples: list[Sample]  # empty for beam search
+    admission: Admitted | None = None  # the first one
+    admitted_time: float | None = None
+    first_token_time: float | None = None
+    num_preemptions: int = 0
+    num_replays: int = 0  # engine processes that died while it was open
+    prompt_scores: list[TokenLogprobs] | None = None
+    # In the engine process that runs now:
+    is_sent: bool = False
+    is_accepted: bool = False
+    is_running: bool = False  # it has been admitted
+    num_steps: int = 0  # since then
+    # Engine processes in a row that died while it was running, without its getting any further.
+    num_deaths: int = 0
+    num_deaths_alone: int = 0  # of these, while no other suspect was running
+    position_at_death: int = -1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def position(self) -> int:
+        """How far it has come. Beam search, which starts again each time, counts steps."""
+        return self.num_steps if self.request.beam is not None else self.num_output_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what kills engine processes."""
+        return self.num_deaths >= 2
+
+    def note_death(self) -> None:
+        """The engine process has died. What a process does when it dies in the same place again
+        may be this request's doing; if the request has got further, it was something else's."""
+        if self.is_running:
+            has_advanced = self.position > self.position_at_death
+            self.num_deaths = 1 if has_advanced else self.num_deaths + 1
+            self.num_deaths_alone = 0 if has_advanced else self.num_deaths_alone
+            self.position_at_death = self.position
+        if self.is_sent:
+            self.num_replays += 1
+        self.is_sent = self.is_accepted = self.is_running = False
+        self.num_steps = 0
+
+    def add_message(self, ticket: int) -> m.Add:
+        """What makes an engine begin with the request, or go on with it."""
+        request = self.request
+        if any(sample.token_ids for sample in self.samples):
+            samples = [
+                m.ResumedSample(sample.index, sample.token_ids)
+                for sample in self.samples
+                if sample.finish_reason is None
+            ]
+            if self.prompt_scores is not None:
+                request = request.without_prompt_logprobs()
+        else:
+            samples = []
+        return m.Add(ticket, self.request_id, request, self.arrival_time, samples)
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A prefix that is to stay in the cache."""
+
+    name: str
+    token_ids: list[int]
+    cache_salt: str
+    computed: asyncio.Future[None]  # done when it is in the cache for the first time
+    num_deaths: int = 0  # engine processes that died before that
+
+
+class Journal:
+    """Owns what must survive the engine process. Both dictionaries are in order of arrival."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, OpenRequest] = {}
+        self.waiting: set[OpenRequest] = set()  # of these, those that have not run yet
+        self.pins: dict[str, Pin] = {}
+
+    def add(self, entry: OpenRequest) -> None:
+        self.requests[entry.request_id] = entry
+        self.waiting.add(entry)
+
+    def remove(self, entry: OpenRequest) -> None:
+        del self.requests[entry.request_id]
+        self.waiting.discard(entry)

@@ -1,0 +1,309 @@
+"""The engine in its own process: commands in, steps, reports out.
+
+Run as `python -m octavo.server.engine_process.loop FD`, FD being one end of a socket pair.
+When nothing is to be computed it sleeps until a command comes; when the other side is gone it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.engine.engine import Engine
+from octavo.engine.recorder import Recorder
+from octavo.engine.snapshot import take_snapshot, view_request
+from octavo.errors import OctavoError, RequestFailed
+from octavo.llm import load_engine
+from octavo.outputs import RequestOutput, SequenceDelta, StepOutput
+from octavo.server.engine_process import messages as m
+from octavo.server.engine_process.channel import Channel
+
+logger = logging.getLogger("octavo.server.engine_process.loop")  # the module may be run as __main__
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class EngineLoop:
+    """Owns the engine's turn-taking: all commands that have come, then a step."""
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._recorder = Recorder(engine, self._send)
+        self._pins: dict[str, m.Pin] = {}  # being computed, by request id
+        self._unscored: set[str] = set()  # whose prompt's log-probabilities have not been sent
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            m.Add: self._add,
+            m.Abort: self._abort,
+            m.FinishSample: self._finish_sample,
+            m.Pin: self._pin,
+            m.Unpin: self._unpin,
+            m.Look: self._look,
+            m.Watch: self._watch,
+        }
+        self._is_over = False
+        engine.intake = self._take_in
+
+    def run(self) -> None:
+        """Until the other side is gone."""
+        while True:
+            has_changed = self._take_in(wait=not self._engine.has_unfinished)
+            if self._is_over:
+                return
+            self._recorder.forget_step()  # which has been reported; there may be no other
+            if self._engine.has_unfinished:
+                self._report(self._engine.step())
+            elif has_changed:  # the last request was aborted, say: tell how things stand now
+                self._report(StepOutput())
+
+    def _take_in(self, wait: bool = False) -> bool:
+        """Do what was asked for meanwhile. True if requests came or went."""
+        commands = self._channel.receive(wait)
+        if commands is None:
+            self._is_over = True
+            return False
+        has_changed = False
+        for command in commands:
+            decoded = m.decode_command(command)
+            self._handlers[type(decoded)](decoded)
+            has_changed = has_changed or not isinstance(decoded, m.Look | m.Watch)
+        return has_changed
+
+    def _send(self, message: m.Message) -> None:
+        self._channel.send(m.encode(message))
+
+    # ---------------------------------------------------------------- commands
+
+    def _add(self, add: m.Add) -> None:
+        def queue() -> None:
+            with _failing_alone(add.request_id):
+                request = self._engine.accept(add.request, add.request_id)
+                outputs = {sample.index: sample.token_ids for sample in add.samples}
+                try:
+                    self._engine.resume_request(request, outputs, add.arrival_time)
+                except Exception:
+                    self._engine.abort_request(add.request_id)
+                    self._engine.discard_request(request)
+                    raise
+            if add.request.sampling.num_prompt_logprobs is not None:
+                self._unscored.add(add.request_id)
+
+        self._answer(add.ticket, queue)
+
+    def _abort(self, abort: m.Abort) -> None:
+        self._engine.abort_request(abort.request_id)
+        self._unscored.discard(abort.request_id)
+
+    def _finish_sample(self, finish: m.FinishSample) -> None:
+        self._engine.finish_sample(finish.request_id, finish.index, finish.stop)
+
+    def _pin(self, pin: m.Pin) -> None:
+        try:
+            request = self._engine.make_pin(pin.name, pin.token_ids, pin.cache_salt)
+            self._engine.add_request(request)
+        except OctavoError as error:
+            self._send(m.Reply(pin.ticket, m.report_of(error)))
+        else:
+            self._pins[request.request_id] = pin  # answered when it is computed
+
+    def _unpin(self, unpin: m.Unpin) -> None:
+        for request_id, pin in list(self._pins.items()):
+            if pin.name == unpin.name:
+                self._engine.abort_request(request_id)
+                del self._pins[request_id]
+                self._send(m.Reply(unpin.ticket))
+                return
+        self._answer(unpin.ticket, lambda: self._engine.unpin_prefix(unpin.name))
+
+    def _look(self, look: m.Look) -> None:
+        if look.request_id is None:
+            snapshot = take_snapshot(self._engine, self._recorder.counters.num_steps)
+            self._send(m.Seen(look.ticket, snapshot))
+            return
+        request = self._engine.scheduler.requests.get(look.request_id)
+        view = None if request is None else view_request(request, with_tokens=True)
+        self._send(m.Seen(look.ticket, None, view))
+
+    def _watch(self, watch: m.Watch) -> None:
+        self._recorder.watching = watch.on
+
+    def _answer(self, ticket: int, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OctavoError as error:
+            self._send(m.Reply(ticket, m.report_of(error)))
+        else:
+            self._send(m.Reply(ticket))
+
+    # ---------------------------------------------------------------- reports
+
+    def _report(self, output: StepOutput) -> None:
+        """Tell the other side what a step brought; also when that is nothing but a step."""
+        report = m.StepReport(
+            self._engine.clock(),
+            self._recorder.counters,
+            self._recorder.gauges(),
+            [_delta(delta) for delta in output.deltas],
+            preempted=self._recorder.preempted,
+            watched=self._recorder.watched,
+        )
+        if self._unscored:
+            report.prompt_scores = self._prompt_scores(output)
+        for finished in output.finished:
+            pin = self._pins.pop(finished.request_id, None)
+            error = output.errors.get(finished.request_id)
+            if pin is not None:
+                self._send(m.Reply(pin.ticket, None if error is None else m.report_of(error)))
+            elif error is not None:
+                self._unscored.discard(finished.request_id)
+                report.failed.append(m.Failed(finished.request_id, m.report_of(error)))
+            elif finished.outputs and finished.outputs[0].score is not None:
+                report.finished.append(_beams(finished))
+        self._send(report)
+        self._recorder.clear()
+
+    def _prompt_scores(self, output: StepOutput) -> list[m.PromptScores]:
+        """Those of requests whose first tokens have come."""
+        begun = {delta.request_id for delta in output.deltas} & self._unscored
+        self._unscored -= begun
+        scores = {f.request_id: (f.prompt_logprobs or [])[1:] for f in output.finished}
+        for request_id in begun - scores.keys():
+            scores[request_id] = list(self._engine.scheduler.requests[request_id].prompt_logprobs)
+        return [
+            m.PromptScores(request_id, [score for score in scores[request_id] if score is not None])
+            for request_id in begun
+        ]
+
+
+@contextlib.contextmanager
+def _failing_alone(request_id: str) -> Iterator[None]:
+    """A bug of ours that one request meets before it is queued is that request's failure alone."""
+    try:
+        yield
+    except OctavoError:
+        raise
+    except Exception as error:
+        # Without the message: it may hold a piece of the prompt.
+        kind, where = type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
+        logger.error("request %s could not be queued: %s\n%s", request_id, kind, where)
+        raise RequestFailed(f"the engine could not queue the request ({kind})") from error
+
+
+def _delta(delta: SequenceDelta) -> m.Delta:
+    reason = delta.stop_reason
+    assert not isinstance(reason, str), "stop strings are found on the other side"
+    return m.Delta(
+        delta.request_id, delta.index, delta.token_ids, delta.finish_reason, reason, delta.logprobs
+    )
+
+
+def _beams(output: RequestOutput) -> m.Finished:
+    beams = []
+    for beam in output.outputs:
+        assert beam.score is not None, "a beam has a score"
+        assert beam.cumulative_logprob is not None, "a beam has a log-probability"
+        beams.append(
+            m.Beam(
+                beam.index, beam.token_ids, beam.finish_reason, beam.cumulative_logprob, beam.score
+            )
+        )
+    return m.Finished(output.request_id, beams)
+
+
+class ChannelLog(logging.Handler):
+    """Sends log records to the API process, which owns the log."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        line = m.LogLine(record.created, record.levelno, record.name, text)
+        try:
+            self._channel.send(m.encode(line))
+        except OSError:
+            self.handleError(record)  # the other side is gone, and the process about to end
+
+
+def engine_info(engine: Engine, start_seconds: float) -> m.EngineInfo:
+    """What the other side needs to know of an engine that is ready."""
+    config, capacity = engine.config, engine.executor.capacity
+    return m.EngineInfo(
+        model=config.model,
+        pid=os.getpid(),
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.model_config.vocab_size,
+        block_size=engine.kv.block_size,
+        num_blocks=engine.kv.pool.num_blocks,
+        num_swap_blocks=engine.kv.swap_pool.num_blocks,
+        num_groups=len(engine.kv.specs),
+        block_bytes=capacity.block_bytes,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_logprobs=config.max_logprobs,
+        enable_prefix_caching=engine.kv.enable_prefix_caching,
+        policy=config.scheduler.policy,
+        dtype=config.dtype_for(engine.model_config.dtype),
+        device=config.device,
+        weight_bytes=capacity.budget.weights,
+        start_seconds=start_seconds,
+    )
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the thread that started it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_engine) -> int:
+    """Make the engine that the first message asks for, and serve it. Returns the exit status."""
+    started = time.monotonic()
+    os.set_inheritable(file_descriptor, False)
+    die_with_parent()
+    # A Ctrl-C in the terminal, its end, or a service manager's SIGTERM goes to all processes at
+    # once: the API process decides what becomes of the requests.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=file_descriptor))
+    first = channel.receive(wait=True)
+    if not first:
+        return 0
+    start = m.decode_command(first[0])
+    package_logger = logging.getLogger("octavo")
+    package_logger.setLevel(start.log_level)
+    package_logger.handlers = [ChannelLog(channel)]
+    package_logger.propagate = False
+    try:
+        engine = load(replace(start.config, owns_process=True))
+    except Exception as error:
+        channel.send(m.encode(m.StartFailed(m.report_of(error), traceback.format_exc())))
+        return 1
+    try:
+        channel.send(m.encode(engine_info(engine, time.monotonic() - started)))
+        EngineLoop(engine, channel).run()
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the other side is gone
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        channel.send(m.encode(m.Crashed(message, traceback.format_exc())))
+        return 1
+    finally:
+        engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,253 @@
+"""What crosses the border between the API process and the engine process: msgpack, token ids only.
+
+The API process tokenizes, detokenizes and looks for stop strings, so that the engine process can be
+replaced at any time: all that a request needs to go on is in the API process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo import errors
+from octavo.config import EngineConfig
+from octavo.core.step import TokenLogprobs
+from octavo.engine.events import (
+    Admitted,
+    Copied,
+    Counters,
+    Evicted,
+    Forked,
+    Gauges,
+    Preempted,
+    Swapped,
+)
+from octavo.engine.snapshot import RequestView, Snapshot
+from octavo.engine.validation import PreparedRequest
+
+# ---------------------------------------------------------------- to the engine process
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first message: make an engine. Answered by Ready or StartFailed."""
+
+    config: EngineConfig
+    log_level: int  # of the logging module; records come back as LogLine
+
+
+class ResumedSample(msgspec.Struct, array_like=True):
+    """A sample that had begun when the engine process died."""
+
+    index: int
+    token_ids: list[int]  # the output so far
+
+
+class Add(msgspec.Struct, tag=True):
+    """Queue a request. Answered by Reply. With `samples` it goes on where it stood."""
+
+    ticket: int
+    request_id: str
+    request: PreparedRequest
+    arrival_time: float
+    samples: list[ResumedSample] = []  # those alive; empty: it has not begun
+
+
+class Abort(msgspec.Struct, tag=True):
+    """End a request at once. Not answered: whatever of it is still on its way is ignored."""
+
+    request_id: str
+
+
+class FinishSample(msgspec.Struct, tag=True):
+    """A sample's text has come to a stop string. Not answered."""
+
+    request_id: str
+    index: int
+    stop: str
+
+
+class Pin(msgspec.Struct, tag=True):
+    """Compute a prefix and keep its blocks. Answered by Reply when that is done."""
+
+    ticket: int
+    name: str
+    token_ids: list[int]
+    cache_salt: str
+
+
+class Unpin(msgspec.Struct, tag=True):
+    """Answered by Reply."""
+
+    ticket: int
+    name: str
+
+
+class Look(msgspec.Struct, tag=True):
+    """Answered by Seen. With `request_id`: this request alone, with its tokens."""
+
+    ticket: int
+    request_id: str | None = None
+
+
+class Watch(msgspec.Struct, tag=True):
+    """Whether somebody wants all events, or only those that are always sent."""
+
+    on: bool
+
+
+Command = Start | Add | Abort | FinishSample | Pin | Unpin | Look | Watch
+
+
+# ---------------------------------------------------------------- from the engine process
+
+
+class EngineInfo(msgspec.Struct, frozen=True, tag=True):
+    """What an engine has and can do. Sent once it is ready."""
+
+    model: str  # as it was configured
+    pid: int
+    max_model_len: int  # tokens, prompt and output
+    vocab_size: int
+    block_size: int  # tokens
+    num_blocks: int
+    num_swap_blocks: int
+    num_groups: int  # KV groups: block tables of a sequence
+    block_bytes: int  # of one block, all layers
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int
+    enable_prefix_caching: bool
+    policy: str
+    dtype: str  # asked for, or that of the weights' files
+    device: str
+    weight_bytes: int
+    start_seconds: float  # from the start of the process until it was ready
+    num_restarts: int = 0  # engine processes before this one
+
+
+class ErrorReport(msgspec.Struct, frozen=True):
+    """An error of `octavo.errors`, to be raised again on the other side."""
+
+    kind: str  # its class
+    field: str | None
+    message: str
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not be made; the process ends."""
+
+    error: ErrorReport
+    traceback: str
+
+
+class Crashed(msgspec.Struct, frozen=True, tag=True):
+    """A step raised an error; the process ends."""
+
+    message: str
+    traceback: str
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    ticket: int
+    error: ErrorReport | None = None
+
+
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    ticket: int
+    snapshot: Snapshot | None = None
+    request: RequestView | None = None  # None: it is not known (any more)
+
+
+class LogLine(msgspec.Struct, frozen=True, tag=True):
+    """A log record of the engine process."""
+
+    time: float  # of time.time
+    level: int
+    logger: str
+    message: str
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """What a step added to one sample."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    logprobs: list[TokenLogprobs] = []
+
+
+class Beam(msgspec.Struct, array_like=True):
+    """A finished beam: a whole output."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    cumulative_logprob: float
+    score: float
+
+
+class Finished(msgspec.Struct, array_like=True):
+    """A beam search is over. (Sampling is over when the last sample's last delta has come.)"""
+
+    request_id: str
+    beams: list[Beam]  # best first
+
+
+class Failed(msgspec.Struct, array_like=True):
+    """A request that could not be computed is over; the others go on."""
+
+    request_id: str
+    error: ErrorReport
+
+
+class PromptScores(msgspec.Struct, array_like=True):
+    """Log-probabilities of a prompt: entry i is about token i + 1. Before the first delta."""
+
+    request_id: str
+    scores: list[TokenLogprobs]
+
+
+class StepReport(msgspec.Struct, tag=True):
+    """What one step brought, to everybody. Sent after every step, and when there is none to be
+    taken after requests have left."""
+
+    time: float  # of time.monotonic
+    counters: Counters
+    gauges: Gauges
+    deltas: list[Delta] = []
+    finished: list[Finished] = []
+    failed: list[Failed] = []
+    prompt_scores: list[PromptScores] = []
+    admitted: list[Admitted] = []  # sent one by one; put in here when they arrive
+    preempted: list[Preempted] = []
+    watched: list[Copied | Evicted | Swapped | Forked] = []
+
+
+# Admitted comes before the step that computes the request's first tokens, so that it is known who
+# was running when the process died.
+Message = EngineInfo | StartFailed | Crashed | Reply | Seen | LogLine | Admitted | StepReport
+
+
+def report_of(error: Exception) -> ErrorReport:
+    kind = type(error).__name__
+    if isinstance(error, errors.FieldError):
+        return ErrorReport(kind, error.field, error.reason)
+    return ErrorReport(kind, None, str(error))
+
+
+def error_of(report: ErrorReport) -> errors.OctavoError:
+    """The error of a report, as its own class if it is one of ours."""
+    kind = getattr(errors, report.kind, None)
+    if kind is None or not issubclass(kind, errors.OctavoError):
+        return errors.EngineFailed(f"{report.kind}: {report.message}")
+    fields = () if report.field is None else (report.field,)
+    error: errors.OctavoError = kind(*fields, report.message)
+    return error
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command: Any = msgspec.msgpack.Decoder(Command).decode
+decode_message: Any = msgspec.msgpack.Decoder(Message).decode

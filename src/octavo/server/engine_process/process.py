@@ -1,0 +1,182 @@
+"""One engine process: started, talked to, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+
+from octavo.errors import EngineFailed
+from octavo.server.engine_process import messages as m
+from octavo.server.engine_process.channel import ChannelProtocol
+
+logger = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "octavo.server.engine_process.loop")
+EXIT_SECONDS = 5.0  # for a process to end by itself
+# Files, memory or processes of this one, or of the whole system.
+NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
+
+class NoRoom(EngineFailed):
+    """The system has no room for an engine process now. It says nothing of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How an engine process ended."""
+
+    cause: str
+    is_kill_from_outside: bool  # SIGKILL, and it was not us
+
+
+class EngineProcess:
+    """Owns a child process and the socket to it."""
+
+    def __init__(self, command: Sequence[str], on_message: Callable[[m.Message], None]) -> None:
+        """`command` gets the number of its socket's file descriptor as its last argument."""
+        self._command = command
+        self._on_message = on_message
+        loop = asyncio.get_running_loop()
+        # None: it is gone before it was ready.
+        self._ready: asyncio.Future[m.EngineInfo | None] = loop.create_future()
+        self.gone: asyncio.Future[None] = loop.create_future()  # done when its socket has closed
+        self._crash: str | None = None
+        self._was_killed = False
+        self._channel = ChannelProtocol(self._receive, self._end)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._exit_status: Future[int] = Future()
+
+    async def start(self, start: m.Start, seconds: float) -> m.EngineInfo:
+        """Start it, and wait until the engine is ready.
+
+        Raises what the engine raised; NoRoom if there is no process, for want of something that
+        may be there later; EngineFailed if the process ended or took too long. No process is left
+        then.
+        """
+        ours = self._start_child()
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: self._channel, sock=ours)
+        except BaseException:
+            ours.close()  # which ends the child
+            raise
+        self.send(start)
+        try:
+            info = await asyncio.wait_for(asyncio.shield(self._ready), seconds)
+        except TimeoutError:
+            self.kill()
+            await self.end()
+            raise EngineFailed(f"it was not ready within start_seconds ({seconds:g})") from None
+        except BaseException:  # also if nobody waits any longer
+            self.kill()
+            await self.end()
+            raise
+        if info is None:
+            raise EngineFailed(
+                f"the engine process died while it started: {(await self.end()).cause}"
+            )
+        return info
+
+    def _start_child(self) -> socket.socket:
+        """Start the program; returns our end of the socket to it. Raises NoRoom."""
+        spawned: Future[subprocess.Popen[bytes]] = Future()
+        try:
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    # The child asks the kernel to end it with the thread that started it. This
+                    # thread lasts as long as the child does; the event loop's may not.
+                    Thread(target=self._watch_child, args=(theirs, spawned), daemon=True).start()
+                    self._child = spawned.result()
+            except BaseException:
+                ours.close()
+                raise
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise NoRoom(f"there is no room for an engine process ({error.strerror})") from None
+            raise
+        except RuntimeError as error:  # of Thread.start
+            raise NoRoom(f"there is no room for an engine process ({error})") from None
+        return ours
+
+    def _watch_child(
+        self, connection: socket.socket, spawned: Future[subprocess.Popen[bytes]]
+    ) -> None:
+        """Start the program and wait for its end; in a process group of its own, so that the
+        terminal's Ctrl-C does not reach it."""
+        try:
+            child = subprocess.Popen(
+                [*self._command, str(connection.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what libraries print goes to the log, too
+                pass_fds=[connection.fileno()],
+                process_group=0,
+            )
+        except BaseException as error:
+            spawned.set_exception(error)
+            return
+        spawned.set_result(child)
+        self._exit_status.set_result(child.wait())
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None, "it has not been started"
+        return self._child.pid
+
+    def send(self, command: m.Command) -> None:
+        """Does nothing if the process is gone; `gone` says so soon."""
+        self._channel.send(m.encode(command))
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+        if self._child is not None and self._child.poll() is None:
+            self._was_killed = True
+            self._child.send_signal(signal.SIGKILL)
+
+    async def end(self) -> Death:
+        """Close the socket, which ends the process, and wait. Says how it ended."""
+        self._channel.close()
+        assert self._child is not None, "it has not been started"
+        exiting = asyncio.wrap_future(self._exit_status)
+        done, _ = await asyncio.wait([exiting], timeout=EXIT_SECONDS)
+        if not done:
+            self.kill()
+            await asyncio.wait([exiting])
+        status = exiting.result()
+        if self._crash is not None:
+            return Death(self._crash, is_kill_from_outside=False)
+        if status < 0:
+            name = signal.Signals(-status).name
+            is_outside = -status == signal.SIGKILL and not self._was_killed
+            return Death(f"it was ended by signal {-status} ({name})", is_outside)
+        return Death(f"it exited with status {status}", is_kill_from_outside=False)
+
+    def _receive(self, payload: bytes) -> None:
+        message = m.decode_message(payload)
+        if isinstance(message, m.EngineInfo):
+            if not self._ready.done():
+                self._ready.set_result(message)
+        elif isinstance(message, m.StartFailed):
+            error = m.error_of(message.error)
+            if isinstance(error, EngineFailed):  # no mistake of the user's
+                logger.error("%s", message.traceback)
+            if not self._ready.done():
+                self._ready.set_exception(error)
+        else:
+            if isinstance(message, m.Crashed):
+                self._crash = message.message
+            self._on_message(message)
+
+    def _end(self) -> None:
+        for future in (self._ready, self.gone):
+            if not future.done():
+                future.set_result(None)

@@ -1,0 +1,77 @@
+"""The HTTP application: all endpoints on one engine client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
+
+from octavo import __version__
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.http import chat, completions, models, prefixes, tokens
+from octavo.server.http.context import Context
+from octavo.server.http.errors import add_error_handlers
+from octavo.server.http.gate import Gate
+from octavo.server.http.schema import describe
+from octavo.server.http.token_texts import TokenTexts
+from octavo.server.settings import ServerSettings
+
+# They find the client and the settings by `octavo.server.http.context.context_of(request)`.
+ROUTERS: tuple[APIRouter, ...] = (
+    completions.router,
+    chat.router,
+    tokens.router,
+    prefixes.router,
+    models.router,
+)
+
+
+def create_app(
+    client: EngineClient, settings: ServerSettings, routers: Sequence[APIRouter] = ()
+) -> FastAPI:
+    """All endpoints, behind the gate that checks keys and limits.
+
+    `routers` are those that need more than the client: metrics and pages.
+    """
+    app = FastAPI(
+        title="octavo",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        redirect_slashes=False,
+    )
+    app.state.context = Context(client, settings, TokenTexts(client.tokenizer))
+    add_error_handlers(app)
+    for router in (*ROUTERS, *routers):
+        app.include_router(router)
+        _answer_head(app, router)
+    app.add_middleware(Gate, settings=settings)
+    if settings.cors_origins:
+        # Outside the gate: a browser's preflight request brings no key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],  # OpenAI's client in a browser sends a dozen of its own
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    description: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not description:
+            description.update(describe(app, settings.model_names[0], bool(settings.api_keys)))
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def _answer_head(app: FastAPI, router: APIRouter) -> None:
+    """Let HEAD ask whatever GET does; uvicorn leaves the reply's body out."""
+    for route in router.routes:
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)

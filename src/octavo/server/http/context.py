@@ -1,0 +1,73 @@
+"""What all endpoints stand on: the engine's client, the settings, and who asks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+from fastapi import Request, Response
+
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import InvalidRequest
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.http.bodies import B, read_body
+from octavo.server.http.errors import ApiError
+from octavo.server.http.keys import Tenant
+from octavo.server.http.token_texts import TokenTexts
+from octavo.server.settings import ServerSettings
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One for each app; `context_of(request)` finds it."""
+
+    client: EngineClient
+    settings: ServerSettings
+    texts: TokenTexts
+    created: int = field(default_factory=lambda: int(time.time()))  # of the model, for clients
+    opening: set[str] = field(default_factory=set)  # names of requests on their way to the engine
+
+    async def body(self, request: Request, kind: type[B]) -> B:
+        return await read_body(request, kind, self.settings.ignore_unknown_fields)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to reply with; ApiError 404 if `asked` is not served."""
+        names = self.settings.model_names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            known = ", ".join(names)
+            raise ApiError(
+                404,
+                f"model: {asked[:128]!r} is not served; served: {known}",
+                "model",
+                "model_not_found",
+            )
+        return asked
+
+    def tokenizer(self, param: str) -> Tokenizer:
+        tokenizer = self.client.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest(param, "the model has no tokenizer; give token ids")
+        return tokenizer
+
+
+def context_of(request: Request) -> Context:
+    return cast(Context, request.app.state.context)
+
+
+def tenant_of(request: Request) -> Tenant:
+    return cast(Tenant, request.state.tenant)
+
+
+def request_id_of(request: Request) -> str:
+    return cast(str, request.state.request_id)
+
+
+def reply(value: Any, status: int = 200) -> Response:
+    """A structure as JSON."""
+    return Response(encode(value), status, media_type="application/json")

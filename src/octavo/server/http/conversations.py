@@ -1,0 +1,147 @@
+"""From a conversation to the prompt that the model's chat template makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec import UNSET
+
+from octavo.engine.chat_template import ChatTemplate
+from octavo.errors import InvalidRequest, ModelError, RequestTooLong
+from octavo.server.http.context import Context
+from octavo.server.http.errors import refused
+from octavo.server.http.requests import MAX_ROLE, MESSAGE_REFUSALS, ChatMessage
+from octavo.server.text_work import LONG_TEXT
+
+# Variables that octavo sets itself; `self` is Jinja's.
+RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
+# Stands for where the last message ends; templates may trim white space around it.
+END_MARK = "\ue0ff"
+# The one role whose turn may be empty: servers send null when all they have is its reasoning.
+ASSISTANT = "assistant"
+MESSAGE_COST = 64  # characters: rendering a message takes about as long as handling that much text
+
+Plain = dict[str, Any]
+Render = Callable[[list[Plain], bool, Mapping[str, Any]], str]
+
+
+async def conversation_prompt(
+    context: Context,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+    add_special_tokens: bool = False,
+    any_length: bool = False,
+) -> list[int]:
+    """Token ids of a conversation that the assistant is to continue.
+
+    A template is a program, so a long conversation is rendered in a thread, where it does not hold
+    up the other requests. How many messages there may be is bounded by the context: a template that
+    shows its messages needs at least one token for each of them.
+
+    `any_length`: also if they leave no room for an answer. Raises InvalidRequest or ApiError, which
+    name the field.
+    """
+    reserved = sorted(RESERVED.intersection(variables or ()))
+    if reserved:
+        raise refused(f"chat_template_kwargs.{reserved[0]}", "it is not yours to set")
+    if continue_final_message and add_generation_prompt:
+        raise refused("add_generation_prompt", "it contradicts continue_final_message")
+    limit = context.client.info.max_model_len
+    if len(messages) > limit:
+        raise RequestTooLong(
+            "messages", f"{len(messages)} messages do not fit into a context of {limit} tokens"
+        )
+    render = _renderer(context, template)
+    begins_answer = not continue_final_message and add_generation_prompt is not False
+
+    def rendered() -> str:
+        plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        if continue_final_message:
+            plain[-1]["content"] += END_MARK
+        return render(plain, begins_answer, variables or {})
+
+    size = sum(map(_cost, messages))
+    if template is not None:
+        size = max(size, LONG_TEXT)  # one from a request may take any time
+    text = await context.client.text_work.run(size, rendered)
+    if continue_final_message:
+        text, mark, _ = text.rpartition(END_MARK)
+        if not mark:
+            raise refused(
+                "continue_final_message", "the chat template does not show the last message"
+            )
+    [token_ids] = await context.client.encode([text], "messages", add_special_tokens, any_length)
+    return token_ids
+
+
+def _renderer(context: Context, template: str | None) -> Render:
+    tokenizer = context.tokenizer("messages")
+    if template is None:
+        return lambda messages, begins, variables: tokenizer.render_chat(
+            messages, begins, **variables
+        )
+    if not context.settings.trust_request_chat_template:
+        raise refused(
+            "chat_template",
+            "this server takes none from requests (--trust-request-chat-template)",
+            "unsupported_field",
+        )
+    try:
+        compiled = ChatTemplate(template, tokenizer.special_tokens)
+    except ModelError as error:
+        raise InvalidRequest("chat_template", str(error)) from error
+    return compiled.render
+
+
+def _cost(message: ChatMessage) -> int:
+    """What a message takes to render, in characters."""
+    content = message.content or ""
+    if isinstance(content, str):
+        return MESSAGE_COST + len(content)
+    return MESSAGE_COST * (1 + len(content)) + sum(len(part.text or "") for part in content)
+
+
+def _plain(message: ChatMessage, path: str) -> Plain:
+    """The message at `path` as templates expect it: its content as one text. Raises ApiError."""
+    for name, refusal in MESSAGE_REFUSALS.items():
+        value = getattr(message, name)
+        if value is not UNSET:
+            refusal.check(f"{path}.{name}", value)
+    if message.role is None:
+        raise refused(f"{path}.role", "it is missing", "missing_field")
+    if not 1 <= len(message.role) <= MAX_ROLE:
+        raise refused(f"{path}.role", f"it must have 1 to {MAX_ROLE} characters")
+    plain = {"role": message.role, "content": _text(message, path)}
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _text(message: ChatMessage, path: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role == ASSISTANT:
+            return ""
+        raise refused(f"{path}.content", "it is missing", "missing_field")
+    if not content:
+        raise refused(f"{path}.content", "it has no parts")
+    for index, part in enumerate(content):
+        where = f"{path}.content[{index}]"
+        if part.type is None:
+            raise refused(f"{where}.type", "it is missing", "missing_field")
+        if part.type != "text":
+            raise refused(
+                f"{where}.type",
+                f"{part.type[:MAX_ROLE]!r} is not supported; octavo reads text",
+                "unsupported_field",
+            )
+        if part.text is None:
+            raise refused(f"{where}.text", "it is missing", "missing_field")
+    return "".join(part.text or "" for part in content)

@@ -1,0 +1,133 @@
+"""What every request passes first: its id, its key, the size of its body; and the last resort.
+
+Plain ASGI, because it also stands in the way of each piece of a stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.server.http.errors import ApiError, as_api_error
+from octavo.server.settings import ServerSettings
+
+OPEN_PATHS = frozenset({"/health", "/version"})
+PORT = re.compile(r":[0-9]+$")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+logger = logging.getLogger("octavo.server.requests")
+
+
+class Gate:
+    """Middleware: authentication, limits, request ids, and an answer to any exception."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        passage = _Passage(scope, receive, send, self._settings.max_body_bytes)
+        try:
+            self._admit(scope)
+            await self._app(scope, passage.receive, passage.send)
+        except Exception as error:
+            await passage.fail(as_api_error(error))
+        if self._settings.log_requests:
+            passage.log()
+
+    def _admit(self, scope: Scope) -> None:
+        """Note who asks; ApiError 400 if it is not clear which host is meant, 403 if it is another
+        one, 401 without a valid key, 413 if the body is too long."""
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
+            raise ApiError(
+                400, f"{len(hosts)} Host headers; HTTP/1.1 needs exactly one", code="invalid_http"
+            )
+        self._check_host(hosts[0] if hosts else "")
+        tenant = self._settings.api_keys.tenant(headers.get("authorization"))
+        if tenant is None and scope["path"] not in OPEN_PATHS:
+            # A browser asks its user for the key if it is offered Basic, which nobody else wants.
+            wants_page = "text/html" in headers.get("accept", "")
+            raise ApiError(
+                401,
+                "a valid API key is needed: send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": 'Basic realm="octavo"' if wants_page else "Bearer"},
+            )
+        scope["state"]["tenant"] = tenant
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._settings.max_body_bytes:
+            raise too_large(self._settings.max_body_bytes)
+
+    def _check_host(self, given: str) -> None:
+        """A page from elsewhere may have its own name resolved to this machine (DNS rebinding): its
+        requests then look like our own, but for the name that they call."""
+        allowed = self._settings.allowed_hosts
+        host = PORT.sub("", given).lower()
+        if allowed and host not in allowed:
+            raise ApiError(
+                403,
+                f"this server is not called {host!r}, but {', '.join(allowed)}; "
+                "start it with --allowed-host to add a name, or with an API key",
+                code="unknown_host",
+            )
+
+
+class _Passage:
+    """One request's way through the gate."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._max_body_bytes = max_body_bytes
+        self._num_body_bytes = 0
+        self._status: int | None = None
+        self._start = time.monotonic()
+        given = Headers(scope=scope).get("x-request-id", "")
+        self._request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = self._request_id
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._num_body_bytes += len(message.get("body", b""))
+        if self._num_body_bytes > self._max_body_bytes:
+            raise too_large(self._max_body_bytes)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+        await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Answer with `error`; if the answer has begun, the connection is closed by uvicorn."""
+        if self._status is None:
+            await error.response()(self._scope, self._receive, self.send)
+
+    def log(self) -> None:
+        logger.info(
+            "request",
+            extra={
+                "request_id": self._request_id,
+                "method": self._scope.get("method"),
+                "path": self._scope["path"],
+                "status": self._status,
+                "seconds": round(time.monotonic() - self._start, 6),
+                **self._scope["state"].get("log", {}),
+            },
+        )
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")

@@ -1,0 +1,193 @@
+"""Takes connections from a listening socket, as many as there is room for, and ends them.
+
+uvicorn's own server would accept without a bound: with all files open, the event loop closes each
+new connection without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from email.utils import formatdate
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.server.http.errors import ApiError
+from octavo.server.http.gate import OPEN_PATHS
+from octavo.server.http.protocol import RETRY_SECONDS, BoundedHttp, Connections
+from octavo.server.settings import ConnectionLimits
+from octavo.worker.host_memory import return_freed_memory
+
+CHECK_SECONDS = 1.0  # between two looks at all connections
+TRIM_SECONDS = 10.0  # between two returns of freed memory to the system
+LOG_SECONDS = 10.0  # between two lines about connections that were closed or refused
+PAUSE_SECONDS = 0.1  # without accepting, after a failure
+MAX_ACCEPTS = 64  # before other work gets its turn
+MAX_SPARE = 32  # connections beyond max_connections that are being told so
+RESERVED_FILES = MAX_ACCEPTS + MAX_SPARE + 64  # the last for the engine, logs and libraries
+
+logger = logging.getLogger(__name__)
+
+
+class HttpServer:
+    """One application on one listening socket."""
+
+    def __init__(
+        self, config: uvicorn.Config, listener: socket.socket, limits: ConnectionLimits
+    ) -> None:
+        """`listener` is bound; `config` names the application and TLS."""
+        config.load()
+        self.connections = Connections(limits, self._go_on_accepting)
+        self._config = config
+        self._listener = listener
+        self._spare_app = _spare_app(config.loaded_app, limits.max_connections)
+        self._is_accepting = False
+        self._is_closed = False
+        self._last_log_time = -LOG_SECONDS
+        self._last_trim_time = time.monotonic()
+        self._num_ended_at_trim = 0
+        self._update_date()
+
+    def start(self) -> None:
+        """Begin to take connections. The socket must listen."""
+        self._listener.setblocking(False)
+        self._go_on_accepting()
+
+    async def watch(self) -> None:
+        """End connections that are too slow; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            self._update_date()
+            self.connections.check(time.monotonic())
+            self._go_on_accepting()
+            self._log()
+            await self._trim()
+
+    async def close(self, seconds: float) -> None:
+        """Take no more connections. Those with a request may end within this many seconds."""
+        self._is_closed = True
+        self._stop_accepting()
+        for connection in list(self.connections.connections):
+            connection.shutdown()
+        deadline = time.monotonic() + seconds
+        while self.connections.connections and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        tasks = [*self.connections.tasks, *self.connections.arriving.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for connection in list(self.connections.connections):
+            connection.transport.abort()
+
+    # ---------------------------------------------------------------- new connections
+
+    def _go_on_accepting(self) -> None:
+        if not self._is_accepting and not self._is_closed:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+            self._is_accepting = True
+
+    def _stop_accepting(self) -> None:
+        if self._is_accepting:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._is_accepting = False
+
+    def _accept(self) -> None:
+        """Take what waits in the socket's queue."""
+        for _ in range(MAX_ACCEPTS):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # of too many open files, say
+                # The socket stays readable: without a pause the loop would spin.
+                self.connections.closed[f"not taken at once ({error.strerror})"] += 1
+                self._stop_accepting()
+                asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._go_on_accepting)
+                return
+            self._take(connection)
+            if len(self.connections.spare) >= MAX_SPARE:
+                self._stop_accepting()  # until one of them has gone, or the next check
+                return
+
+    def _take(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        all_connections = self.connections
+        is_spare = all_connections.is_full and not all_connections.make_room(time.monotonic())
+        app = self._spare_app if is_spare else self._config.loaded_app
+        protocol = BoundedHttp(self._config, all_connections, app)
+        if is_spare:
+            all_connections.closed["refused for want of room"] += 1
+            all_connections.spare.add(protocol)
+        task = asyncio.get_running_loop().create_task(self._connect(protocol, connection))
+        all_connections.arriving[protocol] = task
+
+    async def _connect(self, protocol: BoundedHttp, connection: socket.socket) -> None:
+        """Give a connection to its protocol, after the TLS handshake if there is one."""
+        is_tls = self._config.ssl is not None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=self._config.ssl,
+                ssl_handshake_timeout=self.connections.limits.header_seconds if is_tls else None,
+            )
+        except OSError as error:
+            logger.debug("a connection has failed: %s", error)
+        finally:
+            if protocol.transport is None:  # there was no handshake, or no time for it
+                connection.close()
+                protocol.forget()
+
+    # ---------------------------------------------------------------- once in a while
+
+    def _update_date(self) -> None:
+        self.connections.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+
+    def _log(self) -> None:
+        """Say what was closed and refused, but not for each connection."""
+        closed, now = self.connections.closed, time.monotonic()
+        if not closed or now - self._last_log_time < LOG_SECONDS:
+            return
+        what = ", ".join(f"{count} {why}" for why, count in closed.items())
+        logger.warning(
+            "connections: %s; %d are open, max_connections is %d",
+            what,
+            len(self.connections.connections),
+            self.connections.limits.max_connections,
+        )
+        closed.clear()
+        self._last_log_time = now
+
+    async def _trim(self) -> None:
+        """What many connections or large bodies took must not stay with this process: glibc keeps
+        what is freed below other allocations until it is asked."""
+        num_ended = self.connections.total_requests + self.connections.num_ended
+        is_due = time.monotonic() - self._last_trim_time >= TRIM_SECONDS
+        if is_due and num_ended > self._num_ended_at_trim:
+            self._last_trim_time, self._num_ended_at_trim = time.monotonic(), num_ended
+            await asyncio.to_thread(return_freed_memory)
+
+
+def _spare_app(app: ASGIApp, max_connections: int) -> ASGIApp:
+    """What serves connections beyond the limit: /health as always, and 503 for everything else."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await app(scope, receive, send)
+            return
+        # The whole request first: a connection that is closed before it was read is reset.
+        while (await receive()).get("more_body", False):
+            pass
+        error = ApiError(
+            503,
+            f"there are {max_connections} connections already (max_connections)",
+            code="too_many_connections",
+            retry_after=RETRY_SECONDS,
+        )
+        await error.response()(scope, receive, send)
+
+    return serve

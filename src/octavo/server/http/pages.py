@@ -1,0 +1,127 @@
+"""The pages that visitors see: the dashboard at /, the pool to drive by hand at /pool, the API's
+description at /docs.
+
+Each page is one self-contained document: styles and scripts are put into it when it is read, and
+nothing is fetched from elsewhere. The content security policy names the scripts by their digests,
+so that nothing that a request brings along can run as one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import AsyncGenerator
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from octavo.server.engine_process.feed import MAX_VIEWERS, Feed
+from octavo.server.http.bodies import Body, read_body
+from octavo.server.http.context import reply
+from octavo.server.http.errors import ApiError
+from octavo.server.http.playpool import play, textbook_case
+
+INCLUDE = re.compile(r"<!-- (style|script): ([\w. ]+) -->")
+
+
+@cache
+def page(name: str) -> tuple[str, str]:
+    """A page with everything it needs, and its content security policy."""
+    folder = resources.files("octavo.server.http") / "static"
+    scripts: list[str] = []
+
+    def include(match: re.Match[str]) -> str:
+        kind, names = match.groups()
+        parts = [(folder / each).read_text(encoding="utf-8") for each in names.split()]
+        content = "\n" + "\n".join(parts)
+        if kind == "script":
+            scripts.append(content)
+        return f"<{kind}>{content}</{kind}>"
+
+    html = INCLUDE.sub(include, (folder / name).read_text(encoding="utf-8"))
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = (
+        "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src {allowed}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, policy
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def pages_router(feed: Feed) -> APIRouter:
+    """The pages and what feeds them. Authentication is the gate's."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def dashboard() -> Response:
+        return _page("index.html")
+
+    @router.get("/pool")
+    async def pool() -> Response:
+        return _page("pool.html")
+
+    @router.get("/docs")
+    async def docs() -> Response:
+        return _page("docs.html")
+
+    @router.get("/dashboard/feed")
+    async def frames(request: Request) -> Response:
+        if request.method == "HEAD":  # the frames have no end
+            return Response(media_type="text/event-stream")
+        if feed.is_full:
+            raise ApiError(
+                503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10
+            )
+        return FrameStream(feed.frames())
+
+    @router.get("/pool/textbook")
+    async def textbook() -> Response:
+        return reply(textbook_case())
+
+    @router.post("/pool/play")
+    async def play_operations(request: Request) -> Response:
+        return reply(play((await read_body(request, _Play)).operations))
+
+    return router
+
+
+class FrameStream(StreamingResponse):
+    """Frames until the page is closed; then at once nobody watches any more."""
+
+    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(
+            frames,
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._frames.aclose()
+
+
+class _Play(Body):
+    operations: list[dict[str, Any]]
+
+
+def _page(name: str) -> HTMLResponse:
+    html, policy = page(name)
+    headers = {
+        "content-security-policy": policy,
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-cache",
+    }
+    return HTMLResponse(html, headers=headers)

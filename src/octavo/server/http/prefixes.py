@@ -1,0 +1,82 @@
+"""Pinned prefixes (paper section 4.4): computed once, and kept in the cache for good."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter, Request, Response
+
+from octavo.errors import InvalidRequest
+from octavo.server.engine_process.client import PinnedPrefix as Pin
+from octavo.server.http.context import context_of, reply, tenant_of
+from octavo.server.http.errors import ApiError, refused
+from octavo.server.http.keys import Tenant
+from octavo.server.http.replies import Deleted, PinnedPrefix, PrefixList
+from octavo.server.http.requests import PREFIX_NAME, PrefixBody
+from octavo.server.http.schema import PREFIX_EXAMPLE, documented
+
+router = APIRouter(prefix="/v1/prefixes", tags=["Pinned prefixes"])
+
+
+@router.post("", **documented(PrefixBody, PinnedPrefix, example=PREFIX_EXAMPLE, status=201))
+async def pin_prefix(request: Request) -> Response:
+    """Compute a prefix that many prompts will share, and keep it."""
+    context = context_of(request)
+    body = await context.body(request, PrefixBody)
+    context.model_name(body.model)
+    tenant = tenant_of(request)
+    name = f"prefix-{uuid.uuid4().hex[:12]}" if body.name is None else body.name
+    if PREFIX_NAME.fullmatch(name) is None:
+        raise refused(
+            "name",
+            f"{name[:64]!r} is not at most 64 letters, digits, '.', '_' and '-', the first of them "
+            "a letter or digit",
+        )
+    token_ids = body.prefix
+    if isinstance(token_ids, str):
+        add_special = body.add_special_tokens is not False
+        [token_ids] = await context.client.encode([token_ids], "prefix", add_special)
+    if not token_ids:
+        raise refused("prefix", "it is empty")
+    try:
+        pin = await context.client.pin_prefix(
+            token_ids, tenant.scoped(name), tenant.cache_salt(body.cache_salt)
+        )
+    except InvalidRequest as error:
+        raise _about_prefix(error, tenant, name) from error
+    return reply(_shown(pin, tenant, context.client.info.block_size), 201)
+
+
+@router.get("", **documented(None, PrefixList))
+async def list_prefixes(request: Request) -> Response:
+    """The prefixes that this key's holder has pinned."""
+    client, tenant = context_of(request).client, tenant_of(request)
+    size = client.info.block_size
+    own = [pin for pin in client.list_prefixes() if tenant.unscoped(pin.name) is not None]
+    return reply(PrefixList(data=[_shown(pin, tenant, size) for pin in own]))
+
+
+@router.delete("/{name}", **documented(None, Deleted))
+async def unpin_prefix(request: Request, name: str) -> Response:
+    """Let a prefix be evicted again, like any other cached one."""
+    client, tenant = context_of(request).client, tenant_of(request)
+    scoped = tenant.scoped(name)
+    if all(pin.name != scoped for pin in client.list_prefixes()):
+        raise ApiError(404, f"name: no prefix {name[:64]!r} is pinned", "name", "prefix_not_found")
+    await client.unpin_prefix(scoped)
+    return reply(Deleted(name=name))
+
+
+def _shown(pin: Pin, tenant: Tenant, block_size: int) -> PinnedPrefix:
+    return PinnedPrefix(
+        name=tenant.unscoped(pin.name) or pin.name,
+        num_tokens=pin.num_tokens,
+        num_blocks=pin.num_tokens // block_size,
+    )
+
+
+def _about_prefix(error: InvalidRequest, tenant: Tenant, name: str) -> InvalidRequest:
+    """The same error in the client's own words."""
+    field = "name" if error.field == "name" else "prefix"
+    message = error.reason.replace(tenant.scoped(name), name)
+    return type(error)(field, message)

@@ -1,0 +1,318 @@
+"""HTTP/1.1 as uvicorn speaks it, with bounds on what a client may send and how slowly.
+
+`BoundedHttp` uses what asyncio and httptools call on a protocol, the fields of uvicorn's protocol
+(`transport`, `flow`, `cycle`, `headers`, `url`), and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Literal
+
+import httptools
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from octavo.server.http.errors import ApiError
+from octavo.server.settings import ConnectionLimits
+
+MAX_HEAD_BYTES = 1 << 16  # of a request line and its headers
+MAX_HEADERS = 128
+MIN_BODY_RATE = 4096  # bytes per second, after ConnectionLimits.body_seconds
+LINGER_SECONDS = 2.0  # for a client to read why it was refused
+SPARE_SECONDS = 3.0  # the whole life of a connection beyond max_connections
+MAX_BODIES_BYTES = 1 << 28  # of all bodies that have not come to their end
+RETRY_SECONDS = 1.0  # for clients that were refused for want of room
+GRACE_SECONDS = 1.0  # a younger connection is not closed to make room for another
+
+Phase = Literal["none", "head", "body"]  # what of a request is being read
+
+
+class Connections(ServerState):
+    """Owns all connections of a server, and knows which of them may be closed to make room."""
+
+    def __init__(self, limits: ConnectionLimits, when_spare_ends: Callable[[], None]) -> None:
+        super().__init__()
+        self.limits = limits
+        self.when_spare_ends = when_spare_ends
+        # TLS handshakes that have not ended.
+        self.arriving: dict[BoundedHttp, asyncio.Task[None]] = {}
+        # Connections without a request, or with an unfinished one, in the order in which they
+        # became so: with the time at which they did.
+        self.waiting: dict[BoundedHttp, float] = {}
+        self.receiving: dict[BoundedHttp, float] = {}
+        self.num_body_bytes = 0  # of those in `receiving`
+        self.spare: set[BoundedHttp] = set()  # beyond max_connections
+        self.num_ended = 0
+        self.closed: Counter[str] = Counter()  # by the server, and why; since the last log line
+
+    @property
+    def is_full(self) -> bool:
+        num_open = len(self.connections) + len(self.arriving) - len(self.spare)
+        return num_open >= self.limits.max_connections
+
+    def make_room(self, now: float) -> bool:
+        """Close the connection that has been without a whole request for longest. False if each of
+        them has one, or is too young to tell."""
+        shaking = next(iter(self.arriving), None)
+        if shaking is not None and now - shaking.start_time >= GRACE_SECONDS:
+            self.closed["to make room"] += 1
+            self.arriving.pop(shaking).cancel()
+            return True
+        for group in (self.waiting, self.receiving):
+            oldest = next(iter(group), None)
+            if oldest is not None and now - group[oldest] >= GRACE_SECONDS:
+                oldest.end("to make room")
+                return True
+        return False
+
+    def bound_bodies(self) -> None:
+        """Refuse the bodies that have been coming for longest, while all take too much memory."""
+        while self.num_body_bytes > MAX_BODIES_BYTES and len(self.receiving) > 1:
+            self.closed["with a body for which there was no room"] += 1
+            next(iter(self.receiving)).refuse_body()
+
+    def check(self, now: float) -> None:
+        """End what is overdue; to be called about once a second."""
+        for connection in list(self.connections):
+            connection.check(now)  # type: ignore[union-attr]
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection. What is no HTTP, is too large or too slow is refused in the one shape of
+    errors; uvicorn would wait for it for ever."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections, app: ASGIApp) -> None:
+        super().__init__(config, connections, {})
+        self.app = app
+        self._all = connections
+        self._phase: Phase = "none"
+        self._num_head_bytes = 0  # of headers and trailers
+        self._num_body_bytes = 0
+        self._num_pending_bytes = 0  # of a header that has not come to its end
+        self._has_parsed = False  # anything, of the data that came last
+        self._num_requests = 0
+        self._too_large: str | None = None
+        self.start_time = self._since = time.monotonic()  # _since: when the phase began
+        self._num_unread = 0  # bytes that the client had not taken at the last check
+        self._reading_since = self.start_time  # when the client was last seen to take any
+        self._linger_until: float | None = None  # refused: only the end is waited for
+
+    # ---------------------------------------------------------------- what asyncio calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._all.arriving.pop(self, None)
+        self.start_time = self._reading_since = time.monotonic()
+        self._enter("none")
+
+    def data_received(self, data: bytes) -> None:
+        if self._linger_until is not None:
+            return
+        self._has_parsed = False
+        super().data_received(data)
+        # The parser keeps a header, or a trailer, and tells of it when it is complete.
+        is_pending = not self._has_parsed and self._phase != "none"
+        self._num_pending_bytes = self._num_pending_bytes + len(data) if is_pending else 0
+        if self._num_pending_bytes > MAX_HEAD_BYTES and self._linger_until is None:
+            self._refuse(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._all.num_ended += 1
+        self.forget()
+
+    # ---------------------------------------------------------------- what httptools calls
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_parsed = True
+        self._num_head_bytes = self._num_body_bytes = 0
+        self._enter("head")
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._has_parsed = True
+        if len(self.url) > MAX_HEAD_BYTES:
+            self._too_large = f"the request line is longer than {MAX_HEAD_BYTES} bytes"
+            raise ValueError(self._too_large)  # ends in send_400_response
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._has_parsed = True
+        self._num_head_bytes += len(name) + len(value)
+        if len(self.headers) > MAX_HEADERS:
+            self._too_large = f"there are more than {MAX_HEADERS} headers"
+            raise ValueError(self._too_large)
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._too_large = f"the headers are larger than {MAX_HEAD_BYTES} bytes"
+            raise ValueError(self._too_large)
+
+    def on_headers_complete(self) -> None:
+        self._has_parsed = True
+        self._num_requests += 1
+        self._enter("body")
+        if not self.url.startswith((b"/", b"*")):
+            self._take_authority()
+        super().on_headers_complete()
+        if self in self._all.spare:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._has_parsed = True
+        self._num_body_bytes += len(body)
+        if self in self._all.receiving:
+            self._all.num_body_bytes += len(body)
+            self._all.bound_bodies()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._has_parsed = True
+        self._enter("none")
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this for what it cannot read."""
+        if self._too_large is not None:
+            self._refuse(431, self._too_large)
+        else:
+            self._refuse(400, "this is no HTTP/1.1 request")
+
+    # ---------------------------------------------------------------- what uvicorn calls
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._enter(self._phase)
+
+    # ---------------------------------------------------------------- bounds in time
+
+    def check(self, now: float) -> None:
+        """End the connection if its client has been too slow."""
+        limits = self._all.limits
+        unread = self.transport.get_write_buffer_size()
+        if unread == 0 or unread < self._num_unread:
+            self._reading_since = now
+        self._num_unread = unread
+        elapsed = now - self._since
+        if self._linger_until is not None:
+            if now >= self._linger_until:
+                self.end()
+        elif self in self._all.spare and now - self.start_time > SPARE_SECONDS:
+            self.end("refused and still there")
+        elif now - self._reading_since > limits.unread_seconds:
+            self.end("that read nothing")
+        elif self._phase == "body":
+            if self.flow.read_paused:
+                self._since += min(elapsed, 1.0)  # it is this process that does not go on
+            elif elapsed > limits.body_seconds + self._num_body_bytes / MIN_BODY_RATE:
+                self._time_out("the body", "with an unfinished body")
+        elif self._is_replying:
+            pass
+        elif self._phase == "head" and elapsed > limits.header_seconds:
+            self._time_out("the headers", "with unfinished headers")
+        elif self._phase == "none":
+            is_new = self._num_requests == 0
+            if elapsed > (limits.header_seconds if is_new else limits.keep_alive_seconds):
+                self.end("without a request")
+
+    def end(self, why: str | None = None) -> None:
+        """Close the connection at once, whatever is still to be sent; `why` is for the log."""
+        if why is not None:
+            self._all.closed[why] += 1
+        self.forget()
+        self._all.connections.discard(self)
+        self.transport.abort()
+
+    def forget(self) -> None:
+        """The connection is closed, or will be soon: it takes no room."""
+        self._all.waiting.pop(self, None)
+        self._leave_receiving()
+        self._all.arriving.pop(self, None)
+        if self in self._all.spare:
+            self._all.spare.remove(self)
+            self._all.when_spare_ends()
+
+    def refuse_body(self) -> None:
+        """There is no room for the rest of what the client sends."""
+        message = f"bodies that are being received have more than {MAX_BODIES_BYTES} bytes"
+        self._refuse(503, message, "too_many_bodies", RETRY_SECONDS)
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _is_replying(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _enter(self, phase: Phase) -> None:
+        """Note what is being read from now on."""
+        now = self._since = time.monotonic()
+        has_begun_waiting = self not in self._all.waiting
+        self._phase = phase
+        if phase == "body":
+            self._all.waiting.pop(self, None)
+            self._all.receiving[self] = now
+        else:
+            self._leave_receiving()
+            if self._is_replying or self.transport.is_closing():
+                self._all.waiting.pop(self, None)
+            elif has_begun_waiting:
+                self._all.waiting[self] = now
+
+    def _leave_receiving(self) -> None:
+        if self._all.receiving.pop(self, None) is not None:
+            self._all.num_body_bytes -= self._num_body_bytes
+
+    def _take_authority(self) -> None:
+        """An absolute URI names the host that is meant, whatever the header says (RFC 9112,
+        section 3.2.2)."""
+        url = httptools.parse_url(self.url)
+        if url.host is None:
+            return
+        host = b"[%b]" % url.host if b":" in url.host else url.host
+        if url.port:
+            host += b":%d" % url.port
+        self.headers[:] = [
+            (name, host if name == b"host" else value) for name, value in self.headers
+        ]
+
+    def _time_out(self, what: str, why: str) -> None:
+        self._all.closed[why] += 1
+        self._refuse(408, f"{what} did not come in time", "request_timeout")
+
+    def _refuse(
+        self,
+        status: int,
+        message: str,
+        code: str = "invalid_http",
+        retry_after: float | None = None,
+    ) -> None:
+        """Reply, unless a reply is on its way, and close the connection once the client has had
+        time to read it: closing a connection from which something has not been read resets it, and
+        what was sent may be lost."""
+        self.forget()
+        self._linger_until = time.monotonic() + LINGER_SECONDS
+        if self._is_replying:
+            if self.cycle.response_started:
+                self.end()
+                return
+            # As for uvicorn when the client has gone: the application is told, and sends nothing.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        error = ApiError(status, message, code=code, retry_after=retry_after)
+        body = msgspec.json.encode(error.reply)
+        headers = {
+            **error.headers,
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)

@@ -1,0 +1,134 @@
+"""The OpenAPI description: from the same structures that bodies are decoded into."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from octavo import __version__
+from octavo.server.http.errors import ErrorReply
+from octavo.server.http.gate import OPEN_PATHS
+from octavo.server.http.requests import EXACTLY, REQUIRED
+
+REF = "#/components/schemas/{name}"
+ERRORS = {
+    400: "A field is wrong, and `param` names it.",
+    401: "A valid API key is needed.",
+    403: "The request calls the server by a name that is not its own.",
+    404: "There is no such model, prefix or endpoint.",
+    413: "The body is too large.",
+    429: "Too many requests wait already; Retry-After says when to try again.",
+    500: "The engine failed, or the server has a bug.",
+    503: "The server starts, stops, or has no engine.",
+}
+EXAMPLE_ORIGIN = "http://localhost:8000"  # /docs puts its own in its place
+PREFIX_EXAMPLE = {
+    "prefix": "Once upon a time there was a little girl who lived with her mother in a small house "
+    "at the edge of a big forest. Every morning she went to the well and brought home some water.",
+    "name": "story",
+}
+DESCRIPTION = """octavo serves large language models with PagedAttention.
+
+Bodies are JSON. Every field is honoured, or refused with a 400 that names it. All errors have one
+shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+# Of the 422 that octavo never sends.
+FASTAPI_OWN = ("HTTPValidationError", "ValidationError")
+
+_structures: dict[str, type] = {}
+
+
+def documented(
+    body: type | None,
+    reply: type,
+    *,
+    example: dict[str, Any] | None = None,
+    streams: type | None = None,
+    status: int = 200,
+) -> dict[str, Any]:
+    """Arguments of a route: what it takes and gives.
+
+    Args:
+        example: a body that any model answers.
+        streams: the events that it may send instead of `reply`.
+    """
+    content: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
+    if streams is not None:
+        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": _ref(streams)}
+    responses = {status: {"description": "Done.", "content": content}}
+    extra: dict[str, Any] = {}
+    if body is not None:
+        content = {"application/json": {"schema": _ref(body), "example": example}}
+        extra["requestBody"] = {"required": True, "content": content}
+    return {"responses": responses, "status_code": status, "openapi_extra": extra}
+
+
+def describe(app: FastAPI, model_name: str, needs_key: bool) -> dict[str, Any]:
+    """The whole description, for /openapi.json. `model_name`: one that the server answers to."""
+    whole = get_openapi(
+        title="octavo", version=__version__, description=DESCRIPTION, routes=app.routes
+    )
+    content = {"application/json": {"schema": _ref(ErrorReply)}}
+    errors = {str(code): {"description": text, "content": content} for code, text in ERRORS.items()}
+    path_examples = {
+        "model": model_name,
+        "name": PREFIX_EXAMPLE["name"],
+        "request_id": "my-request",
+    }
+    for path, methods in whole["paths"].items():
+        for method, operation in methods.items():
+            # FastAPI announces it for every path parameter; octavo never sends it.
+            operation["responses"].pop("422", None)
+            operation["responses"] |= errors
+            url = f"{EXAMPLE_ORIGIN}{path.format_map(path_examples)}"
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            has_key = needs_key and path not in OPEN_PATHS
+            source = _curl(method, url, body.get("example"), has_key)
+            operation["x-codeSamples"] = [{"lang": "Shell", "label": "curl", "source": source}]
+    components = whole.setdefault("components", {})
+    own = components.get("schemas", {})
+    components["schemas"] = {k: v for k, v in own.items() if k not in FASTAPI_OWN} | _schemas()
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        whole["security"] = [{"key": []}]
+        for path in OPEN_PATHS:
+            whole["paths"][path]["get"]["security"] = []
+    return whole
+
+
+def _curl(method: str, url: str, body: dict[str, Any] | None, has_key: bool) -> str:
+    """A command line that asks for an example."""
+    words = ["curl", url]
+    if method not in ("get", "post"):  # which curl chooses by itself
+        words[1:1] = ["-X", method.upper()]
+    if has_key:
+        words += ["-H", "Authorization: Bearer KEY"]
+    if body is not None:
+        words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    return shlex.join(words)
+
+
+def _ref(structure: type) -> dict[str, str]:
+    _structures[structure.__name__] = structure
+    return {"$ref": REF.format(name=structure.__name__)}
+
+
+def _schemas() -> dict[str, Any]:
+    _, schemas = msgspec.json.schema_components(_structures.values(), ref_template=REF)
+    for schema in schemas.values():
+        fields = {name: field for name, field in schema.get("properties", {}).items() if field}
+        for name, field in fields.items():
+            if REQUIRED in field:
+                fields[name] = {"description": field["description"], **field[REQUIRED]}
+                schema["required"].append(name)
+            elif EXACTLY in field:
+                kept = {key: field[key] for key in ("description", "default") if key in field}
+                fields[name] = {**kept, "anyOf": field[EXACTLY]}
+        if fields:
+            schema["properties"] = fields  # without those that may hold anything: they are refused
+    return schemas

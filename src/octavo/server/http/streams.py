@@ -1,0 +1,202 @@
+"""From the engine's streams to HTTP: opening them, merging them, and letting go of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.errors import InvalidRequest
+from octavo.outputs import RequestOutput
+from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.server.engine_process.client import RequestStream, StreamEvent
+from octavo.server.http.context import context_of, encode, request_id_of, tenant_of
+from octavo.server.http.errors import ApiError, ClientGone, as_api_error, refused
+from octavo.server.http.requests import GenerationBody
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+RETRY_SECONDS = 1.0
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: %b\n\n" % encode(value)
+
+
+async def open_streams(
+    request: Request,
+    body: GenerationBody,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | BeamSearchParams,
+    names: Mapping[str, str],
+) -> list[RequestStream]:
+    """Queue one request for each prompt: all of them, or none if one is refused.
+
+    `names`: the engine's name of a field -> the client's, where that is another one. Whoever calls
+    must `close` the streams.
+    """
+    context = context_of(request)
+    if body.priority and context.client.info.policy != "priority":
+        raise refused("priority", "it needs a server with --policy priority", "unsupported_field")
+    salt = tenant_of(request).cache_salt(body.cache_salt)
+    request_ids = _engine_ids(request, len(prompts))
+    context.opening.update(request_ids)
+    tasks = [
+        asyncio.ensure_future(
+            context.client.generate(
+                prompt,
+                params,
+                request_id=request_id,
+                priority=body.priority or 0,
+                cache_salt=salt,
+            )
+        )
+        for prompt, request_id in zip(prompts, request_ids, strict=True)
+    ]
+    try:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        close([task.result() for task in tasks if not task.cancelled() and not task.exception()])
+        raise
+    finally:
+        context.opening.difference_update(request_ids)
+    errors = [task.exception() for task in tasks]
+    failed = [index for index, error in enumerate(errors) if error is not None]
+    if not failed:
+        return [task.result() for task in tasks]
+    close([task.result() for task in tasks if task.exception() is None])
+    error = errors[failed[0]]
+    assert error is not None
+    raise _in_clients_words(error, names, failed[0] if len(prompts) > 1 else None)
+
+
+def close(streams: Sequence[RequestStream]) -> None:
+    """End what has not ended."""
+    for stream in streams:
+        stream.abort()
+
+
+async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, StreamEvent]]:
+    """The events of all streams as they come, each with the number of its stream."""
+    if len(streams) == 1:
+        async for each in streams[0]:
+            yield 0, each
+        return
+    waiting = {asyncio.ensure_future(anext(each)): i for i, each in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                item = task.result()
+                if not isinstance(item, RequestOutput):
+                    waiting[asyncio.ensure_future(anext(streams[index]))] = index
+                yield index, item
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def results(streams: Sequence[RequestStream]) -> list[RequestOutput]:
+    """The whole outputs, in the order of the streams."""
+    outputs = await asyncio.gather(*(each.result() for each in streams))
+    for output in outputs:
+        check_ended(output)
+    return list(outputs)
+
+
+def check_ended(output: RequestOutput) -> None:
+    """ApiError 503 if the request was aborted: half an answer must not look like a whole one."""
+    if any(each.finish_reason == "abort" for each in output.outputs) or not output.outputs:
+        raise ApiError(
+            503, "the request was ended by the server", code="aborted", retry_after=RETRY_SECONDS
+        )
+
+
+class EventStream(Response):
+    """Server-sent events, and the end of the engine's work if the client goes away."""
+
+    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[RequestStream]) -> None:
+        """`events` are whole ones, several at a time if they came so; `streams` feed them."""
+        super().__init__(
+            media_type="text/event-stream",
+            # Proxies must pass each event on at once.
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+        del self.headers["content-length"]
+        self._events = events
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {"status": self.status_code, "headers": self.raw_headers}
+        try:
+            await send({"type": "http.response.start", **headers})
+            with contextlib.suppress(ClientGone):
+                await while_connected(receive, self._send_all(send))
+        finally:
+            close(self._streams)
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            # The status is on its way already, so the error is an event of its own.
+            data = event(as_api_error(error).reply)
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do `work`, unless the client goes away: then it is cancelled, and ClientGone raised."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _engine_ids(request: Request, count: int) -> list[str]:
+    """Names of a request's prompts; clients may use the same request id twice at once."""
+    request_id = request_id_of(request)
+    names = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
+    context = context_of(request)
+    if context.opening.isdisjoint(names) and context.client.open_requests.keys().isdisjoint(names):
+        return names
+    mark = uuid.uuid4().hex[:8]
+    return [f"{name}-{mark}" for name in names]
+
+
+def _in_clients_words(
+    error: BaseException, names: Mapping[str, str], index: int | None
+) -> BaseException:
+    """The same error about the field that the client knows; `index` is that of the prompt, if there
+    are several."""
+    if not isinstance(error, InvalidRequest):
+        return error
+    where = names.get(error.field, error.field)
+    if error.field == "prompt" and index is not None:
+        where += f"[{index}]"
+    return type(error)(where, error.reason)

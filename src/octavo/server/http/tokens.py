@@ -1,0 +1,93 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from octavo.errors import InvalidRequest
+from octavo.server.http.context import Context, context_of, reply
+from octavo.server.http.conversations import conversation_prompt
+from octavo.server.http.errors import refused
+from octavo.server.http.replies import Text, TokenizerInfo, Tokens
+from octavo.server.http.requests import DetokenizeBody, TokenizeBody
+from octavo.server.http.schema import documented
+
+router = APIRouter(tags=["Tokens"])
+
+
+@router.post(
+    "/tokenize", **documented(TokenizeBody, Tokens, example={"prompt": "Once upon a time"})
+)
+async def tokenize(request: Request) -> Response:
+    """The token ids of a prompt or of a conversation."""
+    context = context_of(request)
+    body = await context.body(request, TokenizeBody)
+    context.model_name(body.model)
+    token_ids = await _token_ids(context, body)
+    tokens = Tokens(token_ids, len(token_ids), context.client.info.max_model_len)
+    if body.return_token_strs:
+        tokens.token_strs = await context.client.text_work.run(
+            len(token_ids), lambda: [context.texts.text(token_id) for token_id in token_ids]
+        )
+    return reply(tokens)
+
+
+async def _token_ids(context: Context, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise refused("prompt", "give either prompt or messages")
+    if body.prompt is not None:
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise refused(name, "it needs messages")
+        add_special = body.add_special_tokens is not False
+        [ids] = await context.client.encode([body.prompt], "prompt", add_special, any_length=True)
+        return ids
+    if not body.messages:
+        raise refused("messages", "there are none")
+    return await conversation_prompt(
+        context,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+        add_special_tokens=bool(body.add_special_tokens),
+        any_length=True,
+    )
+
+
+@router.post("/detokenize", **documented(DetokenizeBody, Text, example={"tokens": [100, 101, 102]}))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    context = context_of(request)
+    body = await context.body(request, DetokenizeBody)
+    context.model_name(body.model)
+    tokenizer = context.tokenizer("tokens")
+    vocab_size = context.client.info.vocab_size
+    for token_id in body.tokens:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
+            )
+    skip = bool(body.skip_special_tokens)
+    text = await context.client.text_work.run(
+        len(body.tokens), lambda: tokenizer.decode(body.tokens, skip)
+    )
+    return reply(Text(text))
+
+
+@router.get("/tokenizer_info", **documented(None, TokenizerInfo))
+async def tokenizer_info(request: Request) -> Response:
+    """What a client needs to prepare prompts as the server does."""
+    context = context_of(request)
+    tokenizer = context.tokenizer("tokenizer")
+    special = tokenizer.special_tokens
+    info = TokenizerInfo(
+        bos_token=special.get("bos_token"),
+        eos_token=special.get("eos_token"),
+        pad_token=special.get("pad_token"),
+        unk_token=special.get("unk_token"),
+        chat_template=tokenizer.chat_template,
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=context.client.info.max_model_len,
+    )
+    return reply(info)

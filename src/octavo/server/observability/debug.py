@@ -1,0 +1,175 @@
+"""GET /debug/kv: where a request's KV lies, what it found in the prefix cache, and why no more."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Response
+
+from octavo.engine.events import Admitted, Preempted
+from octavo.engine.snapshot import RequestView, TierView
+from octavo.outputs import RequestOutput
+from octavo.server.engine_process.client import EngineClient, Listener
+from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.engine_process.messages import StepReport
+from octavo.server.http.context import reply
+from octavo.server.http.errors import ApiError
+from octavo.server.observability.event_text import LOOKUP_ENDS
+
+KEPT_REQUESTS = 1000  # finished ones that can still be asked about
+KEPT_EVENTS = 32  # admissions and preemptions of one request
+
+
+class History:
+    """What befell one request."""
+
+    def __init__(self) -> None:
+        self.events: deque[Admitted | Preempted] = deque(maxlen=KEPT_EVENTS)
+        self.num_prompt_tokens = 0
+        self.finish_reasons: list[str] | None = None  # None while it is open
+
+
+class Lookups(Listener):
+    """Remembers admissions and preemptions of requests, also of the last ones that ended."""
+
+    def __init__(self) -> None:
+        self._histories: OrderedDict[str, History] = OrderedDict()
+        self._ended: deque[str] = deque()
+
+    def history(self, request_id: str) -> History | None:
+        return self._histories.get(request_id)
+
+    def request_added(self, request: OpenRequest) -> None:
+        history = self._histories[request.request_id] = History()
+        history.num_prompt_tokens = request.num_prompt_tokens
+
+    def stepped(self, report: StepReport) -> None:
+        events: list[Admitted | Preempted] = [*report.admitted, *report.preempted]
+        for event in events:
+            history = self._histories.get(event.request_id)
+            if history is not None:
+                history.events.append(event)
+
+    def request_finished(self, request: OpenRequest, output: RequestOutput) -> None:
+        self._end(request.request_id, [each.finish_reason for each in output.outputs])
+
+    def request_failed(self, request: OpenRequest, error: Exception) -> None:
+        self._end(request.request_id, [f"failed: {type(error).__name__}"])
+
+    def _end(self, request_id: str, reasons: list[str]) -> None:
+        history = self._histories.get(request_id)
+        if history is None or history.finish_reasons is not None:
+            return
+        history.finish_reasons = reasons
+        self._ended.append(request_id)
+        while len(self._ended) > KEPT_REQUESTS:
+            oldest = self._ended.popleft()
+            known = self._histories.get(oldest)
+            # The name may have been used again since.
+            if known is not None and known.finish_reasons is not None:
+                del self._histories[oldest]
+
+
+def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
+    router = APIRouter(prefix="/debug", tags=["operation"])
+
+    @router.get("/kv", summary="The KV cache at this moment")
+    async def pool() -> Response:
+        snapshot = await client.snapshot()
+        requests = [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
+        return reply(
+            {
+                "step": snapshot.step,
+                "block_size": snapshot.block_size,
+                "device": _tier(snapshot.device),
+                "swap": _tier(snapshot.swap),
+                "num_waiting": snapshot.num_waiting,
+                "requests": [_request(view) for view in requests],
+                "pinned_prefixes": snapshot.pins,
+            }
+        )
+
+    @router.get("/kv/{request_id}", summary="One request's block tables and prefix lookups")
+    async def one_request(
+        request_id: Annotated[str, Path(description="The X-Request-Id of a reply.")],
+    ) -> Response:
+        history = lookups.history(request_id)
+        if history is None:
+            raise ApiError(
+                404,
+                f"no request {request_id[:128]!r} is open, nor among the last {KEPT_REQUESTS} "
+                "that ended; of several prompts, each has its number added: ID-0, ID-1",
+                "request_id",
+                "request_not_found",
+            )
+        view = await client.inspect(request_id) if history.finish_reasons is None else None
+        return reply(
+            {
+                "request_id": request_id,
+                "num_prompt_tokens": history.num_prompt_tokens,
+                "finish_reasons": history.finish_reasons,
+                "now": None if view is None else _request(view),
+                "history": [_event(event) for event in history.events],
+            }
+        )
+
+    return router
+
+
+def _tier(tier: TierView) -> dict[str, int]:
+    return {
+        "num_blocks": tier.num_blocks,
+        "num_held": tier.num_blocks - tier.num_free,
+        "num_free": tier.num_free,
+        "num_free_cached": tier.num_free_cached,
+        "num_shared": sum(count > 1 for count in tier.ref_counts),
+    }
+
+
+def _request(view: RequestView) -> dict[str, Any]:
+    """A request without its tokens."""
+    return {
+        "request_id": view.request_id,
+        "status": view.status,
+        "method": view.method,
+        "priority": view.priority,
+        "num_prompt_tokens": view.num_prompt_tokens,
+        "num_cached_tokens": view.num_cached_tokens,
+        "num_preemptions": view.num_preemptions,
+        "seconds_since_arrival": round(time.monotonic() - view.arrival_time, 6),
+        "sequences": [
+            {
+                "seq_id": seq.seq_id,
+                "index": seq.index,
+                "num_tokens": seq.num_tokens,
+                "num_computed_tokens": seq.num_computed_tokens,
+                "tier": "device" if seq.on_device else "swap",
+                "block_table": seq.block_ids,
+            }
+            for seq in view.sequences
+        ],
+    }
+
+
+def _event(event: Admitted | Preempted) -> dict[str, Any]:
+    ago = round(time.monotonic() - event.time, 6)
+    if isinstance(event, Admitted):
+        return {
+            "event": "admitted",
+            "seconds_ago": ago,
+            "num_tokens": event.num_tokens,
+            "num_hit_tokens": event.num_hit_tokens,
+            "lookup_end": event.lookup_end,
+            "explanation": LOOKUP_ENDS.get(event.lookup_end, event.lookup_end),
+            "num_free_blocks": event.num_free_blocks,
+        }
+    return {
+        "event": "preempted",
+        "seconds_ago": ago,
+        "mode": event.mode,
+        "num_blocks": event.num_blocks,
+        "num_tokens": event.num_tokens,
+        "cost_seconds": event.cost_seconds,
+    }

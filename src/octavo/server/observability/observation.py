@@ -1,0 +1,47 @@
+"""All that one sees of a server, put together: metrics, dashboard, debug endpoint, log lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter
+
+from octavo.server.engine_process.client import EngineClient, Listener
+from octavo.server.engine_process.feed import Feed
+from octavo.server.http.pages import pages_router
+from octavo.server.observability.debug import Lookups, debug_router
+from octavo.server.observability.logs import RequestLog
+from octavo.server.observability.metrics import Metrics, metrics_router
+
+
+@dataclass(slots=True)
+class Observation:
+    """Owns what watches one engine's client.
+
+    >>> observation = Observation("demo")
+    >>> client = EngineClient(config, listeners=observation.listeners)
+    >>> for router in observation.routers(client):
+    ...     app.include_router(router)
+    """
+
+    model_name: str
+    metrics: Metrics = field(init=False)
+    lookups: Lookups = field(default_factory=Lookups)
+    log: RequestLog = field(default_factory=RequestLog)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.model_name)
+
+    @property
+    def listeners(self) -> list[Listener]:
+        return [self.metrics, self.lookups, self.log]
+
+    def routers(self, client: EngineClient) -> list[APIRouter]:
+        """The endpoints, for an app whose gate asks for the API key. Call it once a client."""
+        self.metrics.watch(client)
+        feed = Feed(client, self.metrics)
+        return [
+            metrics_router(self.metrics),
+            pages_router(feed),
+            debug_router(client, self.lookups),
+        ]

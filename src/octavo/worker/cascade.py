@@ -1,0 +1,142 @@
+"""Which sequences of a step read the same blocks, so that a kernel can read them once for all.
+
+Samples and beams share the blocks of their prompt and of common ancestors, and requests those of a
+common prefix (paper section 4.4). Tables in lexicographic order put sharers next to each other: the
+blocks that neighbours have in common make a tree, whose edges are the stretches looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.ops import MOST_LEVELS, SharedKeys
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+# Measured (ops/cuda/attention_cascade.py): shorter stretches are read as fast by each sequence for
+# itself, since those that run at the same time find them in the L2 cache.
+MIN_KEYS = 256  # of a stretch
+MIN_SAVING = 0.25  # of the keys that the step reads
+
+
+class SharedKeysFinder:
+    """Remembers what it found: while the same sequences decode, tables only grow at their ends."""
+
+    def __init__(self, block_size: int, have_windows: Sequence[bool]) -> None:
+        """`have_windows`: groups whose keys are read apart, since windows move over them."""
+        self._block_size = block_size
+        self._have_windows = have_windows
+        self._rows: Int64s | None = None
+        self._found: list[SharedKeys | None] = []
+
+    @property
+    def remembers(self) -> bool:
+        return self._rows is not None
+
+    def forget(self) -> None:
+        """Tables have changed otherwise than at their ends."""
+        self._rows = None
+
+    def find(
+        self, tables: Sequence[Int32s], rows: Int64s, query_lens: Int64s, contexts: Int64s
+    ) -> list[SharedKeys | None]:
+        """For each group's table, what `rows` with one new token share; empty if nothing is."""
+        (singles,) = np.nonzero(query_lens == 1)
+        rows = rows[singles]
+        if self._rows is None or not np.array_equal(rows, self._rows):
+            self._rows = rows
+            contexts = contexts[singles]
+            self._found = [
+                None if has_window else find_shared_keys(table[rows], contexts, self._block_size)
+                for table, has_window in zip(tables, self._have_windows, strict=True)
+            ]
+            if not any(self._found):
+                self._found = []
+        if len(singles) == len(query_lens):
+            return self._found
+        return [
+            None if keys is None else keys._replace(members=singles[keys.members].astype(np.int32))
+            for keys in self._found
+        ]
+
+
+def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> SharedKeys | None:
+    """The stretches of keys worth reading together; None if there are none.
+
+    Args:
+        tables: int32 [num_seqs, max_blocks]; entries beyond a context may be anything.
+        contexts: int64 [num_seqs]: tokens in the cache after this step, the new one included.
+    """
+    if contexts.max(initial=0) <= MIN_KEYS:
+        return None
+    num_full = np.maximum(contexts - 1, 0) // block_size  # blocks whose keys are all cached
+    sharers = _with_company(tables, num_full)
+    if not len(sharers):
+        return None
+    num_full = num_full[sharers]
+    width = int(num_full.max())
+    blocks = tables[sharers, :width]
+    blocks[np.arange(width) >= num_full[:, None]] = 0
+    order = _lexicographic(blocks)
+    blocks, sharers = blocks[order], sharers[order]
+    parted = (blocks[1:] != blocks[:-1]) | (blocks[1:] == 0)
+    common = np.where(parted.any(1), parted.argmax(1), width)
+
+    stretches = np.array(_worthwhile(common.tolist(), -(-MIN_KEYS // block_size)), np.int32)
+    if not len(stretches):
+        return None
+    begins, ends, first, last = stretches.T
+    sizes = last - first
+    if ((sizes - 1) * (ends - begins)).sum() * block_size < MIN_SAVING * contexts.sum():
+        return None
+    starts = np.zeros(len(sizes) + 1, np.int32)
+    sizes.cumsum(out=starts[1:])
+    members = np.arange(starts[-1]) + (first - starts[:-1]).repeat(sizes)
+    return SharedKeys(
+        begins * block_size, ends * block_size, starts, sharers.take(members).astype(np.int32)
+    )
+
+
+def _worthwhile(common: list[int], min_blocks: int) -> list[tuple[int, int, int, int]]:
+    """(first block, end, first row, last + 1) of long enough stretches, in the order of ends."""
+    shared_until = [0] * (len(common) + 1)
+    num_levels = [0] * (len(common) + 1)
+    stretches = []
+    # Parents before children: what a parent covers, its children need not.
+    for depth, first, last in sorted(_tree(common)):
+        begin, levels = shared_until[first], num_levels[first]
+        if depth - begin >= min_blocks and levels < MOST_LEVELS:
+            shared_until[first:last] = [depth] * (last - first)
+            num_levels[first:last] = [levels + 1] * (last - first)
+            stretches.append((begin, depth, first, last))
+    return stretches
+
+
+def _with_company(tables: Int32s, num_full: Int64s) -> Int64s:
+    """Sequences whose first block another one has, too."""
+    heads = np.where(num_full > 0, tables[:, 0], 0)
+    _, which, counts = np.unique(heads, return_inverse=True, return_counts=True)
+    return np.flatnonzero((counts[which] > 1) & (heads != 0))
+
+
+def _lexicographic(blocks: Int32s) -> Int64s:
+    """The order of the rows. As big-endian bytes they compare like numbers."""
+    num_rows, width = blocks.shape
+    return blocks.astype(">u4").view(f"V{4 * width}").reshape(num_rows).argsort(kind="stable")
+
+
+def _tree(common: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(depth, first, last + 1) of all runs of rows that have `depth` > 0 blocks in common, where
+    no longer run has as many. common[i]: blocks that rows i and i + 1 begin with alike."""
+    open_runs: list[tuple[int, int]] = []  # (depth, first), of growing depth
+    for last, depth in enumerate([*common, 0], start=1):
+        first = last - 1
+        while open_runs and open_runs[-1][0] > depth:
+            ended, first = open_runs.pop()
+            yield ended, first, last
+        if depth and not (open_runs and open_runs[-1][0] == depth):
+            open_runs.append((depth, first))

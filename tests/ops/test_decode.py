@@ -1,0 +1,111 @@
+"""Decode attention: split contexts, padding, and the new token's way into the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from paged_cases import BOUND, NO_CHANGES, attend, distance, make_paged
+
+from octavo.ops.cuda.attention_decode import DecodeConfig, Scratch, decode_attention, decode_config
+from octavo.ops.cuda.attention_work_items import ITEM_FIELDS as FIELDS
+from octavo.ops.cuda.attention_work_items import Sequences, decode_items
+from octavo.ops.cuda.kv_write import HeadChanges
+from octavo.ops.cuda.paged import tile_alignment
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+# block size, KV heads, group, head size, window
+CASES = {
+    "cpu": [(8, 1, 3, 16, None), (16, 2, 1, 20, 60)],
+    "cuda": [
+        (16, 8, 4, 128, None),
+        (16, 40, 1, 128, None),
+        (32, 2, 2, 64, 700),
+        (8, 1, 16, 256, None),
+        (1, 2, 4, 80, None),
+        (48, 2, 7, 96, 100),
+    ],
+}
+LENGTHS = {"cpu": [1, 0, 300, 33], "cuda": [1, 0, 4000, 33, 1500, 16, 17, 0, 2999]}
+DTYPES = {"cpu": [torch.float32], "cuda": list(BOUND)}
+
+
+def scratch(num_places: int, kv_heads: int, group: int, dim: int, device: torch.device) -> Scratch:
+    rows = num_places * kv_heads * group
+    return Scratch(
+        sums=torch.empty(rows * dim, device=device),
+        stats=torch.empty(rows * 2, device=device),
+        counters=torch.zeros(num_places * kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def configs(device: torch.device, dtype: torch.dtype, group: int, dim: int) -> list[DecodeConfig]:
+    if device.type == "cpu":
+        return [DecodeConfig(tile=16, num_warps=1, num_stages=1, num_programs=8)]
+    found = [decode_config(dtype, dim, group, num_pairs) for num_pairs in (1, 100, 1000)]
+    return list(dict.fromkeys(found))
+
+
+def test_decodes(device: torch.device) -> None:
+    contexts = np.array(LENGTHS[device.type], np.int32)
+    num_seqs = len(contexts)
+    rows = np.random.default_rng(0).permutation(num_seqs).astype(np.int32)
+    seqs = Sequences(np.arange(num_seqs, dtype=np.int32)[::-1], rows, contexts, contexts * 0 + 1)
+    for block_size, kv_heads, group, dim, window in CASES[device.type]:
+        for dtype in DTYPES[device.type]:
+            cached = [max(0, int(contexts[list(rows).index(row)]) - 1) for row in range(num_seqs)]
+            for config in configs(device, dtype, group, dim):
+                paged = make_paged(
+                    cached, max(contexts) + 40, block_size, kv_heads, dim, dtype, device
+                )
+                fused = torch.randn(num_seqs, kv_heads * (group + 2), dim).to(dtype).to(device)
+                query, key, value = fused.split([kv_heads * group, kv_heads, kv_heads], dim=1)
+                alignment = tile_alignment(config.tile, block_size)
+                items = decode_items(seqs, window, config.tile, alignment, num_pieces=40).items
+                room = scratch(200, kv_heads, group, dim, device)
+                output = query.new_empty(num_seqs, kv_heads * group * dim)
+                decode_attention(
+                    query,
+                    key,
+                    value,
+                    paged.layer_cache,
+                    paged.table,
+                    torch.from_numpy(items.reshape(-1)).to(device),
+                    room,
+                    output,
+                    HeadChanges(*NO_CHANGES),
+                    dim**-0.5,
+                    window,
+                    config,
+                )
+                assert window or (items[:, 6] > 1).any(), "no context is split"
+                assert (room.counters == 0).all(), "the next kernel starts at 0"
+                for token, row, context in zip(*seqs[:3], strict=True):
+                    if context == 0:
+                        assert (output[token] == 0).all()
+                        assert paged.slot(row, 0).isnan().all(), "nothing is written for padding"
+                        continue
+                    keys, values = paged.keys[row][:context], paged.values[row][:context]
+                    keys[-1], values[-1] = key[token], value[token]
+                    expected = attend(query[token][None], keys, values, context - 1, window)
+                    assert distance(output[token], expected[0]) < BOUND[dtype]
+                    written = paged.slot(row, context - 1)
+                    assert torch.equal(written, torch.stack((key[token], value[token]), 1))
+                    assert paged.slot(row, context).isnan().all()
+
+
+def test_items_have_the_fields_that_the_kernels_read() -> None:
+    from octavo.ops.cuda import attention_decode, attention_prefill
+
+    assert attention_decode.ITEM_FIELDS == attention_prefill.ITEM_FIELDS == FIELDS
+
+
+def test_configurations_for_little_shared_memory_take_less() -> None:
+    """The second one is for much shared memory: 138 KB, and many GPUs have 99."""
+    for dim in (64, 128, 256):
+        much = decode_config(torch.bfloat16, dim, 4, 8)
+        little = decode_config(torch.bfloat16, dim, 4, 8, shared_memory=99 << 10)
+        assert much.num_programs < little.num_programs
+        keys_and_values = 2 * 2 * dim * little.tile * little.num_stages
+        assert keys_and_values < 99 << 10

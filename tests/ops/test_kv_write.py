@@ -1,0 +1,103 @@
+"""Writing of K and V: norms, rotation, slots, and what must stay untouched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_cases import make_paged
+from torch import Tensor
+
+from octavo.ops import RotaryTable
+from octavo.ops.cuda.kv_write import HeadChanges, write_kv
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+# heads, KV heads, head size, rotary size, norms, block size
+CASES = {
+    "cpu": [(3, 1, 20, 12, True, 4), (2, 2, 17, None, False, 3), (9, 2, 16, 16, False, 16)],
+    "cuda": [
+        (32, 8, 128, 128, False, 16),
+        (40, 40, 128, None, False, 16),
+        (16, 8, 128, 128, True, 16),
+        (12, 3, 80, 32, False, 8),
+        (16, 1, 256, 64, True, 256),
+        (3, 3, 100, None, True, 1),
+    ],
+}
+DTYPES = {"cpu": [torch.float32], "cuda": [torch.float32, torch.bfloat16, torch.float16]}
+EPS = 1e-5
+
+
+def assert_changed(
+    got: Tensor, x: Tensor, weight: Tensor | None, rotary: RotaryTable | None, at: Tensor
+) -> None:
+    """That `got` is x [tokens, heads, head_dim], normalised and rotated, as exactly as the kernel
+    promises: in fp32, rounded to x's type after the norm and after the rotation.
+
+    The reference is computed in fp64 without rounding. A rounded norm may be either neighbour of
+    its exact value, and the rotation adds two of them, which may cancel: so the bound is a share of
+    what is added, not of the sum.
+    """
+    limits = torch.finfo(x.dtype)
+    unit = limits.eps / 2  # of rounding to nearest
+    fp32 = 32 * torch.finfo(torch.float32).eps / 2  # sums of squares, rsqrt, products
+    exact = x.double()
+    error = torch.zeros_like(exact)
+    if weight is not None:
+        mean = exact.square().mean(-1, keepdim=True)
+        exact = exact * (mean + EPS).rsqrt() * weight.double()
+        error = (unit + fp32) * exact.abs()
+    if rotary is not None:
+        cos, sin = (table.double()[at].unsqueeze(1) for table in (rotary.cos, rotary.sin))
+        half = cos.shape[-1]
+        error = error + fp32 * exact.abs()
+        (x1, x2), (e1, e2) = (t[..., : 2 * half].chunk(2, dim=-1) for t in (exact, error))
+        turned = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+        spread = torch.cat(
+            [e1 * cos.abs() + e2 * sin.abs(), e2 * cos.abs() + e1 * sin.abs()], dim=-1
+        )
+        exact = torch.cat([turned, exact[..., 2 * half :]], dim=-1)
+        error = torch.cat([spread, error[..., 2 * half :]], dim=-1)
+    error = error + unit * (exact.abs() + error) + unit * limits.smallest_normal
+    worst = ((got.double() - exact).abs() / error).max()
+    assert worst <= 1, f"{worst:.3f} times what rounding explains"
+
+
+def test_write_kv(device: torch.device) -> None:
+    places = [(1, 0), (1, 1), (0, -1), (0, 7), (2, 30), (1, 16)]  # table row, position
+    tokens = torch.tensor(places, dtype=torch.int32, device=device)
+    positions = tokens[:, 1].long().clamp(min=0)
+    for heads, kv_heads, dim, rotary_dim, norms, block_size in CASES[device.type]:
+        for dtype in DTYPES[device.type]:
+            paged = make_paged([0, 0, 0], 40, block_size, kv_heads, dim, dtype, device)
+            fused = torch.randn(len(places), heads + 2 * kv_heads, dim, device=device).to(dtype)
+            query, key, value = fused.split([heads, kv_heads, kv_heads], dim=1)
+            rotary = None
+            if rotary_dim is not None:
+                angles = torch.rand(40, rotary_dim // 2, device=device) * 7
+                rotary = RotaryTable(angles.cos(), angles.sin())
+            weights = [torch.rand(dim, device=device).to(dtype) + 0.5 if norms else None] * 2
+            changes = HeadChanges(
+                rotary and (rotary.cos, rotary.sin),
+                *(None if weight is None else (weight, EPS) for weight in weights),
+            )
+            before = fused.clone()
+            args = (tokens.flatten(), paged.table, paged.layer_cache, changes)
+            got = write_kv(query, key, value, *args)
+            assert torch.equal(fused, before), "the inputs stay unchanged"
+            written = [position >= 0 for _, position in places]
+            if changes.any:
+                at = positions[written]
+                assert_changed(got[written], query[written], weights[0], rotary, at)
+            else:
+                assert got is query
+            for token, (row, position) in enumerate(places):
+                if position < 0:
+                    assert not changes.any or got[token].isnan().all()
+                    continue
+                slot = paged.slot(row, position)
+                own = slice(token, token + 1)
+                assert_changed(slot[None, :, 0], key[own], weights[1], rotary, positions[own])
+                assert torch.equal(slot[:, 1], value[token])
+            filled = (~paged.layer_cache.isnan()).sum()
+            assert filled == sum(written) * kv_heads * 2 * dim, "only these slots are written"

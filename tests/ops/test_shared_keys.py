@@ -1,0 +1,278 @@
+"""Keys that several sequences have in the same blocks: found, cut into pieces, and read once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Bench, Case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_triton_backend import GPU, TOLERANCE
+
+from octavo.ops import SharedKeys
+from octavo.ops.cuda import attention as triton_backend
+from octavo.ops.cuda import attention_cascade as attention_shared
+from octavo.ops.cuda import attention_decode
+from octavo.ops.cuda.attention_work_items import (
+    SHARED_PLACES,
+    Sequences,
+    decode_items,
+    shared_capacity,
+    shared_work,
+)
+from octavo.worker import cascade as shared_blocks
+from octavo.worker.cascade import SharedKeysFinder, find_shared_keys
+
+BLOCK = 16
+MIN_KEYS, MIN_SAVING = 64, 1 / 8  # fewer than what pays on a GPU
+Tables = tuple[np.ndarray, np.ndarray]
+
+
+@pytest.fixture(autouse=True)
+def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the interpreter, programs that have nothing to do take as long as others."""
+    monkeypatch.setattr(shared_blocks, "MIN_KEYS", MIN_KEYS)
+    monkeypatch.setattr(shared_blocks, "MIN_SAVING", MIN_SAVING)
+    configs = (attention_decode.decode_config, attention_shared.shared_config)
+    if not GPU:
+        for module in (triton_backend, attention_decode, attention_shared):
+            monkeypatch.setattr(module, "MOST_PROGRAMS", 8)
+        for config in configs:
+            config.cache_clear()
+    yield
+    for config in configs:
+        config.cache_clear()
+
+
+def grown(parents: list[tuple[int, int, int]], width: int = 64) -> Tables:
+    """(tables, contexts) of a tree: each sequence begins with some blocks of an earlier one.
+
+    parents: (which one, blocks in common, tokens of its own).
+    """
+    tables = np.random.default_rng(1).integers(1, 1 << 20, (len(parents), width), np.int32)
+    fresh = iter(range(1, 1 << 20))
+    contexts = np.zeros(len(parents), np.int64)
+    for i, (parent, common, own) in enumerate(parents):
+        if i:
+            common = min(common, int(contexts[parent % i] - 1) // BLOCK)
+            tables[i, :common] = tables[parent % i, :common]
+        else:
+            common = 0
+        contexts[i] = common * BLOCK + own
+        num_blocks = -(-int(contexts[i]) // BLOCK)
+        tables[i, common:num_blocks] = [next(fresh) for _ in range(num_blocks - common)]
+    order = np.random.default_rng(len(parents)).permutation(len(parents))
+    return tables[order], contexts[order]
+
+
+def sequences(contexts: np.ndarray) -> Sequences:
+    n = len(contexts)
+    numbers = np.arange(n, dtype=np.int32)
+    return Sequences(
+        numbers, numbers[::-1].copy(), contexts.astype(np.int32), np.ones_like(numbers)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parents=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(0, 25), st.integers(1, 300)),
+        min_size=2,
+        max_size=24,
+    ),
+    tile=st.sampled_from([16, 48, 64]),
+    members_per_item=st.integers(2, 9),
+    num_pieces=st.sampled_from([1, 6, 40]),
+)
+def test_all_keys_are_read_once_for_each_sequence(
+    parents: list[tuple[int, int, int]], tile: int, members_per_item: int, num_pieces: int
+) -> None:
+    tables, contexts = grown(parents)
+    found = find_shared_keys(tables, contexts, BLOCK)
+    if found is None:
+        return
+    saved = 0
+    for i, (begin, end) in enumerate(zip(found.begins, found.ends, strict=True)):
+        members = found.members[found.starts[i] : found.starts[i + 1]]
+        assert len(set(members.tolist())) == len(members) > 1
+        assert end - begin >= MIN_KEYS
+        assert begin % BLOCK == end % BLOCK == 0
+        assert (end < contexts[members]).all(), "the new token's block is nobody else's"
+        stretch = tables[members, begin // BLOCK : end // BLOCK]
+        assert (stretch == stretch[0]).all()
+        saved += (len(members) - 1) * (end - begin)
+    assert saved >= contexts.sum() * MIN_SAVING
+    check_work(tables, contexts, found, tile, members_per_item, num_pieces)
+
+
+def check_work(
+    tables: np.ndarray,
+    contexts: np.ndarray,
+    found: SharedKeys,
+    tile: int,
+    members_per_item: int,
+    num_pieces: int,
+) -> None:
+    """All cached keys are read once for each sequence, and each result has a place of its own."""
+    seqs = sequences(contexts)
+    work = shared_work(seqs, found, tile, num_pieces, members_per_item)
+    decodes = decode_items(seqs, None, tile, BLOCK, num_pieces, shared=work)
+    members = work.member_table(seqs, decodes.first_places)
+    assert len(work.items) == shared_capacity(len(contexts), num_pieces)
+    reads: dict[int, list[tuple[int, int]]] = {token: [] for token in range(len(contexts))}
+    places: Counter[int] = Counter()
+    arrivals: Counter[int] = Counter()
+    for count, row, begin, end, first, piece, *_ in work.items.tolist():
+        if not count:
+            continue
+        assert count <= members_per_item
+        assert begin % BLOCK == 0
+        blocks = slice(begin // BLOCK, -(-end // BLOCK))
+        for token, position, place, first_place in members[first : first + count].tolist():
+            assert position == contexts[token] - 1
+            assert (tables[seqs.rows == row, blocks] == tables[token, blocks]).all()
+            reads[token].append((begin, end))
+            places[place + piece] += 1
+            arrivals[first_place] += 1
+    for token, _, begin, end, position, split, num_splits, first_place in decodes.items.tolist():
+        if token < 0:
+            continue
+        assert position == contexts[token] - 1
+        if begin < end:
+            reads[token].append((begin, end))
+        if num_splits > 1:
+            places[first_place + split] += 1
+            arrivals[first_place] += 1
+    for token, stretches in reads.items():
+        ends = [0, *(end for _, end in sorted(stretches))]
+        assert [begin for begin, _ in sorted(stretches)] == ends[:-1], "a gap, or a key twice"
+        assert ends[-1] == contexts[token] - 1
+    assert set(places.values()) <= {1}, "two results in one place"
+    for *_, num_splits, first_place in decodes.items[decodes.items[:, 6] > 1].tolist():
+        assert arrivals[first_place] == num_splits
+
+
+def test_a_gang_a_common_prefix_and_strangers() -> None:
+    # Four beams that part late, below a prefix that five requests have in common; two strangers.
+    tables, contexts = grown(
+        [(0, 0, 400), *[(0, 8, 250)] * 4, (4, 20, 50), (4, 20, 20), *[(9, 0, 90)] * 2]
+    )
+    found = find_shared_keys(tables, contexts, BLOCK)
+    assert found is not None
+    stretches = sorted(
+        zip(found.begins.tolist(), found.ends.tolist(), np.diff(found.starts).tolist(), strict=True)
+    )
+    assert stretches == [(0, 128, 7), (128, 320, 3)]
+
+
+def test_nothing_is_shared_where_it_would_not_pay() -> None:
+    assert find_shared_keys(*grown([(0, 0, 500), (0, 3, 500)]), BLOCK) is None  # 48 keys
+    assert find_shared_keys(*grown([(0, 0, 500), (0, 6, 900)]), BLOCK) is None  # 96 of 1,496
+    assert find_shared_keys(*grown([(0, 0, 5), (0, 0, 5), (0, 0, 900)]), BLOCK) is None
+    tables, contexts = grown([(0, 0, 200), (0, 12, 8)])
+    tables[:, :] = 0  # null blocks are nobody's, not everybody's
+    assert find_shared_keys(tables, contexts, BLOCK) is None
+
+
+def test_where_results_find_no_room_nothing_is_cut() -> None:
+    tables, contexts = grown([(0, 0, 200)] + [(0, 12, 8)] * SHARED_PLACES)
+    found = find_shared_keys(tables, contexts, BLOCK)
+    assert found is not None
+    work = shared_work(sequences(contexts), found, 64, 6, 64)
+    assert not work.items.any()
+    assert not work.counts.any()
+
+
+def test_stretches_of_odd_sizes_that_lie_in_each_other() -> None:
+    """Two members an item: a stretch of three takes two items, and of nine sequences there are
+    fifteen, where a stretch of two members has one."""
+    depth, own = 8, 5
+    sharers = [(0, 24), (0, 24), (0, 16), (3, 24), (0, 8), (5, 24), (5, 24), (5, 16)]
+    parents = [
+        (9 * family + who, common, (3 * depth - common) * BLOCK + own)
+        for family in range(8)
+        for who, common in [(0, 0), *sharers]
+    ]
+    tables, contexts = grown(parents)
+    found = find_shared_keys(tables, contexts, BLOCK)
+    assert found is not None
+    assert len(found.begins) == 8 * 6
+    for num_pieces in (1, 33, 132):
+        check_work(tables, contexts, found, 64, 2, num_pieces)
+
+
+SHARED_CASES = [
+    Case(((90, 1), (150, 1), (81, 1), (97, 1), (20, 1)), group=1, head_dim=16, block_size=8),
+    Case(((130, 1), (150, 1), (200, 1), (96, 1)), num_kv_heads=1, head_dim=20, rotary_dim=12),
+    Case(
+        ((100, 1), (70, 7), (90, 1), (113, 1)), group=2, head_dim=16, rotary_dim=16, head_norm=True
+    ),
+]
+MANY = ((2100, 1), *((2000 + i, 1) for i in range(20)), (300, 1))
+GPU_CASES = [
+    Case(MANY, 16, 8, group, 128, None, torch.bfloat16, rotary_dim, head_norm)
+    for group, rotary_dim, head_norm in (
+        (1, None, False),
+        (4, 128, False),
+        (2, 128, True),
+        (7, 64, False),
+    )
+]
+
+
+def check(case: Case, prefix: int, device: str) -> None:
+    """All but the last sequence begin with `prefix` tokens of the first one."""
+    outputs = []
+    for backend in ("reference", "triton"):
+        on = device if backend == "triton" else "cpu"
+        bench = Bench(backend, case, capacity=max(c for c, _ in case.sequences) + 40, device=on)
+        sharers = range(1, len(case.sequences) - 1)
+        bench.step([(0, case.sequences[0][0])])
+        bench.step([(len(case.sequences) - 1, case.sequences[-1][0])])
+        for i in sharers:
+            bench.tables[i, : prefix // case.block_size] = bench.tables[
+                0, : prefix // case.block_size
+            ]
+            bench.computed[i] = prefix
+        bench.step([(i, case.sequences[i][0] - prefix) for i in sharers])
+        shared: list[SharedKeys | None] = []
+        if backend == "triton":
+            singles = np.array([i for i, (_, new) in enumerate(case.sequences) if new == 1])
+            contexts = np.array([case.sequences[i][0] + 1 for i in singles])
+            found = find_shared_keys(bench.tables.numpy()[singles], contexts, case.block_size)
+            assert found is not None
+            shared = [found._replace(members=singles[found.members].astype(np.int32))]
+        work = [(i, new) for i, (_, new) in enumerate(case.sequences)]
+        outputs.append(bench.step(work, shared))
+        # A second step without sharing: counters are at 0 again.
+        outputs[-1] += bench.step([(i, 1) for i in range(len(case.sequences))])
+    for expected, actual in zip(*outputs, strict=True):
+        torch.testing.assert_close(
+            actual.cpu().float(), expected.float(), atol=TOLERANCE[case.dtype], rtol=0.02
+        )
+
+
+@pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
+@pytest.mark.parametrize("case", SHARED_CASES)
+def test_interpreted(case: Case) -> None:
+    check(case, 64, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("case", [*SHARED_CASES, *GPU_CASES])
+def test_on_the_gpu(case: Case) -> None:
+    check(case, 1024 if case in GPU_CASES else 64, "cuda")
+
+
+def test_where_windows_move_over_the_keys_none_are_looked_for() -> None:
+    tables, contexts = grown([(0, 0, 200), (0, 12, 8)])
+    rows, ones = np.arange(2), np.ones(2, np.int64)
+    with_window = SharedKeysFinder(BLOCK, [True, False])
+    assert with_window.find([tables, tables], rows, ones, contexts)[0] is None
+    assert with_window.find([tables, tables], rows, ones, contexts)[1] is not None
+    assert SharedKeysFinder(BLOCK, [True]).find([tables], rows, ones, contexts) == []

@@ -1,0 +1,226 @@
+"""The Triton backend against the reference: in Triton's interpreter, and on a GPU at real sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import Bench, Case, check_that_nan_stays_alone
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
+from octavo.ops.base import AttentionBackend
+from octavo.ops.cuda import attention as triton_backend
+from octavo.ops.cuda import attention_decode
+
+pytest.importorskip("triton")
+
+GPU = torch.cuda.is_available()
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+# Decodes around tiles, a context that is split, a prompt, and a continued one.
+SMALL = ((0, 1), (15, 1), (150, 1), (0, 20), (13, 19))
+SMALL_CASES = [
+    Case(SMALL, head_dim=16, group=2, num_kv_heads=2, rotary_dim=16),
+    Case(SMALL, head_dim=20, group=3, num_kv_heads=1, block_size=8, window=30, head_norm=True),
+    Case(SMALL[2:], head_dim=17, group=1, num_kv_heads=1, block_size=48, rotary_dim=8),
+    Case(((3, 1), (40, 1)), head_dim=32, group=16, num_kv_heads=1, block_size=256, head_norm=True),
+    Case(SMALL[3:], head_dim=16, group=4, num_kv_heads=1, block_size=1, window=1),
+    Case(((3, 1), (2, 3)), head_dim=16, group=71, num_kv_heads=1, dtype=torch.float16),
+]
+
+# Mixed batches, then pure ones.
+LARGE = (
+    ((0, 1), (5, 1), (0, 37), (40, 30), (100, 1), (127, 1), (64, 65), (15, 2), (0, 64), (1000, 1)),
+    ((0, 600), (256, 257), (900, 1), (0, 1000), (1, 513)),
+    tuple((cached, 1) for cached in range(1, 1000, 40)),
+)
+LARGE_CASES = [
+    Case(sequences, block_size, num_kv_heads, group, head_dim, window, dtype, rotary_dim, norm)
+    for sequences in LARGE
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for block_size, num_kv_heads, group, head_dim, window, rotary_dim, norm in (
+        (16, 8, 4, 128, None, 128, False),
+        (16, 4, 1, 128, None, None, False),
+        (16, 2, 2, 128, None, 128, True),
+        (8, 2, 3, 64, 50, 64, False),
+        (32, 1, 16, 256, None, 64, True),
+        (256, 2, 7, 128, 300, 128, False),
+        (128, 2, 5, 80, None, 80, False),
+        (64, 1, 6, 96, 1, 96, False),
+        (1, 2, 2, 64, None, 64, False),
+        (48, 2, 4, 100, None, 20, False),
+    )
+]
+
+
+def describe(case: Case) -> str:
+    name = f"{str(case.dtype)[6:]}-block{case.block_size}-dim{case.head_dim}-group{case.group}"
+    return f"{name}-window{case.window}-seqs{len(case.sequences)}"
+
+
+def check(case: Case, device: str) -> None:
+    bench, judge = Bench("triton", case, device=device), Bench("reference", case, device=device)
+    tolerance = TOLERANCE[case.dtype]
+    for got, expected in zip(bench.run(), judge.run(), strict=True):
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    for seq, (cached, new) in enumerate(case.sequences):
+        for token in {0, cached + new - 1}:
+            for got, expected in zip(bench.read(seq, token), judge.read(seq, token), strict=True):
+                torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
+@pytest.mark.parametrize("case", SMALL_CASES, ids=describe)
+def test_interpreted(case: Case) -> None:
+    check(case, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=describe)
+def test_on_gpu(case: Case) -> None:
+    check(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_same_batch_gives_the_same_bits(dtype: torch.dtype) -> None:
+    case = replace(Case(LARGE[0] + LARGE[2], head_dim=128, group=4), dtype=dtype)
+    first = torch.cat(Bench("triton", case, device="cuda").run())
+    for _ in range(5):
+        assert torch.equal(torch.cat(Bench("triton", case, device="cuda").run()), first)
+
+
+@pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which is NumPy
+def test_a_sequence_of_nan_stays_alone_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (triton_backend, attention_decode):  # programs without work take as long
+        monkeypatch.setattr(module, "MOST_PROGRAMS", 4)
+    attention_decode.decode_config.cache_clear()
+    check_that_nan_stays_alone("triton", Case(((15, 1), (40, 1), (3, 4)), 8, 1, 2, head_dim=16))
+    attention_decode.decode_config.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_a_sequence_of_nan_stays_alone(
+    block_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    sequences = ((20, 1), (0, 9), (100, 4), (120, 1), (70, 1), (5, 1))
+    case = Case(sequences, block_size, 2, 4, window=window, dtype=dtype)
+    check_that_nan_stays_alone("triton", case, "cuda")
+
+
+class FixedStaging:
+    """A place for each name, for good, as captured graphs need it."""
+
+    max_num_seqs, max_num_tokens = 8, 64
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._places: dict[str, Tensor] = {}
+        self.lengths: dict[str, int] = {}
+
+    def put(self, name: str, values: NDArray[np.int32], capacity: int) -> Tensor:
+        place = self._places.setdefault(
+            name, torch.zeros(capacity, dtype=torch.int32, device=self._device)
+        )
+        self.lengths[name] = values.size
+        return place[: values.size].copy_(torch.from_numpy(values))
+
+
+def decodes(contexts: list[int], table: Tensor, staging: FixedStaging) -> AttentionBatch:
+    """One new token each; 0: padding."""
+    n = len(contexts)
+    lens = torch.tensor(contexts, dtype=torch.int32)
+    return AttentionBatch(
+        query_lens=torch.ones(n, dtype=torch.int32),
+        context_lens=lens,
+        query_starts=torch.arange(n + 1, dtype=torch.int32),
+        positions=(lens - 1).clamp(min=0).long(),
+        block_tables=[table],
+        slots=[],
+        rows=torch.where(lens > 0, torch.arange(n), 0).int(),
+        staging=staging,
+    )
+
+
+def backend_over(device: str, num_seqs: int, max_blocks: int) -> tuple[AttentionBackend, Tensor]:
+    """(a backend over random K and V, a scrambled table)."""
+    torch.manual_seed(0)
+    kind = load_backend("triton")
+    num_blocks = num_seqs * max_blocks
+    cache = torch.randn(num_blocks + 1, 1, *kind.kv_block_shape(16, 2, 64), device=device)
+    backend = kind([LayerSpec(0, 8, 2, 64, 0.125)], [LayerPlace(0, 0)], cache.bfloat16(), 16)
+    table = torch.randperm(num_blocks).view(num_seqs, max_blocks) + 1
+    return backend, table.int().to(device)
+
+
+def test_what_a_decode_stages_depends_on_the_number_of_sequences_alone() -> None:
+    backend, table = backend_over("cpu", num_seqs=4, max_blocks=300)
+    staging = FixedStaging("cpu")
+    seen = []
+    for contexts in ([1, 2, 3, 4], [4800, 0, 0, 0], [700, 1, 4000, 0], [4800] * 4):
+        backend.plan(decodes(contexts, table, staging))
+        seen.append(dict(staging.lengths))
+    assert len(seen[0]) == 1
+    assert all(lengths == seen[0] for lengths in seen)
+
+
+@pytest.mark.parametrize("num_heads", [2, 32])
+@pytest.mark.parametrize("num_tokens", [16, FixedStaging.max_num_tokens])
+def test_a_captured_step_of_prompts_finds_room(num_tokens: int, num_heads: int) -> None:
+    """What it stages depends on its size alone, and fits even where an item takes one token."""
+    kind = load_backend("triton")
+    cache = torch.zeros(9, 1, *kind.kv_block_shape(16, 2, 16))
+    backend = kind([LayerSpec(0, num_heads, 2, 16, 0.25)], [LayerPlace(0, 0)], cache, 16)
+    staging = FixedStaging("cpu")
+    seen = []
+    for lens in ([num_tokens], [1, 1, 2], [3] * (num_tokens // 3), [num_tokens - 1, 1]):
+        chunks = torch.tensor(lens, dtype=torch.int32)
+        starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
+        starts[1:] = chunks.cumsum(0)
+        batch = AttentionBatch(
+            query_lens=chunks,
+            context_lens=chunks,
+            query_starts=starts,
+            positions=torch.cat([torch.arange(n) for n in lens]),
+            block_tables=[torch.ones(len(lens), 8, dtype=torch.int32)],
+            slots=[],
+            rows=torch.arange(len(lens), dtype=torch.int32),
+            staging=staging,
+            padded=PaddedSizes(num_tokens, 8, 21),
+        )
+        backend.plan(batch)
+        seen.append(dict(staging.lengths))
+    assert all(lengths == seen[0] for lengths in seen)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_captured_decode_serves_other_lengths() -> None:
+    backend, table = backend_over("cuda", num_seqs=4, max_blocks=300)
+    staging = FixedStaging("cuda")
+    inputs = torch.randn(4, 12, 64, device="cuda").bfloat16()
+    query, key, value = inputs.split([8, 2, 2], dim=1)
+    backend.plan(decodes([1, 2, 3, 4], table, staging))
+    backend.forward(0, query, key, value)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = backend.forward(0, query, key, value)
+    for contexts in ([700, 1, 4000, 0], [4800, 0, 0, 0], [16, 17, 4799, 4800]):
+        inputs.copy_(torch.randn(4, 12, 64))
+        backend.plan(decodes(contexts, table, staging))
+        expected = backend.forward(0, query, key, value).clone()
+        output.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(output, expected)
+        assert not output[[context == 0 for context in contexts]].any()

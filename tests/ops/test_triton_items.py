@@ -1,0 +1,93 @@
+"""The pieces of work that the Triton kernels get: all keys once, none too many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from octavo.ops.cuda.attention_work_items import (
+    Int32s,
+    Sequences,
+    decode_items,
+    item_capacity,
+    num_places,
+    prefill_items,
+)
+
+RNG = np.random.default_rng(7)
+LENGTHS = {
+    "mixed": lambda n: RNG.integers(0, 2000, n),
+    "equal": lambda n: np.full(n, 1024),
+    "one-long": lambda n: np.append(np.full(n - 1, 30), 100_000),
+    "heavy-tail": lambda n: np.minimum(RNG.pareto(1, n) * 200, 50_000).astype(int) + 1,
+    "tiny": lambda n: RNG.integers(0, 3, n),
+}
+
+
+def sequences(contexts: Int32s, lens: Int32s) -> Sequences:
+    contexts, lens = np.asarray(contexts, np.int32), np.asarray(lens, np.int32)
+    starts = (lens.cumsum() - lens).astype(np.int32)
+    return Sequences(starts, RNG.permutation(len(lens)).astype(np.int32), contexts, lens)
+
+
+@pytest.mark.parametrize("num_pieces", [9, 27, 132, 1056])
+@pytest.mark.parametrize("window", [None, 50, 1000])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_decodes_cover_each_key_once(kind: str, window: int | None, num_pieces: int) -> None:
+    for num_seqs, tile, alignment in ((1, 32, 16), (5, 64, 1), (40, 16, 8), (300, 32, 32)):
+        contexts = LENGTHS[kind](num_seqs)
+        seqs = sequences(contexts, np.ones(num_seqs))
+        items = decode_items(seqs, window, tile, alignment, num_pieces).items
+        assert len(items) == item_capacity(num_seqs, num_pieces)
+        used = items[items[:, 0] >= 0]
+        assert (items[len(used) :, 0] == -1).all(), "the kernel stops at nothing in between"
+        places: list[int] = []
+        for token, row, context in zip(seqs.tokens, seqs.rows, seqs.contexts, strict=True):
+            mine = used[used[:, 0] == token]
+            assert mine[:, 5].tolist() == list(range(len(mine)))
+            assert (mine[:, 6] == len(mine)).all()
+            assert (mine[:, 1] == row).all()
+            assert (mine[:, 4] == context - 1).all()
+            start = 0 if window is None else max(0, context - window) // alignment * alignment
+            assert mine[0, 2] == start
+            assert (mine[1:, 2] == mine[:-1, 3]).all()
+            assert ((mine[1:, 2] - start) % tile == 0).all()
+            if context > 1:
+                assert mine[-1, 3] == context - 1
+            if len(mine) > 1:
+                assert (mine[:, 3] > mine[:, 2]).all(), "a split without keys"
+                places += (mine[:, 7] + mine[:, 5]).tolist()
+        assert len(set(places)) == len(places)
+        assert max(places, default=0) < num_places(num_pieces)
+
+
+def test_a_sequence_alone_fills_the_card_and_equal_ones_fill_it_once() -> None:
+    def count(num_seqs: int, context: int) -> int:
+        seqs = sequences(np.full(num_seqs, context), np.ones(num_seqs))
+        return int((decode_items(seqs, None, 32, 16, 132).items[:, 0] >= 0).sum())
+
+    assert count(1, 100_000) > 120
+    assert count(64, 4096) == 128
+    assert count(256, 4096) == 256
+    assert count(1, 100) == 1
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_prefills_cover_each_token_once(window: int | None) -> None:
+    lens, cached = np.array([2, 70, 5, 300]), np.array([90, 0, 1000, 64])
+    seqs = sequences(lens + cached, lens)
+    items = prefill_items(seqs, window, tile=64, alignment=16, tokens_per_item=32)
+    for i, (token, row) in enumerate(zip(seqs.tokens, seqs.rows, strict=True)):
+        mine = items[items[:, 1] == row]
+        mine = mine[mine[:, 0].argsort()]
+        covered = np.concatenate([np.arange(m[0], m[0] + m[6]) for m in mine])
+        assert covered.tolist() == list(range(token, token + lens[i]))
+        for first, _, begin, seen_by_all, end, position, count, _ in mine:
+            assert position == cached[i] + first - token
+            assert end == position + count
+            assert seen_by_all % 64 == 0
+            assert position + 1 - 64 < seen_by_all <= position + 1
+            first_seen = 0 if window is None else max(0, position - window + 1)
+            assert begin == first_seen // 16 * 16
+    costs = items[:, 4] - items[:, 2]
+    assert (np.diff(costs) <= 0).all(), "the costly come first"
