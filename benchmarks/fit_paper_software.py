@@ -1,7 +1,7 @@
-"""Fit the coefficients of `evaluation/paper_software.py` to the steps that the paper implies.
+"""Fit `simulation.cost_model.ONE_SEQUENCE` to the steps that the paper's figure 12 implies.
 
 With --count, simulate figure 12 first (`octavo reproduce` keeps its runs), and print how many
-requests run where latency reaches 0.5 s/token: the BATCHES of that module.
+requests run where latency reaches 0.5 s/token: BATCHES in `octavo_paper.paper_software`.
 """
 
 from __future__ import annotations

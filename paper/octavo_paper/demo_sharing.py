@@ -22,7 +22,7 @@ class DemoSharing:
     Real log-probabilities decide which beams live on.
     """
 
-    ROOMS: ClassVar[tuple[str, ...]] = COMPUTED
+    DEPENDS_ON: ClassVar[tuple[str, ...]] = COMPUTED
 
     n: int = 1
     beam_width: int | None = None

@@ -14,36 +14,54 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from tqdm import tqdm
 
-import octavo
 from octavo.errors import ConfigError
 
-# Code that decides what a simulation comes to, besides the modules at octavo's root.
-SIMULATED = ("bench", "core", "engine", "evaluation", "simulation", "worker/memory.py")
+# The code that a simulation's result depends on, besides the modules at octavo's root.
+SIMULATED = (
+    "octavo.bench",
+    "octavo.core",
+    "octavo.engine",
+    "octavo.models",
+    "octavo.simulation",
+    "octavo.worker.memory",
+    "octavo_paper",
+)
 # The same for a job that computes tokens.
-COMPUTED = (*SIMULATED, "attention", "demo", "executor", "layers", "models", "worker")
-# Of these rooms, what only runs jobs or shows what they came to.
-SHOWING = (
-    "evaluation/drawing.py",
-    "evaluation/figures",
-    "evaluation/jobs.py",
-    "evaluation/measurements.py",
-    "evaluation/page.py",
-    "evaluation/paper_values.py",
-    "evaluation/report.py",
-    "simulation/plots.py",
-    "evaluation/scale.py",
+COMPUTED = (
+    *SIMULATED,
+    "octavo.demo",
+    "octavo.executor",
+    "octavo.layers",
+    "octavo.ops",
+    "octavo.worker",
+    "octavo_demo",
+)
+# Part of the above, but it only runs jobs or presents their results.
+PRESENTING = (
+    "octavo.simulation.drawing",
+    "octavo.simulation.plots",
+    "octavo_paper.command",
+    "octavo_paper.drawing",
+    "octavo_paper.figures",
+    "octavo_paper.jobs",
+    "octavo_paper.measurements",
+    "octavo_paper.page",
+    "octavo_paper.paper_values",
+    "octavo_paper.report",
+    "octavo_paper.scale",
 )
 
 
 class Job(Protocol):
     """A frozen dataclass of plain values, so that it can be hashed and sent to a process."""
 
-    ROOMS: ClassVar[tuple[str, ...]]  # the code that its result depends on
+    DEPENDS_ON: ClassVar[tuple[str, ...]]  # packages and modules that can change its result
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
@@ -62,22 +80,33 @@ def default_cache_directory() -> Path:
 
 
 @cache
-def source_fingerprint(rooms: tuple[str, ...]) -> str:
-    """A digest of the code in some rooms."""
-    root = Path(octavo.__file__).parent
+def source_fingerprint(names: tuple[str, ...]) -> str:
+    """A digest of the source of some packages and modules, and of the modules at octavo's root."""
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if ("/" not in name or name.startswith(rooms)) and not name.startswith(SHOWING):
+    for name, path in _modules():
+        at_root = name.count(".") <= 1 and name.startswith("octavo.")
+        if (at_root or _belongs(name, names)) and not _belongs(name, PRESENTING):
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    """(dotted name, file) of every module of octavo and of the packages beside it."""
+    for package in ("octavo", "octavo_demo", "octavo_paper"):
+        [root] = map(Path, import_module(package).__path__)
+        for path in sorted(root.rglob("*.py")):
+            yield ".".join([package, *path.relative_to(root).with_suffix("").parts]), path
+
+
+def _belongs(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in packages)
 
 
 def job_key(job: Job) -> str:
     values = {
         "job": type(job).__name__,
         "values": asdict(job),
-        "code": source_fingerprint(job.ROOMS),
+        "code": source_fingerprint(job.DEPENDS_ON),
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 

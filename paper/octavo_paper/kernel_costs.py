@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.simulation.cost_model import CostModel, ModelSize
+from octavo.simulation.cost_model import PAPER_SOFTWARE, CostModel, ModelSize
 from octavo.simulation.gpus import find_gpu
 from octavo.simulation.step_shape import StepShape
-from octavo_paper.paper_software import PAPER_SOFTWARE
 from octavo_paper.servers import BLOCK_SIZE, DTYPE, SERVERS
 
 SERVER = SERVERS["opt-13b"]

@@ -30,7 +30,7 @@ the policies and the lengths.
 
 **Where time comes from.** One cost model for all figures, models and systems: bytes and FLOPs of a
 step over the data sheet of the GPU, times efficiencies, plus overheads. Five of its coefficients
-were fitted to the 24 step times that figure 12 implies (`evaluation/paper_software.py`; root mean
+were fitted to the 24 step times that figure 12 implies (`octavo_paper/paper_software.py`; root mean
 square error 6%), so figure 12's rates are no predictions, though no single system or panel has a
 number of its own; figures 16 and 17 are. Two more numbers: which part of what a request of one
 sequence costs is the request's, fitted to the ranges that the artifact sweeps for parallel sampling

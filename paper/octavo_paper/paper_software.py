@@ -1,50 +1,29 @@
-"""How fast the paper's software was: the one cost model of all simulated figures.
+"""The step times that the paper's figure 12 implies, to which its software's cost is fitted.
 
-Requests that run = rate x output tokens x step time (Little's law), so a system at its knee tells
-how long its steps take:
+By Little's law, running requests = rate x output tokens x step time, so a system at the highest
+rate that it sustains shows how long its steps take:
 
-    step = requests that run / (sustained rate x mean output tokens)
+    step = running requests / (sustained rate x mean output tokens)
 
-Who runs is a matter of memory and lengths, not of speed: BATCHES, simulated. Five coefficients
-were fitted to the 24 steps that figure 12 implies, by `benchmarks/fit_paper_software.py`; the
-others are those of `PAPER_2023`. So the fit has seen figure 12, while figures 2, 13, 15, 16 and 17
-are predictions.
-
-Figure 12 has one sequence a request, so it knows only what both cost together. The artifact draws
-tokens request by request and builds its inputs sequence by sequence. SEQ_SHARE divides the cost:
-with it, systems with parallel sampling (figure 14) break down at 0.9 of the highest rate that the
-artifact sweeps for them, on average, as those of figure 12 do (OPT-13B, Alpaca: 0.88 to 0.90).
-Beam search is a prediction.
+How many requests run depends on memory and lengths, not on speed: BATCHES, simulated.
+`benchmarks/fit_paper_software.py` fits five coefficients to the 24 steps implied by figure 12; they
+are `simulation.cost_model.ONE_SEQUENCE`. So the fit has seen figure 12, while figures 2, 13, 15, 16
+and 17, and beam search in figure 14, are predictions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from octavo.simulation.cost_model import PAPER_2023, Coefficients, CostModel, ModelSize
+from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import find_gpu
 from octavo.simulation.step_shape import StepShape
 from octavo_paper.paper_values import FIGURE_11, FIGURE_12, SystemName
 from octavo_paper.servers import BLOCK_SIZE, DTYPE, SERVERS
 
-# `seq_overhead` in the fit is that of a sequence and its request together.
+# In the fit, `seq_overhead` is the cost of a sequence and its request together.
 FITTED = ("step_overhead", "seq_overhead", "kv_efficiency", "reduce_latency", "reduce_efficiency")
-ONE_SEQUENCE = replace(
-    PAPER_2023,
-    step_overhead=7.2e-3,
-    seq_overhead=3.7e-4,
-    # As far as they may go; looking blocks up still takes a quarter on top of reading KV.
-    kv_efficiency=1.0,
-    reduce_latency=6.5e-5,
-    reduce_efficiency=1.0,
-)
-SEQ_SHARE = 0.25
-PAPER_SOFTWARE = replace(
-    ONE_SEQUENCE,
-    request_overhead=(1 - SEQ_SHARE) * ONE_SEQUENCE.seq_overhead,
-    seq_overhead=SEQ_SHARE * ONE_SEQUENCE.seq_overhead,
-)
 
 # (model, data set, system) -> requests that run where latency reaches 0.5 s/token, on average, once
 # the system has filled up. Simulated (`fit_paper_software.py --count`).

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 from octavo.config import CacheConfig, PreemptionMode, SchedulerConfig
 from octavo.simulation.config import SimulationConfig
+from octavo.simulation.cost_model import PAPER_SOFTWARE
 from octavo.simulation.run import simulate
 from octavo.simulation.workloads import WorkloadSpec, build
 from octavo_paper.jobs import SIMULATED
-from octavo_paper.paper_software import PAPER_SOFTWARE
 from octavo_paper.paper_values import SystemName
 from octavo_paper.servers import (
     BLOCK_SIZE,
@@ -96,7 +96,7 @@ class Scenario:
 class SteadyState:
     """What a system looks like in a window of a run: means over its steps."""
 
-    ROOMS: ClassVar[tuple[str, ...]] = SIMULATED
+    DEPENDS_ON: ClassVar[tuple[str, ...]] = SIMULATED
 
     scenario: Scenario
     start: float
@@ -124,7 +124,7 @@ class SteadyState:
 class Latency:
     """Normalized latency at one rate."""
 
-    ROOMS: ClassVar[tuple[str, ...]] = SIMULATED
+    DEPENDS_ON: ClassVar[tuple[str, ...]] = SIMULATED
 
     scenario: Scenario
 
@@ -143,7 +143,7 @@ class Sweep:
     `first` is where the search for the knee begins; what it finds does not depend on it.
     """
 
-    ROOMS: ClassVar[tuple[str, ...]] = SIMULATED
+    DEPENDS_ON: ClassVar[tuple[str, ...]] = SIMULATED
 
     scenario: Scenario
     first: float  # requests/s

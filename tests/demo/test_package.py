@@ -42,7 +42,7 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_missing_file(copy: Path, name: str) -> None:
     (copy / name).unlink()
-    with pytest.raises(ModelError, match=rf"{name} is missing.*octavo\.demo\.train"):
+    with pytest.raises(ModelError, match=rf"{name} is missing.*octavo_demo\.train"):
         demo_model_path(copy)
 
 

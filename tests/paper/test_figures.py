@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError, OctavoError
-from octavo.simulation import sources
-from octavo_paper import drawing
+from octavo.simulation import drawing, sources
 from octavo_paper.demo_sharing import DemoSharing
 from octavo_paper.figures import FIGURES, find_figure
 from octavo_paper.figures.fig2 import PARTS

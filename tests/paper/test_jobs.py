@@ -16,7 +16,7 @@ from octavo_paper.jobs import COMPUTED, SIMULATED, Store, job_key, run_jobs, sou
 class Square:
     """Leaves a mark each time it runs."""
 
-    ROOMS: ClassVar[tuple[str, ...]] = SIMULATED
+    DEPENDS_ON: ClassVar[tuple[str, ...]] = SIMULATED
 
     number: int
     marks: str
@@ -65,7 +65,7 @@ def test_a_key_knows_the_values_and_the_code(monkeypatch: pytest.MonkeyPatch) ->
     key = job_key(Square(1, "a"))
     assert key == job_key(Square(1, "a"))
     assert key != job_key(Square(2, "a"))
-    monkeypatch.setattr(jobs, "source_fingerprint", lambda rooms: "other code")
+    monkeypatch.setattr(jobs, "source_fingerprint", lambda names: "other code")
     assert key != job_key(Square(1, "a"))
 
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from octavo.simulation.cost_model import PAPER_2023, Coefficients
-from octavo_paper.paper_software import FITTED, ONE_SEQUENCE, PAPER_SOFTWARE, implied_steps
+from octavo.simulation.cost_model import ONE_SEQUENCE, PAPER_2023, PAPER_SOFTWARE, Coefficients
+from octavo_paper.paper_software import FITTED, implied_steps
 
 
 def error(coefficients: Coefficients) -> float:

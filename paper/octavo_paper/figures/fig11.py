@@ -10,7 +10,8 @@ import numpy as np
 
 from octavo.bench.traces import TraceRequest
 from octavo.simulation import sources
-from octavo_paper.drawing import BLUE, ORANGE, SOURCE_NAMES, canvas
+from octavo.simulation.drawing import BLUE, ORANGE, canvas
+from octavo_paper.drawing import SOURCE_NAMES
 from octavo_paper.jobs import Job, Results
 from octavo_paper.paper_values import FIGURE_11
 from octavo_paper.report import Report, Row, Table, Target

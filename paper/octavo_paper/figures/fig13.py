@@ -7,8 +7,9 @@ from pathlib import Path
 
 from octavo.bench.traces import TraceRequest
 from octavo.simulation import sources
+from octavo.simulation.drawing import canvas
 from octavo.simulation.workloads import WorkloadSpec
-from octavo_paper.drawing import COLOURS, SHORT_NAMES, SOURCE_NAMES, canvas
+from octavo_paper.drawing import COLOURS, SHORT_NAMES, SOURCE_NAMES
 from octavo_paper.jobs import Job, Results
 from octavo_paper.paper_values import FIGURE_13, FIGURE_13_RATES, SystemName
 from octavo_paper.report import Report, Row, Table, Target

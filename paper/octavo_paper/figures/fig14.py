@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from octavo.simulation.drawing import canvas
 from octavo.simulation.workloads import WorkloadSpec
 from octavo_paper.beams import FITTED_SPACING
-from octavo_paper.drawing import COLOURS, SHORT_NAMES, canvas, legend_below, paper_key
+from octavo_paper.drawing import COLOURS, SHORT_NAMES, legend_below, paper_key
 from octavo_paper.figures.curves import RATIO, Panel, order_note
 from octavo_paper.jobs import Job, Results
 from octavo_paper.paper_values import FIGURE_14_OVER_ORACLE, FIGURE_14_SWEPT

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from octavo.simulation.drawing import BLUE, SKY, canvas
 from octavo.simulation.workloads import WorkloadSpec
 from octavo_paper.beams import FITTED_SPACING
 from octavo_paper.demo_sharing import DemoSharing
-from octavo_paper.drawing import BLUE, SKY, canvas
 from octavo_paper.jobs import Job, Results
 from octavo_paper.paper_values import FIGURE_15, FIGURE_15_RATE, FIGURE_15_SHAREGPT
 from octavo_paper.report import Report, Row, Table, Target

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from octavo.simulation.drawing import canvas
 from octavo.simulation.workloads import WorkloadSpec
-from octavo_paper.drawing import canvas, legend_below, paper_key
+from octavo_paper.drawing import legend_below, paper_key
 from octavo_paper.figures.curves import Panel, order_note
 from octavo_paper.jobs import Job, Results
 from octavo_paper.paper_values import FIGURE_16, FIGURE_16_POINTS, FIGURE_16_TEXT

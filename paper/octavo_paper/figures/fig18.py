@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.simulation.drawing import BLUE, ORANGE, canvas
 from octavo.simulation.workloads import WorkloadSpec
-from octavo_paper.drawing import BLUE, ORANGE, SOURCE_NAMES, canvas, paper_key
+from octavo_paper.drawing import SOURCE_NAMES, paper_key
 from octavo_paper.figures.block_sizes import (
     Line,
     basis,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from octavo.config import PreemptionMode
+from octavo.simulation.drawing import BLUE, ORANGE, canvas
 from octavo.simulation.workloads import WorkloadSpec
-from octavo_paper.drawing import BLUE, ORANGE, canvas
 from octavo_paper.figures.block_sizes import (
     Line,
     basis,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from octavo.simulation.drawing import BLUE, GREEN, ORANGE, SKY, canvas
 from octavo.simulation.workloads import WorkloadSpec
-from octavo_paper.drawing import BLUE, GREEN, ORANGE, SHORT_NAMES, SKY, canvas, legend_below
+from octavo_paper.drawing import SHORT_NAMES, legend_below
 from octavo_paper.jobs import Job, Results
 from octavo_paper.paper_values import FIGURE_2, FIGURE_2_RATE, SystemName
 from octavo_paper.report import Report, Row, Table, Target

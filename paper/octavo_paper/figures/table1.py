@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.config import GIB
-from octavo_paper.drawing import BLUE, bars, canvas
+from octavo.simulation.drawing import BLUE, canvas
+from octavo_paper.drawing import bars
 from octavo_paper.jobs import Job, Results
 from octavo_paper.paper_values import TABLE_1
 from octavo_paper.report import Report, Row, Table, Target

@@ -110,9 +110,8 @@ def make_simulation_config(options: Options, engine: Options, num_gpus: int) -> 
     from octavo.config import make_config
     from octavo.simulation.calibration import read_calibration
     from octavo.simulation.config import SimulationConfig
-    from octavo.simulation.cost_model import Coefficients
+    from octavo.simulation.cost_model import PAPER_SOFTWARE, Coefficients
     from octavo.simulation.gpus import find_gpu
-    from octavo_paper.paper_software import PAPER_SOFTWARE
 
     made = make_config(options["model"], **engine)
     overlaps = options["software"] == "octavo" and options["gpu"] != "cpu"

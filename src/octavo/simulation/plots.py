@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from octavo.bench.report import PARTS
 from octavo.errors import ConfigError
+from octavo.simulation.drawing import BLACK, BLUE, GREEN, ORANGE, RED, canvas
 from octavo.simulation.planning import HighestRate
 from octavo.simulation.result import SimulationResult, thinned
-from octavo_paper.drawing import BLACK, BLUE, GREEN, ORANGE, RED, canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
