@@ -15,7 +15,8 @@ PROMPTS ?= "Once upon a time" "One morning, a little girl" \
 # 1,024 KV blocks are enough for the embedded model, and can all be seen on a page.
 SERVE ?= demo --num-blocks 1024
 
-.PHONY: run generate test test-gpu test-clients soak browser check size nightly mutants bench clean
+.PHONY: run generate test test-gpu test-clients soak browser check size nightly mutants bench clean \
+    reproduce
 
 run: $(RUNTIME)  ## serve the embedded model, with its picture, at http://127.0.0.1:8000
 	$(BIN)/octavo serve $(SERVE)
@@ -44,6 +45,9 @@ test-gpu: $(DEV)  ## what needs an NVIDIA GPU
 
 test-clients: $(DEV)  ## other people's clients against a server, each in its own environment
 	$(BIN)/python tests/clients/run.py
+
+reproduce: $(DEV)  ## the paper's figures, into reproduction/; FIGURES="fig12 fig13" draws some
+	$(BIN)/octavo reproduce $(FIGURES)
 
 mutants: $(DEV)  ## whether the core's tests notice what is wrong: a sample of small changes to it
 	$(BIN)/python tools/mutants.py
@@ -75,4 +79,4 @@ $(DEV): $(RUNTIME)
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
-	find src tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src paper demo tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
 """Install octavo into the environment of the Python that runs this, and tell what it fetches.
 
     python tools/install.py        # what octavo itself needs
-    python tools/install.py dev    # and what these extras need
+    python tools/install.py dev    # and what its development needs: the extra `dev`, the packages
+                                   # in paper/ and demo/
 
 It is pip with less to read: a line per file that is fetched, with its size, and a last line with
 what is installed and how long that took. In a terminal the seconds run while pip is at work.
@@ -102,11 +103,17 @@ def size_of(directory: Path) -> int:
 
 
 def main() -> int:
-    extras = f"[{','.join(sys.argv[1:])}]" if sys.argv[1:] else ""
-    print(f"Installing octavo{extras} into {os.path.relpath(sys.prefix)}", flush=True)
+    for_development = sys.argv[1:] == ["dev"]
+    if sys.argv[1:] and not for_development:
+        print(f"usage: {sys.argv[0]} [dev]", file=sys.stderr)
+        return 2
+    name = "octavo[dev]" if for_development else "octavo"
+    print(f"Installing {name} into {os.path.relpath(sys.prefix)}", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["--progress-bar", "off", "--editable", f".{extras}"]
-    report = Report(f"octavo{extras}")
+    command += ["--progress-bar", "off"]
+    for project in (".[dev]", "./demo", "./paper") if for_development else (".",):
+        command += ["--editable", project]
+    report = Report(name)
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pip:
             assert pip.stdout is not None, "it was asked for"

@@ -37,7 +37,7 @@ class Defect:
     """A change of the core that mutmut does not make, and that tests must notice."""
 
     what: str
-    file: str
+    file: str  # below octavo.core
     code: str
     changed: str
 
@@ -51,7 +51,7 @@ DEFECTS = (
     ),
     Defect(
         "blocks that come back from the swap tier are not offered to the prefix cache",
-        "kv_cache_manager.py",
+        "kv/manager.py",
         "            table.num_registered = 0\n            table.on_device",
         "            table.on_device",
     ),
@@ -99,7 +99,7 @@ def sample(seed: int, number: int) -> list[str]:
     position."""
     names = [
         get_mutant_name(path, name)
-        for path in sorted(CORE.glob("*.py"))
+        for path in sorted(CORE.rglob("*.py"))
         for name in mutate_file_contents(str(path), path.read_text(encoding="utf-8")).mutant_names
     ]
     print(f"{min(number, len(names))} of {len(names)} mutants, seed {seed}", file=sys.stderr)

@@ -60,7 +60,8 @@ def test_tools_for_development_are_installed_for_tests_only(tmp_path: Path) -> N
     (tmp_path / "pyproject.toml").touch()
     runtime, tools = ".venv/bin/python tools/install.py", ".venv/bin/python tools/install.py dev"
     assert dry_run(tmp_path, "run") == dry_run(tmp_path, "generate") == [runtime]
-    assert dry_run(tmp_path, "test") == dry_run(tmp_path, "check") == [runtime, tools]
+    for target in ("test", "check", "reproduce"):
+        assert dry_run(tmp_path, target) == [runtime, tools]
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "installed").touch()
     assert dry_run(tmp_path, "run") == []
