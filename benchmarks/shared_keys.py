@@ -16,9 +16,9 @@ import torch
 from attention_work import BLOCK_SIZE, HEAD_DIM, MODELS, Work, seconds
 from gpu_harness import report
 
-from octavo.ops import SharedKeys
+from octavo.ops import CascadeSegments
 from octavo.ops.cuda import attention as triton_backend
-from octavo.ops.cuda.attention_cascade import SharedConfig
+from octavo.ops.cuda.attention_cascade import CascadeConfig
 
 
 class Case(NamedTuple):
@@ -41,9 +41,9 @@ CASES = {
 }
 
 
-def shared_keys(case: Case) -> SharedKeys:
+def shared_keys(case: Case) -> CascadeSegments:
     groups = np.arange(case.groups, dtype=np.int32)
-    return SharedKeys(
+    return CascadeSegments(
         begins=np.zeros_like(groups),
         ends=np.full_like(groups, case.shared),
         starts=np.arange(case.groups + 1, dtype=np.int32) * case.size,
@@ -59,7 +59,7 @@ def measure(model: str, case: Case) -> dict[str, float]:
     work.table[:, : case.shared // BLOCK_SIZE] = common.repeat_interleave(case.size, 0)
     apart = seconds(work.forward, work.num_layers, 2 * work.num_layers)
     expected = work.forward(0).float()
-    work.backend.plan(replace(work.batch, shared=[shared_keys(case)]))
+    work.backend.plan(replace(work.batch, cascade=[shared_keys(case)]))
     together = seconds(work.forward, work.num_layers, 2 * work.num_layers)
     error = (work.forward(0).float() - expected).abs().max().item()
     assert error < 0.02, f"{model}, {case}: {error} off"
@@ -89,8 +89,8 @@ def main() -> None:
     with torch.inference_mode():
         for config in arguments.configs:
             if config != "chosen":
-                tiles = SharedConfig(*map(int, config.split(",")))
-                triton_backend.shared_config = lambda *_, tiles=tiles: tiles  # type: ignore[assignment]
+                tiles = CascadeConfig(*map(int, config.split(",")))
+                triton_backend.cascade_config = lambda *_, tiles=tiles: tiles  # type: ignore[assignment]
             for model in arguments.models:
                 cells = results[f"{model}, {config}"] = {}
                 print(f"{model}, {config}")

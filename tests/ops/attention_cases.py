@@ -10,7 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, SharedKeys, load_backend
+from octavo.ops import (
+    AttentionBatch,
+    CascadeSegments,
+    LayerPlace,
+    LayerSpec,
+    RotaryTable,
+    load_backend,
+)
 from octavo.ops.base import AttentionBackend
 
 
@@ -109,7 +116,7 @@ class Bench:
         self.head_norms = (norm, norm) if case.head_norm else None
 
     def step(
-        self, work: Sequence[tuple[int, int]], shared: Sequence[SharedKeys | None] = ()
+        self, work: Sequence[tuple[int, int]], cascade: Sequence[CascadeSegments | None] = ()
     ) -> list[Tensor]:
         """Compute the next tokens of some sequences; their attention outputs, one a sequence."""
         case = self.case
@@ -142,7 +149,7 @@ class Bench:
                 block_tables=[tables.to(self.device)],
                 slots=[blocks * case.block_size + positions % case.block_size],
                 staging=DeviceStaging(torch.device(self.device)),
-                shared=shared,
+                cascade=cascade,
             )
         )
         fused = torch.cat(inputs).to(self.device)

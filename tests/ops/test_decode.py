@@ -62,7 +62,7 @@ def test_decodes(device: torch.device) -> None:
                 fused = torch.randn(num_seqs, kv_heads * (group + 2), dim).to(dtype).to(device)
                 query, key, value = fused.split([kv_heads * group, kv_heads, kv_heads], dim=1)
                 alignment = tile_alignment(config.tile, block_size)
-                items = decode_items(seqs, window, config.tile, alignment, num_pieces=40).items
+                items = decode_items(seqs, window, config.tile, alignment, num_splits=40).items
                 room = scratch(200, kv_heads, group, dim, device)
                 output = query.new_empty(num_seqs, kv_heads * group * dim)
                 decode_attention(

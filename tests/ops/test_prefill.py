@@ -38,7 +38,7 @@ def test_prefills(
 ) -> None:
     """All at once, or a few in each launch."""
     if most_items is not None:
-        monkeypatch.setattr(attention_prefill, "_MOST_ITEMS", most_items)
+        monkeypatch.setattr(attention_prefill, "_MAX_ITEMS", most_items)
     cached, lens = (np.array(x, np.int32) for x in zip(*SEQUENCES[device.type], strict=True))
     starts = (lens.cumsum() - lens).astype(np.int32)
     seqs = Sequences(starts, np.arange(len(lens), dtype=np.int32), cached + lens, lens)

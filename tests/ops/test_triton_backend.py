@@ -100,7 +100,7 @@ def test_the_same_batch_gives_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which is NumPy
 def test_a_sequence_of_nan_stays_alone_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (triton_backend, attention_decode):  # programs without work take as long
-        monkeypatch.setattr(module, "MOST_PROGRAMS", 4)
+        monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
     attention_decode.decode_config.cache_clear()
     check_that_nan_stays_alone("triton", Case(((15, 1), (40, 1), (3, 4)), 8, 1, 2, head_dim=16))
     attention_decode.decode_config.cache_clear()

@@ -78,7 +78,7 @@ def test_the_largest_step_finds_room_in_the_staging(
             slots=[],
             rows=torch.zeros(n, dtype=torch.int32),
             staging=staging,
-            shared=[None, None],
+            cascade=[None, None],
         )
         backend.plan(attention)
     for name in ("input_ids", "positions"):

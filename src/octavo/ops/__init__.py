@@ -5,16 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 
 from octavo.ops.base import (
-    MOST_LEVELS,
+    MAX_CASCADE_LEVELS,
     AttentionBackend,
     AttentionBatch,
+    CascadeSegments,
     HeadNorm,
     HostStaging,
     LayerPlace,
     LayerSpec,
     PaddedSizes,
     RotaryTable,
-    SharedKeys,
     Staging,
 )
 
@@ -38,16 +38,16 @@ def load_backend(name: str) -> type[AttentionBackend]:
 
 __all__ = [
     "BACKENDS",
-    "MOST_LEVELS",
+    "MAX_CASCADE_LEVELS",
     "AttentionBackend",
     "AttentionBatch",
+    "CascadeSegments",
     "HeadNorm",
     "HostStaging",
     "LayerPlace",
     "LayerSpec",
     "PaddedSizes",
     "RotaryTable",
-    "SharedKeys",
     "Staging",
     "load_backend",
 ]

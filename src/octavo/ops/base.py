@@ -109,24 +109,25 @@ class HostStaging:
         return torch.from_numpy(values)
 
 
-MOST_LEVELS = 3  # stretches of shared keys that a sequence may have
+MAX_CASCADE_LEVELS = 3  # shared segments of one sequence, nested in each other
 
 
-class SharedKeys(NamedTuple):
-    """Stretches of cached keys that several sequences have in the same blocks, whole blocks each.
+class CascadeSegments(NamedTuple):
+    """Segments of cached keys that several sequences share, for cascade attention.
 
-    A sequence's stretches follow each other from its first key on, without a gap and in their
-    order; each has two members or more.
+    A segment is a run of whole blocks that are the same in the tables of all its members, of which
+    there are at least two. The segments of one sequence start at its first key and follow each
+    other without gaps.
     """
 
-    begins: NDArray[np.int32]  # [num_stretches], in tokens
-    ends: NDArray[np.int32]
-    starts: NDArray[np.int32]  # [num_stretches + 1]: where each one's members begin
-    members: NDArray[np.int32]  # sequences of the batch, each with one new token
+    begins: NDArray[np.int32]  # [num_segments], in tokens
+    ends: NDArray[np.int32]  # [num_segments], in tokens
+    starts: NDArray[np.int32]  # [num_segments + 1]: where each segment's members begin
+    members: NDArray[np.int32]  # indices of sequences in the batch, each with one new token
 
     @classmethod
-    def nothing(cls) -> SharedKeys:
-        """No stretches: a backend does all that it does for shared keys, and reads none."""
+    def empty(cls) -> CascadeSegments:
+        """No segments: a backend launches the same kernels, which find no work."""
         none = np.zeros(0, np.int32)
         return cls(none, none, np.zeros(1, np.int32), none)
 
@@ -160,9 +161,9 @@ class AttentionBatch:
     # sequence i's table is row rows[i].
     rows: Tensor | None = None  # int32 [num_seqs]
     staging: Staging = field(default_factory=HostStaging)
-    # One entry a KV group, or none at all: keys that a backend may read once for all who see them.
-    shared: Sequence[SharedKeys | None] = ()
-    # The step is captured: launches follow from these sizes alone. Tokens of padding stand last.
+    # One entry per KV group, or empty: keys that a backend may read once for all their sequences.
+    cascade: Sequence[CascadeSegments | None] = ()
+    # Set while a step is captured: launches depend on these sizes alone. Padding tokens come last.
     padded: PaddedSizes | None = None
 
 

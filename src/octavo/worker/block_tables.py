@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import SharedKeys, Staging
+from octavo.ops import CascadeSegments, Staging
 from octavo.worker.cascade import SharedKeysFinder
 
 Int32s = NDArray[np.int32]
@@ -44,7 +44,7 @@ class BlockTables(Protocol):
 
     def shared(
         self, rows: Int64s, query_lens: Int64s, context_lens: Int64s
-    ) -> list[SharedKeys | None]:
+    ) -> list[CascadeSegments | None]:
         """A group's keys that are worth reading once for several of `rows`; empty if none are."""
 
 
@@ -94,7 +94,7 @@ class HostTables:
 
     def shared(
         self, rows: Int64s, query_lens: Int64s, context_lens: Int64s
-    ) -> list[SharedKeys | None]:
+    ) -> list[CascadeSegments | None]:
         return []  # the CPU's kernels read keys sequence by sequence
 
 
@@ -190,7 +190,7 @@ class DeviceTables:
 
     def shared(
         self, rows: Int64s, query_lens: Int64s, context_lens: Int64s
-    ) -> list[SharedKeys | None]:
+    ) -> list[CascadeSegments | None]:
         return self._sharing.find(self._mirror.tables, rows, query_lens, context_lens)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.ops import MOST_LEVELS, SharedKeys
+from octavo.ops import MAX_CASCADE_LEVELS, CascadeSegments
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -31,7 +31,7 @@ class SharedKeysFinder:
         self._block_size = block_size
         self._have_windows = have_windows
         self._rows: Int64s | None = None
-        self._found: list[SharedKeys | None] = []
+        self._found: list[CascadeSegments | None] = []
 
     @property
     def remembers(self) -> bool:
@@ -43,7 +43,7 @@ class SharedKeysFinder:
 
     def find(
         self, tables: Sequence[Int32s], rows: Int64s, query_lens: Int64s, contexts: Int64s
-    ) -> list[SharedKeys | None]:
+    ) -> list[CascadeSegments | None]:
         """For each group's table, what `rows` with one new token share; empty if nothing is."""
         (singles,) = np.nonzero(query_lens == 1)
         rows = rows[singles]
@@ -64,7 +64,7 @@ class SharedKeysFinder:
         ]
 
 
-def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> SharedKeys | None:
+def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> CascadeSegments | None:
     """The stretches of keys worth reading together; None if there are none.
 
     Args:
@@ -96,7 +96,7 @@ def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> Share
     starts = np.zeros(len(sizes) + 1, np.int32)
     sizes.cumsum(out=starts[1:])
     members = np.arange(starts[-1]) + (first - starts[:-1]).repeat(sizes)
-    return SharedKeys(
+    return CascadeSegments(
         begins * block_size, ends * block_size, starts, sharers.take(members).astype(np.int32)
     )
 
@@ -109,7 +109,7 @@ def _worthwhile(common: list[int], min_blocks: int) -> list[tuple[int, int, int,
     # Parents before children: what a parent covers, its children need not.
     for depth, first, last in sorted(_tree(common)):
         begin, levels = shared_until[first], num_levels[first]
-        if depth - begin >= min_blocks and levels < MOST_LEVELS:
+        if depth - begin >= min_blocks and levels < MAX_CASCADE_LEVELS:
             shared_until[first:last] = [depth] * (last - first)
             num_levels[first:last] = [levels + 1] * (last - first)
             stretches.append((begin, depth, first, last))

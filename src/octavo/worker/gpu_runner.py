@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.models.base import CausalLM
-from octavo.ops import AttentionBackend, AttentionBatch, PaddedSizes, SharedKeys
+from octavo.ops import AttentionBackend, AttentionBatch, CascadeSegments, PaddedSizes
 from octavo.ops.cuda.pending_tokens import fill_pending, keep_tokens
 from octavo.worker.block_tables import DeviceTables
 from octavo.worker.device_clock import Moment
@@ -148,7 +148,7 @@ class GpuRunner:
             decodes = captured is not None and captured.mixed is None
             num_padding = captured.size - len(plan.seq_ids) if captured and decodes else 0
             inputs = batch.model_input(plan, num_padding)
-            if captured and inputs.attention.shared:
+            if captured and inputs.attention.cascade:
                 captured = captured._replace(shares=True)
             attention = inputs.attention
             if captured and captured.mixed:
@@ -230,8 +230,8 @@ class GpuRunner:
         inputs = batch.model_input(nobody, 0 if captured.mixed else captured.size)
         attention = replace(inputs.attention, padded=captured.mixed)
         if captured.shares:
-            nothing = [SharedKeys.nothing()] * len(attention.block_tables)
-            attention = replace(attention, shared=nothing)
+            nothing = [CascadeSegments.empty()] * len(attention.block_tables)
+            attention = replace(attention, cascade=nothing)
         self._stage_inputs(inputs.input_ids, attention)
         parts.backend.plan(attention)
         self._sampler.stage(batch.sampling_batch([], []))

@@ -136,7 +136,7 @@ class InputBatch:
             slots=self._tables.slots(row_of_token, positions),
             rows=torch.from_numpy(rows.astype(np.int32)),
             staging=self._staging,
-            shared=self._tables.shared(rows, query_lens, context_lens),
+            cascade=self._tables.shared(rows, query_lens, context_lens),
         )
         token_ids = self._token_ids[row_of_token, positions].astype(np.int64)
         return ModelInput(torch.from_numpy(token_ids), attention)

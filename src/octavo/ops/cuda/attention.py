@@ -1,10 +1,10 @@
 """The GPU backend: Triton kernels that read the blocks in place.
 
-A step's decodes are one kernel a layer, and one more where several of them share many keys; its
-prompts are two more (K and V into blocks, attention).
-What the programs do is listed by `plan` on the host (triton_items.py) and read from device memory,
-and the grid of a decode depends on the number of sequences alone, so that a captured graph serves
-any lengths. docs/performance.md has the figures; the kernels' pages say what else was tried.
+In each layer a step's decodes are one kernel, plus a cascade kernel where several of them share
+many keys; its prompts are two more (writing K and V to blocks, attention). `plan` lists the work
+items on the host (attention_work_items.py), and programs read them from device memory. The grid of
+a decode depends on the number of sequences alone, so a captured graph serves all context lengths.
+docs/performance.md has the measurements; each kernel's module says what else was tried.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops.base import (
-    MOST_LEVELS,
+    MAX_CASCADE_LEVELS,
     AttentionBatch,
+    CascadeSegments,
     HeadNorm,
     LayerPlace,
     LayerSpec,
     RotaryTable,
-    SharedKeys,
     Staging,
 )
-from octavo.ops.cuda.attention_cascade import SharedConfig, shared_attention, shared_config
+from octavo.ops.cuda.attention_cascade import CascadeConfig, cascade_attention, cascade_config
 from octavo.ops.cuda.attention_decode import (
-    MOST_PROGRAMS,
+    MAX_PROGRAMS,
     DecodeConfig,
     Scratch,
     decode_attention,
@@ -37,16 +37,16 @@ from octavo.ops.cuda.attention_decode import (
 )
 from octavo.ops.cuda.attention_prefill import PrefillConfig, prefill_attention, prefill_config
 from octavo.ops.cuda.attention_work_items import (
-    SHARED_PLACES,
+    MAX_CASCADE_RESULTS,
+    CascadeWork,
     Int32s,
     Sequences,
-    SharedWork,
+    cascade_capacity,
+    cascade_work,
     decode_items,
     item_capacity,
     num_places,
     prefill_items,
-    shared_capacity,
-    shared_work,
 )
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
 from octavo.ops.cuda.paged import ITEM_FIELDS, MEMBER_FIELDS, tile_alignment
@@ -55,7 +55,7 @@ from octavo.ops.cuda.tile_sizes import shared_memory
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Layers with the same shape share their pieces of work."""
+    """Layers of the same shape share their work items."""
 
     num_heads: int
     num_kv_heads: int
@@ -68,21 +68,21 @@ class _Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sharing:
-    """How layers of one shape read shared keys."""
+class _CascadeSupport:
+    """How layers of one shape run cascade attention."""
 
-    config: SharedConfig
-    group: int  # of whose tables
-    num_pieces: int
+    config: CascadeConfig
+    kv_group: int  # whose block tables hold the shared keys
+    num_splits: int  # that all shared keys are cut into, roughly
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
-    """A step's work over shared keys, on the device."""
+class _CascadeLaunch:
+    """A step's cascade work items, on the device."""
 
     items: Tensor
     members: Tensor
-    config: SharedConfig
+    config: CascadeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class _Layer:
 
 
 class TritonBackend:
-    """Owns the pieces of work of a step; a block holds [num_kv_heads, K or V, tokens, elements].
+    """Owns the work items of a step; a block holds [num_kv_heads, K or V, tokens, elements].
 
     Takes fp16, bf16 and fp32; any head size, block size and ratio of heads.
     """
@@ -117,15 +117,15 @@ class TritonBackend:
         self._shapes = list(dict.fromkeys(layer.shape for layer in self._layers.values()))
         self._dtype = kv_cache.dtype
         self._shared_memory = shared_memory(kv_cache.device)
-        self._sharing = {
-            shape: sharing
+        self._cascade_supports = {
+            shape: support
             for shape in self._shapes
-            if (sharing := self._how_to_share(shape)) is not None
+            if (support := self._cascade_support(shape)) is not None
         }
-        self._scratch = _make_scratch(self._shapes, self._sharing, kv_cache.device)
+        self._scratch = _make_scratch(self._shapes, self._cascade_supports, kv_cache.device)
         self._tokens: Tensor | None = None
         self._tables: list[Tensor] = []
-        self._shared: dict[_Shape, _Shared] = {}
+        self._cascades: dict[_Shape, _CascadeLaunch] = {}
         self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig]] = {}
         self._prefills: dict[_Shape, tuple[Tensor, PrefillConfig]] = {}
 
@@ -136,26 +136,26 @@ class TritonBackend:
     def plan(self, batch: AttentionBatch) -> None:
         seqs = _sequences_of(batch)
         self._tables = list(batch.block_tables)
-        self._shared.clear()
+        self._cascades.clear()
         self._decodes.clear()
         self._prefills.clear()
         is_decode = seqs.lens == 1
         padded = batch.padded
         if is_decode.all() and padded is None:
-            self._plan_decodes(seqs, batch.staging, batch.shared)
+            self._plan_decodes(seqs, batch.staging, batch.cascade)
         else:
             num_singles = padded.num_singles if padded else 0
             num_chunks = padded.num_chunks if padded else 0
             self._tokens = _stage_tokens(batch, seqs)
-            shared = _renumbered(batch.shared, is_decode)
-            self._plan_decodes(seqs.select(is_decode), batch.staging, shared, num_singles)
+            cascade = _renumbered(batch.cascade, is_decode)
+            self._plan_decodes(seqs.select(is_decode), batch.staging, cascade, num_singles)
             self._plan_prefills(seqs.select(~is_decode), batch, num_chunks)
 
     def _plan_decodes(
         self,
         seqs: Sequences,
         staging: Staging,
-        shared: Sequence[SharedKeys | None],
+        cascade: Sequence[CascadeSegments | None],
         num_padded: int = 0,
     ) -> None:
         num_seqs = max(len(seqs.lens), num_padded)
@@ -163,61 +163,63 @@ class TritonBackend:
             return
         for index, shape in enumerate(self._shapes):
             kv_heads = shape.num_kv_heads
-            work = self._cut_shared(shape, seqs, shared, num_padded)
+            work = self._cut_cascade(shape, seqs, cascade, num_padded)
             config = decode_config(
                 self._dtype, shape.head_dim, shape.group, num_seqs * kv_heads, self._shared_memory
             )
             alignment = tile_alignment(config.tile, self._block_size)
-            num_pieces = max(1, config.num_programs // kv_heads)
+            num_splits = max(1, config.num_programs // kv_heads)
             decodes = decode_items(
-                seqs, shape.window, config.tile, alignment, num_pieces, num_padded, work
+                seqs, shape.window, config.tile, alignment, num_splits, num_padded, work
             )
-            most_pieces = max(1, MOST_PROGRAMS // kv_heads)
-            capacity = item_capacity(staging.max_num_seqs, most_pieces) * ITEM_FIELDS
+            max_splits = max(1, MAX_PROGRAMS // kv_heads)
+            capacity = item_capacity(staging.max_num_seqs, max_splits) * ITEM_FIELDS
             name = f"attention.decode.{index}"
             self._decodes[shape] = staging.put(name, decodes.items.reshape(-1), capacity), config
             if work is not None:
                 members = work.member_table(seqs, decodes.first_places)
-                self._stage_shared(index, shape, work, members, staging)
+                self._stage_cascade(index, shape, work, members, staging)
 
-    # ---------------------------------------------------------------- shared keys
+    # ---------------------------------------------------------------- cascade attention
 
-    def _how_to_share(self, shape: _Shape) -> _Sharing | None:
-        """How keys are read together in layers of this shape; None: not at all."""
-        config = shared_config(self._dtype, shape.head_dim, shape.group)
+    def _cascade_support(self, shape: _Shape) -> _CascadeSupport | None:
+        """How layers of this shape run cascade attention; None if they cannot."""
+        config = cascade_config(self._dtype, shape.head_dim, shape.group)
         groups = {layer.group for layer in self._layers.values() if layer.shape == shape}
         if config is None or shape.window is not None or len(groups) > 1:
             return None
-        return _Sharing(config, groups.pop(), max(1, config.num_programs // shape.num_kv_heads))
+        return _CascadeSupport(
+            config, groups.pop(), max(1, config.num_programs // shape.num_kv_heads)
+        )
 
-    def _cut_shared(
+    def _cut_cascade(
         self,
         shape: _Shape,
         seqs: Sequences,
-        shared: Sequence[SharedKeys | None],
+        cascade: Sequence[CascadeSegments | None],
         num_padded: int,
-    ) -> SharedWork | None:
-        """Work over shared keys, possibly none; None if the step does without."""
-        sharing = self._sharing.get(shape)
-        if sharing is None or not shared:
+    ) -> CascadeWork | None:
+        """Cascade work items, possibly none; None if the step has no cascade attention."""
+        support = self._cascade_supports.get(shape)
+        if support is None or not cascade:
             return None
-        config = sharing.config
+        config = support.config
         members_per_item = config.rows // shape.group
-        keys = shared[sharing.group]
-        return shared_work(
-            seqs, keys, config.tile, sharing.num_pieces, members_per_item, num_padded
+        segments = cascade[support.kv_group]
+        return cascade_work(
+            seqs, segments, config.tile, support.num_splits, members_per_item, num_padded
         )
 
-    def _stage_shared(
-        self, index: int, shape: _Shape, work: SharedWork, members: Int32s, staging: Staging
+    def _stage_cascade(
+        self, index: int, shape: _Shape, work: CascadeWork, members: Int32s, staging: Staging
     ) -> None:
-        sharing = self._sharing[shape]
-        capacity = shared_capacity(staging.max_num_seqs, sharing.num_pieces) * ITEM_FIELDS
-        most_members = MOST_LEVELS * staging.max_num_seqs * MEMBER_FIELDS
-        self._shared[shape] = _Shared(
-            staging.put(f"attention.shared.{index}", work.items.reshape(-1), capacity),
-            staging.put(f"attention.members.{index}", members.reshape(-1), most_members),
-            sharing.config,
+        support = self._cascade_supports[shape]
+        capacity = cascade_capacity(staging.max_num_seqs, support.num_splits) * ITEM_FIELDS
+        max_members = MAX_CASCADE_LEVELS * staging.max_num_seqs * MEMBER_FIELDS
+        self._cascades[shape] = _CascadeLaunch(
+            staging.put(f"attention.cascade.{index}", work.items.reshape(-1), capacity),
+            staging.put(f"attention.members.{index}", members.reshape(-1), max_members),
+            support.config,
         )
 
     def _plan_prefills(self, seqs: Sequences, batch: AttentionBatch, num_padded: int) -> None:
@@ -229,10 +231,10 @@ class TritonBackend:
             items = prefill_items(seqs, shape.window, config.tile, alignment, tokens_per_item)
             if batch.padded is not None:
                 num_tokens = batch.padded.num_tokens
-                most = min(num_tokens // tokens_per_item + num_padded, num_tokens)
-                empty = np.zeros((most - len(items), ITEM_FIELDS), np.int32)
-                items = np.concatenate([items, empty])  # nothing to read, nothing to write
-            # An item has one token at least.
+                capacity = min(num_tokens // tokens_per_item + num_padded, num_tokens)
+                empty = np.zeros((capacity - len(items), ITEM_FIELDS), np.int32)
+                items = np.concatenate([items, empty])  # they name no keys and no tokens
+            # A work item has at least one token.
             name, capacity = f"attention.prefill.{index}", staging.max_num_tokens * ITEM_FIELDS
             self._prefills[shape] = staging.put(name, items.reshape(-1), capacity), config
 
@@ -253,9 +255,9 @@ class TritonBackend:
             assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
         changes = _changes(rotary, head_norms)
         output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
-        if shape in self._shared:
-            work = self._shared[shape]
-            shared_attention(
+        if shape in self._cascades:
+            work = self._cascades[shape]
+            cascade_attention(
                 query,
                 cache,
                 table,
@@ -304,12 +306,13 @@ def _sequences_of(batch: AttentionBatch) -> Sequences:
 
 
 def _renumbered(
-    shared: Sequence[SharedKeys | None], is_decode: NDArray[np.bool_]
-) -> list[SharedKeys | None]:
-    """The same with members counted among the decodes alone."""
+    cascade: Sequence[CascadeSegments | None], is_decode: NDArray[np.bool_]
+) -> list[CascadeSegments | None]:
+    """The same segments with members numbered among the decodes alone."""
     number = (is_decode.cumsum() - 1).astype(np.int32)
     return [
-        None if keys is None else keys._replace(members=number[keys.members]) for keys in shared
+        None if segments is None else segments._replace(members=number[segments.members])
+        for segments in cascade
     ]
 
 
@@ -341,12 +344,12 @@ def _shape_of(layer: LayerSpec) -> _Shape:
 
 
 def _make_scratch(
-    shapes: Sequence[_Shape], sharing: Container[_Shape], device: torch.device
+    shapes: Sequence[_Shape], cascade_shapes: Container[_Shape], device: torch.device
 ) -> Scratch:
-    """Room for the unfinished results of any step, once."""
+    """Buffers for the partial results of any step, allocated once."""
     places = [
-        num_places(max(1, MOST_PROGRAMS // shape.num_kv_heads))
-        + (SHARED_PLACES if shape in sharing else 0)
+        num_places(max(1, MAX_PROGRAMS // shape.num_kv_heads))
+        + (MAX_CASCADE_RESULTS if shape in cascade_shapes else 0)
         for shape in shapes
     ]
     rows = [place * shape.num_heads for place, shape in zip(places, shapes, strict=True)]

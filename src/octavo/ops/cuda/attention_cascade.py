@@ -45,11 +45,11 @@ from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.rotary import load_rows
 from octavo.ops.cuda.tile_sizes import power_of_2
 
-MOST_PROGRAMS = 1056  # that any configuration cuts the keys for
+MAX_PROGRAMS = 1056  # that any configuration cuts the keys for
 
 
 @dataclass(frozen=True, slots=True)
-class SharedConfig:
+class CascadeConfig:
     """What is compiled in: rows and keys of a tile, warps a program, tiles in flight."""
 
     rows: int
@@ -60,25 +60,25 @@ class SharedConfig:
 
 
 @cache
-def shared_config(dtype: torch.dtype, head_dim: int, group: int) -> SharedConfig | None:
+def cascade_config(dtype: torch.dtype, head_dim: int, group: int) -> CascadeConfig | None:
     """group: query heads a KV head. None: a tile has no room for two sequences."""
     padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
         rows = max(16, 2 * power_of_2(group))
         tile = max(16, 2048 // padded)
-        return SharedConfig(rows, tile, 4, num_stages=1, num_programs=MOST_PROGRAMS // 4)
+        return CascadeConfig(rows, tile, 4, num_stages=1, num_programs=MAX_PROGRAMS // 4)
     if group > 32:
         return None
     if padded > 128:
-        return SharedConfig(64, tile=32, num_warps=4, num_stages=2, num_programs=MOST_PROGRAMS // 4)
+        return CascadeConfig(64, tile=32, num_warps=4, num_stages=2, num_programs=MAX_PROGRAMS // 4)
     if group == 1:
         tile = max(16, 2048 // padded)
-        return SharedConfig(16, tile, num_warps=1, num_stages=3, num_programs=MOST_PROGRAMS)
-    return SharedConfig(64, tile=64, num_warps=4, num_stages=3, num_programs=MOST_PROGRAMS // 4)
+        return CascadeConfig(16, tile, num_warps=1, num_stages=3, num_programs=MAX_PROGRAMS)
+    return CascadeConfig(64, tile=64, num_warps=4, num_stages=3, num_programs=MAX_PROGRAMS // 4)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _shared_kernel(
+def _cascade_kernel(
     query,
     cache,
     table,
@@ -166,7 +166,7 @@ def _shared_kernel(
         tl.atomic_add(counter, 1, mask=inside & (row % GROUP == 0), sem="relaxed")
 
 
-def shared_attention(
+def cascade_attention(
     query: Tensor,
     layer_cache: Tensor,
     table: Tensor,
@@ -175,7 +175,7 @@ def shared_attention(
     scratch: Scratch,
     changes: HeadChanges,
     scale: float,
-    config: SharedConfig,
+    config: CascadeConfig,
 ) -> None:
     """Attend to shared keys; the results are splits that `decode_attention` adds to its own.
 
@@ -194,7 +194,7 @@ def shared_attention(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
     cos, sin, query_weight, _, query_eps, _ = changes.arguments(query)
-    _shared_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
+    _cascade_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](
         query,
         layer_cache,
         table,

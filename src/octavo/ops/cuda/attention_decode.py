@@ -48,7 +48,7 @@ from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.rotary import load_heads
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 
-MOST_PROGRAMS = 1056  # that any configuration cuts the keys for
+MAX_PROGRAMS = 1056  # that any configuration cuts the keys for
 _SMS = 132  # multiprocessors that the configurations were measured on
 _COMBINED = 32  # elements of unfinished results that a thread holds at once
 
@@ -84,15 +84,15 @@ def decode_config(
     a program may take."""
     padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
-        return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MOST_PROGRAMS)
+        return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MAX_PROGRAMS)
     is_evenly_cut = num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS
     if is_evenly_cut and shared_memory >= MUCH_SHARED_MEMORY:  # takes 138 KB
         return DecodeConfig(max(16, 16384 // padded), 4, num_stages=3, num_programs=_SMS)
     if padded > 128 or group > 16:  # too much for the registers of one warp
         return DecodeConfig(max(16, 4096 // padded), 2, num_stages=4, num_programs=_SMS * 4)
     if group == 1 and num_pairs >= 512:
-        return DecodeConfig(max(16, 2048 // padded), 1, num_stages=3, num_programs=MOST_PROGRAMS)
-    return DecodeConfig(max(16, 4096 // padded), 1, num_stages=2, num_programs=MOST_PROGRAMS)
+        return DecodeConfig(max(16, 2048 // padded), 1, num_stages=3, num_programs=MAX_PROGRAMS)
+    return DecodeConfig(max(16, 4096 // padded), 1, num_stages=2, num_programs=MAX_PROGRAMS)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ from octavo.ops.cuda.paged import (
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 
-_MOST_ITEMS = 65_535  # of a launch: CUDA's limit for the second dimension of a grid
+_MAX_ITEMS = 65_535  # of a launch: CUDA's limit for the second dimension of a grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def prefill_attention(
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
-    for part in torch.split(items, _MOST_ITEMS * ITEM_FIELDS):
+    for part in torch.split(items, _MAX_ITEMS * ITEM_FIELDS):
         _prefill_kernel[(num_kv_heads, len(part) // ITEM_FIELDS)](
             query,
             layer_cache,

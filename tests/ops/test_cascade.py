@@ -1,4 +1,4 @@
-"""Keys that several sequences have in the same blocks: found, cut into pieces, and read once."""
+"""Cascade attention: keys in shared blocks are found, cut into work items, and read once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_triton_backend import GPU, TOLERANCE
 
-from octavo.ops import SharedKeys
+from octavo.ops import CascadeSegments
 from octavo.ops.cuda import attention as triton_backend
-from octavo.ops.cuda import attention_cascade as attention_shared
-from octavo.ops.cuda import attention_decode
+from octavo.ops.cuda import attention_cascade, attention_decode
 from octavo.ops.cuda.attention_work_items import (
-    SHARED_PLACES,
+    MAX_CASCADE_RESULTS,
     Sequences,
+    cascade_capacity,
+    cascade_work,
     decode_items,
-    shared_capacity,
-    shared_work,
 )
 from octavo.worker import cascade as shared_blocks
 from octavo.worker.cascade import SharedKeysFinder, find_shared_keys
@@ -37,10 +36,10 @@ def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the interpreter, programs that have nothing to do take as long as others."""
     monkeypatch.setattr(shared_blocks, "MIN_KEYS", MIN_KEYS)
     monkeypatch.setattr(shared_blocks, "MIN_SAVING", MIN_SAVING)
-    configs = (attention_decode.decode_config, attention_shared.shared_config)
+    configs = (attention_decode.decode_config, attention_cascade.cascade_config)
     if not GPU:
-        for module in (triton_backend, attention_decode, attention_shared):
-            monkeypatch.setattr(module, "MOST_PROGRAMS", 8)
+        for module in (triton_backend, attention_decode, attention_cascade):
+            monkeypatch.setattr(module, "MAX_PROGRAMS", 8)
         for config in configs:
             config.cache_clear()
     yield
@@ -86,10 +85,10 @@ def sequences(contexts: np.ndarray) -> Sequences:
     ),
     tile=st.sampled_from([16, 48, 64]),
     members_per_item=st.integers(2, 9),
-    num_pieces=st.sampled_from([1, 6, 40]),
+    num_splits=st.sampled_from([1, 6, 40]),
 )
 def test_all_keys_are_read_once_for_each_sequence(
-    parents: list[tuple[int, int, int]], tile: int, members_per_item: int, num_pieces: int
+    parents: list[tuple[int, int, int]], tile: int, members_per_item: int, num_splits: int
 ) -> None:
     tables, contexts = grown(parents)
     found = find_shared_keys(tables, contexts, BLOCK)
@@ -106,23 +105,23 @@ def test_all_keys_are_read_once_for_each_sequence(
         assert (stretch == stretch[0]).all()
         saved += (len(members) - 1) * (end - begin)
     assert saved >= contexts.sum() * MIN_SAVING
-    check_work(tables, contexts, found, tile, members_per_item, num_pieces)
+    check_work(tables, contexts, found, tile, members_per_item, num_splits)
 
 
 def check_work(
     tables: np.ndarray,
     contexts: np.ndarray,
-    found: SharedKeys,
+    found: CascadeSegments,
     tile: int,
     members_per_item: int,
-    num_pieces: int,
+    num_splits: int,
 ) -> None:
     """All cached keys are read once for each sequence, and each result has a place of its own."""
     seqs = sequences(contexts)
-    work = shared_work(seqs, found, tile, num_pieces, members_per_item)
-    decodes = decode_items(seqs, None, tile, BLOCK, num_pieces, shared=work)
+    work = cascade_work(seqs, found, tile, num_splits, members_per_item)
+    decodes = decode_items(seqs, None, tile, BLOCK, num_splits, cascade=work)
     members = work.member_table(seqs, decodes.first_places)
-    assert len(work.items) == shared_capacity(len(contexts), num_pieces)
+    assert len(work.items) == cascade_capacity(len(contexts), num_splits)
     reads: dict[int, list[tuple[int, int]]] = {token: [] for token in range(len(contexts))}
     places: Counter[int] = Counter()
     arrivals: Counter[int] = Counter()
@@ -179,10 +178,10 @@ def test_nothing_is_shared_where_it_would_not_pay() -> None:
 
 
 def test_where_results_find_no_room_nothing_is_cut() -> None:
-    tables, contexts = grown([(0, 0, 200)] + [(0, 12, 8)] * SHARED_PLACES)
+    tables, contexts = grown([(0, 0, 200)] + [(0, 12, 8)] * MAX_CASCADE_RESULTS)
     found = find_shared_keys(tables, contexts, BLOCK)
     assert found is not None
-    work = shared_work(sequences(contexts), found, 64, 6, 64)
+    work = cascade_work(sequences(contexts), found, 64, 6, 64)
     assert not work.items.any()
     assert not work.counts.any()
 
@@ -201,8 +200,8 @@ def test_stretches_of_odd_sizes_that_lie_in_each_other() -> None:
     found = find_shared_keys(tables, contexts, BLOCK)
     assert found is not None
     assert len(found.begins) == 8 * 6
-    for num_pieces in (1, 33, 132):
-        check_work(tables, contexts, found, 64, 2, num_pieces)
+    for num_splits in (1, 33, 132):
+        check_work(tables, contexts, found, 64, 2, num_splits)
 
 
 SHARED_CASES = [
@@ -239,7 +238,7 @@ def check(case: Case, prefix: int, device: str) -> None:
             ]
             bench.computed[i] = prefix
         bench.step([(i, case.sequences[i][0] - prefix) for i in sharers])
-        shared: list[SharedKeys | None] = []
+        shared: list[CascadeSegments | None] = []
         if backend == "triton":
             singles = np.array([i for i, (_, new) in enumerate(case.sequences) if new == 1])
             contexts = np.array([case.sequences[i][0] + 1 for i in singles])

@@ -30,15 +30,15 @@ def sequences(contexts: Int32s, lens: Int32s) -> Sequences:
     return Sequences(starts, RNG.permutation(len(lens)).astype(np.int32), contexts, lens)
 
 
-@pytest.mark.parametrize("num_pieces", [9, 27, 132, 1056])
+@pytest.mark.parametrize("num_splits", [9, 27, 132, 1056])
 @pytest.mark.parametrize("window", [None, 50, 1000])
 @pytest.mark.parametrize("kind", LENGTHS)
-def test_decodes_cover_each_key_once(kind: str, window: int | None, num_pieces: int) -> None:
+def test_decodes_cover_each_key_once(kind: str, window: int | None, num_splits: int) -> None:
     for num_seqs, tile, alignment in ((1, 32, 16), (5, 64, 1), (40, 16, 8), (300, 32, 32)):
         contexts = LENGTHS[kind](num_seqs)
         seqs = sequences(contexts, np.ones(num_seqs))
-        items = decode_items(seqs, window, tile, alignment, num_pieces).items
-        assert len(items) == item_capacity(num_seqs, num_pieces)
+        items = decode_items(seqs, window, tile, alignment, num_splits).items
+        assert len(items) == item_capacity(num_seqs, num_splits)
         used = items[items[:, 0] >= 0]
         assert (items[len(used) :, 0] == -1).all(), "the kernel stops at nothing in between"
         places: list[int] = []
@@ -58,7 +58,7 @@ def test_decodes_cover_each_key_once(kind: str, window: int | None, num_pieces: 
                 assert (mine[:, 3] > mine[:, 2]).all(), "a split without keys"
                 places += (mine[:, 7] + mine[:, 5]).tolist()
         assert len(set(places)) == len(places)
-        assert max(places, default=0) < num_places(num_pieces)
+        assert max(places, default=0) < num_places(num_splits)
 
 
 def test_a_sequence_alone_fills_the_card_and_equal_ones_fill_it_once() -> None:
