@@ -28,7 +28,7 @@ from octavo.ops import PaddedSizes, load_backend
 from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_cascade as attention_shared
 from octavo.ops.cuda import attention_decode
-from octavo.ops.cuda.attention_cascade import shared_attention
+from octavo.ops.cuda.attention_cascade import cascade_attention
 from octavo.ops.cuda.sampling import DeviceDraws
 from octavo.outputs import RequestOutput
 from octavo.worker import cascade as shared_blocks
@@ -191,9 +191,9 @@ def test_keys_of_gangs_and_common_prefixes_are_read_once(
     def counted(*args: object) -> None:
         nonlocal calls
         calls += 1
-        shared_attention(*args)  # type: ignore[arg-type]
+        cascade_attention(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(triton_backend, "shared_attention", counted)
+    monkeypatch.setattr(triton_backend, "cascade_attention", counted)
     asks = [
         (prompt(67, 8), BeamSearchParams(beam_width=3, max_tokens=8)),
         ([*prompt(67, 8)[:65], 7], SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)),
