@@ -26,7 +26,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.ops import PaddedSizes, load_backend
 from octavo.ops.cuda import attention as triton_backend
-from octavo.ops.cuda import attention_cascade as attention_shared
+from octavo.ops.cuda import attention_cascade as attention_cascade
 from octavo.ops.cuda import attention_decode
 from octavo.ops.cuda.attention_cascade import cascade_attention
 from octavo.ops.cuda.sampling import DeviceDraws
@@ -100,15 +100,15 @@ def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Programs that have nothing to do take as long there as others.
     """
     if not HAS_GPU:
-        for module in (triton_backend, attention_decode, attention_shared):
-            monkeypatch.setattr(module, "MOST_PROGRAMS", 4)
+        for module in (triton_backend, attention_decode, attention_cascade):
+            monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
         monkeypatch.setattr(gpu_sampler, "sample", plain_sample)
         monkeypatch.setattr(gpu_sampler, "best_tokens", plain_best)
     attention_decode.decode_config.cache_clear()
-    attention_shared.shared_config.cache_clear()
+    attention_cascade.shared_config.cache_clear()
     yield
     attention_decode.decode_config.cache_clear()
-    attention_shared.shared_config.cache_clear()
+    attention_cascade.shared_config.cache_clear()
 
 
 @cache
