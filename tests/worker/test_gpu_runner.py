@@ -105,10 +105,10 @@ def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(gpu_sampler, "sample", plain_sample)
         monkeypatch.setattr(gpu_sampler, "best_tokens", plain_best)
     attention_decode.decode_config.cache_clear()
-    attention_cascade.shared_config.cache_clear()
+    attention_cascade.cascade_config.cache_clear()
     yield
     attention_decode.decode_config.cache_clear()
-    attention_cascade.shared_config.cache_clear()
+    attention_cascade.cascade_config.cache_clear()
 
 
 @cache
