@@ -261,7 +261,7 @@ def test_play_endpoints() -> None:
     assert (state["num_held"], state["num_naive"]) == (8, 20)
     for body, message in (
         ({"operations": [{"op": "free", "sequence": "Z"}]}, "operations[0].sequence: there is no"),
-        ({"operations": [3]}, "operations[0]: expected `object`, got `int`"),
+        ({"operations": [3]}, "operations[0]: input should be an object, not 3"),
         ({"operation": []}, "operation: there is no such field; did you mean operations?"),
         ({}, "operations: it is missing"),
     ):

@@ -123,7 +123,7 @@ def test_a_bad_line_gets_an_error_reply_of_its_own(tmp_path: Path) -> None:
             ("line 6: it is no request (", "half"),
             ("line 7: POST /v1/embeddings is not POST to", "other"),
             ("line 8: a batch has no streams", "stream"),
-            ("the body: expected `object`", "list"),
+            ("the body: input should be an object", "list"),
         ],
         strict=True,
     ):

@@ -16,6 +16,7 @@ SETTINGS = (
     "ignore_unknown_fields",
     "trust_request_chat_template",
     "log_requests",
+    "ping_seconds",
 )
 LISTENING = ("host", "port", "drain_seconds", "ssl_certfile", "ssl_keyfile")
 CONNECTIONS = (
@@ -118,6 +119,11 @@ CONNECTIONS = (
     "--unread-seconds",
     type=float,
     help="A client that reads nothing of its reply for so long is given up.  [default: 60]",
+)
+@click.option(
+    "--ping-seconds",
+    type=float,
+    help="Between keep-alive comments in event streams; 0: none.  [default: 15]",
 )
 @click.option("--ssl-certfile", type=click.Path(dir_okay=False), help="Serve HTTPS.")
 @click.option("--ssl-keyfile", type=click.Path(dir_okay=False), help="The certificate's key.")

@@ -63,6 +63,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # names that requests may call the server by; empty: any
     log_requests: bool = False
+    ping_seconds: float = 15.0  # between keep-alive comments in event streams; 0: none
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -70,3 +71,7 @@ class ServerSettings:
         for name in ("max_body_bytes", "max_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"{getattr(self, name)} is less than 1")
+        if not 0 <= self.ping_seconds <= DAY:
+            raise ConfigError(
+                "ping_seconds", f"{self.ping_seconds} is not between 0 and {DAY} (a day)"
+            )

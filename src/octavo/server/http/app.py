@@ -11,22 +11,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 from octavo import __version__
 from octavo.server.engine_process.client import EngineClient
-from octavo.server.http import chat, completions, models, prefixes, tokens
 from octavo.server.http.context import Context
+from octavo.server.http.endpoints import ROUTERS
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.gate import Gate
 from octavo.server.http.schema import describe
 from octavo.server.http.token_texts import TokenTexts
 from octavo.server.settings import ServerSettings
-
-# They find the client and the settings by `octavo.server.http.context.context_of(request)`.
-ROUTERS: tuple[APIRouter, ...] = (
-    completions.router,
-    chat.router,
-    tokens.router,
-    prefixes.router,
-    models.router,
-)
 
 
 def create_app(
@@ -34,7 +25,8 @@ def create_app(
 ) -> FastAPI:
     """All endpoints, behind the gate that checks keys and limits.
 
-    `routers` are those that need more than the client: metrics and pages.
+    `routers` are further endpoints: metrics, pages, or some from outside the package. Endpoints
+    find the client and the settings by `octavo.server.http.context.context_of(request)`.
     """
     app = FastAPI(
         title="octavo",

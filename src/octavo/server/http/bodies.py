@@ -1,75 +1,139 @@
-"""From a request's body to a checked structure, or to a 400 that names the field.
+"""From a request's body to a checked model, or to a 400 that names the field, value and limit.
 
-A body is split into its top-level fields, and each field is decoded by a typed decoder of its own.
-The names of the fields are therefore known without a look at their values, and an unknown name
-costs no second pass over the body.
+Each kind of body is one pydantic model: it validates requests, and /openapi.json describes it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
-from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Self, TypeVar, get_args
 
-import msgspec
-from msgspec import NODEFAULT
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, PydanticOmit, core_schema
 from starlette.requests import ClientDisconnect, Request
 
+from octavo.errors import shown
 from octavo.server.http.aside import aside
 from octavo.server.http.errors import ApiError, ClientGone, refused
 
-MAX_SHOWN = 64  # characters of a client's own words in a message
+MAX_SHOWN = 64  # characters of a client's own words in an error message
 LARGE_BODY = 1 << 16  # bytes; larger bodies are decoded in a thread
-# msgspec holds the GIL while it decodes, so the time of one call must be bounded. What takes long
-# are arrays, objects and the members of objects: 100 to 300 ns each, and no body needs many.
-MAX_PARTS = 1 << 16
-NULL = b"null"
+# pydantic holds the GIL while it validates, so the time of one call must be bounded. What takes
+# longest are arrays, objects and the members of objects, and no body needs many.
+MAX_NODES = 1 << 16
+UNKNOWN, UNSUPPORTED = "unknown_field", "unsupported_field"
+# pydantic's error types -> the API's error codes; every other type is an invalid value.
+CODES = {
+    "json_invalid": "invalid_json",
+    "missing": "missing_field",
+    UNKNOWN: UNKNOWN,
+    UNSUPPORTED: UNSUPPORTED,
+}
 
-_split = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_STRING_OR_PART = re.compile(rb'"[^"]*"?|[\[{:]')  # in JSON without escapes in its strings
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A field of other servers' APIs that octavo refuses, unless it asks for nothing."""
-
-    reason: str
-    harmless: tuple[Any, ...] = ()  # values that change nothing; null is always one
-
-    def check(self, path: str, value: bytes | msgspec.Raw) -> None:
-        """ApiError 400 unless the value (JSON) at `path` asks for nothing."""
-        # Harmless values are short, and the beginning of a long one is not a whole value.
-        compact = b"".join(bytes(value)[:MAX_SHOWN].split())
-        if compact != NULL and compact not in map(msgspec.json.encode, self.harmless):
-            raise refused(path, self.reason, "unsupported_field")
+_STRING_OR_NODE = re.compile(rb'"[^"]*"?|[\[{:]')  # in JSON without escapes in its strings
 
 
-class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """A request's body; a field that it does not have is an error."""
+class Body(BaseModel):
+    """A request's body. A null counts as an absent field, and unknown fields are errors."""
 
-    @classmethod
-    def refusals(cls) -> Mapping[str, Refusal]:
-        """Fields that clients know from elsewhere and octavo does not serve."""
-        return {}
+    # Unknown fields are collected and checked below: as pydantic's own errors they would all be
+    # listed, and a body may have tens of thousands.
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": False},
+    )
+
+    @model_validator(mode="after")
+    def _refuse_unknown_fields(self) -> Self:
+        for name in self.model_extra or ():
+            hint = _hint(type(self), name)
+            raise PydanticCustomError(
+                UNKNOWN, "there is no such field{hint}", {"name": name, "hint": hint}
+            )
+        return self
 
 
 B = TypeVar("B", bound=Body)
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Annotates a field of other servers' APIs that octavo refuses, unless it asks for nothing.
+
+    `harmless` are the values that ask for nothing; null is always one. The field is left out of
+    the API's description.
+    """
+
+    reason: str
+    harmless: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        raise PydanticOmit
+
+    def _check(self, value: object) -> None:
+        if value is not None and not any(same_json(value, each) for each in self.harmless):
+            raise PydanticCustomError(UNSUPPORTED, "{reason}", {"reason": self.reason})
+
+
+class _WholeFloats:
+    """Annotates integers: 1.0 is one, too, because clients without integers write it so."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        exact = handler(source)
+        rounded = core_schema.no_info_before_validator_function(_as_integer, exact)
+        return core_schema.union_schema([exact, rounded], mode="left_to_right")
+
+
+class _FailFast:
+    """Annotates lists: the first bad item ends their validation, because a list of bad items may be
+    long. (pydantic's own annotation is not hashable, so it cannot stand in a union.)"""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return {**handler(source), "fail_fast": True}
+
+
+WHOLE_FLOATS = _WholeFloats()
+FAIL_FAST = _FailFast()
+
+
 async def read_body(request: Request, kind: type[B], ignore_unknown: bool = False) -> B:
-    """The body as a `kind`; ApiError 400 that names the field if it is none, ClientGone if the
-    client leaves before it has sent all."""
+    """The body of a request as a `kind`.
+
+    Raises:
+        ApiError: 400, if it is none; `param` names the field.
+        ClientGone: the client left before it had sent all of it.
+    """
     content_type = request.headers.get("content-type", "")
     # A web page can send other types to any address without asking; this one it cannot.
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise refused("Content-Type", f"{_shown(content_type)} is not application/json")
+        raise refused("Content-Type", f"{_clipped(content_type)} is not application/json")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise refused("Content-Encoding", f"{_shown(encoding)}: send the body as it is")
+        raise refused("Content-Encoding", f"{_clipped(encoding)}: send the body as it is")
     try:
         data = await request.body()
     except ClientDisconnect:
@@ -83,130 +147,107 @@ async def read_body(request: Request, kind: type[B], ignore_unknown: bool = Fals
 
 def decode_body(data: bytes, kind: type[B], ignore_unknown: bool = False) -> B:
     """JSON as a `kind`; ApiError 400 that names the field if it is none."""
-    _check_size(data)
+    _check_num_nodes(data)
     try:
-        return _decode(data, kind, "", ignore_unknown)
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+        return kind.model_validate_json(data, extra="ignore" if ignore_unknown else None)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    if errors[0]["type"] == "missing" and len(errors[0]["loc"]) == 1 and not ignore_unknown:
+        # An unknown name is most likely the missing one, misspelt.
+        for name in errors[0]["input"]:
+            if name not in kind.model_fields:
+                where = _clipped(name)
+                raise refused(where, f"there is no such field{_hint(kind, name)}", UNKNOWN)
+    raise _api_error(kind, errors)
 
 
-def _decode(data: bytes, kind: type[B], path: str, ignore_unknown: bool) -> B:
-    """The object `data`, at `path` (empty, or with a dot at its end), as a `kind`."""
-    try:
-        raw_fields = _split(data)
-    except msgspec.ValidationError as error:  # it is no object
-        raise _invalid(path.rstrip("."), error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    fields, refusals = _fields_of(kind), kind.refusals()
-    values = {}
-    for name, raw in raw_fields.items():
-        if name in fields:
-            value = bytes(raw)
-            if value != NULL:
-                values[name] = _value(value, fields[name], f"{path}{name}", ignore_unknown)
-        elif name in refusals:
-            refusals[name].check(f"{path}{name}", raw)
-        elif not ignore_unknown:
-            raise _unknown(name, path, [*fields, *refusals])
-    for name, field in fields.items():
-        if field.is_required and name not in values:
-            raise refused(f"{path}{name}", "it is missing", "missing_field")
-    return kind(**values)
+def same_json(value: Any, other: Any) -> bool:
+    """Whether two values are equal as JSON: 1 and 1.0 are, 0 and false are not."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """How one field is decoded."""
-
-    decoder: msgspec.json.Decoder[Any]
-    body: type[Body] | None  # the kind of body that it holds itself
-    has_integers: bool  # it is an integer, or a list of them
-    is_required: bool
+def _as_integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-@cache
-def _fields_of(kind: type[Body]) -> Mapping[str, _Field]:
-    return {
-        field.name: _Field(
-            msgspec.json.Decoder(field.type),
-            next((t for t in _leaves(field.type) if _is_body(t)), None),
-            int in _leaves(field.type),
-            field.default is NODEFAULT and field.default_factory is NODEFAULT,
-        )
-        for field in msgspec.structs.fields(kind)
-    }
+def _api_error(kind: type[Body], errors: Sequence[ErrorDetails]) -> ApiError:
+    """The 400 for the first wrong field.
+
+    A value that fits no alternative of a union has errors for each of them. What the client meant
+    is most likely the alternative that got furthest.
+    """
+    paths = [_path(kind, error) for error in errors]
+    of_field = [path for path in paths if path[:1] == paths[0][:1]]
+    path = max(of_field, key=lambda path: [item for item in path if isinstance(item, int)])
+    chosen = [error for error, each in zip(errors, paths, strict=True) if each == path]
+    kind_of_error, value = chosen[0]["type"], chosen[0]["input"]
+    param = _written(path) or None
+    where = param or "the body"
+    is_field = bool(path) and isinstance(path[-1], str)
+    if kind_of_error == "missing" or (value is None and is_field):
+        return ApiError(400, f"{where}: it is missing", param, "missing_field")
+    message = ", or ".join(dict.fromkeys(_lowered(error["msg"]) for error in chosen))
+    if kind_of_error not in CODES and isinstance(value, str | int | float):
+        message += f", not {shown(value)}"
+    return ApiError(400, f"{where}: {message}", param, CODES.get(kind_of_error, "invalid_value"))
 
 
-def _leaves(hint: Any) -> set[Any]:
-    """The types that a hint names, also within unions and lists, but not within mappings."""
-    if get_origin(hint) is Annotated:
-        return _leaves(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType, list):
-        return set().union(*map(_leaves, get_args(hint)))
-    return {hint}
+def _path(kind: type[BaseModel], error: ErrorDetails) -> tuple[str | int, ...]:
+    """Where the error is: names of fields and indices of lists, without pydantic's names for the
+    alternatives of a union."""
+    path: list[str | int] = []
+    models: set[type[BaseModel]] = {kind}
+    for item in error["loc"]:
+        if isinstance(item, int):
+            path.append(item)
+            continue
+        field = next((m.model_fields[item] for m in models if item in m.model_fields), None)
+        if field is not None:
+            path.append(item)
+            models = _models_in(field.annotation)
+    if error["type"] == UNKNOWN:
+        path.append(_clipped(error["ctx"]["name"]))
+    return tuple(path)
 
 
-def _is_body(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Body)
+def _models_in(hint: Any) -> set[type[BaseModel]]:
+    """The models that a type names, also within unions and lists."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return {hint}
+    return set[type[BaseModel]]().union(*map(_models_in, get_args(hint)))
 
 
-def _value(data: bytes, field: _Field, path: str, ignore_unknown: bool) -> Any:
-    """The value of one field. Raises ApiError."""
-    if field.body is not None:
-        return _decode(data, field.body, f"{path}.", ignore_unknown)
-    try:
-        try:
-            return field.decoder.decode(data)
-        except msgspec.ValidationError:
-            if not field.has_integers:
-                raise
-        # Clients without integers write 1.0.
-        return msgspec.convert(_whole_numbers(msgspec.json.decode(data)), field.decoder.type)
-    except msgspec.ValidationError as error:
-        raise _invalid(path, error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"{path}: it is not JSON: {error}", path, "invalid_json") from None
+def _written(path: Sequence[str | int]) -> str:
+    """messages[0].content"""
+    parts = (f"[{item}]" if isinstance(item, int) else f".{item}" for item in path)
+    return "".join(parts).removeprefix(".")
 
 
-def _whole_numbers(value: Any) -> Any:
-    """The same with 1 for 1.0: to JSON they are one number."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_whole_numbers(each) for each in value]
-    return value
+def _lowered(message: str) -> str:
+    return message[:1].lower() + message[1:]
 
 
-def _invalid(path: str, error: msgspec.ValidationError) -> ApiError:
-    """msgspec says where in the field it is: "Expected `str`, got `int` - at `$[0].role`"."""
-    message, _, inside = str(error).partition(" - at `$")
-    where = f"{path}{inside.rstrip('`')}".lstrip(".")
-    message = f"{message[:1].lower()}{message[1:]}"
-    return ApiError(400, f"{where or 'the body'}: {message}", where or None, "invalid_value")
-
-
-def _check_size(data: bytes) -> None:
-    """ApiError 400 if the body has more parts than may be decoded at once."""
-    if sum(map(data.count, (b"[", b"{", b":"))) <= MAX_PARTS:
+def _check_num_nodes(data: bytes) -> None:
+    """ApiError 400 if the body has more nodes than may be decoded at once."""
+    if sum(map(data.count, (b"[", b"{", b":"))) <= MAX_NODES:
         return
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
     count = 0
-    for match in _STRING_OR_PART.finditer(unescaped):
+    for match in _STRING_OR_NODE.finditer(unescaped):
         count += match[0][:1] != b'"'  # text may contain any number of these characters
-        if count > MAX_PARTS:
+        if count > MAX_NODES:
             raise ApiError(
                 400,
-                f"the body has more than {MAX_PARTS} arrays, objects and fields",
+                f"the body has more than {MAX_NODES} arrays, objects and fields",
                 code="body_too_complex",
             )
 
 
-def _unknown(name: str, path: str, known: list[str]) -> ApiError:
-    close = get_close_matches(name[:MAX_SHOWN], known, n=1)
-    hint = f"; did you mean {path}{close[0]}?" if close else ""
-    return refused(f"{path}{_shown(name)}", f"there is no such field{hint}", "unknown_field")
+def _hint(kind: type[Body], name: str) -> str:
+    """The field that a client may have meant by an unknown name."""
+    close = get_close_matches(name[:MAX_SHOWN], kind.model_fields, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
-def _shown(text: str) -> str:
+def _clipped(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

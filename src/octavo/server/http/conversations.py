@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import UNSET
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import InvalidRequest, ModelError, RequestTooLong
+from octavo.server.http.bodies import FAIL_FAST, UNSUPPORTED, Refused
 from octavo.server.http.context import Context
 from octavo.server.http.errors import refused
-from octavo.server.http.requests import MAX_ROLE, MESSAGE_REFUSALS, ChatMessage
 from octavo.server.text_work import LONG_TEXT
 
 # Variables that octavo sets itself; `self` is Jinja's.
@@ -21,6 +22,68 @@ END_MARK = "\ue0ff"
 # The one role whose turn may be empty: servers send null when all they have is its reasoning.
 ASSISTANT = "assistant"
 MESSAGE_COST = 64  # characters: rendering a message takes about as long as handling that much text
+
+MAX_ROLE = 64  # characters
+
+_NO_TOOLS = "octavo does not support tool calls"
+
+
+def _check_is_text(kind: str) -> str:
+    if kind != "text":
+        raise PydanticCustomError(
+            UNSUPPORTED,
+            "{kind} is not supported; octavo reads text",
+            {"kind": repr(kind[:MAX_ROLE])},
+        )
+    return kind
+
+
+class _Lenient(BaseModel):
+    """What clients send back as other servers have given it to them: unknown fields are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class ContentPart(_Lenient):
+    """A part of a message's content: text. Other fields are ignored."""
+
+    type: Annotated[
+        str,
+        AfterValidator(_check_is_text),
+        WithJsonSchema({"type": "string", "const": "text"}),
+        Field(description="octavo reads text alone."),
+    ]
+    text: Annotated[str, Field(description="The text.")]
+
+
+class ChatMessage(_Lenient):
+    """One message of a conversation. Fields that octavo does not know are ignored."""
+
+    role: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=MAX_ROLE,
+            description="Which roles there are is for the model's chat template to say.",
+        ),
+    ]
+    content: Annotated[
+        str | Annotated[list[ContentPart], Field(min_length=1), FAIL_FAST] | None,
+        Field(
+            description="Text, or parts of type text; only an assistant's message may have none."
+        ),
+    ] = None
+    name: Annotated[str | None, Field(description="For templates that show it.")] = None
+
+    tool_calls: Annotated[object, Refused(_NO_TOOLS, ([],))] = None
+    tool_call_id: Annotated[object, Refused(_NO_TOOLS)] = None
+    function_call: Annotated[object, Refused(_NO_TOOLS)] = None
+    audio: Annotated[object, Refused("octavo reads text")] = None
+    refusal: Annotated[object, Refused("octavo's models do not have it")] = None
+    annotations: Annotated[object, Refused("octavo's models do not have it", ([],))] = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1), FAIL_FAST]
 
 Plain = dict[str, Any]
 Render = Callable[[list[Plain], bool, Mapping[str, Any]], str]
@@ -103,19 +166,11 @@ def _cost(message: ChatMessage) -> int:
     content = message.content or ""
     if isinstance(content, str):
         return MESSAGE_COST + len(content)
-    return MESSAGE_COST * (1 + len(content)) + sum(len(part.text or "") for part in content)
+    return MESSAGE_COST * (1 + len(content)) + sum(len(part.text) for part in content)
 
 
 def _plain(message: ChatMessage, path: str) -> Plain:
     """The message at `path` as templates expect it: its content as one text. Raises ApiError."""
-    for name, refusal in MESSAGE_REFUSALS.items():
-        value = getattr(message, name)
-        if value is not UNSET:
-            refusal.check(f"{path}.{name}", value)
-    if message.role is None:
-        raise refused(f"{path}.role", "it is missing", "missing_field")
-    if not 1 <= len(message.role) <= MAX_ROLE:
-        raise refused(f"{path}.role", f"it must have 1 to {MAX_ROLE} characters")
     plain = {"role": message.role, "content": _text(message, path)}
     if message.name is not None:
         plain["name"] = message.name
@@ -124,24 +179,8 @@ def _plain(message: ChatMessage, path: str) -> Plain:
 
 def _text(message: ChatMessage, path: str) -> str:
     content = message.content
-    if isinstance(content, str):
-        return content
     if content is None:
         if message.role == ASSISTANT:
             return ""
         raise refused(f"{path}.content", "it is missing", "missing_field")
-    if not content:
-        raise refused(f"{path}.content", "it has no parts")
-    for index, part in enumerate(content):
-        where = f"{path}.content[{index}]"
-        if part.type is None:
-            raise refused(f"{where}.type", "it is missing", "missing_field")
-        if part.type != "text":
-            raise refused(
-                f"{where}.type",
-                f"{part.type[:MAX_ROLE]!r} is not supported; octavo reads text",
-                "unsupported_field",
-            )
-        if part.text is None:
-            raise refused(f"{where}.text", "it is missing", "missing_field")
-    return "".join(part.text or "" for part in content)
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -11,20 +11,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import AsyncGenerator
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import HTMLResponse
 
 from octavo.server.engine_process.feed import MAX_VIEWERS, Feed
-from octavo.server.http.bodies import Body, read_body
-from octavo.server.http.context import reply
+from octavo.server.http.bodies import FAIL_FAST, Body, read_body
+from octavo.server.http.context import context_of, reply
 from octavo.server.http.errors import ApiError
 from octavo.server.http.playpool import play, textbook_case
+from octavo.server.http.streams import EventStream
 
 INCLUDE = re.compile(r"<!-- (style|script): ([\w. ]+) -->")
 
@@ -75,13 +74,11 @@ def pages_router(feed: Feed) -> APIRouter:
 
     @router.get("/dashboard/feed")
     async def frames(request: Request) -> Response:
-        if request.method == "HEAD":  # the frames have no end
-            return Response(media_type="text/event-stream")
         if feed.is_full:
             raise ApiError(
                 503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10
             )
-        return FrameStream(feed.frames())
+        return EventStream(feed.frames(), context_of(request).settings.ping_seconds)
 
     @router.get("/pool/textbook")
     async def textbook() -> Response:
@@ -94,26 +91,8 @@ def pages_router(feed: Feed) -> APIRouter:
     return router
 
 
-class FrameStream(StreamingResponse):
-    """Frames until the page is closed; then at once nobody watches any more."""
-
-    def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(
-            frames,
-            media_type="text/event-stream",
-            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
-        )
-        self._frames = frames
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._frames.aclose()
-
-
 class _Play(Body):
-    operations: list[dict[str, Any]]
+    operations: Annotated[list[dict[str, Any]], FAIL_FAST]
 
 
 def _page(name: str) -> HTMLResponse:

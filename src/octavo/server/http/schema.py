@@ -1,4 +1,4 @@
-"""The OpenAPI description: from the same structures that bodies are decoded into."""
+"""The OpenAPI description, from the models that validate bodies and those that replies are."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from octavo import __version__
 from octavo.server.http.errors import ErrorReply
 from octavo.server.http.gate import OPEN_PATHS
-from octavo.server.http.requests import EXACTLY, REQUIRED
 
-REF = "#/components/schemas/{name}"
+REF = "#/components/schemas/{model}"
 ERRORS = {
     400: "A field is wrong, and `param` names it.",
     401: "A valid API key is needed.",
@@ -40,7 +41,8 @@ shape: `{"error": {"message", "type", "param", "code"}}`."""
 # Of the 422 that octavo never sends.
 FASTAPI_OWN = ("HTTPValidationError", "ValidationError")
 
-_structures: dict[str, type] = {}
+# By their names in the description; filled as routes are declared.
+_described: dict[str, type] = {}
 
 
 def documented(
@@ -51,11 +53,14 @@ def documented(
     streams: type | None = None,
     status: int = 200,
 ) -> dict[str, Any]:
-    """Arguments of a route: what it takes and gives.
+    """The arguments of a route that describe what it takes and gives.
 
     Args:
-        example: a body that any model answers.
-        streams: the events that it may send instead of `reply`.
+        body: the pydantic model of its requests; None: they have no body.
+        reply: the msgspec structure or dataclass of its replies.
+        example: a body that any model of the server answers.
+        streams: the structure of the events that it may send instead of `reply`.
+        status: of its replies.
     """
     content: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
     if streams is not None:
@@ -113,22 +118,30 @@ def _curl(method: str, url: str, body: dict[str, Any] | None, has_key: bool) -> 
     return shlex.join(words)
 
 
-def _ref(structure: type) -> dict[str, str]:
-    _structures[structure.__name__] = structure
-    return {"$ref": REF.format(name=structure.__name__)}
+def _ref(kind: type) -> dict[str, str]:
+    known = _described.setdefault(kind.__name__, kind)
+    if known is not kind:
+        raise ValueError(f"{known} and {kind} have one name in the API's description")
+    return {"$ref": REF.format(model=kind.__name__)}
 
 
 def _schemas() -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components(_structures.values(), ref_template=REF)
-    for schema in schemas.values():
-        fields = {name: field for name, field in schema.get("properties", {}).items() if field}
-        for name, field in fields.items():
-            if REQUIRED in field:
-                fields[name] = {"description": field["description"], **field[REQUIRED]}
-                schema["required"].append(name)
-            elif EXACTLY in field:
-                kept = {key: field[key] for key in ("description", "default") if key in field}
-                fields[name] = {**kept, "anyOf": field[EXACTLY]}
-        if fields:
-            schema["properties"] = fields  # without those that may hold anything: they are refused
-    return schemas
+    kinds = _described.values()
+    bodies = [kind for kind in kinds if issubclass(kind, BaseModel)]
+    replies = [kind for kind in kinds if not issubclass(kind, BaseModel)]
+    _, of_bodies = models_json_schema(
+        [(kind, "validation") for kind in bodies],
+        ref_template=REF,
+        schema_generator=_WithoutFieldTitles,
+    )
+    _, of_replies = msgspec.json.schema_components(
+        replies, ref_template=REF.replace("{model}", "{name}")
+    )
+    return {**of_bodies["$defs"], **of_replies}
+
+
+class _WithoutFieldTitles(GenerateJsonSchema):
+    """pydantic gives each field its own name as a title, too."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Request
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
-from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.engine_process.client import RequestStream, StreamEvent
 from octavo.server.http.context import context_of, encode, request_id_of, tenant_of
-from octavo.server.http.errors import ApiError, ClientGone, as_api_error, refused
-from octavo.server.http.requests import GenerationBody
+from octavo.server.http.errors import ApiError, ClientGone, refused
+from octavo.server.http.generation import GenerationBody, Params
 
 T = TypeVar("T")
 
@@ -34,12 +33,12 @@ async def open_streams(
     request: Request,
     body: GenerationBody,
     prompts: Sequence[list[int]],
-    params: SamplingParams | BeamSearchParams,
+    params: Params,
     names: Mapping[str, str],
 ) -> list[RequestStream]:
     """Queue one request for each prompt: all of them, or none if one is refused.
 
-    `names`: the engine's name of a field -> the client's, where that is another one. Whoever calls
+    `names`: the engine's name of a field -> the client's, where that is another one. The caller
     must `close` the streams.
     """
     context = context_of(request)
@@ -123,38 +122,37 @@ def check_ended(output: RequestOutput) -> None:
         )
 
 
-class EventStream(Response):
-    """Server-sent events, and the end of the engine's work if the client goes away."""
+class EventStream(EventSourceResponse):
+    """Server-sent events, until the last one or until the client goes away.
 
-    def __init__(self, events: AsyncIterator[bytes], streams: Sequence[RequestStream]) -> None:
-        """`events` are whole ones, several at a time if they came so; `streams` feed them."""
-        super().__init__(
-            media_type="text/event-stream",
-            # Proxies must pass each event on at once.
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-        )
-        del self.headers["content-length"]
-        self._events = events
-        self._streams = streams
+    A comment is sent now and then, so that clients and proxies do not take a quiet stream for a
+    dead one.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        ping_seconds: float,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            events: whole events, several at a time if they came so.
+            ping_seconds: between two comments; 0: none.
+            on_end: is called when the stream has ended, for whatever reason.
+        """
+        super().__init__(events, ping=ping_seconds, ping_message_factory=_ping)
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {"status": self.status_code, "headers": self.raw_headers}
         try:
-            await send({"type": "http.response.start", **headers})
-            with contextlib.suppress(ClientGone):
-                await while_connected(receive, self._send_all(send))
+            await super().__call__(scope, receive, send)
         finally:
-            close(self._streams)
+            self._on_end()
 
-    async def _send_all(self, send: Send) -> None:
-        try:
-            async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except Exception as error:
-            # The status is on its way already, so the error is an event of its own.
-            data = event(as_api_error(error).reply)
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE})
+
+def _ping() -> ServerSentEvent:
+    return ServerSentEvent(comment="ping", sep="\n")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -2,94 +2,149 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, Meta, UnsetType
+from pydantic import Field
 
 from octavo.core.step import TokenLogprobs
-from octavo.errors import RequestTooLong
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
+from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.client import RequestStream
-from octavo.server.http.context import Context, context_of, reply
+from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Refused
+from octavo.server.http.context import Context, context_of
+from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order
 from octavo.server.http.errors import refused
-from octavo.server.http.params import check_streaming, completion_params
-from octavo.server.http.replies import Completion, CompletionChoice
-from octavo.server.http.requests import CompletionBody
+from octavo.server.http.generation import (
+    GenerationBody,
+    Params,
+    Text,
+    Texts,
+    TokenIds,
+    generation_params,
+)
+from octavo.server.http.replies import (
+    FINISH,
+    STOPPED_BY,
+    CompletionLogprobs,
+    FinishReason,
+    PromptLogprobs,
+    Usage,
+)
 from octavo.server.http.schema import documented
-from octavo.server.http.streams import EventStream, close, open_streams, results, while_connected
 from octavo.server.http.token_texts import CompletionScores, joined
-from octavo.server.http.writer import Writer, finish_reason, in_order
 
 router = APIRouter(tags=["OpenAI"])
 
-
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
 EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0.7}
 
-
-@router.post(
-    "/v1/completions",
-    **documented(CompletionBody, Completion, example=EXAMPLE, streams=Completion),
+PromptIds = Annotated[TokenIds, Field(min_length=1)]
+Prompt = (
+    Text
+    | PromptIds
+    | Annotated[Texts, Field(min_length=1)]
+    | Annotated[list[PromptIds], Field(min_length=1), FAIL_FAST]
 )
-async def create_completion(request: Request) -> Response:
-    """Continue prompts."""
-    body = await context_of(request).body(request, CompletionBody)
-    return await while_connected(request.receive, _answer(request, body))
 
 
-async def _answer(request: Request, body: CompletionBody) -> Response:
-    context = context_of(request)
-    model = context.model_name(body.model)
-    check_streaming(body)
-    params = completion_params(body, context.client.model_config.sampling_defaults)
-    prompts = await _prompts(context, body)
-    streams = await open_streams(request, body, prompts, params, {})
-    writer = CompletionWriter(request, body, model, streams)
-    if body.stream:
-        return EventStream(writer.events(), streams)
-    try:
-        return reply(writer.completion(await results(streams)))
-    finally:
-        close(streams)
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: Annotated[
+        Prompt,
+        Field(union_mode="left_to_right", description="Text, token ids, or a list of either."),
+    ]
+    echo: Annotated[bool | None, Field(description="Put the prompt in front of the output.")] = None
+    logprobs: Annotated[
+        int | None,
+        Field(ge=0, description="Score the output's tokens, with the k likeliest at each."),
+        WHOLE_FLOATS,
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        Field(description="Begin text prompts with what the model expects, such as BOS."),
+    ] = None
+
+    suffix: Annotated[object, Refused("octavo does not fill in the middle", ("",))] = None
+    prompt_embeds: Annotated[object, Refused("give text or token ids")] = None
+    messages: Annotated[object, Refused("conversations go to /v1/chat/completions")] = None
+    max_completion_tokens: Annotated[object, Refused("in completions it is max_tokens")] = None
+    top_logprobs: Annotated[object, Refused("in completions it is logprobs that says how many")] = (
+        None
+    )
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Annotated[FinishReason | None, Meta(description=FINISH)] = None
+    stop_reason: Annotated[int | str | None, Meta(description=STOPPED_BY)] = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    cumulative_logprob: Annotated[
+        float | UnsetType, Meta(description="Of a beam: the sum of its logprobs.")
+    ] = UNSET
+    score: Annotated[
+        float | UnsetType, Meta(description="Of a beam: the sum / length ** length_penalty.")
+    ] = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Params:
+    """The engine's parameters.
+
+    `max_tokens` 0 becomes 1: the engine draws a token to score the prompt, and it is not shown.
+
+    Raises:
+        InvalidRequest, ApiError: a value that cannot be, or that contradicts another; named.
+    """
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0:
+        if not body.echo:
+            raise refused("max_tokens", "0 gives nothing, unless echo is on")
+        max_tokens = 1
+    params = generation_params(body, defaults, max_tokens, body.logprobs)
+    if not isinstance(params, SamplingParams) or not body.echo or params.logprobs is None:
+        return params
+    return replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
 
 
 async def _prompts(context: Context, body: CompletionBody) -> list[list[int]]:
     """The token ids of each prompt."""
+    prompts = _prompt_list(body)
+    limit = context.settings.max_prompts
+    if len(prompts) > limit:
+        raise refused("prompt", f"{len(prompts)} prompts are more than {limit}")
+    texts = [each for each in prompts if isinstance(each, str)]
+    if texts:  # and then all are
+        add_special = body.add_special_tokens is not False
+        return await context.client.encode(texts, "prompt", add_special)
+    return [each for each in prompts if isinstance(each, list)]
+
+
+def _prompt_list(body: CompletionBody) -> Sequence[str | list[int]]:
+    """All prompts of a body: either all text or all token ids."""
     prompt = body.prompt
     if isinstance(prompt, str):
-        many: list[str | list[int]] = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        many = [_ids(prompt, context.client.info.max_model_len)]
-    else:
-        # An integer among prompts is found when their kinds are compared.
-        many = cast("list[str | list[int]]", prompt)
-    if not many:
-        raise refused("prompt", "it is empty")
-    limit = context.settings.max_prompts
-    if len(many) > limit:
-        raise refused("prompt", f"{len(many)} prompts are more than {limit}")
-    kind = type(many[0])
-    for index, each in enumerate(many):
-        where = "prompt" if len(many) == 1 else f"prompt[{index}]"
-        if type(each) is not kind:
-            raise refused(where, "prompts must be all text or all token ids")
-        if not each:
-            raise refused(where, "it is empty")
-    if kind is not str:
-        return cast("list[list[int]]", many)
-    add_special = body.add_special_tokens is not False
-    return await context.client.encode(cast("list[str]", many), "prompt", add_special)
-
-
-def _ids(prompt: list[str | int | list[int]], max_model_len: int) -> list[int]:
-    """One prompt of token ids. Raises ApiError or RequestTooLong."""
-    if len(prompt) >= max_model_len:  # known before each of them is looked at
-        raise RequestTooLong(
-            "prompt", f"{len(prompt)} tokens leave no room in a context of {max_model_len}"
-        )
-    if not all(type(each) is int for each in prompt):
-        raise refused("prompt", "token ids must be integers, and not mixed with text")
-    return cast("list[int]", prompt)
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [[each for each in prompt if isinstance(each, int)]]
+    return [each for each in prompt if not isinstance(each, int)]
 
 
 class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
@@ -105,8 +160,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         self._hides_output = body.max_tokens == 0
         self._scores: dict[int, CompletionScores] = {}  # by choice, once it has begun
 
-    def completion(self, outputs: Sequence[RequestOutput]) -> Completion:
-        """The whole reply."""
+    def whole(self, outputs: Sequence[RequestOutput]) -> Completion:
         choices = [
             self._whole_choice(prompt, place, each)
             for prompt, output in enumerate(outputs)
@@ -114,7 +168,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         ]
         whole = self.chunk(choices)
         whole.usage = self.usage()
-        self.note(whole.usage)
+        self.log(whole.usage)
         return whole
 
     def chunk(self, choices: list[CompletionChoice]) -> Completion:
@@ -191,12 +245,23 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
 
     def _echo(self, prompt: int) -> str:
         """The prompt as it was given, or the text of its token ids."""
-        given = self.body.prompt
-        each = given if isinstance(given, str) else given[prompt]
-        if isinstance(each, str):
-            return each
+        given = _prompt_list(self.body)[prompt]
+        if isinstance(given, str):
+            return given
         tokenizer = context_of(self.request).client.tokenizer
         if tokenizer is None:
             return ""
         skip = self.body.skip_special_tokens is not False
         return tokenizer.decode(self.streams[prompt].prompt_token_ids, skip)
+
+
+DIALECT = Dialect(CompletionBody, completion_params, _prompts, CompletionWriter)
+
+
+@router.post(
+    "/v1/completions",
+    **documented(CompletionBody, Completion, example=EXAMPLE, streams=Completion),
+)
+async def create_completion(request: Request) -> Response:
+    """Continue prompts."""
+    return await DIALECT.respond(request)

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import Meta
 
 from octavo import __version__
 from octavo.server.http.context import Context, context_of, reply
 from octavo.server.http.errors import ApiError
-from octavo.server.http.replies import Health, ModelCard, ModelList, Version
 from octavo.server.http.schema import documented
 
 router = APIRouter(tags=["Server"])
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "octavo"
+    root: Annotated[str, Meta(description="The name that the model is reported by.")]
+    max_model_len: Annotated[int, Meta(description="Tokens, prompt and output together.")]
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(msgspec.Struct):
+    status: Literal["ok"] = "ok"
+
+
+class Version(msgspec.Struct):
+    version: str
 
 
 @router.get("/v1/models", **documented(None, ModelList))

@@ -3,19 +3,60 @@
 from __future__ import annotations
 
 import uuid
+from typing import Annotated, Literal
 
+import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import Meta
+from pydantic import Field
 
 from octavo.errors import InvalidRequest
 from octavo.server.engine_process.client import PinnedPrefix as Pin
+from octavo.server.http.bodies import Body
 from octavo.server.http.context import context_of, reply, tenant_of
-from octavo.server.http.errors import ApiError, refused
+from octavo.server.http.errors import ApiError
+from octavo.server.http.generation import ShortText, Text, TokenIds
 from octavo.server.http.keys import Tenant
-from octavo.server.http.replies import Deleted, PinnedPrefix, PrefixList
-from octavo.server.http.requests import PREFIX_NAME, PrefixBody
 from octavo.server.http.schema import PREFIX_EXAMPLE, documented
 
 router = APIRouter(prefix="/v1/prefixes", tags=["Pinned prefixes"])
+
+NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"  # "." and ".." mean others in a URL
+
+
+class PrefixBody(Body):
+    """POST /v1/prefixes: a prefix to compute once and keep in the cache."""
+
+    model: str | None = None
+    prefix: Annotated[
+        Text | Annotated[TokenIds, Field(min_length=1)],
+        Field(description="Text or token ids; whole blocks of it are kept."),
+    ]
+    name: Annotated[
+        str | None, Field(pattern=NAME, description="Not given: the server makes one.")
+    ] = None
+    add_special_tokens: bool | None = None
+    cache_salt: Annotated[
+        ShortText | None, Field(description="As in the requests that are to find it.")
+    ] = None
+
+
+class PinnedPrefix(msgspec.Struct, kw_only=True):
+    name: str
+    object: Literal["prefix"] = "prefix"
+    num_tokens: Annotated[int, Meta(description="Whole blocks of the prefix.")]
+    num_blocks: int
+
+
+class PrefixList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[PinnedPrefix]
+
+
+class Deleted(msgspec.Struct, kw_only=True):
+    name: str
+    object: Literal["prefix"] = "prefix"
+    deleted: bool = True
 
 
 @router.post("", **documented(PrefixBody, PinnedPrefix, example=PREFIX_EXAMPLE, status=201))
@@ -26,24 +67,16 @@ async def pin_prefix(request: Request) -> Response:
     context.model_name(body.model)
     tenant = tenant_of(request)
     name = f"prefix-{uuid.uuid4().hex[:12]}" if body.name is None else body.name
-    if PREFIX_NAME.fullmatch(name) is None:
-        raise refused(
-            "name",
-            f"{name[:64]!r} is not at most 64 letters, digits, '.', '_' and '-', the first of them "
-            "a letter or digit",
-        )
     token_ids = body.prefix
     if isinstance(token_ids, str):
         add_special = body.add_special_tokens is not False
         [token_ids] = await context.client.encode([token_ids], "prefix", add_special)
-    if not token_ids:
-        raise refused("prefix", "it is empty")
     try:
         pin = await context.client.pin_prefix(
             token_ids, tenant.scoped(name), tenant.cache_salt(body.cache_salt)
         )
     except InvalidRequest as error:
-        raise _about_prefix(error, tenant, name) from error
+        raise _in_clients_words(error, tenant, name) from error
     return reply(_shown(pin, tenant, context.client.info.block_size), 201)
 
 
@@ -75,7 +108,7 @@ def _shown(pin: Pin, tenant: Tenant, block_size: int) -> PinnedPrefix:
     )
 
 
-def _about_prefix(error: InvalidRequest, tenant: Tenant, name: str) -> InvalidRequest:
+def _in_clients_words(error: InvalidRequest, tenant: Tenant, name: str) -> InvalidRequest:
     """The same error in the client's own words."""
     field = "name" if error.field == "name" else "prefix"
     message = error.reason.replace(tenant.scoped(name), name)

@@ -2,17 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+from pydantic import Field
 
 from octavo.errors import InvalidRequest
+from octavo.server.http.bodies import Body
 from octavo.server.http.context import Context, context_of, reply
-from octavo.server.http.conversations import conversation_prompt
+from octavo.server.http.conversations import Messages, conversation_prompt
 from octavo.server.http.errors import refused
-from octavo.server.http.replies import Text, TokenizerInfo, Tokens
-from octavo.server.http.requests import DetokenizeBody, TokenizeBody
+from octavo.server.http.generation import TokenIds
 from octavo.server.http.schema import documented
 
 router = APIRouter(tags=["Tokens"])
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: Annotated[
+        bool | None,
+        Field(description="Not given: true for a prompt, false for a conversation."),
+    ] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: Annotated[
+        bool | None, Field(description="Also give each token as text.")
+    ] = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: Annotated[TokenIds, Field(description="Token ids.")]
+    skip_special_tokens: Annotated[bool | None, Field(description="Not given: false.")] = None
+
+
+class Tokens(msgspec.Struct):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class TokenizerInfo(msgspec.Struct):
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    vocab_size: int
+    model_max_length: int
+
+
+class Text(msgspec.Struct):
+    prompt: str
 
 
 @router.post(
@@ -42,8 +94,7 @@ async def _token_ids(context: Context, body: TokenizeBody) -> list[int]:
         add_special = body.add_special_tokens is not False
         [ids] = await context.client.encode([body.prompt], "prompt", add_special, any_length=True)
         return ids
-    if not body.messages:
-        raise refused("messages", "there are none")
+    assert body.messages is not None, "one of the two is given"
     return await conversation_prompt(
         context,
         body.messages,
@@ -64,7 +115,7 @@ async def detokenize(request: Request) -> Response:
     tokenizer = context.tokenizer("tokens")
     vocab_size = context.client.info.vocab_size
     for token_id in body.tokens:
-        if not 0 <= token_id < vocab_size:
+        if token_id >= vocab_size:
             raise InvalidRequest(
                 "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
             )

@@ -1,0 +1,181 @@
+"""What an endpoint that generates text consists of, and how it answers: whole or as a stream.
+
+Completions and chats are two dialects of one conversation with the engine. A third one is a
+`Dialect` of its own: a body, and functions and a `Writer` that say what it means.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
+
+from fastapi import Request, Response
+
+from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
+from octavo.server.engine_process.client import RequestStream
+from octavo.server.http.context import Context, context_of, reply, request_id_of
+from octavo.server.http.errors import as_api_error
+from octavo.server.http.generation import GenerationBody, Params
+from octavo.server.http.replies import FinishReason, PromptTokensDetails, Usage
+from octavo.server.http.streams import (
+    DONE,
+    EventStream,
+    check_ended,
+    close,
+    event,
+    merged,
+    open_streams,
+    results,
+    while_connected,
+)
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+ChoiceT = TypeVar("ChoiceT")
+
+
+class Writer(ABC, Generic[BodyT, ChoiceT]):
+    """Writes the reply to one HTTP request, which has a stream for each of its prompts.
+
+    `ChoiceT` is a piece of a choice in a chunk of a stream.
+    """
+
+    id_prefix: str
+
+    def __init__(
+        self, request: Request, body: BodyT, model: str, streams: Sequence[RequestStream]
+    ) -> None:
+        self.request = request
+        self.texts = context_of(request).texts
+        self.body = body
+        self.model = model
+        self.streams = streams
+        self.id = f"{self.id_prefix}-{request_id_of(request)}"
+        self.created = int(time.time())
+        self.num_samples = body.n or 1  # of each prompt
+        self.num_output_tokens = 0
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> Any:
+        """The whole reply, of an output for each prompt."""
+
+    @abstractmethod
+    def chunk(self, choices: list[ChoiceT]) -> Any:
+        """A piece of a stream; its `usage` is set afterwards."""
+
+    @abstractmethod
+    def delta_choices(self, prompt: int, delta: SequenceDelta) -> list[ChoiceT]:
+        """What a step added to a sample, as pieces of a choice; [] if there is nothing to show."""
+
+    @abstractmethod
+    def beam_choices(self, prompt: int, output: RequestOutput) -> list[ChoiceT]:
+        """Finished beams, as pieces of a stream."""
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The reply as server-sent events; those that come together are one item."""
+        try:
+            async for data in self._chunks():
+                yield data
+        except Exception as error:
+            # The status is on its way already, so the error is an event of its own.
+            yield event(as_api_error(error).reply)
+        yield DONE
+
+    async def _chunks(self) -> AsyncGenerator[bytes, None]:
+        options = self.body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        continuous = options is not None and bool(options.continuous_usage_stats)
+        async for prompt, item in merged(self.streams):
+            if isinstance(item, SequenceDelta):
+                choices = self.delta_choices(prompt, item)
+            else:
+                check_ended(item)
+                is_beam = self.body.beam_width is not None
+                choices = self.beam_choices(prompt, item) if is_beam else []
+            if not choices:
+                continue
+            chunks = [self.chunk([choice]) for choice in choices]
+            if wants_usage:
+                for each in chunks:
+                    each.usage = self.usage() if continuous else None
+            yield b"".join(map(event, chunks))
+        usage = self.usage()
+        self.log(usage)
+        if wants_usage:
+            last = self.chunk([])
+            last.usage = usage
+            yield event(last)
+
+    def usage(self) -> Usage:
+        """What has been read and written so far."""
+        num_prompt = sum(len(each.prompt_token_ids) for each in self.streams)
+        num_cached = sum(each.num_cached_tokens for each in self.streams)
+        return Usage(
+            num_prompt,
+            self.num_output_tokens,
+            num_prompt + self.num_output_tokens,
+            PromptTokensDetails(num_cached),
+        )
+
+    def log(self, usage: Usage) -> None:
+        """Note the counts for the request log, and nothing of what was said."""
+        self.request.state.log = {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+        if self.body.user is not None:
+            self.request.state.log["user"] = self.body.user
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[BodyT]):
+    """An endpoint that generates text.
+
+    Attributes:
+        body: the model of its requests.
+        params: from a body and the model's default sampling parameters to the engine's parameters.
+        prompts: the token ids of each prompt of a body.
+        writer: writes its replies.
+        client_names: the engine's name of a field -> the client's, where that is another one.
+    """
+
+    body: type[BodyT]
+    params: Callable[[BodyT, Mapping[str, Any]], Params]
+    prompts: Callable[[Context, BodyT], Awaitable[list[list[int]]]]
+    writer: type[Writer[BodyT, Any]]
+    client_names: Mapping[str, str] = field(default_factory=dict)
+
+    async def respond(self, request: Request) -> Response:
+        """Answer a request. Raises ApiError or InvalidRequest, which name the field, before
+        anything is computed."""
+        body = await context_of(request).body(request, self.body)
+        return await while_connected(request.receive, self._answer(request, body))
+
+    async def _answer(self, request: Request, body: BodyT) -> Response:
+        context = context_of(request)
+        model = context.model_name(body.model)
+        params = self.params(body, context.client.model_config.sampling_defaults)
+        prompts = await self.prompts(context, body)
+        streams = await open_streams(request, body, prompts, params, self.client_names)
+        writer = self.writer(request, body, model, streams)
+        if body.stream:
+            ping_seconds = context.settings.ping_seconds
+            return EventStream(writer.events(), ping_seconds, lambda: close(streams))
+        try:
+            return reply(writer.whole(await results(streams)))
+        finally:
+            close(streams)
+
+
+def in_order(output: RequestOutput) -> list[SequenceOutput]:
+    """Beams from best to worst, samples by number."""
+    return sorted(output.outputs, key=lambda each: (-(each.score or 0.0), each.index))
+
+
+def finish_reason(output: SequenceOutput | SequenceDelta) -> FinishReason | None:
+    """None while it goes on, and for the rest of a stream that was cut off: an error follows it."""
+    reason = output.finish_reason
+    return None if reason == "abort" else cast("FinishReason | None", reason)

@@ -1,0 +1,16 @@
+"""The API's endpoints, a module each. A new one is a module here and a line in `ROUTERS`; from
+outside the package, a router for `create_app(..., routers=[...])`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from octavo.server.http.endpoints import chat, completions, models, prefixes, tokens
+
+ROUTERS: tuple[APIRouter, ...] = (
+    completions.router,
+    chat.router,
+    tokens.router,
+    prefixes.router,
+    models.router,
+)

@@ -1,0 +1,299 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, Meta, UnsetType
+from pydantic import Field
+
+from octavo.core.step import TokenLogprobs
+from octavo.errors import InvalidRequest
+from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
+from octavo.server.engine_process.client import RequestStream
+from octavo.server.http.bodies import WHOLE_FLOATS, Refused
+from octavo.server.http.context import Context
+from octavo.server.http.conversations import Messages, conversation_prompt
+from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order
+from octavo.server.http.errors import refused
+from octavo.server.http.generation import GenerationBody, Params, generation_params
+from octavo.server.http.replies import (
+    FINISH,
+    STOPPED_BY,
+    ChatTokenLogprob,
+    FinishReason,
+    PromptLogprobs,
+    Usage,
+)
+from octavo.server.http.schema import documented
+
+router = APIRouter(tags=["OpenAI"])
+
+# What the engine calls a field -> what a chat calls it.
+CLIENT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+EXAMPLE = {"messages": [{"role": "user", "content": "What is a cat?"}], "max_tokens": 40}
+
+_NO_TOOLS = "octavo does not support tool calls"
+_UNSUPPORTED = "octavo does not support it"
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    messages: Messages
+    max_completion_tokens: Annotated[
+        int | None,
+        Field(ge=1, description="The newer name of max_tokens; not given: what the context holds."),
+        WHOLE_FLOATS,
+    ] = None
+    logprobs: Annotated[bool | None, Field(description="Score the output's tokens.")] = None
+    top_logprobs: Annotated[
+        int | None,
+        Field(ge=0, description="With logprobs: also the k likeliest tokens at each place."),
+        WHOLE_FLOATS,
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None,
+        Field(description="End the prompt where the assistant begins; not given: true."),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="Continue the last message instead of answering it.")
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        Field(description="A Jinja template for this request; only where the server allows it."),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        Field(description="Variables for the template, such as enable_thinking."),
+    ] = None
+
+    tools: Annotated[object, Refused(_NO_TOOLS, ([],))] = None
+    tool_choice: Annotated[object, Refused(_NO_TOOLS, ("none", "auto"))] = None
+    parallel_tool_calls: Annotated[object, Refused(_NO_TOOLS, (True, False))] = None
+    functions: Annotated[object, Refused(_NO_TOOLS, ([],))] = None
+    function_call: Annotated[object, Refused(_NO_TOOLS, ("none", "auto"))] = None
+    modalities: Annotated[object, Refused("octavo answers in text", (["text"],))] = None
+    audio: Annotated[object, Refused("octavo answers in text")] = None
+    prediction: Annotated[object, Refused(_UNSUPPORTED)] = None
+    reasoning_effort: Annotated[
+        object, Refused("use chat_template_kwargs, if the model's template knows it")
+    ] = None
+    verbosity: Annotated[object, Refused(_UNSUPPORTED, ("medium",))] = None
+    web_search_options: Annotated[object, Refused(_UNSUPPORTED)] = None
+    documents: Annotated[
+        object, Refused("use chat_template_kwargs, if the model's template knows them")
+    ] = None
+    echo: Annotated[object, Refused("octavo does not echo conversations", (False,))] = None
+    prompt: Annotated[object, Refused("prompts go to /v1/completions")] = None
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Annotated[FinishReason | None, Meta(description=FINISH)]
+    stop_reason: Annotated[int | str | None, Meta(description=STOPPED_BY)] = None
+    token_ids: list[int] | UnsetType = UNSET
+    cumulative_logprob: float | UnsetType = UNSET
+    score: float | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+
+
+class ChatDelta(msgspec.Struct):
+    content: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    cumulative_logprob: float | UnsetType = UNSET
+    score: float | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> Params:
+    """The engine's parameters.
+
+    Raises:
+        InvalidRequest, ApiError: a value that cannot be, or that contradicts another; named.
+    """
+    if body.top_logprobs is not None and not body.logprobs and body.top_logprobs != 0:
+        raise refused("top_logprobs", "it needs logprobs: true")
+    max_tokens = body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = body.max_tokens
+    elif body.max_tokens not in (None, max_tokens):
+        raise refused(
+            "max_tokens", f"{body.max_tokens} contradicts max_completion_tokens ({max_tokens})"
+        )
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return generation_params(body, defaults, max_tokens, num_logprobs)
+
+
+async def _prompts(context: Context, body: ChatBody) -> list[list[int]]:
+    """The conversation's token ids, as the one prompt of a chat."""
+    prompt = await conversation_prompt(
+        context,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template=body.chat_template,
+        variables=body.chat_template_kwargs,
+    )
+    if not prompt:
+        raise InvalidRequest("messages", "the chat template makes nothing of them")
+    return [prompt]
+
+
+class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
+    """Writes the answers of a chat. A choice's stream begins with its role."""
+
+    id_prefix = "chatcmpl"
+
+    def __init__(
+        self, request: Request, body: ChatBody, model: str, streams: Sequence[RequestStream]
+    ) -> None:
+        super().__init__(request, body, model, streams)
+        self._begun: set[int] = set()  # choices
+        self._shows_prompt = bool(body.return_token_ids)  # in the next chunk
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+        [output] = outputs
+        [stream] = self.streams
+        choices = [self._whole_choice(i, each) for i, each in enumerate(in_order(output))]
+        whole = ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self.usage(),
+        )
+        if self.body.return_token_ids:
+            whole.prompt_token_ids = stream.prompt_token_ids
+        if self.body.prompt_logprobs is not None:
+            scores = stream.prompt_logprobs or []
+            whole.prompt_logprobs = self.texts.prompt_logprobs(scores, self.body.prompt_logprobs)
+        self.log(whole.usage)
+        return whole
+
+    def chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        chunk = ChatChunk(id=self.id, created=self.created, model=self.model, choices=choices)
+        if self._shows_prompt:
+            chunk.prompt_token_ids = self.streams[0].prompt_token_ids
+            self._shows_prompt = False
+        return chunk
+
+    def delta_choices(self, prompt: int, delta: SequenceDelta) -> list[ChatChunkChoice]:
+        self.num_output_tokens += len(delta.token_ids)
+        piece = ChatChunkChoice(
+            index=delta.index,
+            delta=ChatDelta(delta.text) if delta.text else ChatDelta(),
+            logprobs=self._logprobs(delta.logprobs),
+            finish_reason=finish_reason(delta),
+        )
+        if piece.finish_reason is not None:
+            piece.stop_reason = delta.stop_reason
+        if self.body.return_token_ids:
+            piece.token_ids = delta.token_ids
+        is_empty = not delta.text and piece.logprobs is None and not self.body.return_token_ids
+        if is_empty and piece.finish_reason is None:
+            return self._opening(delta.index)
+        return [*self._opening(delta.index), piece]
+
+    def beam_choices(self, prompt: int, output: RequestOutput) -> list[ChatChunkChoice]:
+        pieces = []
+        for index, each in enumerate(in_order(output)):
+            self.num_output_tokens += len(each.token_ids)
+            piece = ChatChunkChoice(
+                index=index,
+                delta=ChatDelta(each.text),
+                finish_reason=finish_reason(each),
+                stop_reason=each.stop_reason,
+                score=UNSET if each.score is None else each.score,
+                cumulative_logprob=UNSET
+                if each.cumulative_logprob is None
+                else each.cumulative_logprob,
+            )
+            if self.body.return_token_ids:
+                piece.token_ids = each.token_ids
+            pieces += [*self._opening(index), piece]
+        return pieces
+
+    def _opening(self, index: int) -> list[ChatChunkChoice]:
+        """The first piece of a choice says who speaks."""
+        if index in self._begun:
+            return []
+        self._begun.add(index)
+        return [ChatChunkChoice(index=index, delta=ChatDelta("", "assistant"))]
+
+    def _whole_choice(self, index: int, output: SequenceOutput) -> ChatChoice:
+        self.num_output_tokens += len(output.token_ids)
+        choice = ChatChoice(
+            index=index,
+            message=AssistantMessage(output.text),
+            logprobs=self._logprobs(output.logprobs or []),
+            finish_reason=finish_reason(output),
+            stop_reason=output.stop_reason,
+        )
+        if self.body.return_token_ids:
+            choice.token_ids = output.token_ids
+        if output.score is not None:
+            choice.score = output.score
+            choice.cumulative_logprob = output.cumulative_logprob or 0.0
+        return choice
+
+    def _logprobs(self, scores: list[TokenLogprobs]) -> ChatLogprobs | None:
+        if not self.body.logprobs or not scores:
+            return None
+        return ChatLogprobs(self.texts.chat_logprobs(scores))
+
+
+DIALECT = Dialect(ChatBody, chat_params, _prompts, ChatWriter, CLIENT_NAMES)
+
+
+@router.post(
+    "/v1/chat/completions",
+    **documented(ChatBody, ChatCompletion, example=EXAMPLE, streams=ChatChunk),
+)
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    return await DIALECT.respond(request)

@@ -1,0 +1,333 @@
+"""What all endpoints that generate text take, and the engine's parameters that it becomes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from octavo.errors import InvalidRequest
+from octavo.sampling_params import (
+    MAX_LENGTH_PENALTY,
+    MAX_LOGIT_BIAS,
+    MAX_SEQUENCES,
+    MAX_STOP_STRINGS,
+    MAX_TEMPERATURE,
+    BeamSearchParams,
+    SamplingParams,
+)
+from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Body, Refused, same_json
+from octavo.server.http.errors import refused
+from octavo.server.http.keys import MAX_SALT
+
+Params = SamplingParams | BeamSearchParams
+
+INT64_MAX = (1 << 63) - 1
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], FAIL_FAST]
+ShortText = Annotated[str, Field(max_length=MAX_SALT)]
+TokenId = Annotated[int, Field(ge=0), WHOLE_FLOATS]
+TokenIds = Annotated[list[TokenId], FAIL_FAST]
+# Validated by SamplingParams: pydantic would list an error for every bad entry.
+Biases = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {
+                "type": "number",
+                "minimum": -MAX_LOGIT_BIAS,
+                "maximum": MAX_LOGIT_BIAS,
+            },
+        }
+    ),
+]
+
+_UNSUPPORTED = "octavo does not support it"
+_UNCONSTRAINED = "octavo does not constrain the output's format"
+_STATELESS = "octavo keeps no requests"
+
+
+class StreamOptions(Body):
+    include_usage: Annotated[
+        bool | None, Field(description="Send a last chunk with the usage and no choices.")
+    ] = None
+    continuous_usage_stats: Annotated[
+        bool | None,
+        Field(description="Send the usage so far with every chunk; needs include_usage."),
+    ] = None
+
+
+class GenerationBody(Body):
+    """The fields that every endpoint that generates text has."""
+
+    model: Annotated[
+        str | None, Field(description="A name in /v1/models; not given: the model served.")
+    ] = None
+    max_tokens: Annotated[
+        int | None, Field(ge=0, description="The longest output, in tokens."), WHOLE_FLOATS
+    ] = None
+    min_tokens: Annotated[
+        int | None, Field(ge=0, description="No end before this many tokens."), WHOLE_FLOATS
+    ] = None
+    n: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_SEQUENCES, description="How many outputs of each prompt."),
+        WHOLE_FLOATS,
+    ] = None
+    temperature: Annotated[
+        float | None, Field(ge=0, le=MAX_TEMPERATURE, description="0 is greedy.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="Draw from the likeliest tokens that have this probability together.",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        Field(ge=-1, description="Draw from the k likeliest; 0 or -1: all."),
+        WHOLE_FLOATS,
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Field(
+            ge=0, le=1, description="Draw from tokens this likely, relative to the likeliest one."
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        Field(ge=-2, le=2, description="Against tokens that the output has already."),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        Field(ge=-2, le=2, description="The same, once for each time that the output has them."),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        Field(gt=0, description="Divides the scores of tokens seen in prompt and output."),
+    ] = None
+    logit_bias: Annotated[
+        Biases | None,
+        Field(
+            description="Token id -> what is added to its score, "
+            f"at most {MAX_LOGIT_BIAS:.0f} either way."
+        ),
+    ] = None
+    allowed_token_ids: Annotated[
+        Annotated[TokenIds, Field(min_length=1)] | None,
+        Field(description="Draw from these tokens alone."),
+    ] = None
+    bad_words: Annotated[Texts | None, Field(description="Words that must not come up.")] = None
+    seed: Annotated[
+        int | None,
+        Field(ge=-INT64_MAX - 1, le=INT64_MAX, description="Makes draws repeatable."),
+        WHOLE_FLOATS,
+    ] = None
+    stop: Annotated[
+        Text | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None,
+        Field(description="End at one of these strings."),
+    ] = None
+    stop_token_ids: Annotated[TokenIds | None, Field(description="End at one of these tokens.")] = (
+        None
+    )
+    include_stop_str_in_output: Annotated[
+        bool | None, Field(description="Keep the stop string or token in the text.")
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, Field(description="Go on after the end-of-sequence token.")
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None, Field(description="Leave special tokens out of the text; not given: true.")
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Field(ge=0, description="Score the prompt's tokens, with the k likeliest at each."),
+        WHOLE_FLOATS,
+    ] = None
+    beam_width: Annotated[
+        int | None,
+        Field(ge=1, le=MAX_SEQUENCES, description="Beam search with this many beams."),
+        WHOLE_FLOATS,
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        Field(
+            ge=-MAX_LENGTH_PENALTY,
+            le=MAX_LENGTH_PENALTY,
+            description="Beam search: above 0 favours long outputs. Not given: 1.",
+        ),
+    ] = None
+    early_stopping: Annotated[
+        bool | Literal["never"] | None,
+        Field(description="Beam search: when to stop looking for better ones."),
+    ] = None
+    stream: Annotated[bool | None, Field(description="Send the output as server-sent events.")] = (
+        None
+    )
+    stream_options: StreamOptions | None = None
+    priority: Annotated[
+        int | None,
+        Field(
+            ge=-INT64_MAX - 1,
+            le=INT64_MAX,
+            description="Smaller runs first; for the priority policy.",
+        ),
+        WHOLE_FLOATS,
+    ] = None
+    cache_salt: Annotated[
+        ShortText | None,
+        Field(description="Share cached prefixes only with requests of the same salt."),
+    ] = None
+    return_token_ids: Annotated[
+        bool | None, Field(description="Also give the token ids of prompt and output.")
+    ] = None
+    user: Annotated[
+        ShortText | None,
+        Field(description="Your name for the end user; goes to the request log, if it is on."),
+    ] = None
+
+    response_format: Annotated[object, Refused(_UNCONSTRAINED, ({"type": "text"},))] = None
+    best_of: Annotated[object, Refused("use n, or beam_width for beam search", (1,))] = None
+    use_beam_search: Annotated[object, Refused("use beam_width, the number of beams", (False,))] = (
+        None
+    )
+    service_tier: Annotated[object, Refused(_UNSUPPORTED, ("auto", "default"))] = None
+    store: Annotated[object, Refused(_STATELESS, (False,))] = None
+    metadata: Annotated[object, Refused(_STATELESS, ({},))] = None
+    safety_identifier: Annotated[object, Refused("use user")] = None
+    prompt_cache_key: Annotated[
+        object, Refused("use cache_salt; equal prefixes are shared by themselves")
+    ] = None
+    guided_json: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    guided_regex: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    guided_choice: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    guided_grammar: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    structured_outputs: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    truncate_prompt_tokens: Annotated[object, Refused("send a prompt that fits")] = None
+    spaces_between_special_tokens: Annotated[object, Refused(_UNSUPPORTED, (True,))] = None
+    logits_processors: Annotated[object, Refused(_UNSUPPORTED)] = None
+
+
+# Fields of sampling, which have the same names in SamplingParams.
+SAMPLING_FIELDS = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+# The same for BeamSearchParams.
+BEAM_SEARCH_FIELDS = (
+    "length_penalty",
+    "early_stopping",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+)
+# The values that sampling fields may have beside a beam width: clients send them by default.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "min_tokens": (0,),
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "seed": (),
+    "stop": ([],),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+}
+
+
+def generation_params(
+    body: GenerationBody,
+    defaults: Mapping[str, Any],
+    max_tokens: int | None,
+    num_logprobs: int | None,
+) -> Params:
+    """The engine's parameters, of sampling or of beam search.
+
+    Args:
+        defaults: the model's own, for sampling fields that are not given.
+        max_tokens, num_logprobs: endpoints have different names and defaults for them.
+
+    Raises:
+        InvalidRequest, ApiError: a value that cannot be, or that contradicts another; named.
+    """
+    _check_streaming(body)
+    if body.beam_width is not None:
+        return _beam_search_params(body, body.beam_width, max_tokens)
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(body, name) is not None:
+            raise refused(name, "it needs beam_width")
+    given = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+    given = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        **{**defaults, **given},
+        max_tokens=max_tokens,
+        logit_bias=_logit_bias(body.logit_bias),
+        logprobs=num_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def _check_streaming(body: GenerationBody) -> None:
+    """Refuse what contradicts `stream`."""
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise refused("stream_options", "they need stream: true")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        raise refused("stream_options.continuous_usage_stats", "it needs include_usage")
+    if body.stream and body.prompt_logprobs is not None:
+        raise refused("prompt_logprobs", "they cannot be streamed")
+
+
+def _beam_search_params(
+    body: GenerationBody, beam_width: int, max_tokens: int | None
+) -> BeamSearchParams:
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value is not None and not any(same_json(value, each) for each in neutral):
+            raise refused(name, "beam search does not sample, so it has no use")
+    count = 1 if body.n is None else body.n
+    if count > beam_width:
+        raise InvalidRequest("n", f"{count} is more than beam_width ({beam_width})")
+    given = {name: getattr(body, name) for name in BEAM_SEARCH_FIELDS}
+    given = {name: value for name, value in given.items() if value is not None}
+    return BeamSearchParams(beam_width, max_tokens=max_tokens, num_return_sequences=count, **given)
+
+
+def _logit_bias(value: Mapping[str, Any] | None) -> dict[int, Any] | None:
+    """Token ids as numbers: JSON has only strings for keys."""
+    if value is None:
+        return None
+    bad = next((key for key in value if re.fullmatch(r"[0-9]{1,10}", key) is None), None)
+    if bad is not None:
+        raise InvalidRequest("logit_bias", f"{bad[:32]!r} is not a token id")
+    return {int(key): bias for key, bias in value.items()}
