@@ -37,21 +37,21 @@ LAW: dict[str, set[str]] = {
     "llm": PLAIN | {"core.sequence", "engine", "executor"},
     "core": {"config", "errors"},
     "engine": PLAIN | {"core", "executor.base"},
-    "executor.base": {"core.step", "core.kv.specs", "worker.memory"},
-    "executor": PLAIN | {"worker"},
-    "worker.host_memory": set(),
-    "worker.memory": {"config", "core.kv.specs", "errors", "models.config"},
-    "worker": PLAIN | {"ops", "layers", "models"},
+    "executor.base": {"core.step", "core.kv.specs", "memory_budget"},
+    "executor": PLAIN | {"worker", "memory_budget", "host_memory"},
+    "host_memory": set(),
+    "memory_budget": {"config", "core.kv.specs", "errors", "models.config"},
+    "worker": PLAIN | {"ops", "layers", "models", "memory_budget", "host_memory"},
     "models": {"ops", "config", "errors", "layers", "json_fields"},
     "layers": {"ops", "errors", "models.config"},
     "ops": {"errors"},
     "bench": PLAIN | {"core", "engine", "executor.base"},
-    "simulation": PLAIN | {"bench", "core", "engine", "executor.base", "worker.memory"},
+    "simulation": PLAIN | {"bench", "core", "engine", "executor.base", "memory_budget"},
     "server.http.playpool": {"core", "errors"},  # the page that drives the core itself by hand
-    "server": PLAIN | {"engine", "executor", "llm", "worker.host_memory"},
+    "server": PLAIN | {"engine", "executor", "llm", "host_memory"},
     "cli": PLAIN
     | {"bench", "demo", "engine", "llm", "models.registry", "server", "simulation"}
-    | {"worker.memory", "worker.host_memory"},
+    | {"memory_budget", "host_memory"},
     "demo": PLAIN | {"llm", "engine"},
 }
 TORCH_FREE = {
@@ -60,8 +60,8 @@ TORCH_FREE = {
     "core",
     "engine",
     "executor.base",
-    "worker.memory",
-    "worker.host_memory",
+    "host_memory",
+    "memory_budget",
 } | {
     "bench",
     "cli",

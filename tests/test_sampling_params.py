@@ -260,7 +260,7 @@ def test_beams_ask_for_enough_candidates() -> None:
 
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys, octavo.sampling_params, octavo.executor.base, octavo.worker.memory;"
+        "import sys, octavo.sampling_params, octavo.executor.base, octavo.memory_budget;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

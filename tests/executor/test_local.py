@@ -199,7 +199,7 @@ def test_spinning_is_limited_while_torch_is_loaded_and_no_longer(
     environment: dict[str, str], expected: str
 ) -> None:
     code = (
-        "import os, sys; from octavo.worker.host_memory import limited_spinning;"
+        "import os, sys; from octavo.host_memory import limited_spinning;"
         "from octavo.executor import local; assert 'torch' not in sys.modules; "
         "before = dict(os.environ); context = limited_spinning(); context.__enter__();"
         "print(os.environ.get('GOMP_SPINCOUNT')); context.__exit__(None, None, None);"

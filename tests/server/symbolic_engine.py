@@ -24,9 +24,9 @@ from octavo.engine.engine import Engine
 from octavo.engine.validation import PreparedRequest
 from octavo.errors import ModelError
 from octavo.executor.base import KVCapacity
+from octavo.memory_budget import MemoryBudget
 from octavo.models.config import ModelConfig, resolve_model
 from octavo.server.engine_process import loop as engine_loop
-from octavo.worker.memory import MemoryBudget
 
 FLAGS = {
     "refuse": "the engine cannot be made",

@@ -60,7 +60,7 @@ class Budget:
 
     def __init__(self, config: Any, model_config: Any, dtype: str, total: int) -> None:
         from octavo.core.kv.specs import group_layers
-        from octavo.worker.memory import (
+        from octavo.memory_budget import (
             FixedMemory,
             KVShape,
             check_asked_length,
@@ -92,8 +92,8 @@ class Budget:
     def of(cls, model: str, device_memory: int | None, engine: dict[str, Any]) -> Budget:
         """Raises ConfigError, ModelError or OutOfMemory like the engine itself."""
         from octavo.config import make_config
+        from octavo.host_memory import host_memory
         from octavo.models.config import ModelConfig, resolve_model
-        from octavo.worker.host_memory import host_memory
 
         config = make_config(model, **engine)
         model_config = ModelConfig.from_directory(resolve_model(model, weights=False))
@@ -117,7 +117,7 @@ class Budget:
         return int(self._budget.num_blocks // self._shape.blocks_for(num_tokens, self._chunk))
 
     def text(self, lengths: tuple[int, ...]) -> str:
-        from octavo.worker.memory import format_bytes
+        from octavo.memory_budget import format_bytes
 
         model, shape = self._model_config, self._shape
         lines = [

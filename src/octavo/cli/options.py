@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import click
 
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.memory_budget import format_bytes
 from octavo.sampling_params import SamplingParams
-from octavo.worker.memory import format_bytes
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from octavo.core.kv.specs import KVLayout
 from octavo.core.step import PendingStep, StepPlan
-from octavo.worker.memory import MemoryBudget
+from octavo.memory_budget import MemoryBudget
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from octavo.config import EngineConfig
 from octavo.core.step import PendingStep, StepPlan
 from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
+from octavo.host_memory import limited_spinning
 from octavo.models.config import ModelConfig
-from octavo.worker.host_memory import limited_spinning
 
 if TYPE_CHECKING:
     from octavo.worker.gpu_worker import GpuWorker

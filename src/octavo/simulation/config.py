@@ -8,11 +8,11 @@ from octavo.config import CacheConfig, DTypeName, EngineConfig, SchedulerConfig
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
+from octavo.memory_budget import FixedMemory, KVShape, estimate_activations, plan_memory
 from octavo.models.config import ModelConfig
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
 from octavo.simulation.models import DTYPE_BYTES, find_model
-from octavo.worker.memory import FixedMemory, KVShape, estimate_activations, plan_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from octavo.core.step import StepPlan
 from octavo.errors import OutOfMemory
+from octavo.memory_budget import format_bytes
 from octavo.ops.cuda.block_copy import COPY_FIELDS, copy_blocks
 from octavo.worker.device_clock import Moment
 from octavo.worker.kv_cache import Move, independent_runs
-from octavo.worker.memory import format_bytes
 from octavo.worker.staging import DeviceStaging
 
 # Copies of blocks that one step brings to the device with its other arrays.

@@ -16,6 +16,15 @@ from octavo.config import EngineConfig
 from octavo.core.kv.specs import SlidingWindow, group_layers
 from octavo.core.step import OpenedRow, PendingStep, SamplingSpec, StepPlan, TableWrite
 from octavo.errors import ConfigError, OutOfMemory
+from octavo.host_memory import host_memory
+from octavo.memory_budget import (
+    FixedMemory,
+    KVShape,
+    MemoryBudget,
+    check_asked_length,
+    format_bytes,
+    plan_memory,
+)
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
@@ -24,16 +33,7 @@ from octavo.worker.block_tables import DeviceTables
 from octavo.worker.device_kv_cache import DeviceKVCache
 from octavo.worker.gpu_runner import GpuParts, GpuRunner
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
-from octavo.worker.host_memory import host_memory
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.memory import (
-    FixedMemory,
-    KVShape,
-    MemoryBudget,
-    check_asked_length,
-    format_bytes,
-    plan_memory,
-)
 from octavo.worker.staging import DeviceStaging
 from octavo.worker.worker import DTYPES, kv_block_shape, make_backend, resolve_backend
 

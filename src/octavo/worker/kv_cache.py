@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.core.step import BlockCopy, StepPlan
 from octavo.errors import OutOfMemory
-from octavo.worker.memory import format_bytes
+from octavo.memory_budget import format_bytes
 
 Move = tuple[int, int]  # (source, destination) block ids
 

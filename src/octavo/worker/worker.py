@@ -14,14 +14,8 @@ from octavo.config import EngineConfig
 from octavo.core.kv.specs import KVLayout, group_layers
 from octavo.core.step import FinishedStep, PendingStep, StepPlan
 from octavo.errors import ConfigError
-from octavo.models.base import CausalLM
-from octavo.models.config import ModelConfig
-from octavo.models.loader import load_model
-from octavo.ops import BACKENDS, AttentionBackend, LayerPlace, load_backend
-from octavo.worker.host_memory import host_memory, keep_freed_memory, num_cpus, return_freed_memory
-from octavo.worker.input_batch import InputBatch
-from octavo.worker.kv_cache import KVCache
-from octavo.worker.memory import (
+from octavo.host_memory import host_memory, keep_freed_memory, num_cpus, return_freed_memory
+from octavo.memory_budget import (
     CPU_CACHE_LIMIT,
     CPU_CACHE_SHARE,
     FixedMemory,
@@ -31,6 +25,12 @@ from octavo.worker.memory import (
     estimate_activations,
     plan_memory,
 )
+from octavo.models.base import CausalLM
+from octavo.models.config import ModelConfig
+from octavo.models.loader import load_model
+from octavo.ops import BACKENDS, AttentionBackend, LayerPlace, load_backend
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.kv_cache import KVCache
 from octavo.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)

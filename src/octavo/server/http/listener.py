@@ -15,11 +15,11 @@ from email.utils import formatdate
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from octavo.host_memory import return_freed_memory
 from octavo.server.http.errors import ApiError
 from octavo.server.http.gate import OPEN_PATHS
 from octavo.server.http.protocol import RETRY_SECONDS, BoundedHttp, Connections
 from octavo.server.settings import ConnectionLimits
-from octavo.worker.host_memory import return_freed_memory
 
 CHECK_SECONDS = 1.0  # between two looks at all connections
 TRIM_SECONDS = 10.0  # between two returns of freed memory to the system

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.worker import host_memory as host_memory_module
-from octavo.worker.host_memory import host_memory, num_cpus
+from octavo import host_memory as host_memory_module
+from octavo.host_memory import host_memory, num_cpus
 
 
 def test_host_memory_keeps_to_the_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ def test_host_memory_keeps_to_the_cgroup(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_host_memory_keeps_to_the_limit_of_the_process() -> None:
     code = (
-        "import resource; from octavo.worker.host_memory import host_memory;"
+        "import resource; from octavo.host_memory import host_memory;"
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31));"
         "assert (1 << 30) < host_memory() < (1 << 31)"
     )
@@ -57,7 +57,7 @@ def test_cpus_are_those_that_the_process_may_keep_busy(
 def test_freed_memory_is_kept_for_the_next_step() -> None:
     code = """
 import resource, torch
-from octavo.worker.host_memory import keep_freed_memory
+from octavo.host_memory import keep_freed_memory
 torch.set_num_threads(1)
 keep_freed_memory()
 for step in range(40):
@@ -76,7 +76,7 @@ def test_what_was_freed_before_goes_back() -> None:
     code = """
 import torch
 from pathlib import Path
-from octavo.worker.host_memory import return_freed_memory
+from octavo.host_memory import return_freed_memory
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 tensors = [torch.ones(1 << 13) for _ in range(4000)]  # 125 MiB

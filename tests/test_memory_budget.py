@@ -9,7 +9,7 @@ import pytest
 from octavo.config import GIB, CacheConfig
 from octavo.core.kv.specs import FullAttention, SlidingWindow, group_layers
 from octavo.errors import OutOfMemory
-from octavo.worker.memory import (
+from octavo.memory_budget import (
     FixedMemory,
     KVShape,
     MemoryBudget,

@@ -1,6 +1,6 @@
 """The memory budget: what is taken, printed before it is taken. Plain Python, no torch.
 
-The worker spends by this page, and `octavo memory` prints it on a machine without the device.
+The worker spends by these numbers, and `octavo memory` prints them on a machine without the device.
 """
 
 from __future__ import annotations
