@@ -56,7 +56,7 @@ check: $(DEV)  ## format, lint, types, who may import whom
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/pytest tests/test_imports.py
+	$(BIN)/lint-imports --no-logo
 
 size: $(RUNTIME)  ## lines of each package
 	$(BIN)/python tools/size.py
@@ -78,5 +78,5 @@ $(DEV): $(RUNTIME)
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
 	find src paper demo tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,182 +1,160 @@
-"""Who may import whom (DESIGN.md section 3): the law, and that the source keeps it."""
+"""Who may import whom: the contracts in pyproject.toml hold, and bite; and imports stay light."""
 
 from __future__ import annotations
 
-import ast
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import octavo
-
-SOURCE = Path(__file__).resolve().parent.parent / "src"
-
-PLAIN = {"config", "errors", "json_fields", "models.config", "models.families", "outputs"} | {
-    "models.rope_scaling",
-    "sampling_params",
-    "core.step",
-    "core.kv.specs",
-}
-# Package -> what it may import of octavo besides itself. The longest name that fits a module wins.
-LAW: dict[str, set[str]] = {
-    "": PLAIN | {"llm"},  # octavo/__init__.py
-    "config": {"errors", "models.config"},
-    "errors": set(),
-    "json_fields": {"errors"},
-    "models.config": {"core.kv.specs", "demo", "errors", "models.families"},
-    "models.families": {"errors", "json_fields", "models.config", "models.rope_scaling"}
-    | {"sampling_params"},
-    "models.rope_scaling": {"errors", "json_fields", "models.config"},
-    "outputs": {"core.step", "errors"},
-    "sampling_params": {"core.step", "errors"},
-    "llm": PLAIN | {"core.sequence", "engine", "executor"},
-    "core": {"config", "errors"},
-    "engine": PLAIN | {"core", "executor.base"},
-    "executor.base": {"core.step", "core.kv.specs", "memory_budget"},
-    "executor": PLAIN | {"worker", "memory_budget", "host_memory"},
-    "host_memory": set(),
-    "memory_budget": {"config", "core.kv.specs", "errors", "models.config"},
-    "worker": PLAIN | {"ops", "layers", "models", "memory_budget", "host_memory"},
-    "models": {"ops", "config", "errors", "layers", "json_fields"},
-    "layers": {"ops", "errors", "models.config"},
-    "ops": {"errors"},
-    "bench": PLAIN | {"core", "engine", "executor.base"},
-    "simulation": PLAIN | {"bench", "core", "engine", "executor.base", "memory_budget"},
-    "server.http.playpool": {"core", "errors"},  # the page that drives the core itself by hand
-    "server": PLAIN | {"engine", "executor", "llm", "host_memory"},
-    "cli": PLAIN
-    | {"bench", "demo", "engine", "llm", "models.registry", "server", "simulation"}
-    | {"memory_budget", "host_memory"},
-    "demo": PLAIN | {"llm", "engine"},
-}
-TORCH_FREE = {
-    "",
-    *PLAIN,
-    "core",
-    "engine",
-    "executor.base",
-    "host_memory",
-    "memory_budget",
-} | {
-    "bench",
-    "cli",
-    "server",
-    "simulation",
-}
-HEAVY = {"torch", "numba", "triton", "transformers"}
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("src", "paper", "demo")
 
 
-def imports_of(path: Path, module: str) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import in a file, wherever in it."""
-    is_package = path.name == "__init__.py"
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = module.split(".")
-                parts = parts[: len(parts) - node.level + is_package]
-                base = ".".join([*parts, base]).rstrip(".")
-            # `from octavo.core import step` imports a module, too; the law sees the longer name.
-            for alias in node.names:
-                yield node.lineno, f"{base}.{alias.name}"
+def contracts() -> dict[str, dict[str, Any]]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        linter = tomllib.load(file)["tool"]["importlinter"]
+    return {contract["id"]: contract for contract in linter["contracts"]}
 
 
-def covers(room: str, name: str) -> bool:
-    """Whether the module or attribute `name` (without "octavo.") lies in `room`."""
-    return room == "" or name == room or name.startswith(f"{room}.")
+def lint(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run import-linter on the sources below `root`, where a pyproject.toml lies."""
+    program = "from importlinter.cli import lint_imports_command as lint; lint()"
+    command = [sys.executable, "-c", program, "--no-cache", "--no-logo", *options]
+    paths = os.pathsep.join(str(root / folder) for folder in FOLDERS)
+    environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "200"}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
 
-def room_of(name: str) -> str:
-    """The room of the law that a module belongs to."""
-    return max((room for room in LAW if covers(room, name)), key=len)
+def test_the_sources_keep_the_contracts() -> None:
+    run = lint(ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"Contracts: {len(contracts())} kept, 0 broken." in run.stdout
 
 
-def violations(source: Path) -> list[str]:
-    found = []
-    for path in sorted((source / "octavo").rglob("*.py")):
-        parts = path.relative_to(source).with_suffix("").parts
-        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        name = module.removeprefix("octavo").removeprefix(".")
-        room = room_of(name)
-        for line, imported in imports_of(path, module):
-            target = imported.removeprefix("octavo.")
-            # `from octavo import LLM` means the module where LLM is at home.
-            target = octavo._HOMES.get(target, f".{target}").partition(".")[2]
-            where = f"{path.relative_to(source)}:{line}"
-            if imported.split(".")[0] in HEAVY and room in TORCH_FREE:
-                found.append(f"{where}: {room} must not import {imported}")
-            if not imported.startswith("octavo.") or (room and covers(room, target)):
-                continue
-            if target.split(".")[0] == "__version__":
-                continue
-            if not any(covers(allowed, target) for allowed in LAW[room]):
-                found.append(f"{where}: {room or 'octavo'} must not import {target}")
-    return found
-
-
-def run_python(program: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
-    )
-
-
-def test_source_keeps_the_law() -> None:
-    assert violations(SOURCE) == []
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources, to be violated."""
+    root = tmp_path_factory.mktemp("sources")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            target = root / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    return root
 
 
 @pytest.mark.parametrize(
-    ("path", "line", "found"),
+    ("contract", "importer", "line", "imported"),
     [
-        ("core/policy.py", "import torch", "core must not import torch"),
-        ("core/x.py", "def f():\n    import torch.nn as nn", "core must not import torch.nn"),
-        ("core/x.py", "from octavo.worker import worker", "core must not import worker.worker"),
-        ("engine/x.py", "from ..executor import local", "engine must not import executor.local"),
-        ("executor/base.py", "from octavo.worker.worker import Worker", "executor.base must not"),
-        ("layers/x.py", "from octavo.core.step import StepPlan", "layers must not import core"),
-        ("ops/x.py", "import octavo.layers.norm", "ops must not import layers"),
-        ("server/x.py", "from octavo.core.scheduler import Scheduler", "server must not import"),
-        ("worker/x.py", "from octavo.core import scheduler", "worker must not import core.sch"),
-        ("cli/x.py", "import torch", "cli must not import torch"),
-        ("worker/x.py", "from octavo import LLM", "worker must not import llm"),
+        ("torch-free", "core.x", "import torch", "torch"),
+        ("torch-free", "core.x", "def f():\n    import torch.nn as nn", "torch"),
+        ("torch-free", "engine.x", "from ..executor import local", "octavo.executor.local"),
+        (
+            "torch-free",
+            "simulation.x",
+            "from octavo.worker.worker import Worker",
+            "octavo.worker.worker",
+        ),
+        ("torch-later", "cli.x", "import torch", "torch"),
+        ("torch-later", "server.http.x", "from transformers import GPT2Config", "transformers"),
+        ("layers", "core.x", "from octavo.worker import worker", "octavo.worker.worker"),
+        ("layers", "executor.x", "from octavo.engine.engine import Engine", "octavo.engine.engine"),
+        ("layers", "ops.x", "import octavo.layers.norm", "octavo.layers.norm"),
+        ("layers", "worker.x", "from octavo import LLM", "octavo"),
+        ("layers", "server.x", "import octavo.simulation.run", "octavo.simulation.run"),
+        ("core", "layers.x", "from octavo.core.step import StepPlan", "octavo.core.step"),
+        (
+            "core",
+            "server.x",
+            "from octavo.core.scheduler import Scheduler",
+            "octavo.core.scheduler",
+        ),
+        ("core", "worker.x", "from octavo.core import scheduler", "octavo.core.scheduler"),
+        ("devices", "ops.cuda.x", "from octavo.ops.cpu import linear", "octavo.ops.cpu.linear"),
+        ("beside", "cli.x", "from octavo_paper import figures", "octavo_paper.figures"),
+        ("beside", "demo.x", "import octavo_demo.corpus", "octavo_demo.corpus"),
     ],
 )
-def test_the_law_bites(tmp_path: Path, path: str, line: str, found: str) -> None:
-    file = tmp_path / "octavo" / path
-    file.parent.mkdir(parents=True)
+def test_the_contracts_bite(
+    copy: Path, contract: str, importer: str, line: str, imported: str
+) -> None:
+    file = copy / "src" / "octavo" / f"{importer.replace('.', '/')}.py"
     file.write_text(f"{line}\n")
-    [violation] = violations(tmp_path)
-    assert found in violation
-    assert f"octavo/{path}:" in violation
+    try:
+        run = lint(copy, "--contract", contract)
+    finally:
+        file.unlink()
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert f"{contracts()[contract]['name']} BROKEN" in run.stdout
+    assert f"octavo.{importer} -> {imported} (l." in run.stdout
 
 
-def test_torch_free_rooms_can_be_imported_without_torch() -> None:
-    """Also what they import in turn: no detour leads to torch."""
-    modules = []
-    for path in sorted((SOURCE / "octavo").rglob("*.py")):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if room_of(module.removeprefix("octavo").removeprefix(".")) in TORCH_FREE:
-            modules.append(module)
-    assert "octavo.core.scheduler" in modules
-    program = textwrap.dedent(
+def test_a_circle_is_found(copy: Path) -> None:
+    first, second = copy / "src/octavo/bench/x.py", copy / "src/octavo/bench/y.py"
+    first.write_text("import octavo.bench.y\n")
+    second.write_text("def f():\n    from octavo.bench import x\n")
+    try:
+        run = lint(copy, "--contract", "acyclic")
+    finally:
+        first.unlink()
+        second.unlink()
+    assert run.returncode == 1
+    assert "No cycles are allowed in octavo.bench." in run.stdout
+
+
+def test_a_new_package_needs_a_layer(copy: Path) -> None:
+    package = copy / "src" / "octavo" / "novelty"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    try:
+        run = lint(copy, "--contract", "layers")
+    finally:
+        shutil.rmtree(package)
+    assert run.returncode == 1
+    assert "octavo.novelty" in run.stdout
+
+
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(str(ROOT / folder) for folder in FOLDERS)
+    environment = os.environ | {"PYTHONPATH": paths}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def modules_below(name: str) -> list[str]:
+    """A module or package, and all that the package has."""
+    [folder] = [each for each in FOLDERS if (ROOT / each / name.partition(".")[0]).exists()]
+    path = ROOT / folder / Path(*name.split("."))
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    found = [".".join(file.relative_to(ROOT / folder).with_suffix("").parts) for file in files]
+    return [module.removesuffix(".__init__") for module in found]
+
+
+def test_what_should_import_without_torch_does() -> None:
+    """Also whatever these modules import in turn when they are imported."""
+    contract = contracts()
+    names = [*contract["torch-free"]["source_modules"], *contract["torch-later"]["source_modules"]]
+    modules = ["octavo", *(module for name in names for module in modules_below(name))]
+    assert {"octavo.core.scheduler", "octavo.cli.main", "octavo_paper.command"} <= set(modules)
+    forbidden = contract["torch-free"]["forbidden_modules"]
+    assert "torch" in forbidden
+    run = run_python(
         f"""
         import importlib, sys
-        for name in {sorted(HEAVY)}:
+        for name in {forbidden}:
             sys.modules[name] = None  # an import of it raises
         for name in {modules}:
             importlib.import_module(name)
         """
     )
-    run = run_python(program)
     assert run.returncode == 0, run.stderr
 
 
@@ -188,8 +166,7 @@ def test_torch_free_rooms_can_be_imported_without_torch() -> None:
     ],
 )
 def test_light_imports(program: str, forbidden: set[str]) -> None:
-    program += "; import sys; print(*sys.modules)"
-    run = run_python(program)
+    run = run_python(f"{program}; import sys; print(*sys.modules)")
     assert run.returncode == 0, run.stderr
     assert forbidden.isdisjoint(run.stdout.split())
 
@@ -201,7 +178,7 @@ def test_help_loads_nothing_but_click() -> None:
         from octavo.cli.main import main
         main(["--help"], prog_name="octavo")
     """
-    run = run_python(textwrap.dedent(program))
+    run = run_python(program)
     assert run.returncode == 0, run.stderr
     loaded = {name.partition(".")[0] for name in run.stdout.splitlines()[-1].split()}
     foreign = {name for name in loaded - sys.stdlib_module_names if not name.startswith("_")}

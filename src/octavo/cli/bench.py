@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from octavo.cli.bench_options import progress_bar, trace_options, trace_requests
 from octavo.cli.bench_serve import serve
 from octavo.cli.options import engine_options
 from octavo.cli.session import show_log
-
-if TYPE_CHECKING:
-    from octavo.bench.traces import TraceRequest
-
-DEFAULT_NUM_PROMPTS = 100
-DEFAULT_INPUT_LEN = 128
-DEFAULT_OUTPUT_LEN = 64
 
 
 @click.group()
@@ -32,14 +25,7 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--model", default="demo", show_default=True, help="A MODEL.")
-@click.option(
-    "--trace",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Lengths of prompts and outputs: .csv or .jsonl, or with .gz.",
-)
-@click.option("--num-prompts", type=click.IntRange(1), help="Requests; of a trace, the first ones.")
-@click.option("--input-len", type=click.IntRange(1), help="Tokens in a prompt, without a trace.")
-@click.option("--output-len", type=click.IntRange(1), help="Tokens in an output, without a trace.")
+@trace_options
 @click.option(
     "--hash-block-size",
     type=click.IntRange(1, 1 << 20),
@@ -72,8 +58,6 @@ def throughput(
     from octavo.bench.throughput import Decoding, run_throughput, split_by_fit
     from octavo.llm import LLM
 
-    if trace is not None and (input_len or output_len):
-        raise click.UsageError("--trace brings lengths: leave out --input-len and --output-len")
     requests = trace_requests(trace, num_prompts, input_len, output_len)
     decoding = Decoding(n, temperature, beam_width)
     decoding.params(1, 0)  # refuses what cannot be, before a model is loaded
@@ -145,24 +129,6 @@ def latency(
         **engine,
     }
     click.echo(json.dumps(latency_values(report)) if as_json else latency_text(report))
-
-
-def trace_requests(
-    trace: Path | None, num_prompts: int | None, input_len: int | None, output_len: int | None
-) -> list[TraceRequest]:
-    """The first requests of a trace, or equal ones."""
-    from octavo.bench.traces import TraceRequest, read_trace
-
-    if trace is not None:
-        return read_trace(trace, num_prompts)
-    one = TraceRequest(input_len or DEFAULT_INPUT_LEN, output_len or DEFAULT_OUTPUT_LEN)
-    return [one] * (num_prompts or DEFAULT_NUM_PROMPTS)
-
-
-def progress_bar(total: int, unit: str) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)
 
 
 bench.add_command(serve)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from octavo.cli.bench_options import progress_bar, trace_options, trace_requests
+
 if TYPE_CHECKING:
     from octavo.bench.client_load import Call, Endpoint, Query, Target
     from octavo.bench.serve import ServeReport
@@ -27,14 +29,7 @@ LEAST_VOCABULARY = 1000  # token ids that every model has
     show_default=True,
     help="Chat prompts are text, so their lengths are only about right.",
 )
-@click.option(
-    "--trace",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Lengths of prompts and outputs: .csv or .jsonl, or with .gz.",
-)
-@click.option("--num-prompts", type=click.IntRange(1), help="Requests; of a trace, the first ones.")
-@click.option("--input-len", type=click.IntRange(1), help="Tokens in a prompt, without a trace.")
-@click.option("--output-len", type=click.IntRange(1), help="Tokens in an output, without a trace.")
+@trace_options
 @click.option(
     "--scale",
     type=click.FloatRange(0, 1, min_open=True),
@@ -89,10 +84,7 @@ def serve(
     """
     from octavo.bench.client_load import Target, served_model
     from octavo.bench.serve import serve_text, serve_values
-    from octavo.cli.bench import trace_requests
 
-    if trace is not None and (input_len or output_len):
-        raise click.UsageError("--trace brings lengths: leave out --input-len and --output-len")
     if overload is not None and rates != "inf":
         raise click.UsageError("--overload finds the rate by itself: leave out --request-rate")
     wanted = _rates(rates)
@@ -156,7 +148,6 @@ def _run(
     target: Target, queries: list[Query], rate: float, seed: int, max_concurrency: int | None
 ) -> ServeReport:
     from octavo.bench.serve import run_serve
-    from octavo.cli.bench import progress_bar
 
     with progress_bar(len(queries), "requests") as bar:
 
