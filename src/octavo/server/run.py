@@ -7,7 +7,6 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import math
 import signal
 import socket
 import ssl
@@ -15,8 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
-import uvicorn
-import uvloop
 from fastapi import FastAPI
 
 from octavo.config import EngineConfig
@@ -27,7 +24,6 @@ from octavo.server.engine_process.supervisor import Supervision
 from octavo.server.http.app import create_app
 from octavo.server.http.listener import RESERVED_FILES, HttpServer
 from octavo.server.http.open_files import raise_file_limit
-from octavo.server.http.protocol import BoundedHttp
 from octavo.server.observability.observation import Observation
 from octavo.server.settings import ConnectionLimits, Listening, ServerSettings
 
@@ -64,7 +60,7 @@ def run_server(
         observation = Observation(name)
         client = EngineClient(config, supervision, observation.listeners)
         app = create_app(client, settings, observation.routers(client))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_serve(client, app, listening, limits, listener, ready))
 
 
@@ -92,8 +88,17 @@ def run_batch_file(
             finally:
                 await client.close()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(run())
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, which is the faster one, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def bind(listening: Listening) -> socket.socket:
@@ -170,7 +175,7 @@ async def _serve(
         try:
             if not await unless(stop, client.start()):
                 return
-            server = HttpServer(http_config(app, listening, limits), listener, limits)
+            server = HttpServer(app, listener, listening, limits)
             listen(listener, listening)
             server.start()
             watching = asyncio.create_task(server.watch())
@@ -187,21 +192,6 @@ async def _serve(
                 await server.close(CLOSE_SECONDS)
         finally:
             await client.close()
-
-
-def http_config(app: FastAPI, listening: Listening, limits: ConnectionLimits) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=BoundedHttp,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",  # what clients do wrong is counted, not logged one by one
-        access_log=False,
-        timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
-        ssl_certfile=listening.ssl_certfile,
-        ssl_keyfile=listening.ssl_keyfile,
-    )
 
 
 def allow_files(limits: ConnectionLimits) -> ConnectionLimits:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
+from collections.abc import Awaitable
 from email.utils import formatdate
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.host_memory import return_freed_memory
 from octavo.server.http.errors import ApiError
 from octavo.server.http.gate import OPEN_PATHS
-from octavo.server.http.protocol import RETRY_SECONDS, BoundedHttp, Connections
-from octavo.server.settings import ConnectionLimits
+from octavo.server.http.protocol import RETRY_SECONDS, Connection, Connections, dispatch
+from octavo.server.settings import ConnectionLimits, Listening
 
-CHECK_SECONDS = 1.0  # between two looks at all connections
+CHECK_SECONDS = 1.0  # between two checks of all connections
 TRIM_SECONDS = 10.0  # between two returns of freed memory to the system
-LOG_SECONDS = 10.0  # between two lines about connections that were closed or refused
+LOG_SECONDS = 10.0  # between two log lines about connections that were closed or refused
 PAUSE_SECONDS = 0.1  # without accepting, after a failure
 MAX_ACCEPTS = 64  # before other work gets its turn
 MAX_SPARE = 32  # connections beyond max_connections that are being told so
@@ -36,14 +38,27 @@ class HttpServer:
     """One application on one listening socket."""
 
     def __init__(
-        self, config: uvicorn.Config, listener: socket.socket, limits: ConnectionLimits
+        self, app: ASGIApp, listener: socket.socket, listening: Listening, limits: ConnectionLimits
     ) -> None:
-        """`listener` is bound; `config` names the application and TLS."""
-        config.load()
+        """`listener` is bound; `listening` names the files for TLS, if it is to be used."""
         self.connections = Connections(limits, self._go_on_accepting)
-        self._config = config
+        self._config = uvicorn.Config(
+            dispatch,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            log_config=None,
+            log_level="error",  # what clients do wrong is counted, not logged one by one
+            access_log=False,
+            timeout_keep_alive=math.ceil(limits.keep_alive_seconds),
+            ssl_certfile=listening.ssl_certfile,
+            ssl_keyfile=listening.ssl_keyfile,
+        )
+        self._config.load()
+        self._app = app
+        self._spare_app = _spare_app(app, limits.max_connections)
         self._listener = listener
-        self._spare_app = _spare_app(config.loaded_app, limits.max_connections)
         self._is_accepting = False
         self._is_closed = False
         self._last_log_time = -LOG_SECONDS
@@ -70,17 +85,17 @@ class HttpServer:
         """Take no more connections. Those with a request may end within this many seconds."""
         self._is_closed = True
         self._stop_accepting()
-        for connection in list(self.connections.connections):
+        for connection in list(self.connections.open):
             connection.shutdown()
         deadline = time.monotonic() + seconds
-        while self.connections.connections and time.monotonic() < deadline:
+        while self.connections.open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        tasks = [*self.connections.tasks, *self.connections.arriving.values()]
+        tasks = [*self.connections.uvicorn.tasks, *self.connections.arriving.values()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for connection in list(self.connections.connections):
+        for connection in list(self.connections.open):
             connection.transport.abort()
 
     # ---------------------------------------------------------------- new connections
@@ -99,7 +114,7 @@ class HttpServer:
         """Take what waits in the socket's queue."""
         for _ in range(MAX_ACCEPTS):
             try:
-                connection, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:  # of too many open files, say
@@ -108,44 +123,44 @@ class HttpServer:
                 self._stop_accepting()
                 asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._go_on_accepting)
                 return
-            self._take(connection)
+            self._take(accepted)
             if len(self.connections.spare) >= MAX_SPARE:
                 self._stop_accepting()  # until one of them has gone, or the next check
                 return
 
-    def _take(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
+    def _take(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
         all_connections = self.connections
         is_spare = all_connections.is_full and not all_connections.make_room(time.monotonic())
-        app = self._spare_app if is_spare else self._config.loaded_app
-        protocol = BoundedHttp(self._config, all_connections, app)
+        app = self._spare_app if is_spare else self._app
+        connection = Connection(self._config, all_connections, app)
         if is_spare:
             all_connections.closed["refused for want of room"] += 1
-            all_connections.spare.add(protocol)
-        task = asyncio.get_running_loop().create_task(self._connect(protocol, connection))
-        all_connections.arriving[protocol] = task
+            all_connections.spare.add(connection)
+        task = asyncio.get_running_loop().create_task(self._connect(connection, accepted))
+        all_connections.arriving[connection] = task
 
-    async def _connect(self, protocol: BoundedHttp, connection: socket.socket) -> None:
-        """Give a connection to its protocol, after the TLS handshake if there is one."""
+    async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
+        """Give an accepted socket to its connection, after the TLS handshake if there is one."""
         is_tls = self._config.ssl is not None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: protocol,
-                connection,
+                lambda: connection,
+                accepted,
                 ssl=self._config.ssl,
                 ssl_handshake_timeout=self.connections.limits.header_seconds if is_tls else None,
             )
         except OSError as error:
             logger.debug("a connection has failed: %s", error)
         finally:
-            if protocol.transport is None:  # there was no handshake, or no time for it
-                connection.close()
-                protocol.forget()
+            if not connection.is_made:  # there was no handshake, or no time for it
+                accepted.close()
+                connection.forget()
 
     # ---------------------------------------------------------------- once in a while
 
     def _update_date(self) -> None:
-        self.connections.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        self.connections.uvicorn.default_headers = [(b"date", formatdate(usegmt=True).encode())]
 
     def _log(self) -> None:
         """Say what was closed and refused, but not for each connection."""
@@ -156,7 +171,7 @@ class HttpServer:
         logger.warning(
             "connections: %s; %d are open, max_connections is %d",
             what,
-            len(self.connections.connections),
+            len(self.connections.open),
             self.connections.limits.max_connections,
         )
         closed.clear()
@@ -165,7 +180,7 @@ class HttpServer:
     async def _trim(self) -> None:
         """What many connections or large bodies took must not stay with this process: glibc keeps
         what is freed below other allocations until it is asked."""
-        num_ended = self.connections.total_requests + self.connections.num_ended
+        num_ended = self.connections.uvicorn.total_requests + self.connections.num_ended
         is_due = time.monotonic() - self._last_trim_time >= TRIM_SECONDS
         if is_due and num_ended > self._num_ended_at_trim:
             self._last_trim_time, self._num_ended_at_trim = time.monotonic(), num_ended
@@ -176,8 +191,13 @@ def _spare_app(app: ASGIApp, max_connections: int) -> ASGIApp:
     """What serves connections beyond the limit: /health as always, and 503 for everything else."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        def closing_send(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            return send(message)
+
         if scope["path"] in OPEN_PATHS:
-            await app(scope, receive, send)
+            await app(scope, receive, closing_send)
             return
         # The whole request first: a connection that is closed before it was read is reset.
         while (await receive()).get("more_body", False):
@@ -188,6 +208,6 @@ def _spare_app(app: ASGIApp, max_connections: int) -> ASGIApp:
             code="too_many_connections",
             retry_after=RETRY_SECONDS,
         )
-        await error.response()(scope, receive, send)
+        await error.response()(scope, receive, closing_send)
 
     return serve
