@@ -16,7 +16,7 @@ PROMPTS ?= "Once upon a time" "One morning, a little girl" \
 SERVE ?= demo --num-blocks 1024
 
 .PHONY: run generate test test-gpu test-clients soak browser check size nightly mutants bench clean \
-    reproduce
+    reproduce test-torch
 
 run: $(RUNTIME)  ## serve the embedded model, with its picture, at http://127.0.0.1:8000
 	$(BIN)/octavo serve $(SERVE)
@@ -34,8 +34,12 @@ browser:  ## chromium for the tests of the pages, where it can be had
 	        chromium fonts-dejavu-core > /dev/null; \
 	} || echo "There is no chromium, and it cannot be installed: tests of the pages will be skipped."
 
-nightly: $(DEV)  ## the slow tests
+nightly: $(DEV)  ## the slow tests, and then all others on two versions of torch
 	$(BIN)/pytest -n auto -m slow
+	$(BIN)/python tools/torch_versions.py
+
+test-torch: $(DEV)  ## all tests but the slow ones, on the oldest and on the newest torch
+	$(BIN)/python tools/torch_versions.py
 
 soak: $(DEV)  ## an hour of kills, malformed requests and random work; SOAK="--scale 0.05" is shorter
 	PYTHONPATH=tests $(BIN)/python -m soak $(SOAK)

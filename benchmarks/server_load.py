@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.client_load import Query, Target
-from octavo.bench.serve import find_capacity, run_serve, serve_text, serve_values
+from octavo.bench.serve import find_capacity, run_serve, serve_tables, serve_values
+from octavo.bench.tables import show
 from octavo.bench.traces import TraceRequest, read_trace
 from octavo.cli.bench_serve import make_queries
 
@@ -159,13 +160,13 @@ async def measure(
     runs = []
     for number, share in enumerate(shares):
         report = await run_serve(target, workload.queries(count, 10 + number), share * capacity)
-        print(f"at {share:g} of the capacity\n{serve_text(report)}\n")
+        show(f"at {share:g} of the capacity", *serve_tables(report), "")
         slower = report.normalized.mean / alone.normalized.mean
         runs.append({"load": share, "latency_ratio": slower, **serve_values(report)})
     peaks, floods = [memory.take_peak()], []
     for seed in (3, 4):
         flood = await run_serve(target, workload.queries(num_flood, seed), overload * capacity)
-        print(f"at {overload:g} times the capacity\n{serve_text(flood)}\n")
+        show(f"at {overload:g} times the capacity", *serve_tables(flood), "")
         ratio = flood.requests_per_second / capacity
         floods.append({"load": overload, "goodput_ratio": ratio, **serve_values(flood)})
         peaks.append(memory.take_peak())

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, process_time
 
+from octavo.bench.tables import show
 from octavo.bench.throughput import Decoding, ThroughputReport, run_throughput
 from octavo.bench.traces import TraceRequest, read_trace
 from octavo.config import EngineConfig, make_config
@@ -27,7 +28,7 @@ from octavo.engine.engine import Engine
 from octavo.llm import load_engine
 from octavo.simulation.calibration import calibrate
 from octavo.simulation.config import SimulationConfig
-from octavo.simulation.report import calibration_text
+from octavo.simulation.report import calibration_tables
 from octavo.simulation.result import SimulationResult
 from octavo.simulation.run import simulate
 from octavo.simulation.step_records import StepRecorder, computing_dtype, read_step_records
@@ -68,7 +69,7 @@ def main() -> None:
             record(engine, others[len(others) // 2 :], after, args.gpu)
             setting, records = read_step_records(before)
             calibration = calibrate(setting, records + read_step_records(after)[1])
-        print(calibration_text(calibration))
+        show(*calibration_tables(calibration))
         result = simulate(
             calibration.apply(simulation_config(engine, config, args.gpu)), Traffic(predicted)
         )

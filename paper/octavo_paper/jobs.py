@@ -29,7 +29,6 @@ SIMULATED = (
     "octavo.engine",
     "octavo.models",
     "octavo.simulation",
-    "octavo.worker.memory",
     "octavo_paper",
 )
 # The same for a job that computes tokens.

@@ -1,6 +1,6 @@
 """The paper's servers (table 1): models, GPUs, and how many KV slots their memory leaves.
 
-The arithmetic is octavo's own memory budget (`worker/memory.py`), one device at a time, with what
+The arithmetic is octavo's own memory budget (`memory_budget.py`), one device at a time, with what
 the authors' artifact pays first: 95% of a device, its share of the weights, the logits of the
 largest step twice over, and a workspace.
 """

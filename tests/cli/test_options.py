@@ -1,21 +1,104 @@
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import fields
+from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from octavo.cli.main import main
 from octavo.cli.models import NOTES
-from octavo.cli.options import ENGINE_CLASSES, ENGINE_HELP, integers, size
+from octavo.cli.options import (
+    ENGINE_HELP,
+    SAMPLING_HELP,
+    engine_options,
+    integers,
+    sampling_options,
+    size,
+)
+from octavo.cli.serve import serve
+from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
 from octavo.models.families import FAMILIES
+from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.settings import ConnectionLimits, Listening, ServerSettings
+
+SERVE_CLASSES = (ConnectionLimits, Listening, ServerSettings, Supervision)
 
 
 def test_every_field_of_the_configuration_has_an_option() -> None:
     """And so a help text: a new field without one fails here."""
-    names = {f.name for kind in ENGINE_CLASSES for f in fields(kind)}
+    classes = (EngineConfig, CacheConfig, SchedulerConfig)
+    names = {f.name for kind in classes for f in fields(kind)}
     names -= {"owns_process", "has_usual_steps"}  # the commands' own business
     assert set(ENGINE_HELP) == names - {"model", "cache", "scheduler"}
+
+
+@click.command()
+@engine_options()
+@sampling_options(without=("seed",), max_tokens=64)
+def both(engine: dict[str, Any], sampling: dict[str, Any]) -> None:
+    click.echo(json.dumps([engine, sampling]))
+
+
+def values_of(*args: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    engine, sampling = json.loads(CliRunner().invoke(both, args, catch_exceptions=False).stdout)
+    return engine, sampling
+
+
+def test_only_what_is_given_is_passed_on() -> None:
+    assert values_of() == ({}, {"max_tokens": 64})
+    engine = {
+        "kv_cache_memory": 4 << 30,
+        "enable_prefix_caching": False,
+        "overlap": True,
+        "preemption_mode": "swap",
+        "watermark": 0.0,
+    }
+    flags = ("--kv-cache-memory=4GiB", "--no-prefix-caching", "--overlap", "--watermark=0")
+    assert values_of(*flags, "--preemption-mode=swap")[0] == engine
+    sampling = {"max_tokens": 7, "stop": ["a", "b"], "ignore_eos": True}
+    assert values_of("--max-tokens=7", "--stop=a", "--stop=b", "--ignore-eos")[1] == sampling
+
+
+def test_every_option_has_the_type_of_its_field() -> None:
+    by_name = {parameter.name: parameter for parameter in both.params}
+    assert by_name.keys() == ENGINE_HELP.keys() | SAMPLING_HELP.keys()
+    for name, kind in (("temperature", click.FLOAT), ("top_k", click.INT), ("device", None)):
+        option = by_name[name]
+        assert isinstance(option.type, click.Choice) if kind is None else option.type is kind
+
+
+@pytest.mark.parametrize(
+    ("option", "default"),
+    [
+        ("kv_cache_memory", None),
+        ("swap_space", "1.00 GiB"),
+        ("block_size", "16"),
+        ("enable_prefix_caching", "on"),
+        ("ignore_eos", "off"),
+        ("overlap", "on a GPU"),
+        ("max_tokens", "64"),
+    ],
+)
+def test_help_shows_defaults(option: str, default: str | None) -> None:
+    [text] = [each.help for each in both.params if each.name == option]  # type: ignore[attr-defined]
+    assert re.findall(r"\[default: (.*?)\]", text) == ([] if default is None else [default])
+
+
+def test_the_help_of_serve_shows_the_defaults_of_its_settings() -> None:
+    defaults = {f.name: f.default for kind in SERVE_CLASSES for f in fields(kind)}
+    shown = {}
+    for parameter in serve.params:
+        found = re.search(r"\[default: ([\w.: ]+)", getattr(parameter, "help", None) or "")
+        if found and isinstance(defaults.get(parameter.name), int | float | str):
+            shown[parameter.name] = found[1]
+    shown["max_body_bytes"] = str(size(shown["max_body_bytes"]))
+    for name, text in shown.items():
+        assert type(defaults[name])(text) == defaults[name], name
+    assert len(shown) == 14
 
 
 @pytest.mark.parametrize(

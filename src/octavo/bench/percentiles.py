@@ -6,27 +6,19 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 SHOWN = (10, 25, 50, 75, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Mean and percentiles (linear between neighbours, as numpy's default)."""
+    """Mean and percentiles; of no values at all, everything is 0."""
 
     mean: float
     at: dict[int, float]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles:
-        """Of no values at all, everything is 0."""
-        if not values:
-            return cls(0.0, dict.fromkeys(SHOWN, 0.0))
-        ordered = sorted(values)
-        return cls(statistics.fmean(ordered), {p: _percentile(ordered, p) for p in SHOWN})
-
-
-def _percentile(ordered: Sequence[float], percent: int) -> float:
-    position = percent / 100 * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+        at = np.percentile(values or [0.0], SHOWN).tolist()
+        return cls(statistics.fmean(values or [0.0]), dict(zip(SHOWN, at, strict=True)))

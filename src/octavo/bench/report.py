@@ -1,14 +1,19 @@
-"""Reports as text for people and as plain values for JSON."""
+"""Reports as tables for people and as plain values for JSON."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.bench.latency import LatencyReport
 from octavo.bench.memory_use import SlotUse
 from octavo.bench.percentiles import Percentiles
+from octavo.bench.tables import columns, facts
 from octavo.bench.throughput import ThroughputReport
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 PARTS = {
     "token_states": "token states",
@@ -22,21 +27,23 @@ DEFINITION = """\
   (vLLM: 3.7 %). Of held blocks: only those of running requests."""
 
 
-def throughput_text(report: ThroughputReport) -> str:
-    rows = [
-        ("requests", f"{report.num_requests} in {report.seconds:.2f} s{_skipped(report)}"),
-        ("requests/s", f"{report.requests_per_second:.2f}"),
-        ("output tokens/s", f"{report.output_tokens_per_second:.1f}"),
-        ("total tokens/s", f"{report.total_tokens_per_second:.1f}"),
-        ("time to first token", _percentiles_text(report.time_to_first_token)),
-        ("time per output token", _percentiles_text(report.time_per_output_token)),
-        ("steps", f"{report.num_steps}, of {report.mean_seqs:.2f} sequences on average"),
-        ("preemptions", ", ".join(f"{n} by {kind}" for kind, n in report.preemptions.items())),
-        ("prefix cache", f"{100 * report.prefix_hit_rate:.1f} % of prompt tokens found"),
-        ("sharing", f"saves {100 * report.sharing_saves:.1f} % of KV blocks"),
-    ]
-    lines = [f"{name:<24}{value}" for name, value in rows]
-    return "\n".join([*lines, "", *_memory_lines(report), DEFINITION])
+def throughput_tables(report: ThroughputReport) -> tuple[RenderableType, ...]:
+    """The run, and the four parts of the paper's figure 2."""
+    run = facts(
+        [
+            ("requests", f"{report.num_requests} in {report.seconds:.2f} s{_skipped(report)}"),
+            ("requests/s", f"{report.requests_per_second:.2f}"),
+            ("output tokens/s", f"{report.output_tokens_per_second:.1f}"),
+            ("total tokens/s", f"{report.total_tokens_per_second:.1f}"),
+            ("time to first token", milliseconds(report.time_to_first_token)),
+            ("time per output token", milliseconds(report.time_per_output_token)),
+            ("steps", f"{report.num_steps}, of {report.mean_seqs:.2f} sequences on average"),
+            ("preemptions", ", ".join(f"{n} by {kind}" for kind, n in report.preemptions.items())),
+            ("prefix cache", f"{100 * report.prefix_hit_rate:.1f} % of prompt tokens found"),
+            ("sharing", f"saves {100 * report.sharing_saves:.1f} % of KV blocks"),
+        ]
+    )
+    return run, "", _memory_table(report), DEFINITION
 
 
 def throughput_values(report: ThroughputReport) -> dict[str, Any]:
@@ -48,11 +55,13 @@ def throughput_values(report: ThroughputReport) -> dict[str, Any]:
     return values
 
 
-def latency_text(report: LatencyReport) -> str:
-    return (
-        f"{'batch latency':<24}{_percentiles_text(report.batch)}\n"
-        f"{'first token of all':<24}{_percentiles_text(report.first_token)}\n"
-        f"{'iterations':<24}{report.num_iterations}"
+def latency_table(report: LatencyReport) -> Table:
+    return facts(
+        [
+            ("batch latency", milliseconds(report.batch)),
+            ("first token of all", milliseconds(report.first_token)),
+            ("iterations", str(report.num_iterations)),
+        ]
     )
 
 
@@ -64,26 +73,28 @@ def _skipped(report: ThroughputReport) -> str:
     return f" ({report.skipped} too long ones skipped)" if report.skipped else ""
 
 
-def _percentiles_text(percentiles: Percentiles) -> str:
-    at = "  ".join(f"p{percent} {1e3 * value:.1f}" for percent, value in percentiles.at.items())
-    return f"mean {1e3 * percentiles.mean:.1f}  {at}  ms"
+def milliseconds(percentiles: Percentiles, digits: int = 1) -> str:
+    """Mean and percentiles in one line."""
+    at = "  ".join(f"p{p} {1e3 * value:.{digits}f}" for p, value in percentiles.at.items())
+    return f"mean {1e3 * percentiles.mean:.{digits}f}  {at}  ms"
 
 
-def _memory_lines(report: ThroughputReport) -> list[str]:
+def _memory_table(report: ThroughputReport) -> Table:
     """Figure 2's table, in percent, with a column for saturated steps if there were any."""
-    columns = [(f"whole run ({report.num_steps} steps)", report.whole_run)]
+    of_steps = {f"whole run ({report.num_steps} steps)": report.whole_run}
     if report.saturated is not None:
-        columns.insert(0, (f"while requests wait ({report.num_saturated_steps})", report.saturated))
-    lines = [f"{'KV slots, %':<34}" + "".join(f"{title:>30}" for title, _ in columns)]
-    for name, title in PARTS.items():
-        lines.append(_memory_line(title, [100 * getattr(s, name) / s.total for _, s in columns]))
-    lines.append(_memory_line("waste of the pool", [100 * s.waste_of_pool for _, s in columns]))
-    lines.append(_memory_line("waste of held blocks", [100 * s.waste_of_held for _, s in columns]))
-    return lines
-
-
-def _memory_line(title: str, values: list[float]) -> str:
-    return f"  {title:<32}" + "".join(f"{value:>30.2f}" for value in values)
+        of_steps = {f"while requests wait ({report.num_saturated_steps})": report.saturated} | (
+            of_steps
+        )
+    table = columns("KV slots, %", *of_steps)
+    names = PARTS | {
+        "waste_of_pool": "waste of the pool",
+        "waste_of_held": "waste of held blocks",
+    }
+    for name, title in names.items():
+        values = [_slot_values(slots)[name] for slots in of_steps.values()]
+        table.add_row(f"  {title}", *(f"{value:.2f}" for value in values))
+    return table
 
 
 def _slot_values(slots: SlotUse) -> dict[str, float]:

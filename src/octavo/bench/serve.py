@@ -12,11 +12,15 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.bench.client_load import Call, Query, Target, poisson_times, send_all
 from octavo.bench.percentiles import SHOWN, Percentiles
+from octavo.bench.tables import columns, facts
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 # How the capacity is found that an overload is a multiple of.
 CAPACITY_REQUESTS = 512
@@ -117,27 +121,28 @@ def report_of(calls: Sequence[Call], rate: float) -> ServeReport:
     )
 
 
-def serve_text(report: ServeReport) -> str:
+def serve_tables(report: ServeReport) -> tuple[RenderableType, ...]:
     """A report for people."""
     rate = "all at once" if report.rate == float("inf") else f"{report.rate:g} requests/s, Poisson"
-    rows = [
-        ("arrivals", rate),
-        ("completed", f"{report.num_completed} in {report.seconds:.2f} s"),
-        ("refused, failed", f"{report.num_refused}, {report.num_failed}"),
-        ("open at once, at most", str(report.peak_concurrency)),
-        ("requests/s", f"{report.requests_per_second:.2f}"),
-        ("output tokens/s", f"{report.output_tokens_per_second:.1f}"),
-        ("prefix cache", f"{100 * report.prefix_hit_rate:.1f} % of prompt tokens found"),
-        ("normalized latency", f"{1e3 * report.normalized.mean:.2f} ms/token"),
-    ]
-    lines = [f"{name:<24}{value}" for name, value in rows]
-    lines.append(f"{'ms':<24}{'mean':>10}" + "".join(f"{f'p{p}':>10}" for p in SHOWN))
+    run = facts(
+        [
+            ("arrivals", rate),
+            ("completed", f"{report.num_completed} in {report.seconds:.2f} s"),
+            ("refused, failed", f"{report.num_refused}, {report.num_failed}"),
+            ("open at once, at most", str(report.peak_concurrency)),
+            ("requests/s", f"{report.requests_per_second:.2f}"),
+            ("output tokens/s", f"{report.output_tokens_per_second:.1f}"),
+            ("prefix cache", f"{100 * report.prefix_hit_rate:.1f} % of prompt tokens found"),
+            ("normalized latency", f"{1e3 * report.normalized.mean:.2f} ms/token"),
+        ]
+    )
+    latencies = columns("ms", "mean", *(f"p{percent}" for percent in SHOWN))
     for name in ("ttft", "tpot", "itl", "e2e"):
         percentiles: Percentiles = getattr(report, name)
-        values = [percentiles.mean, *(percentiles.at[p] for p in SHOWN)]
-        lines.append(f"  {name.upper():<22}" + "".join(f"{1e3 * v:>10.2f}" for v in values))
-    lines += [f"  {count} x {error}" for error, count in report.errors.items()]
-    return "\n".join(lines)
+        values = [percentiles.mean, *(percentiles.at[percent] for percent in SHOWN)]
+        latencies.add_row(f"  {name.upper()}", *(f"{1e3 * value:.2f}" for value in values))
+    errors = (f"  {count} x {error}" for error, count in report.errors.items())
+    return run, latencies, *errors
 
 
 def serve_values(report: ServeReport) -> dict[str, Any]:

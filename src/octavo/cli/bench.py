@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from octavo.bench.tables import show
 from octavo.cli.bench_options import progress_bar, trace_options, trace_requests
 from octavo.cli.bench_serve import serve
 from octavo.cli.options import engine_options
@@ -54,7 +55,7 @@ def throughput(
     engine: dict[str, Any],
 ) -> None:
     """Queue all requests at once and time them until the last is done."""
-    from octavo.bench.report import throughput_text, throughput_values
+    from octavo.bench.report import throughput_tables, throughput_values
     from octavo.bench.throughput import Decoding, run_throughput, split_by_fit
     from octavo.llm import LLM
 
@@ -77,7 +78,10 @@ def throughput(
         "beam_width": beam_width,
         **engine,
     }
-    click.echo(json.dumps(throughput_values(report)) if as_json else throughput_text(report))
+    if as_json:
+        click.echo(json.dumps(throughput_values(report)))
+    else:
+        show(*throughput_tables(report))
 
 
 @bench.command()
@@ -105,7 +109,7 @@ def latency(
 ) -> None:
     """Time one batch from its arrival to its last token, several times over."""
     from octavo.bench.latency import Batch, run_latency
-    from octavo.bench.report import latency_text, latency_values
+    from octavo.bench.report import latency_table, latency_values
     from octavo.bench.throughput import Decoding, split_by_fit
     from octavo.bench.traces import TraceRequest
     from octavo.llm import LLM
@@ -128,7 +132,10 @@ def latency(
         "beam_width": beam_width,
         **engine,
     }
-    click.echo(json.dumps(latency_values(report)) if as_json else latency_text(report))
+    if as_json:
+        click.echo(json.dumps(latency_values(report)))
+    else:
+        show(latency_table(report))
 
 
 bench.add_command(serve)

@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from octavo.cli.options import together
+
 if TYPE_CHECKING:
     from octavo.bench.traces import TraceRequest
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_INPUT_LEN = 128
 DEFAULT_OUTPUT_LEN = 64
 
 
-def trace_options(command: Command) -> Command:
-    """Adds --trace, --num-prompts, --input-len and --output-len."""
-    for option in (
-        click.option(
-            "--output-len", type=click.IntRange(1), help="Output tokens, without a trace."
-        ),
-        click.option("--input-len", type=click.IntRange(1), help="Prompt tokens, without a trace."),
-        click.option(
-            "--num-prompts", type=click.IntRange(1), help="Requests; of a trace, the first ones."
-        ),
-        click.option(
-            "--trace",
-            type=click.Path(dir_okay=False, path_type=Path),
-            help="Lengths of prompts and outputs: .csv or .jsonl, or with .gz.",
-        ),
-    ):
-        command = option(command)
-    return command
+trace_options = together(
+    click.option(
+        "--trace",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="Lengths of prompts and outputs: .csv or .jsonl, or with .gz.",
+    ),
+    click.option(
+        "--num-prompts", type=click.IntRange(1), help="Requests; of a trace, the first ones."
+    ),
+    click.option(
+        "--input-len", type=click.IntRange(1), help="Tokens in a prompt, without a trace."
+    ),
+    click.option(
+        "--output-len", type=click.IntRange(1), help="Tokens in an output, without a trace."
+    ),
+)
 
 
 def trace_requests(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from octavo.bench.tables import show
 from octavo.cli.bench_options import progress_bar, trace_options, trace_requests
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def serve(
     Prompts are random token ids. Refusals (429, 503) are counted apart from failures.
     """
     from octavo.bench.client_load import Target, served_model
-    from octavo.bench.serve import serve_text, serve_values
+    from octavo.bench.serve import serve_tables, serve_values
 
     if overload is not None and rates != "inf":
         raise click.UsageError("--overload finds the rate by itself: leave out --request-rate")
@@ -111,7 +112,7 @@ def serve(
         report = _run(target, queries, rate, seed, max_concurrency)
         values.append(serve_values(report))
         if not as_json:
-            click.echo(serve_text(report) + "\n")
+            show(*serve_tables(report), "")
     settings = {
         "model": model,
         "endpoint": endpoint,

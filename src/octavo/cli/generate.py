@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from octavo.bench.tables import columns, show
 from octavo.cli.options import engine_options, sampling_options
 from octavo.cli.session import dim, make_sampling_params, show_log, summary
 from octavo.errors import RequestFailed
@@ -77,7 +78,7 @@ def generate(
             if as_json:
                 click.echo(json.dumps(asdict(output), ensure_ascii=False))
             else:
-                click.echo(show(output, llm.engine.tokenizer))
+                print_output(output, llm.engine.tokenizer)
         if not quiet:
             num_tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
             click.echo(dim(summary(llm.engine, memory, num_tokens, seconds)), err=True)
@@ -122,34 +123,36 @@ def make_beam_params(beam: dict[str, Any], sampling: dict[str, Any]) -> BeamSear
     return BeamSearchParams(**sampling, **given)
 
 
-def show(output: RequestOutput, tokenizer: Tokenizer | None) -> str:
+def print_output(output: RequestOutput, tokenizer: Tokenizer | None) -> None:
     """The prompt with its continuation, or a list of several."""
     prompt = click.style(output.prompt or "", bold=True)
     if len(output.outputs) == 1:
         [only] = output.outputs
-        return f"{prompt}{only.text}\n{show_logprobs(only, tokenizer)}"
-    lines = [prompt]
-    for each in output.outputs:
-        score = "" if each.score is None else f" (score {each.score:.4f})"
-        lines.append(
-            f"  [{each.index}]{score} {each.text}\n{show_logprobs(each, tokenizer)}".rstrip()
-        )
-    return "\n".join([*lines, ""])
+        click.echo(f"{prompt}{only.text}")
+        print_logprobs(only, tokenizer)
+    else:
+        click.echo(prompt)
+        for each in output.outputs:
+            score = "" if each.score is None else f" (score {each.score:.4f})"
+            click.echo(f"  [{each.index}]{score} {each.text}")
+            print_logprobs(each, tokenizer)
+    click.echo()
 
 
-def show_logprobs(output: SequenceOutput, tokenizer: Tokenizer | None) -> str:
-    """A line a token: its log-probability, its rank, and the likeliest tokens."""
+def print_logprobs(output: SequenceOutput, tokenizer: Tokenizer | None) -> None:
+    """If they were asked for: each token's log-probability and rank, and the likeliest tokens."""
     if output.logprobs is None:
-        return ""
+        return
 
     def name(token_id: int) -> str:
         text = "" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
         return repr(text) if text else str(token_id)
 
-    rows = [f"    {'logprob':>9} {'rank':>6}  {'token':<16}  likeliest"]
+    table = columns("    token", "logprob", "rank", "likeliest")
     for each in output.logprobs:
         likeliest = "  ".join(f"{name(token)} {logprob:.2f}" for token, logprob in each.top)
-        rows.append(
-            f"    {each.logprob:>9.4f} {each.rank:>6}  {name(each.token_id):<16}  {likeliest}"
+        table.add_row(
+            f"    {name(each.token_id)}", f"{each.logprob:.4f}", str(each.rank), likeliest
         )
-    return "\n".join(rows) + "\n"
+    table.columns[-1].justify = "left"
+    show(table)

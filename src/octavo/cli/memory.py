@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from octavo.bench.tables import facts, show
 from octavo.cli.options import engine_options, integers, size
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_LENGTHS = "512,2048,8192"
@@ -52,7 +56,10 @@ def memory(
     own estimate of the largest step; KV is counted without a backend's padding of heads.
     """
     budget = Budget.of(model, device_memory, engine)
-    click.echo(json.dumps(budget.values(lengths)) if as_json else budget.text(lengths))
+    if as_json:
+        click.echo(json.dumps(budget.values(lengths)))
+    else:
+        show(*budget.tables(lengths))
 
 
 class Budget:
@@ -116,27 +123,33 @@ class Budget:
             return None
         return int(self._budget.num_blocks // self._shape.blocks_for(num_tokens, self._chunk))
 
-    def text(self, lengths: tuple[int, ...]) -> str:
+    def tables(self, lengths: tuple[int, ...]) -> tuple[RenderableType, ...]:
+        """For people: the budget, what a token takes, and how many sequences fit."""
         from octavo.memory_budget import format_bytes
 
         model, shape = self._model_config, self._shape
-        lines = [
+        title = (
             f"{model.directory}: {model.architecture}, "
-            f"{model.num_parameters() / 1e6:,.1f} M parameters, {self._dtype}",
-            "",
-            str(self._budget),
-            "",
-            f"KV of a token   {shape.bytes_per_token:,} bytes "
-            f"({format_bytes(shape.bytes_per_token)}), {self._layers_text()}",
-            f"KV slots        {self._budget.num_blocks * shape.block_size:,} tokens in "
-            f"{self._budget.num_blocks:,} blocks",
+            f"{model.num_parameters() / 1e6:,.1f} M parameters, {self._dtype}"
+        )
+        rows = [
+            (
+                "KV per token",
+                f"{shape.bytes_per_token:,} bytes ({format_bytes(shape.bytes_per_token)}), "
+                f"{self._layers_text()}",
+            ),
+            (
+                "KV slots",
+                f"{self._budget.num_blocks * shape.block_size:,} tokens in "
+                f"{self._budget.num_blocks:,} blocks",
+            ),
         ]
         for length in lengths:
             count = self.fits(length)
             note = f"more than the model's {model.max_model_len:,} positions"
             shown = note if count is None else f"{count:,} sequences at once"
-            lines.append(f"{length:>8,} tokens  {shown}")
-        return "\n".join(lines)
+            rows.append((f"of {length:,} tokens", shown))
+        return title, "", str(self._budget), "", facts(rows)
 
     def values(self, lengths: tuple[int, ...]) -> dict[str, Any]:
         from dataclasses import asdict

@@ -7,6 +7,8 @@ from typing import get_args
 
 import click
 
+from octavo.bench.tables import columns, show
+
 # What each family's reader takes of its variants.
 NOTES = {
     "gpt2": "GPT-2, DistilGPT2 and kin; learned positions",
@@ -33,10 +35,13 @@ def models(as_json: bool) -> None:
         }
         click.echo(json.dumps(families))
         return
-    click.echo(f"{'model_type':<12}{'architecture':<22}{'code':<24}")
+    table = columns("model_type", "architecture", "code", "")
+    for column in table.columns:
+        column.justify = "left"
     for name, family in FAMILIES.items():
         code = MODELS[family.architecture]
-        click.echo(f"{name:<12}{family.architecture:<22}{code:<24}{NOTES.get(name, '')}")
+        table.add_row(name, family.architecture, code, NOTES.get(name, ""))
+    show(table)
     click.echo(
         "\nWeights: safetensors, whole or sharded, tied or untied embeddings. Tokenizer: "
         "tokenizer.json.\n"

@@ -7,31 +7,18 @@ from typing import Any
 
 import click
 
-from octavo.cli.options import engine_options, size
+from octavo.cli.options import engine_options, option_of, size
 
-SUPERVISION = ("max_waiting", "stall_seconds", "hang_seconds")
-SETTINGS = (
-    "max_body_bytes",
-    "max_prompts",
-    "ignore_unknown_fields",
-    "trust_request_chat_template",
-    "log_requests",
-    "ping_seconds",
-)
-LISTENING = ("host", "port", "drain_seconds", "ssl_certfile", "ssl_keyfile")
-CONNECTIONS = (
-    "max_connections",
-    "header_seconds",
-    "body_seconds",
-    "keep_alive_seconds",
-    "unread_seconds",
-)
+listening_option = option_of("listening")
+settings_option = option_of("settings")
+supervision_option = option_of("supervision")
+connections_option = option_of("connections")
 
 
 @click.command()
 @click.argument("model", default="demo")
-@click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
-@click.option("--port", type=int, help="0: any that is free.  [default: 8000]")
+@listening_option("--host", help="Address to listen on.  [default: 127.0.0.1]")
+@listening_option("--port", type=int, help="0: any that is free.  [default: 8000]")
 @click.option(
     "--served-model-name",
     "model_names",
@@ -65,68 +52,70 @@ CONNECTIONS = (
     help="A name that requests may call the server by; may be given several times.  [default: any, "
     "but without API keys on this machine alone only localhost]",
 )
-@click.option("--max-body", "max_body_bytes", type=size, help="Largest body.  [default: 4 MiB]")
-@click.option("--max-prompts", type=int, help="Most prompts in one request.  [default: 256]")
-@click.option(
+@settings_option("--max-body", "max_body_bytes", type=size, help="Largest body.  [default: 4 MiB]")
+@settings_option("--max-prompts", type=int, help="Most prompts in one request.  [default: 256]")
+@settings_option(
     "--ignore-unknown-fields",
     is_flag=True,
     default=None,
     help="Ignore fields that octavo does not know, instead of refusing the request.",
 )
-@click.option(
+@settings_option(
     "--trust-request-chat-template",
     is_flag=True,
     default=None,
     help="Run chat templates that requests bring along (sandboxed, but they can take long).",
 )
-@click.option(
+@supervision_option(
     "--max-waiting",
     type=int,
     help="Requests that may wait to run; more are refused with 429.  [default: 1024]",
 )
-@click.option(
+@supervision_option(
     "--stall-seconds",
     type=float,
     help="Without a step for so long while requests wait, /health says 503.  [default: 30]",
 )
-@click.option("--hang-seconds", type=float, help="And then the engine is replaced.  [default: 300]")
-@click.option(
+@supervision_option(
+    "--hang-seconds", type=float, help="And then the engine is replaced.  [default: 300]"
+)
+@listening_option(
     "--drain-seconds",
     type=float,
     help="After SIGTERM, how long open requests may take to end.  [default: 30]",
 )
-@click.option(
+@connections_option(
     "--max-connections",
     type=int,
     help="Open at once; more are refused with 503.  [default: 16384, or what open files allow]",
 )
-@click.option(
+@connections_option(
     "--header-seconds",
     type=float,
     help="For a connection's first request, and the headers of each, to come.  [default: 20]",
 )
-@click.option(
+@connections_option(
     "--body-seconds",
     type=float,
     help="For a body to come, and a second more for each 4 KiB of it.  [default: 30]",
 )
-@click.option(
+@connections_option(
     "--keep-alive-seconds",
     type=float,
     help="Between two requests of a connection, before it is closed.  [default: 30]",
 )
-@click.option(
+@connections_option(
     "--unread-seconds",
     type=float,
     help="A client that reads nothing of its reply for so long is given up.  [default: 60]",
 )
-@click.option(
+@settings_option(
     "--ping-seconds",
     type=float,
     help="Between keep-alive comments in event streams; 0: none.  [default: 15]",
 )
-@click.option("--ssl-certfile", type=click.Path(dir_okay=False), help="Serve HTTPS.")
-@click.option("--ssl-keyfile", type=click.Path(dir_okay=False), help="The certificate's key.")
+@listening_option("--ssl-certfile", type=click.Path(dir_okay=False), help="Serve HTTPS.")
+@listening_option("--ssl-keyfile", type=click.Path(dir_okay=False), help="The certificate's key.")
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
@@ -137,7 +126,7 @@ CONNECTIONS = (
     show_default=True,
     help="info has a line for each request that ends. No line has prompts, outputs or keys.",
 )
-@click.option(
+@settings_option(
     "--log-requests",
     is_flag=True,
     default=None,
@@ -154,7 +143,10 @@ def serve(
     log_format: Any,
     log_level: str,
     engine: dict[str, Any],
-    **options: Any,
+    supervision: dict[str, Any],
+    settings: dict[str, Any],
+    listening: dict[str, Any],
+    connections: dict[str, Any],
 ) -> None:
     """Serve MODEL (demo, if none is given) over HTTP, as OpenAI's API.
 
@@ -169,26 +161,23 @@ def serve(
     from octavo.server.run import is_loopback, run_server
     from octavo.server.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
 
-    def given(names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: options[name] for name in names if options[name] is not None}
-
     keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file else ())]
-    listening = Listening(**given(LISTENING))
-    if not keys and is_loopback(listening.host):
-        allowed_hosts = tuple(dict.fromkeys((*LOOPBACK, listening.host, *allowed_hosts)))
-    settings = ServerSettings(
+    address = Listening(**listening)
+    if not keys and is_loopback(address.host):
+        allowed_hosts = tuple(dict.fromkeys((*LOOPBACK, address.host, *allowed_hosts)))
+    server_settings = ServerSettings(
         model_names or (model,),
         api_keys=ApiKeys(keys),
         cors_origins=cors_origins,
         allowed_hosts=tuple(host.lower() for host in allowed_hosts),
-        **given(SETTINGS),
+        **settings,
     )
     set_up_logs(log_format, getattr(logging, log_level.upper()))
     run_server(
         make_config(model, **engine),
-        Supervision(**given(SUPERVISION)),
-        settings,
-        listening,
-        ConnectionLimits(**given(CONNECTIONS)),
+        Supervision(**supervision),
+        server_settings,
+        address,
+        ConnectionLimits(**connections),
         click.echo,
     )

@@ -1,17 +1,23 @@
-"""Simulations as text for people."""
+"""Simulations as tables and text for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from octavo.bench.percentiles import Percentiles
-from octavo.bench.report import PARTS
-from octavo.simulation.calibration import Calibration, FitError
+from octavo.bench.report import PARTS, milliseconds
+from octavo.bench.tables import columns, facts
+from octavo.simulation.calibration import Calibration
 from octavo.simulation.planning import Fleet, HighestRate, Probe, Refusal
 from octavo.simulation.result import SimulationResult
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
-def simulation_text(result: SimulationResult) -> str:
+
+def simulation_table(result: SimulationResult) -> Table:
     """One run."""
     left = f", {result.num_unfinished} not served" if result.num_unfinished else ""
     rows = [
@@ -19,8 +25,8 @@ def simulation_text(result: SimulationResult) -> str:
         ("requests/s", f"{result.requests_per_second:.2f}"),
         ("output tokens/s", f"{result.output_tokens_per_second:.1f}"),
         ("normalized latency", f"{result.normalized_latency:.4f} s/token"),
-        ("time to first token", percentiles_text(result.time_to_first_token)),
-        ("time per output token", percentiles_text(result.time_per_output_token)),
+        ("time to first token", milliseconds(result.time_to_first_token, 0)),
+        ("time per output token", milliseconds(result.time_per_output_token, 0)),
         (
             "batch",
             f"{result.mean_batched_requests:.2f} requests, {result.mean_batched_sequences:.2f} "
@@ -30,21 +36,14 @@ def simulation_text(result: SimulationResult) -> str:
         ("prefix cache", f"{100 * result.prefix_hit_rate:.1f} % of prompt tokens found"),
         ("sharing", f"saves {100 * result.sharing_saves:.1f} % of KV blocks"),
     ]
-    lines = [f"{name:<24}{value}" for name, value in rows]
     slots = result.mean_slots
     if slots is not None:
-        lines.append(f"{'KV slots':<24}{int(slots.total):,} in {result.num_blocks:,} blocks")
-        lines += [
-            f"  {title:<32}{100 * getattr(slots, name) / slots.total:6.1f} %"
+        rows.append(("KV slots", f"{int(slots.total):,} in {result.num_blocks:,} blocks"))
+        rows += [
+            (f"  {title}", f"{100 * getattr(slots, name) / slots.total:.1f} %")
             for name, title in PARTS.items()
         ]
-    return "\n".join(lines)
-
-
-def percentiles_text(percentiles: Percentiles) -> str:
-    """In milliseconds."""
-    shown = "  ".join(f"p{p} {1e3 * percentiles.at[p]:.0f}" for p in (50, 90, 99))
-    return f"mean {1e3 * percentiles.mean:.0f}  {shown}  ms"
+    return facts(rows)
 
 
 def probe_text(probe: Probe) -> str:
@@ -68,26 +67,27 @@ def highest_rate_text(found: HighestRate) -> str:
     return "\n".join([*lines, f"highest rate that meets the target: {found.rate:.3f} requests/s"])
 
 
-def fleets_text(found: Sequence[Fleet | Refusal]) -> str:
+def fleets_table(found: Sequence[Fleet | Refusal]) -> RenderableType:
     """A table of choices, and the one with the fewest devices."""
-    lines = [f"{'GPUs an engine':>15}{'engines':>9}{'GPUs':>6}{'s/token':>10}"]
+    from rich.console import Group
+
+    table = columns("GPUs per engine", "engines", "GPUs", "s/token", "")
+    table.columns[-1].justify = "left"
     for choice in found:
-        size = choice.config.num_gpus
+        size = str(choice.config.num_gpus)
         if isinstance(choice, Refusal):
-            lines.append(f"{size:>15}  {choice.reason}")
+            table.add_row(size, "-", "-", "-", choice.reason)
         else:
-            latency = choice.result.normalized_latency
-            lines.append(f"{size:>15}{choice.num_engines:>9}{choice.num_gpus:>6}{latency:>10.4f}")
+            latency = f"{choice.result.normalized_latency:.4f}"
+            table.add_row(size, str(choice.num_engines), str(choice.num_gpus), latency)
     best = fewest(found)
     if best is None:
-        return "\n".join([*lines, "no choice meets the target"])
+        return Group(table, "no choice meets the target")
     many = "engine" if best.num_engines == 1 else "engines"
-    return "\n".join(
-        [
-            *lines,
-            f"fewest: {best.num_gpus} x {best.config.gpu}, as {best.num_engines} {many} on "
-            f"{best.config.num_gpus} each",
-        ]
+    return Group(
+        table,
+        f"fewest: {best.num_gpus} x {best.config.gpu}, as {best.num_engines} {many} on "
+        f"{best.config.num_gpus} each",
     )
 
 
@@ -99,22 +99,21 @@ def fewest(found: Sequence[Fleet | Refusal]) -> Fleet | None:
     )
 
 
-def calibration_text(calibration: Calibration) -> str:
-    """What was learnt, and how well it predicts."""
-    coefficients = calibration.coefficients
-    lines = [
-        f"{name:<22}{getattr(coefficients, name):.4g}"
-        + ("" if name in calibration.fitted else "   (no step tells; left as it was)")
-        for name in coefficients.__dataclass_fields__
-    ]
-    lines.append(f"{'error':<22}{'steps':>8}{'total':>10}{'median':>10}{'p90':>10}")
-    lines.append(_error_line("steps fitted to", calibration.on_fitted))
-    lines.append(_error_line("steps held out", calibration.on_held_out))
-    return "\n".join(lines)
-
-
-def _error_line(name: str, error: FitError) -> str:
-    return (
-        f"{name:<22}{error.num_steps:>8}{100 * error.total:>+9.1f}%"
-        f"{100 * error.median:>9.1f}%{100 * error.p90:>9.1f}%"
+def calibration_tables(calibration: Calibration) -> tuple[Table, Table]:
+    """The coefficients, and how well they predict."""
+    coefficients = facts(
+        (
+            name,
+            f"{value:.4g}"
+            + ("" if name in calibration.fitted else "   (no step tells; left as it was)"),
+        )
+        for name, value in asdict(calibration.coefficients).items()
     )
+    errors = columns("error", "steps", "total", "median", "p90")
+    for name, error in (
+        ("steps fitted to", calibration.on_fitted),
+        ("steps held out", calibration.on_held_out),
+    ):
+        shares = (f"{100 * error.total:+.1f}%", f"{100 * error.median:.1f}%")
+        errors.add_row(name, str(error.num_steps), *shares, f"{100 * error.p90:.1f}%")
+    return coefficients, errors
