@@ -1,4 +1,4 @@
-"""Batches for the benchmarks of the attention kernels, and the time of a launch in a graph."""
+"""Batches for the benchmarks of the attention kernels, and the time per launch in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from gpu_harness import device_seconds
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_
 
 BLOCK_SIZE, HEAD_DIM = 16, 128
 GPU = torch.device("cuda")
-# name: query heads, KV heads, layers, whether heads are rotated
+# name: query heads, KV heads, layers, whether there is a rotary embedding
 MODELS = {
     "llama-3-8b 32/8": (32, 8, 32, True),
     "opt-13b 40/40": (40, 40, 40, False),
@@ -27,17 +28,24 @@ BEYOND_L2 = 400 << 20  # bytes
 
 
 class DirectStaging:
-    """Each array its own copy; addresses hold for one plan."""
+    """Uploads each array in a copy of its own; addresses are valid for one plan only."""
 
     max_num_seqs, max_num_tokens = 1024, 65536
 
+    def __init__(self, device: torch.device = GPU) -> None:
+        self._device = device
+
     def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
-        return torch.from_numpy(values).to(GPU)
+        assert values.size <= capacity, name
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
 
 @dataclass
 class Work:
-    """Sequences with `new` new tokens each, their cache, and a backend that has planned them."""
+    """A batch of equal sequences, their KV cache, and a backend that has planned the batch.
+
+    `new` is the number of new tokens per sequence; the last ones of `context`.
+    """
 
     model: str
     num_seqs: int
@@ -92,14 +100,14 @@ def rotary_table(positions: int) -> RotaryTable:
 
 
 def seconds(launch: Callable[[int], object], num_layers: int, launches: int) -> float:
-    """Of one launch: the median of replays of a graph that goes round the layers."""
+    """Seconds per launch: the median over replays of a CUDA graph that cycles the layers."""
     launch(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(launches):
             launch(i % num_layers)
-    # For a while after a large allocation all is slower.
+    # Everything is slower for a while after a large allocation.
     began = time.perf_counter()
     while time.perf_counter() - began < 0.15:
         graph.replay()

@@ -1,8 +1,8 @@
-"""Figures 18 and 19 on a GPU: what paging costs a kernel, and what block sizes cost in service.
+"""Figures 18 and 19 on a GPU: the cost of paging in the kernel, and of block sizes in serving.
 
-Writes the files that `octavo reproduce fig18 fig19 --measurements DIR` draws from, beside what it
-simulates of the paper's figures 18b and 19b. Requests arrive as a Poisson process; for 19b most of
-the pool is taken away, so that they preempt each other.
+Writes the files that `octavo reproduce fig18 fig19 --measurements DIR` draws, next to its own
+simulation of the paper's figures 18b and 19b. Requests arrive as a Poisson process; for figure 19b
+most of the pool is taken away, so that requests preempt each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from octavo.engine.engine import Engine
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 KERNEL_BATCHES, KERNEL_CONTEXTS = (8, 32), (64, 128, 256)
-NUM_TOKENS = 256  # that figure 19a moves or computes
+NUM_TOKENS = 256  # swapped or recomputed for figure 19a
 Rows = list[dict[str, Any]]
 
 
@@ -36,13 +36,15 @@ def main() -> None:
     parser.add_argument("--model", default="opt-13b")
     parser.add_argument("--block-sizes", nargs="*", type=int, default=BLOCK_SIZES)
     parser.add_argument("--num-requests", type=int, default=150)
-    parser.add_argument("--rate", type=float, default=14.0, help="ShareGPT requests a second")
+    parser.add_argument("--rate", type=float, default=14.0, help="ShareGPT requests per second")
     parser.add_argument("--alpaca-rate", type=float, default=80.0)
-    parser.add_argument("--short-blocks", type=int, default=12_000, help="slots of the small pool")
+    parser.add_argument(
+        "--short-blocks", type=int, default=12_000, help="number of slots left in the small pool"
+    )
     parser.add_argument("--no-kernels", action="store_true", help="leave figure 18a out")
     parser.add_argument("--no-serving", action="store_true", help="leave figures 18b and 19b out")
     arguments = parser.parse_args()
-    arguments.short_blocks = max(2048, arguments.short_blocks)  # a request may take so many
+    arguments.short_blocks = max(2048, arguments.short_blocks)  # fits any request
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Rows] = {"preemption-cost": []}
     if not arguments.no_kernels:
@@ -57,7 +59,7 @@ def main() -> None:
 
 
 def attention_kernel() -> Rows:
-    """Figure 18a: a decode of paged K and V, and PyTorch's attention over dense ones."""
+    """Figure 18a: decode attention over paged K and V, and PyTorch's attention over dense ones."""
     import torch.nn.functional as F
     from attention_work import HEAD_DIM, Work, seconds
 
@@ -72,11 +74,11 @@ def attention_kernel() -> Rows:
             def contiguous(layer: int, query: Any = query, dense: Any = dense) -> Any:
                 return F.scaled_dot_product_attention(query, dense[layer, 0], dense[layer, 1])
 
-            ways: dict[str, Callable[[int], Any]] = {
+            kernels: dict[str, Callable[[int], Any]] = {
                 "paged": work.forward,
                 "contiguous": contiguous,
             }
-            for kernel, launch in ways.items():
+            for kernel, launch in kernels.items():
                 elapsed = seconds(launch, work.num_layers, 2 * work.num_layers)
                 case = {"kernel": kernel, "batch_size": batch, "context": context}
                 rows.append(case | {"microseconds": round(1e6 * elapsed, 2)})
@@ -106,7 +108,7 @@ def measure_block_size(block_size: int, arguments: Any, results: dict[str, Rows]
 
 
 def block_size_rows(engine: Engine, block_size: int, arguments: Any) -> Rows:
-    """Figure 18b: latency with all of the pool."""
+    """Figure 18b: latency with the whole pool."""
     rates = {"sharegpt": arguments.rate, "alpaca": arguments.alpaca_rate}
     rows: Rows = []
     for name, rate in rates.items():
@@ -116,7 +118,7 @@ def block_size_rows(engine: Engine, block_size: int, arguments: Any) -> Rows:
 
 
 def preemption_rows(engine: Engine, block_size: int, arguments: Any) -> Rows:
-    """Figure 19b: latency with so little of the pool that requests preempt each other."""
+    """Figure 19b: latency with a pool so small that requests preempt each other."""
     pool, scheduler = engine.kv.pool, engine.scheduler
     num_left = arguments.short_blocks // block_size
     taken = [pool.allocate() for _ in range(pool.num_free - num_left)]
@@ -133,17 +135,17 @@ def preemption_rows(engine: Engine, block_size: int, arguments: Any) -> Rows:
 
 
 def latency(engine: Engine, name: str, num_requests: int, rate: float) -> float:
-    """Mean normalized latency, seconds a token."""
-    asks = trace(name, num_requests)(engine.model_config.vocab_size)
-    outputs = serve_at(engine, asks, rate)
+    """Mean normalized latency, seconds per token."""
+    prompts = trace(name, num_requests)(engine.model_config.vocab_size)
+    outputs = serve_at(engine, prompts, rate)
     return round(statistics.fmean(map(normalized_latency, outputs)), 5)
 
 
 def preemption_cost(engine: Engine, block_size: int) -> Rows:
-    """Figure 19a: milliseconds to bring NUM_TOKENS out, back in, or to compute them again."""
+    """Figure 19a: milliseconds to swap NUM_TOKENS out, to swap them in, and to recompute them."""
     kv, count = engine.kv, -(-NUM_TOKENS // block_size)
     rng = random.Random(block_size)
-    assert not engine.has_unfinished, "the pool is ours"
+    assert not engine.has_unfinished, "a request is running, so the blocks are not free to move"
     most = min(kv.pool.num_blocks, kv.swap_pool.num_blocks)
     device, host = (rng.sample(range(1, most + 1), count) for _ in range(2))
     out = list(zip(device, host, strict=True))
@@ -175,7 +177,7 @@ def preemption_cost(engine: Engine, block_size: int) -> Rows:
 
 
 def setting(arguments: Any, kind: str) -> str:
-    """How rows of a kind were measured, for captions."""
+    """How the rows of one kind were measured, for captions."""
     count, rate = arguments.num_requests, f"{arguments.rate:g} requests/s"
     return {
         "attention-kernel": "a layer's decode in blocks of 16 tokens, beside PyTorch's attention "

@@ -1,8 +1,9 @@
-"""octavo's CPU kernels beside other ways of doing the same, in one run.
+"""octavo's CPU kernels compared with other implementations of the same operations.
 
 Attention over scattered blocks (decode: 64 sequences of 32-767 tokens; prefill: 8 prompts of
-16-512), projections, and the small operations between them. The best of several rounds counts,
-in CPU time where one thread runs. Prints tables, and last one JSON line.
+16-512), projections, and the small operations between them. The fastest of several rounds counts,
+in CPU time with one thread and in wall-clock time with several. Prints tables, and one JSON line at
+the end.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from octavo.layers import linear
 from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
 from octavo.ops.cpu import row_ops as cpu_ops
 
-Times = dict[str, dict[str, float]]  # case -> way -> milliseconds
+Times = dict[str, dict[str, float]]  # case -> implementation -> milliseconds
 
 BLOCK_SIZE = 16
-NUM_LAYERS = 4  # more than one, so that what a layer reads has left the CPU's cache meanwhile
+NUM_LAYERS = 4  # several, so that the data of a layer has left the CPU's cache when it runs again
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# name: query heads, KV heads, head size, hidden size, inner size
+# name: query heads, KV heads, head size, hidden size, intermediate size
 MODELS = {"llama-15m": (6, 2, 64, 384, 1024), "qwen3-0.6b": (16, 8, 128, 1024, 3072)}
 
 
 @dataclass(frozen=True)
 class Work:
-    """A batch and what its attention reads."""
+    """A batch and the inputs of its attention."""
 
     heads: int
     kv_heads: int
@@ -51,7 +52,7 @@ class Work:
 
 
 def make_work(model: str, dtype: torch.dtype, sequences: Sequence[tuple[int, int]]) -> Work:
-    """Sequences as (all tokens, new tokens), their blocks scattered."""
+    """`sequences` holds (context length, new tokens) of each one; their blocks are scattered."""
     heads, kv_heads, head_dim, *_ = MODELS[model]
     contexts, lens = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
     needed = -(-contexts // BLOCK_SIZE)
@@ -77,7 +78,7 @@ def make_work(model: str, dtype: torch.dtype, sequences: Sequence[tuple[int, int
 
 
 def octavo_attention(work: Work) -> Callable[[], object]:
-    """The cpu backend, with rotary embedding and the writing of K and V."""
+    """The cpu backend, including rotary embedding and the KV write."""
     backend_class = load_backend("cpu")
     shape = backend_class.kv_block_shape(BLOCK_SIZE, work.kv_heads, work.head_dim)
     cache = torch.randn(work.num_blocks, NUM_LAYERS, *shape).to(work.dtype)
@@ -115,7 +116,7 @@ def gather_and_pad(work: Work) -> Callable[[], object]:
 
 
 def sequence_by_sequence(work: Work) -> Callable[[], object]:
-    """torch: gather one sequence's blocks, SDPA on it; a prompt's K and V are used as they come."""
+    """torch: gather each sequence's blocks, then SDPA; a prompt's K and V are used directly."""
     cache, table = token_major_cache(work), work.batch.block_tables[0].long()
     contexts, starts = work.batch.context_lens.tolist(), work.batch.query_starts.tolist()
 
@@ -133,15 +134,15 @@ def sequence_by_sequence(work: Work) -> Callable[[], object]:
 
 @njit(nogil=True, fastmath=True)
 def _plain_decode(query: Any, keys: Any, values: Any, table: Any, contexts: Any, out: Any) -> None:
-    """Loops as one writes them; query [seqs, heads, dim], keys [blocks, size, kv_heads, dim]."""
+    """Straightforward loops; query [seqs, heads, dim], keys [blocks, block_size, kv_heads, dim]."""
     num_seqs, heads, dim = query.shape
-    size, group = keys.shape[1], heads // keys.shape[2]
+    size, group_size = keys.shape[1], heads // keys.shape[2]
     scores = np.empty(8192, np.float32)
     for seq in range(num_seqs):
         for head in range(heads):
             top = np.float32(-1e30)
             for t in range(contexts[seq]):
-                key = keys[table[seq, t // size], t % size, head // group]
+                key = keys[table[seq, t // size], t % size, head // group_size]
                 score = np.float32(0)
                 for d in range(dim):
                     score += query[seq, head, d] * key[d]
@@ -153,7 +154,7 @@ def _plain_decode(query: Any, keys: Any, values: Any, table: Any, contexts: Any,
             for t in range(contexts[seq]):
                 weight = np.exp(scores[t] - top)
                 total += weight
-                value = values[table[seq, t // size], t % size, head // group]
+                value = values[table[seq, t // size], t % size, head // group_size]
                 for d in range(dim):
                     row[d] += weight * value[d]
             for d in range(dim):
@@ -161,7 +162,7 @@ def _plain_decode(query: Any, keys: Any, values: Any, table: Any, contexts: Any,
 
 
 def plain_numba(work: Work) -> Callable[[], object]:
-    """Numba's own vectoriser on plain loops; decode, fp32, one thread."""
+    """Plain loops, vectorised by Numba and LLVM; decode, fp32, one thread."""
     cache = token_major_cache(work).numpy()
     query = work.inputs[0].contiguous().numpy()
     table, contexts = work.batch.block_tables[0].numpy(), work.batch.context_lens.numpy()
@@ -188,20 +189,20 @@ def measure_attention(rounds: int) -> Times:
     for model in MODELS:
         for name, dtype in DTYPES.items():
             for phase, sequences in (("decode", decodes), ("prefill", prompts)):
-                ways = {"octavo": octavo_attention, "torch, one by one": sequence_by_sequence}
+                makers = {"octavo": octavo_attention, "torch, one by one": sequence_by_sequence}
                 if phase == "decode":
-                    ways["torch, gathered"] = gather_and_pad
+                    makers["torch, gathered"] = gather_and_pad
                     if name == "fp32" and torch.get_num_threads() == 1:
-                        ways["plain Numba"] = plain_numba
+                        makers["plain Numba"] = plain_numba
                 work = make_work(model, dtype, sequences)
                 results[f"{phase} {model} {name}"] = {
-                    way: best_ms(make(work), rounds) / NUM_LAYERS for way, make in ways.items()
+                    name: best_ms(make(work), rounds) / NUM_LAYERS for name, make in makers.items()
                 }
     return results
 
 
 def measure_projections(rounds: int) -> Times:
-    """Gate and up, from weights that have left the CPU's cache, as in a step."""
+    """The gate and up projection, with weights that have left the CPU's cache, as in a step."""
     results: Times = {}
     for model, (*_, hidden, inner) in MODELS.items():
         for name, dtype in DTYPES.items():
@@ -211,10 +212,12 @@ def measure_projections(rounds: int) -> Times:
                 packed["oneDNN, packed"] = [linear.OneDnnWeight(weight) for weight in weights]
             for tokens in (1, 16, 64, 512):
                 x = torch.randn(tokens, hidden).to(dtype)
-                ways = {way: partial(multiply_all, x, ws) for way, ws in packed.items() if all(ws)}
-                ways["F.linear"] = partial(multiply_all, x, weights)
+                calls = {
+                    name: partial(multiply_all, x, ws) for name, ws in packed.items() if all(ws)
+                }
+                calls["F.linear"] = partial(multiply_all, x, weights)
                 results[f"gate+up {model} {name}, {tokens} tokens"] = {
-                    way: best_ms(call, rounds) / NUM_LAYERS for way, call in ways.items()
+                    name: best_ms(call, rounds) / NUM_LAYERS for name, call in calls.items()
                 }
     return results
 
@@ -262,15 +265,15 @@ def main() -> None:
     with torch.inference_mode():
         for measure in (measure_attention, measure_projections, measure_small_ops):
             results.update(measure(args.rounds))
-    for case, ways in results.items():
+    for case, times in results.items():
         others = "".join(
-            f"   {way} {ms:.3f} ({ms / ways['octavo']:.1f}x)"
-            for way, ms in ways.items()
-            if way != "octavo"
+            f"   {name} {ms:.3f} ({ms / times['octavo']:.1f}x)"
+            for name, ms in times.items()
+            if name != "octavo"
         )
-        print(f"{case:<40}{ways['octavo']:>9.3f} ms{others}")
+        print(f"{case:<40}{times['octavo']:>9.3f} ms{others}")
     rounded = {
-        case: {way: round(ms, 4) for way, ms in ways.items()} for case, ways in results.items()
+        case: {name: round(ms, 4) for name, ms in times.items()} for case, times in results.items()
     }
     print(json.dumps({"benchmark": "cpu_kernels", "threads": args.threads, "ms": rounded}))
 

@@ -1,6 +1,6 @@
 """octavo's throughput on this machine's CPU: the workload of peers.py, without the peers.
 
-Prints medians, and last one JSON line.
+Prints medians, and one JSON line at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument(
         "--library",
         action="store_true",
-        help="as in another program, whose process octavo leaves as it is (owns_process=False)",
+        help="run as inside another program: octavo does not tune the process (owns_process=False)",
     )
     args = parser.parse_args()
     print(f"{'case':<16}{'tok/s':>9}{'tok/cpu-s':>11}{'ready s':>9}{'MB':>7}")

@@ -1,5 +1,7 @@
-"""How long a decode step takes at context 1,024, against the roofline: weights and KV over the
-copy bandwidth. The whole engine is timed: scheduling, the device's work, tokens coming back.
+"""The time of a decode step at context 1,024, compared with the roofline.
+
+The roofline is the bytes of weights and KV divided by the copy bandwidth. The whole engine is
+timed: scheduling, the work of the device, and returning the tokens to the host.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from gpu_harness import ceilings, make_engine, report
+from gpu_harness import make_engine, peak_rates, report
 
 from octavo import SamplingParams
 from octavo.engine.engine import Engine
@@ -30,11 +32,15 @@ TEMPERATURES = {"qwen3-0.6b": 0.6}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(BATCHES))
-    parser.add_argument("--batches", nargs="*", type=int, help="instead of those of the model")
-    parser.add_argument("--profile", metavar="FILE", help="a table of the kernels of ten steps")
+    parser.add_argument(
+        "--batches", nargs="*", type=int, help="instead of the default ones of the model"
+    )
+    parser.add_argument(
+        "--profile", metavar="FILE", help="write a table of the kernels of ten steps"
+    )
     parser.add_argument("--no-overlap", action="store_true")
     arguments = parser.parse_args()
-    card = ceilings()
+    card = peak_rates()
     bandwidth = 1e12 * card["copy_tb_s"]
     results: dict[str, Any] = {}
     for model in arguments.models:
@@ -62,7 +68,7 @@ def main() -> None:
                 "roofline_share": round(share, 3),
             }
             print(
-                f"{model:>12} batch {batch:>4}: {1e3 * wall:7.3f} ms a step (median "
+                f"{model:>12} batch {batch:>4}: {1e3 * wall:7.3f} ms per step (median "
                 f"{1e3 * statistics.median(walls):.3f}, slowest {1e3 * max(walls):.3f}), device "
                 f"{1e3 * device:7.3f} ms, {100 * share:5.1f}% of the roofline",
                 flush=True,
@@ -74,7 +80,7 @@ def main() -> None:
 def step_times(
     engine: Engine, batch: int, temperature: float, profile: str | None
 ) -> tuple[list[float], float]:
-    """Seconds of each step by the clock, and of the device's own work on average."""
+    """Wall-clock seconds of each step, and mean seconds of the device's work per step."""
     vocab_size = engine.model_config.vocab_size
     rng = random.Random(batch)
     start = CONTEXT - WARM_UP - STEPS // 2
@@ -106,7 +112,7 @@ def step_times(
 
 
 def write_profile(engine: Engine, path: str) -> None:
-    """Device time by kernel over ten steps, and the share of the time in which nothing runs."""
+    """Write device time by kernel over ten steps, and the fraction of time in which none runs."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:

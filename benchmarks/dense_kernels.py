@@ -1,7 +1,7 @@
-"""Dense kernels on one GPU: products against cuBLAS, layers, norms, and the sampler.
+"""Dense kernels on one GPU: GEMMs compared with cuBLAS, whole layers, norms, and the sampler.
 
-Times are of CUDA-graph replays over weights beyond the L2 cache, back to back, so that kernels may
-overlap as in a model. Prints a table per part; the last line is JSON.
+Times are those of CUDA graphs replayed back to back, so that kernels may overlap as in a model,
+over weights that exceed the L2 cache. Prints a table for each part; the last line is JSON.
 
     PYTHONPATH=src python benchmarks/dense_kernels.py
 """
@@ -25,12 +25,13 @@ from octavo.ops.cuda.sampling_candidates import best_tokens
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-BYTES_AT_ONCE = 300_000_000  # of weights: several times the L2 cache
+WEIGHT_BYTES = 300_000_000  # per graph: several times the L2 cache
 SECONDS = 3e-3  # of device time per measurement
 EPS = 1e-5
 
-# name: rows of W (of each half), columns of W, activation
+# Rows of W (of each half, if it is gated), columns of W, activation.
 Shape = tuple[int, int, Activation]
+# name: norm, number of layers measured, shapes of qkv, output, up and down
 MODELS: dict[str, tuple[str, int, list[Shape]]] = {
     "Llama-3-8B": (
         "rms",
@@ -58,7 +59,11 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256)
 
 
 def microseconds(work: Callable[[], object], launches: int, expected: float) -> float:
-    """Median of five; `expected` seconds of `work` decide how often it is repeated."""
+    """Microseconds per launch, the median of five measurements.
+
+    `work` makes `launches` launches and takes about `expected` seconds, which decides how often it
+    is repeated.
+    """
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -81,30 +86,32 @@ def weight_of(shape: Shape) -> Tensor:
     return torch.randn(rows, size, device=DEVICE, dtype=DTYPE).mul_(size**-0.5)
 
 
-def products() -> dict[str, dict[str, list[float]]]:
-    """TB/s of weights, [ours, cuBLAS], for every shape and number of tokens."""
+def gemms() -> dict[str, dict[str, list[float]]]:
+    """TB/s of weights, [octavo, cuBLAS], for every shape and number of tokens."""
     result: dict[str, dict[str, list[float]]] = {}
     for shape in [shape for _, _, shapes in MODELS.values() for shape in shapes] + HEADS:
         rows, size, activation = shape
         bytes_ = weight_of(shape).nbytes
-        weights = [weight_of(shape) for _ in range(min(24, max(2, BYTES_AT_ONCE // bytes_)))]
+        weights = [weight_of(shape) for _ in range(min(24, max(2, WEIGHT_BYTES // bytes_)))]
         name = f"{size} -> {rows}" + (f" {activation}" if activation else "")
-        result[name] = {str(count): product_rates(shape, weights, count) for count in TOKENS}
-        cells = " | ".join(f"{ours:.2f} / {blas:.2f}" for ours, blas in result[name].values())
+        result[name] = {str(count): gemm_rates(shape, weights, count) for count in TOKENS}
+        cells = " | ".join(
+            f"{octavo:.2f} / {cublas:.2f}" for octavo, cublas in result[name].values()
+        )
         print(f"| {name} | {cells} |", flush=True)
         del weights
     return result
 
 
-def product_rates(shape: Shape, weights: list[Tensor], num_tokens: int) -> list[float]:
+def gemm_rates(shape: Shape, weights: list[Tensor], num_tokens: int) -> list[float]:
     rows, size, activation = shape
-    # What a norm follows may come in parts.
-    of_norm = activation is None and rows in (1024, 4096, 5120) and shape != (4096, 1024, None)
+    # A GEMM that a norm follows may leave its split-K partial sums to the norm.
+    norm_follows = activation is None and rows in (1024, 4096, 5120) and shape != (4096, 1024, None)
     x = torch.randn(num_tokens, size, device=DEVICE, dtype=DTYPE)
 
-    def ours() -> None:
+    def octavo() -> None:
         for weight in weights:
-            if of_norm:
+            if norm_follows:
                 linear_parts(x, weight)
             else:
                 linear(x, weight, None, activation)
@@ -115,19 +122,16 @@ def product_rates(shape: Shape, weights: list[Tensor], num_tokens: int) -> list[
 
     bytes_ = weights[0].nbytes
     expected = len(weights) * bytes_ / 3e12
-    times = [microseconds(work, len(weights), expected) for work in (ours, cublas)]
+    times = [microseconds(work, len(weights), expected) for work in (octavo, cublas)]
     return [round(bytes_ / us / 1e6, 2) for us in times]
 
 
 def layers() -> dict[str, dict[str, list[float]]]:
-    """Microseconds a layer without attention: [ours, cuBLAS with our norms, with torch's]."""
+    """Microseconds per layer: [octavo, cuBLAS with octavo's norms, cuBLAS with torch's norms]."""
     result: dict[str, dict[str, list[float]]] = {}
-    for model, (norm, num_layers, shapes) in MODELS.items():
+    for model, (_, num_layers, shapes) in MODELS.items():
         weights = [[weight_of(shape) for shape in shapes] for _ in range(num_layers)]
-        activation = shapes[2][2]
-        result[model] = {
-            str(count): layer_times(norm, weights, activation, count) for count in TOKENS
-        }
+        result[model] = {str(count): Layers(model, weights, count).times() for count in TOKENS}
         cells = " | ".join(
             " / ".join(f"{us:.1f}" for us in times) for times in result[model].values()
         )
@@ -136,67 +140,67 @@ def layers() -> dict[str, dict[str, list[float]]]:
     return result
 
 
-def layer_times(
-    norm: str, weights: list[list[Tensor]], activation: Activation, num_tokens: int
-) -> list[float]:
-    hidden_size, attended = weights[0][1].shape
-    scale = torch.ones(hidden_size, device=DEVICE, dtype=DTYPE)
-    x, residual = torch.randn(2, num_tokens, hidden_size, device=DEVICE, dtype=DTYPE)
+class Layers:
+    """The layers of a model of MODELS without their attention, and the tokens that they compute."""
 
-    def normed(hidden: Tensor) -> Tensor:
-        if norm == "rms":
-            return rms_norm(hidden, scale, EPS, residual)
-        return layer_norm(hidden, scale, scale, EPS, residual)
+    def __init__(self, model: str, weights: list[list[Tensor]], num_tokens: int) -> None:
+        """`weights` holds qkv, output, up and down of each layer."""
+        self._norm_kind, _, shapes = MODELS[model]
+        self._activation = shapes[2][2]
+        self._weights = weights
+        hidden_size, self._attention_size = weights[0][1].shape
+        self._scale = torch.ones(hidden_size, device=DEVICE, dtype=DTYPE)
+        self._x, self._residual = torch.randn(
+            2, num_tokens, hidden_size, device=DEVICE, dtype=DTYPE
+        )
 
-    def normed_by_torch(hidden: Tensor) -> Tensor:
-        residual.add_(hidden)
-        if norm == "rms":
-            return F.rms_norm(residual, scale.shape, scale, EPS)
-        return F.layer_norm(residual, scale.shape, scale, scale, EPS)
+    def times(self) -> list[float]:
+        """Microseconds per layer: [octavo, cuBLAS with octavo's norms, with torch's norms]."""
+        cublas = partial(self._cublas, self._norm, silu_mul)
+        cublas_and_torch = partial(self._cublas, self._torch_norm, self._torch_silu_mul)
+        return [self.octavo_time(), *map(self._time, (cublas, cublas_and_torch))]
 
-    def gated_by_torch(gate_up: Tensor) -> Tensor:
+    def octavo_time(self) -> float:
+        """Microseconds per layer of octavo's kernels."""
+        return self._time(self._octavo)
+
+    def _time(self, work: Callable[[], None]) -> float:
+        num_layers = len(self._weights)
+        num_bytes = num_layers * sum(weight.nbytes for weight in self._weights[0])
+        return round(microseconds(work, num_layers, expected=num_bytes / 2e12), 1)
+
+    def _octavo(self) -> None:
+        hidden = self._x
+        for qkv, output, up, down in self._weights:
+            attended = linear(self._norm(hidden), qkv)[:, : self._attention_size]
+            hidden = linear_parts(attended, output)
+            hidden = linear_parts(linear(self._norm(hidden), up, None, self._activation), down)
+
+    def _cublas(
+        self, norm: Callable[[Tensor], Tensor], silu_mul: Callable[[Tensor], Tensor]
+    ) -> None:
+        hidden = self._x
+        for qkv, output, up, down in self._weights:
+            hidden = F.linear(F.linear(norm(hidden), qkv)[:, : self._attention_size], output)
+            inner = F.linear(norm(hidden), up)
+            inner = F.relu(inner) if self._activation == "relu" else silu_mul(inner)
+            hidden = F.linear(inner, down)
+
+    def _norm(self, hidden: Tensor) -> Tensor:
+        if self._norm_kind == "rms":
+            return rms_norm(hidden, self._scale, EPS, self._residual)
+        return layer_norm(hidden, self._scale, self._scale, EPS, self._residual)
+
+    def _torch_norm(self, hidden: Tensor) -> Tensor:
+        self._residual.add_(hidden)
+        if self._norm_kind == "rms":
+            return F.rms_norm(self._residual, self._scale.shape, self._scale, EPS)
+        return F.layer_norm(self._residual, self._scale.shape, self._scale, self._scale, EPS)
+
+    @staticmethod
+    def _torch_silu_mul(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-
-    def cublas(norm: Callable[[Tensor], Tensor], gated: Callable[[Tensor], Tensor]) -> None:
-        hidden = x
-        for qkv, output, up, down in weights:
-            hidden = F.linear(F.linear(norm(hidden), qkv)[:, :attended], output)
-            inside = F.linear(norm(hidden), up)
-            inside = F.relu(inside) if activation == "relu" else gated(inside)
-            hidden = F.linear(inside, down)
-
-    works = (partial(cublas, normed, silu_mul), partial(cublas, normed_by_torch, gated_by_torch))
-    times = [microseconds(work, len(weights), _expected(weights)) for work in works]
-    return [our_layer_time(norm, weights, activation, num_tokens), *(round(us, 1) for us in times)]
-
-
-def our_layer_time(
-    norm: str, weights: list[list[Tensor]], activation: Activation, num_tokens: int
-) -> float:
-    """Microseconds a layer, without attention."""
-    hidden_size, attended = weights[0][1].shape
-    scale = torch.ones(hidden_size, device=DEVICE, dtype=DTYPE)
-    x, residual = torch.randn(2, num_tokens, hidden_size, device=DEVICE, dtype=DTYPE)
-
-    def normed(hidden: Tensor) -> Tensor:
-        if norm == "rms":
-            return rms_norm(hidden, scale, EPS, residual)
-        return layer_norm(hidden, scale, scale, EPS, residual)
-
-    def ours() -> None:
-        hidden = x
-        for qkv, output, up, down in weights:
-            inside = linear(normed(hidden), qkv)[:, :attended]
-            hidden = linear_parts(inside, output)
-            hidden = linear_parts(linear(normed(hidden), up, None, activation), down)
-
-    return round(microseconds(ours, len(weights), _expected(weights)), 1)
-
-
-def _expected(weights: list[list[Tensor]]) -> float:
-    """Seconds that reading them takes, about."""
-    return len(weights) * sum(weight.nbytes for weight in weights[0]) / 2e12
 
 
 def draws(
@@ -221,7 +225,7 @@ def draws(
 
 
 def sampler() -> dict[str, dict[str, float]]:
-    """Microseconds for all rows; logits bfloat16, normal with deviation 2."""
+    """Microseconds for all rows; logits are bfloat16, normal with a standard deviation of 2."""
     result: dict[str, dict[str, float]] = {}
     for num_rows, vocab_size in ((64, 151936), (256, 151936), (256, 50272)):
         logits = [
@@ -237,8 +241,8 @@ def sampler() -> dict[str, dict[str, float]]:
             name: lambda values, chosen=chosen: sample(values, chosen)
             for name, chosen in settings.items()
         }
-        works["best 12"] = lambda values: best_tokens(values, 12)
-        works["best 12 by torch"] = lambda values: values.float().log_softmax(-1).topk(12)
+        works["top 12"] = lambda values: best_tokens(values, 12)
+        works["top 12 by torch"] = lambda values: values.float().log_softmax(-1).topk(12)
         name = f"{num_rows} x {vocab_size}"
         result[name] = {
             label: round(
@@ -255,7 +259,7 @@ def main() -> None:
     report(
         "dense_kernels",
         copy_tb_s=round(copy_bandwidth() / 1e12, 2),
-        products_tb_s=products(),
+        gemms_tb_s=gemms(),
         layer_us=layers(),
         sampler_us=sampler(),
     )

@@ -1,4 +1,4 @@
-"""One engine, one model, one run: started by harness.py, prints READY and then one JSON line."""
+"""Runs one engine on one model: started by harness.py, prints READY and then one JSON line."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Generate = Callable[[Requests], list[list[int]]]
 STATIC_BATCH = 16
 
 
-def load_octavo(order: dict[str, Any]) -> Generate:
+def load_octavo(options: dict[str, Any]) -> Generate:
     from octavo import LLM, SamplingParams
 
     llm = LLM(
-        order["model"],
-        dtype=order["dtype"],
-        num_threads=order["threads"],
+        options["model"],
+        dtype=options["dtype"],
+        num_threads=options["threads"],
         max_model_len=MAX_PROMPT + MAX_OUTPUT,
         enable_prefix_caching=False,
-        owns_process=order["owns_process"],
+        owns_process=options["owns_process"],
     )
 
     def generate(requests: Requests) -> list[list[int]]:
@@ -39,13 +39,13 @@ def load_octavo(order: dict[str, Any]) -> Generate:
     return generate
 
 
-def load_transformers(order: dict[str, Any]) -> Generate:
+def load_transformers(options: dict[str, Any]) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    torch.set_num_threads(order["threads"])
-    dtype = getattr(torch, order["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(order["model"], dtype=dtype).eval()
+    torch.set_num_threads(options["threads"])
+    dtype = getattr(torch, options["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype).eval()
     model.generation_config = GenerationConfig(pad_token_id=0, do_sample=False)
 
     def generate_batch(requests: Requests) -> list[list[int]]:
@@ -62,7 +62,7 @@ def load_transformers(order: dict[str, Any]) -> Generate:
         return [ids[:n] for ids, (_, n) in zip(outputs, requests, strict=True)]
 
     def generate(requests: Requests) -> list[list[int]]:
-        """Batches as given; each runs until its longest output is done."""
+        """Static batches in the order given; each runs until its longest output is complete."""
         outputs: list[list[int]] = []
         for start in range(0, len(requests), STATIC_BATCH):
             outputs += generate_batch(requests[start : start + STATIC_BATCH])
@@ -71,21 +71,23 @@ def load_transformers(order: dict[str, Any]) -> Generate:
     return generate
 
 
-def load_openvino(order: dict[str, Any]) -> Generate:
+def load_openvino(options: dict[str, Any]) -> Generate:
     import numpy as np
     import openvino
     import openvino_genai
 
-    kind = {"float32": "f32", "bfloat16": "bf16"}[order["dtype"]]
+    kind = {"float32": "f32", "bfloat16": "bf16"}[options["dtype"]]
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 2  # GiB
     scheduler.enable_prefix_caching = False
-    options = {
+    properties = {
         "INFERENCE_PRECISION_HINT": kind,
         "KV_CACHE_PRECISION": kind,
-        "INFERENCE_NUM_THREADS": order["threads"],
+        "INFERENCE_NUM_THREADS": options["threads"],
     }
-    pipeline = openvino_genai.ContinuousBatchingPipeline(order["model"], scheduler, "CPU", options)
+    pipeline = openvino_genai.ContinuousBatchingPipeline(
+        options["model"], scheduler, "CPU", properties
+    )
 
     def generate(requests: Requests) -> list[list[int]]:
         configs = []
@@ -109,10 +111,10 @@ ENGINES = {
 
 
 def main() -> None:
-    order = json.loads(sys.argv[1])
-    generate = ENGINES[order["engine"]](order)
-    requests = workload(order["num_requests"])
-    # The shortest request that the engine can be asked for: it is ready when that is answered.
+    options = json.loads(sys.argv[1])
+    generate = ENGINES[options["engine"]](options)
+    requests = workload(options["num_requests"])
+    # The engine is ready once it has answered the shortest possible request.
     generate([(requests[0][0][:1], 1)])
     print("READY", flush=True)
     generate([(prompt[:64], 8) for prompt, _ in requests[:8]])

@@ -1,7 +1,8 @@
 """Fit `simulation.cost_model.ONE_SEQUENCE` to the steps that the paper's figure 12 implies.
 
-With --count, simulate figure 12 first (`octavo reproduce` keeps its runs), and print how many
-requests run where latency reaches 0.5 s/token: BATCHES in `octavo_paper.paper_software`.
+With --count, first simulate figure 12 (runs that `octavo reproduce` has cached are reused), and
+print how many requests run where latency reaches 0.5 s/token: these are BATCHES in
+`octavo_paper.paper_software`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ START = {
     "reduce_latency": 5e-5,
     "reduce_efficiency": 0.3,
 }
-FILLING = 0.25  # share of a run in which batches fill up
-# An efficiency is a share of what the data sheet says.
+FILLING = 0.25  # fraction of a run in which the batches fill up
+# An efficiency is a fraction of the peak in the data sheet.
 LIMITS = {"kv_efficiency": 1.0, "reduce_efficiency": 1.0}
 
 

@@ -1,7 +1,7 @@
 """Writes a benchmark's model as a GGUF file, which OpenVINO GenAI reads without an exporter.
 
-Only what the benchmarks need: Llama and Qwen3, matrices in float16, and a vocabulary of names that
-mean nothing, since all prompts are token ids.
+It supports only what the benchmarks need: Llama and Qwen3, matrices in float16, and a vocabulary of
+placeholder names, since all prompts are token ids.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMES = {
 
 
 def write_gguf(model: Path, file: Path) -> None:
-    """Write the model in Hugging Face format in `model` to `file`."""
+    """Write the model in directory `model`, which is in Hugging Face format, to `file`."""
     config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
     tensors = dict(_tensor(name, weight, config) for name, weight in weights.items())
@@ -69,7 +69,7 @@ def _tensor(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[st
         _, _, layer, name = name.split(".", 3)
         prefix = f"blk.{layer}."
     if config["model_type"] == "llama" and name in ("self_attn.q_proj", "self_attn.k_proj"):
-        # Of a Llama, GGUF interleaves the two halves that the rotary embedding turns.
+        # For Llama, GGUF interleaves the two halves that the rotary embedding rotates.
         heads = config["num_attention_heads" if ".q_" in name else "num_key_value_heads"]
         halves = weight.view(heads, 2, -1, weight.shape[1])
         weight = halves.transpose(1, 2).reshape(weight.shape)

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: engines with dummy weights, the card's ceilings, one JSON line."""
+"""Shared by the GPU benchmarks: engines with dummy weights, the card's peak rates, reports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from octavo.llm import load_engine
 ROOT = Path(__file__).parent
 CONFIGS = ROOT / "configs"
 TRACES = ROOT / "traces"
-SQUARE = 8192
-SQUARE_FLOPS = 2 * SQUARE**3
+GEMM_SIZE = 8192
+GEMM_FLOPS = 2 * GEMM_SIZE**3
 
 
 def make_engine(model: str, **options: Any) -> Engine:
@@ -29,7 +29,7 @@ def make_engine(model: str, **options: Any) -> Engine:
 
 
 def device_seconds(work: Callable[[], object]) -> float:
-    """How long the device takes for what `work` launches, by its own clock."""
+    """Seconds that the device takes for what `work` launches, measured with CUDA events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()
@@ -43,7 +43,7 @@ def device_name() -> str:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy of 4 GiB on the device."""
+    """Bytes per second, read plus written, of a device-to-device copy of 4 GiB."""
     source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     times = [device_seconds(lambda: target.copy_(source)) for _ in range(12)]
@@ -51,8 +51,11 @@ def copy_bandwidth() -> float:
 
 
 def first_and_settled(work: Callable[[], object], seconds: float) -> tuple[float, float]:
-    """How long the device takes for `work` at first, and after a while of nothing else: medians of
-    the first five times, and of the later half."""
+    """Seconds that the device takes for `work` at first, and once it has run for a while.
+
+    Repeats `work` for `seconds`; returns the medians of the first five times and of the second
+    half.
+    """
     times: list[float] = []
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -60,26 +63,28 @@ def first_and_settled(work: Callable[[], object], seconds: float) -> tuple[float
     return statistics.median(times[:5]), statistics.median(times[len(times) // 2 :])
 
 
-def square_product() -> Callable[[], torch.Tensor]:
-    """A bf16 product of SQUARE_FLOPS, of random numbers: what costs the most power."""
-    a, b = (torch.randn(SQUARE, SQUARE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+def square_gemm() -> Callable[[], torch.Tensor]:
+    """A bf16 GEMM of GEMM_FLOPS on random numbers, the work that draws the most power."""
+    a, b = (
+        torch.randn(GEMM_SIZE, GEMM_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
     return lambda: a @ b
 
 
 def matmul_rate(seconds: float = 1.5) -> tuple[float, float]:
-    """FLOP/s of that product: at first, and after so many seconds, held back by power."""
-    product = square_product()
-    product()
+    """FLOP/s of `square_gemm` at first, and after `seconds`, throttled by the power limit."""
+    gemm = square_gemm()
+    gemm()
     torch.cuda.synchronize()
-    first, settled = first_and_settled(product, seconds)
-    return SQUARE_FLOPS / first, SQUARE_FLOPS / settled
+    first, settled = first_and_settled(gemm, seconds)
+    return GEMM_FLOPS / first, GEMM_FLOPS / settled
 
 
-def ceilings() -> dict[str, float]:
-    """What this card reaches today, for a report; cards of one kind differ."""
+def peak_rates() -> dict[str, float]:
+    """The rates that this card reaches, for a report; cards of the same kind differ."""
     copy, (first, settled) = copy_bandwidth(), matmul_rate()
     print(
-        f"copy {copy / 1e12:.2f} TB/s, {SQUARE}^3 product at first {first / 1e12:.0f}, then "
+        f"copy {copy / 1e12:.2f} TB/s, {GEMM_SIZE}^3 GEMM at first {first / 1e12:.0f}, then "
         f"{settled / 1e12:.0f} TFLOP/s",
         flush=True,
     )
@@ -91,6 +96,6 @@ def ceilings() -> dict[str, float]:
 
 
 def report(benchmark: str, **values: Any) -> None:
-    """The last line of a benchmark."""
+    """Print the last line of a benchmark: one JSON object."""
     facts = {"benchmark": benchmark, "device": device_name(), "torch": torch.__version__}
     print(json.dumps(facts | {"time": time.strftime("%Y-%m-%d %H:%M")} | values), flush=True)

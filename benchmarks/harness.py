@@ -1,7 +1,7 @@
-"""What the CPU benchmarks share: the workload, the models, and running an engine by itself.
+"""Shared by the CPU benchmarks: the workload, the models, and how to run one engine in isolation.
 
-Each measurement is a fresh process (engine_process.py), so that engines share neither threads nor
-memory, and so that the time until it is ready can be taken from outside.
+Each measurement runs in a fresh process (engine_process.py), so that engines share neither threads
+nor memory, and so that the time until an engine is ready can be measured from outside.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -26,10 +27,10 @@ MAX_PROMPT, MAX_OUTPUT = 512, 256
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one type, and how many requests of the workload it gets."""
+    """One model in one dtype, and the number of requests of the workload that it runs."""
 
     name: str
-    config: str  # a folder in benchmarks/configs
+    config: str  # a directory in benchmarks/configs
     dtype: str
     num_requests: int
     busy_neighbour: bool = False
@@ -46,7 +47,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run of one engine. Seconds."""
+    """One run of one engine. Times are in seconds."""
 
     ready_seconds: float  # from the start of the process to the first request accepted
     seconds: float
@@ -64,18 +65,21 @@ class Measurement:
 
 
 def workload(num_requests: int) -> list[tuple[list[int], int]]:
-    """(prompt token ids, output length) of each request; 15,973 and 7,714 tokens in 64 of them."""
-    draw = random.Random(SEED)
+    """(prompt token ids, output length) of each request.
+
+    64 requests have 15,973 prompt tokens and 7,714 output tokens in total.
+    """
+    rng = random.Random(SEED)
     requests = []
     for _ in range(num_requests):
-        length = draw.randint(16, MAX_PROMPT)
-        prompt = [draw.randint(2, 999) for _ in range(length)]
-        requests.append((prompt, draw.randint(16, MAX_OUTPUT)))
+        length = rng.randint(16, MAX_PROMPT)
+        prompt = [rng.randint(2, 999) for _ in range(length)]
+        requests.append((prompt, rng.randint(16, MAX_OUTPUT)))
     return requests
 
 
 def model_directory(case: Case) -> Path:
-    """A model with random weights in Hugging Face format, written at the first use."""
+    """A model with random weights in Hugging Face format, written on first use."""
     directory = CACHE / f"{case.config}-{case.dtype}"
     if not (directory / "model.safetensors").exists():
         import torch
@@ -87,7 +91,8 @@ def model_directory(case: Case) -> Path:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, case.dtype)
         )
-        # Values that float16 has as well, so that each engine's format holds the same model.
+        # Round to values that float16 can represent, so that every engine's file format holds the
+        # same model.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.half())
@@ -102,12 +107,12 @@ def measure(
     model: Path | None = None,
     owns_process: bool = True,
 ) -> Measurement:
-    """Run `case` on `engine` in a process of its own, which octavo may tune if `owns_process`.
+    """Run `case` on `engine` in a new process, which octavo may tune if `owns_process`.
 
     Raises:
-        RuntimeError: the process failed; the message is the end of what it said.
+        RuntimeError: the process failed; the message holds the end of its output.
     """
-    order = {
+    options = {
         "engine": engine,
         "model": str(model or model_directory(case)),
         "dtype": case.dtype,
@@ -120,7 +125,7 @@ def measure(
     with (
         busy_core(case.busy_neighbour),
         subprocess.Popen(
-            [sys.executable, str(HERE / "engine_process.py"), json.dumps(order)],
+            [sys.executable, str(HERE / "engine_process.py"), json.dumps(options)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -130,23 +135,23 @@ def measure(
         assert process.stdout is not None
         ready = 0.0
         result: dict[str, Any] | None = None
-        said = ""
+        output = ""
         for line in process.stdout:
             if line.startswith("READY"):
                 ready = time.perf_counter() - start
             elif line.startswith("{"):
                 result = json.loads(line)
             else:
-                said = (said + line)[-600:]
+                output = (output + line)[-600:]
     if result is None:
-        raise RuntimeError(f"{engine} failed: {said.strip()}")
+        raise RuntimeError(f"{engine} failed: {output.strip()}")
     return Measurement(ready_seconds=ready, **result)
 
 
 @contextmanager
-def busy_core(wanted: bool) -> Iterator[None]:
-    """A neighbour that takes one core for itself, as far as the system lets it."""
-    if not wanted:
+def busy_core(enabled: bool) -> Iterator[None]:
+    """Keep one core busy with another process, as far as the system allows it."""
+    if not enabled:
         yield
         return
     program = (
@@ -163,9 +168,9 @@ def busy_core(wanted: bool) -> Iterator[None]:
 
 
 def summary(measurements: list[Measurement]) -> dict[str, float]:
-    """Medians of everything but the tokens."""
-    from statistics import median
-
+    """Medians of every field except the token ids."""
     names = [name for name in asdict(measurements[0]) if name != "token_ids"]
     names += ["tokens_per_second", "tokens_per_cpu_second"]
-    return {name: round(median(getattr(m, name) for m in measurements), 3) for name in names}
+    return {
+        name: round(statistics.median(getattr(m, name) for m in measurements), 3) for name in names
+    }

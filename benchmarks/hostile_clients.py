@@ -1,7 +1,7 @@
-"""The clients of server_hostile.py, in a process of their own: `python hostile_clients.py URL`.
+"""The clients of server_hostile.py, in a separate process: `python hostile_clients.py URL`.
 
-Reads one order per line, `{"do": ..., ...}`, and answers each with a line of JSON when it is done.
-All connections are to a loopback address, their number is given, and all are closed at the end.
+Reads one command per line, `{"do": ..., ...}`, and answers each with a line of JSON once it is
+done. All connections go to a loopback address, in the given numbers, and are closed at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 REPLY_SECONDS = 120.0
-REOPEN_SECONDS = 1.0  # between two connections of a client that the server has closed
+REOPEN_SECONDS = 1.0  # before a client reconnects after the server has closed its connection
 CONNECT_AT_ONCE = 200
 HEAD = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -28,22 +28,21 @@ def post(path: str, body: Any) -> bytes:
 
 
 class Clients:
-    """Those that hold connections open, and how those fared that ask for something."""
+    """Clients that hold connections open, and clients that send requests and count the replies."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
         self._holding: list[asyncio.Task[None]] = []
         self._connecting = asyncio.Semaphore(CONNECT_AT_ONCE)
         self._num_open = 0
-        self._outcomes: Counter[str] = Counter()
 
-    async def do(self, order: dict[str, Any]) -> dict[str, Any]:
-        work = getattr(self, f"_{order.pop('do')}")
-        result: dict[str, Any] = await work(**order)
+    async def do(self, command: dict[str, Any]) -> dict[str, Any]:
+        work = getattr(self, f"_{command.pop('do')}")
+        result: dict[str, Any] = await work(**command)
         return result
 
     async def _hold(self, silent: int, heads: int, bodies: int, unread: int) -> dict[str, Any]:
-        """Open connections that never send a whole request, and streams that are not read."""
+        """Open connections that never send a complete request, and streams that are not read."""
         stream = {
             "prompt": "Once upon a time",
             "max_tokens": 1500,
@@ -66,7 +65,7 @@ class Clients:
         return {"open": self._num_open}
 
     async def _keep_open(self, data: bytes) -> None:
-        """Again and again, as often as the server closes it."""
+        """Open a connection, and reopen it whenever the server closes it."""
         while True:
             with contextlib.suppress(OSError):
                 async with self._connecting:
@@ -81,7 +80,7 @@ class Clients:
             await asyncio.sleep(REOPEN_SECONDS)
 
     async def _ignore(self, data: bytes) -> None:
-        """Ask for a stream and read nothing of it."""
+        """Request a stream and never read from it."""
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.setblocking(False)
@@ -92,7 +91,7 @@ class Clients:
             await asyncio.Event().wait()
 
     async def _fire(self, prompts: int, megabytes: float, messages: int) -> dict[str, Any]:
-        """Send long prompts at once, then bodies of many messages; says what they were told."""
+        """Send long prompts at once, then bodies of many messages; returns the counted outcomes."""
         text = "Once upon a time there was a little dog. " * int(megabytes * 1e6 / 41)
         prompt = post("/v1/completions", {"prompt": text, "max_tokens": 1})
         chat = [{"role": "user", "content": "Hi", "no_such_field": 1}] * messages
@@ -102,12 +101,12 @@ class Clients:
         return dict(Counter(outcomes))
 
     async def _crowd(self, count: int) -> dict[str, Any]:
-        """Honest completions, all at once; each must be told something."""
+        """Send `count` valid completions at once; returns the counted outcomes."""
         data = post("/v1/completions", {"prompt": "Once", "max_tokens": 2, "ignore_eos": True})
         return dict(Counter(await asyncio.gather(*[self._ask(data) for _ in range(count)])))
 
     async def _ask(self, data: bytes) -> str:
-        """The status of a reply, with a mark if it says when to come again; or what went wrong."""
+        """The status of a reply, marked if it has Retry-After; or the name of the error."""
         try:
             async with asyncio.timeout(REPLY_SECONDS):
                 reader, writer = await asyncio.open_connection(*self._address)
@@ -133,7 +132,7 @@ async def main(url: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     parts = urlsplit(url)
-    assert parts.hostname == "127.0.0.1", "clients like these are for one's own server only"
+    assert parts.hostname == "127.0.0.1", "hostile clients may only be used on a local server"
     assert parts.port is not None
     clients = Clients((parts.hostname, parts.port))
     while line := await asyncio.to_thread(sys.stdin.readline):

@@ -1,7 +1,8 @@
-"""The attention kernels and the moves of KV blocks on one GPU, beside PyTorch's and the copy rate.
+"""Attention kernels and KV block copies on one GPU, compared with PyTorch and the copy bandwidth.
 
-Blocks of 16 tokens, scattered; bf16, heads of 128. Launches are replayed from a CUDA graph and take
-turns over layers that together exceed the L2 cache. Prints tables, and last one JSON line.
+Scattered blocks of 16 tokens; bf16, head size 128. Launches are replayed from a CUDA graph that
+cycles through layers which together exceed the L2 cache. Prints tables, and one JSON line at the
+end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Table = dict[str, dict[str, float]]
 
 
 def measure_decode() -> tuple[Table, Table]:
-    """(TB/s of K and V, microseconds a launch) of one layer's decode, write included."""
+    """(TB/s of K and V, microseconds per launch) of one layer's decode, including the KV write."""
     rates: Table = {}
     times: Table = {}
     for model in MODELS:
@@ -54,38 +55,38 @@ def measure_decode() -> tuple[Table, Table]:
 
 
 def measure_prefill() -> dict[str, Table]:
-    """TFLOP/s of causal attention, paged, and PyTorch's on dense tensors; TB/s of the writing."""
-    ways = {
+    """TFLOP/s of causal attention, paged, and PyTorch's on dense tensors; TB/s of the KV write."""
+    kernels = {
         "prefill, TFLOP/s": paged_prefill,
-        "prefill, SDPA by FlashAttention 2, dense": sdpa(SDPBackend.FLASH_ATTENTION),
-        "prefill, SDPA by cuDNN, dense": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "prefill, SDPA with FlashAttention 2, dense": sdpa(SDPBackend.FLASH_ATTENTION),
+        "prefill, SDPA with cuDNN, dense": sdpa(SDPBackend.CUDNN_ATTENTION),
         "prefill, varlen_attn, dense": varlen,
     }
-    results: dict[str, Table] = {way: {model: {} for model in MODELS} for way in ways}
-    writing: Table = {model: {} for model in MODELS}
+    results: dict[str, Table] = {kernel: {model: {} for model in MODELS} for kernel in kernels}
+    write_rates: Table = {model: {} for model in MODELS}
     for model in MODELS:
         for num_seqs, context in PREFILLS:
             case = f"{num_seqs}x{context}"
             work = Work(model, num_seqs, context, new=context)
             flops = 2 * num_seqs * context**2 * work.heads * HEAD_DIM
-            for way, make in ways.items():
+            for kernel, make in kernels.items():
                 elapsed = seconds(make(work), work.num_layers, 8)
-                results[way][model][case] = round(flops / elapsed / 1e12)
+                results[kernel][model][case] = round(flops / elapsed / 1e12)
             moved = 2 * sum(x.numel() for x in work.heads_of_tokens[1:])
             moved += 2 * work.heads_of_tokens[0].numel() if work.rotary else 0
             elapsed = seconds(kv_write(work), work.num_layers, 8)
-            writing[model][case] = round(2 * moved / elapsed / 1e12, 2)
-    return results | {"KV write, TB/s read and written": writing}
+            write_rates[model][case] = round(2 * moved / elapsed / 1e12, 2)
+    return results | {"KV write, TB/s read plus written": write_rates}
 
 
 def paged_prefill(work: Work) -> Callable[[int], None]:
-    group, query = work.heads // work.kv_heads, work.heads_of_tokens[0]
-    config = prefill_config(torch.bfloat16, HEAD_DIM, group)
+    group_size, query = work.heads // work.kv_heads, work.heads_of_tokens[0]
+    config = prefill_config(torch.bfloat16, HEAD_DIM, group_size)
     starts = work.batch.query_starts.numpy()[:-1]
     rows, lens = work.batch.rows, work.batch.query_lens
     assert rows is not None
     seqs = Sequences(starts, rows.numpy(), work.batch.context_lens.numpy(), lens.numpy())
-    items = prefill_items(seqs, None, config.tile, BLOCK_SIZE, config.rows // group)
+    items = prefill_items(seqs, None, config.tile, BLOCK_SIZE, config.rows // group_size)
     on_device = torch.from_numpy(items.reshape(-1)).to(GPU)
     output = query.new_empty(len(query), work.heads * HEAD_DIM)
 
@@ -110,15 +111,15 @@ def kv_write(work: Work) -> Callable[[int], Tensor]:
 
 
 def sdpa(backend: SDPBackend) -> Callable[[Work], Callable[[int], Tensor]]:
-    """PyTorch's attention of prompts of one length; K and V repeated, where heads share them."""
+    """PyTorch's attention over prompts of equal length; K and V are repeated for GQA."""
 
     def make(work: Work) -> Callable[[int], Tensor]:
-        group = work.heads // work.kv_heads
+        group_size = work.heads // work.kv_heads
         query, key, value = (
             x.unflatten(0, (work.num_seqs, work.new)).transpose(1, 2).contiguous()
             for x in work.heads_of_tokens
         )
-        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+        key, value = (x.repeat_interleave(group_size, 1) for x in (key, value))
 
         def attend(layer: int) -> Tensor:
             with sdpa_kernel(backend):
@@ -130,7 +131,7 @@ def sdpa(backend: SDPBackend) -> Callable[[Work], Callable[[int], Tensor]]:
 
 
 def varlen(work: Work) -> Callable[[int], object]:
-    """PyTorch's packed FlashAttention; K and V repeated for it, where heads share them."""
+    """PyTorch's FlashAttention over packed prompts; K and V are repeated for GQA."""
     query, key, value = work.heads_of_tokens
     query = query.contiguous()
     key, value = (x.repeat_interleave(work.heads // work.kv_heads, 1) for x in (key, value))
@@ -144,7 +145,7 @@ def varlen(work: Work) -> Callable[[int], object]:
 
 
 def measure_copies() -> Table:
-    """Copy-on-write: TB/s read and written, beside an indexed copy in PyTorch."""
+    """Copy-on-write: TB/s read plus written, compared with `index_copy_` in PyTorch."""
     results: Table = {}
     for model, (_, kv_heads, layers, _) in MODELS.items():
         words = layers * kv_heads * 2 * BLOCK_SIZE * HEAD_DIM
@@ -167,7 +168,7 @@ def measure_copies() -> Table:
 
 
 def measure_swaps() -> Table:
-    """GB/s of a request of 1,024 scattered tokens, beside one copy of as many bytes."""
+    """GB/s when a request of 1,024 scattered tokens is swapped, and of one contiguous copy."""
     results: Table = {}
     for model, (_, kv_heads, layers, _) in MODELS.items():
         shape = (layers, kv_heads, 2, BLOCK_SIZE, HEAD_DIM)
@@ -196,7 +197,7 @@ def _swap_rate(cache: DeviceKVCache, num_bytes: int, **moves: list[tuple[int, in
 
 
 def _rate(move: Callable[[], object], num_bytes: int) -> float:
-    """GB/s by the clock of the host, from the call to the end of the move."""
+    """GB/s by the host's clock, from the call to the end of the move."""
     times = []
     for _ in range(8):
         torch.cuda.synchronize()
@@ -208,7 +209,7 @@ def _rate(move: Callable[[], object], num_bytes: int) -> float:
 
 
 def measure_plan() -> Table:
-    """Microseconds of `plan` on the host, for decodes of mixed lengths."""
+    """Microseconds that `plan` takes on the host, for decodes of mixed lengths."""
     results: Table = {}
     for num_seqs in (1, 64, 256):
         work = Work("llama-3-8b 32/8", num_seqs, 1024, new=1)
@@ -236,8 +237,8 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():
-        ceiling = round(copy_bandwidth() / 1e12, 2)
-        print(f"copy on the device: {ceiling} TB/s")
+        copy_tb_s = round(copy_bandwidth() / 1e12, 2)
+        print(f"device-to-device copy: {copy_tb_s} TB/s")
         rates, times = measure_decode()
         results = {
             "decode, TB/s of K and V": rates,
@@ -249,7 +250,7 @@ def main() -> None:
         }
     for title, table in results.items():
         show(title, table)
-    report("kernels", copy_tb_s=ceiling, results=results)
+    report("kernels", copy_tb_s=copy_tb_s, results=results)
 
 
 if __name__ == "__main__":

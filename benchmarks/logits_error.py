@@ -1,22 +1,21 @@
-"""Errors of bfloat16 logits against float32: octavo's, beside those of torch's own forward.
+"""Errors of bfloat16 logits against float32: octavo's, compared with those of torch's own forward.
 
-Every family, on random weights in which a few channels are 100 times as large as the others: some
-of the residual stream's, and some of the feed-forward block's. Those are pairs that nearly cancel
-each other when its last product adds them up, or with `--weights outliers` independent. A cell is
-an error in percent of the logits' standard deviation: the mean over all logits, or the worst of a
-seed, each averaged over the seeds. octavo is worse in a cell (*) if its error is larger by more
-than 2% and by more than three standard errors of the difference, over the seeds: where both round
-alike, either may be ahead by chance. Prints a table and one JSON line; the exit status says whether
-octavo is worse in any cell.
+Every model family is measured on random weights in which a few channels are 100 times as large as
+the others, in the residual stream and in the feed-forward block. The large channels of the
+feed-forward block are pairs that nearly cancel in the down projection, or independent channels with
+`--weights outliers`. A cell is an error in percent of the logits' standard deviation: the mean over
+all logits, or the largest error of a seed, each averaged over the seeds. octavo is worse in a cell
+(*) if its error is larger by more than 2% and by more than three standard errors of the difference
+over the seeds; where both round alike, either may be ahead by chance. Prints a table and one JSON
+line; the exit status is 1 if octavo is worse in any cell.
 
     PYTHONPATH=src python benchmarks/logits_error.py                       # on this machine's CPU
     PYTHONPATH=src python benchmarks/logits_error.py --device cuda --parts all --times
 
-`--parts` is how a GPU keeps the parts of a product that a norm adds up (ops/cuda/linear.py);
-several ways are judged side by side: float32, bfloat16, and "halved": float32, but half as many
-parts.
-`--torch transformers` takes that library's models for torch's forward; by default it is written
-out below, with the same roundings.
+`--parts` chooses how a GPU keeps the split-K partial sums that a norm adds up (ops/cuda/linear.py).
+Several choices are compared side by side: float32, bfloat16, and "halved", which is float32 with
+half as many partial sums. `--torch transformers` uses that library's models as torch's forward; by
+default the forward is written out below, with the same roundings.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
+from attention_work import DirectStaging
 from torch import Tensor, nn
 
 from octavo.layers.linear import Linear
@@ -57,7 +55,7 @@ VOCAB_SIZE = 512
 BLOCK_SIZE = 16
 NUM_STANDARD_ERRORS, MARGIN = 3, 0.02
 WINDOW = 20  # Mistral's
-# Of the parts: their type, and by what their number is divided.
+# Split-K partial sums: their dtype, and the divisor of their number.
 PARTS = {
     "float32": (torch.float32, 1),
     "bfloat16": (torch.bfloat16, 1),
@@ -68,7 +66,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Scale:
-    """How large models and batches are."""
+    """The sizes of models and batches."""
 
     hidden: int
     heads: int
@@ -76,14 +74,14 @@ class Scale:
     head_dim: int
     inner: int
     layers: int
-    prefills: tuple[int, ...]  # tokens of one prompt
-    decodes: tuple[int, ...]  # sequences
-    context: int  # tokens of each of them before
+    prefills: tuple[int, ...]  # prompt lengths
+    decodes: tuple[int, ...]  # numbers of sequences
+    context: int  # tokens before the decoded one
     seeds: int
 
 
 SCALES = {
-    # Qwen3-0.6B's widths, for whose products both kinds of parts were measured to pay.
+    # Qwen3-0.6B's widths, for whose GEMMs both kinds of split-K were measured to be faster.
     "cuda": Scale(1024, 16, 8, 128, 3072, 4, (64, 256, 512), (1, 8, 16, 32, 64, 128, 256), 24, 6),
     "cpu": Scale(256, 4, 2, 64, 768, 3, (64, 256), (1, 16, 64), 24, 6),
     "tiny": Scale(64, 2, 1, 32, 96, 2, (17,), (1, 3), 8, 2),
@@ -91,7 +89,7 @@ SCALES = {
 
 
 def model_config(family: str, scale: Scale) -> ModelConfig:
-    """As if read from a model directory."""
+    """The config of a small model of `family`, as read from a model directory."""
     positions = max(*scale.prefills, scale.context + 1) + 1
     fields: dict[str, Any] = {
         "model_type": family,
@@ -111,7 +109,7 @@ def model_config(family: str, scale: Scale) -> ModelConfig:
         fields |= {"num_attention_heads": scale.heads, "head_dim": scale.head_dim}
     if family == "mistral":
         fields |= {"sliding_window": WINDOW}
-    if family == "qwen2":  # it has no head_dim of its own
+    if family == "qwen2":  # its config has no head_dim
         fields |= {"num_attention_heads": scale.hidden // scale.head_dim}
         fields |= {"num_key_value_heads": max(1, scale.hidden // scale.head_dim // 2)}
         del fields["head_dim"]
@@ -136,12 +134,12 @@ def up_projection(layer: Any) -> Any:
 
 
 def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: bool) -> CausalLM:
-    """Weights with outliers, in bfloat16, not yet packed. The same on every device."""
+    """A bfloat16 model with outliers, not yet packed. Its weights are the same on every device."""
     model = build_model(config, BF16, device)
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(like: Tensor, deviation: float) -> Tensor:
-        return (torch.randn(like.shape, generator=draw) * deviation).to(like)
+        return (torch.randn(like.shape, generator=generator) * deviation).to(like)
 
     for module in model.modules():
         if isinstance(module, Linear) and module.weight is not model.embedding.weight:
@@ -154,31 +152,31 @@ def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: 
         bias = getattr(module, "bias", None)
         if isinstance(bias, Tensor):
             bias.copy_(normal(bias, 0.05))
-    loud = torch.randperm(config.hidden_size, generator=draw)[:NUM_OUTLIERS].to(device)
-    model.embedding.weight[:, loud] *= OUTLIER
+    outliers = torch.randperm(config.hidden_size, generator=generator)[:NUM_OUTLIERS].to(device)
+    model.embedding.weight[:, outliers] *= OUTLIER
     for layer in model.layers:  # type: ignore[union-attr]
         for norm in (first_norm(layer), second_norm(layer)):
-            norm.weight[loud] /= OUTLIER
-        _oppose(up_projection(layer), layer.down, config, draw, cancels)  # type: ignore[union-attr]
-    model.norm.weight[loud] /= OUTLIER  # type: ignore[index, union-attr, operator]
+            norm.weight[outliers] /= OUTLIER
+        _add_outlier_pairs(up_projection(layer), layer.down, config, generator, cancels)  # type: ignore[union-attr]
+    model.norm.weight[outliers] /= OUTLIER  # type: ignore[index, union-attr, operator]
     return model
 
 
-def _oppose(
-    up: Linear, down: Linear, config: ModelConfig, draw: torch.Generator, cancels: bool
+def _add_outlier_pairs(
+    up: Linear, down: Linear, config: ModelConfig, generator: torch.Generator, cancels: bool
 ) -> None:
-    """Pairs of loud inner channels, one in each half; where they cancel, nearly the same ones."""
+    """Make pairs of inner channels large, one in each half; those that cancel are nearly equal."""
     assert up.weight is not None
     assert down.weight is not None
     size = config.intermediate_size
     for _ in range(NUM_OUTLIERS):
-        first = int(torch.randint(size // 2, (), generator=draw))
-        second = size // 2 + int(torch.randint(size - size // 2, (), generator=draw))
+        first = int(torch.randint(size // 2, (), generator=generator))
+        second = size // 2 + int(torch.randint(size - size // 2, (), generator=generator))
         down.weight[:, first] *= OUTLIER
         if not cancels:
             down.weight[:, second] *= OUTLIER
             continue
-        for begin in range(0, up.weight.shape[0], size):  # of the gates, and of what they gate
+        for begin in range(0, up.weight.shape[0], size):  # the gate rows, then the up rows
             up.weight[begin + second] = up.weight[begin + first]
             if up.bias is not None:
                 up.bias[begin + second] = up.bias[begin + first]
@@ -189,9 +187,9 @@ def _oppose(
 
 
 class PlainTorch:
-    """Owns a copy of a model's weights in some type; rounds where transformers' models do.
+    """Owns a copy of a model's weights in one dtype; rounds where transformers' models do.
 
-    In float32 it is the judge: nothing is fused, and attention is written out.
+    In float32 it is the reference: nothing is fused, and attention is written out.
     """
 
     def __init__(self, model: CausalLM, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -202,7 +200,7 @@ class PlainTorch:
 
     @torch.inference_mode()
     def logits(self, ids: Tensor) -> Tensor:
-        """More tokens of all sequences [num_seqs, n] -> float32 [num_seqs, n, vocab_size]."""
+        """Append ids [num_seqs, n] to all sequences -> float32 [num_seqs, n, vocab_size]."""
         model, config = self._model, self._config
         begin = self._past[0][0].shape[2] if self._past else 0
         positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)
@@ -226,7 +224,7 @@ class PlainTorch:
         return self._linear(model.head.linear, self._norm(model.norm, hidden)).float()
 
     def forget(self) -> None:
-        """The next tokens begin new sequences."""
+        """Drop the KV cache: the next tokens begin new sequences."""
         self._past = []
 
     def _linear(self, linear: Any, x: Tensor) -> Tensor:
@@ -260,20 +258,20 @@ class PlainTorch:
             key = torch.cat((past[index][0], key), dim=2)
             value = torch.cat((past[index][1], value), dim=2)
         self._past.append((key, value))
-        group = config.num_heads // config.num_kv_heads
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        ago = positions[:, None] - torch.arange(key.shape[2], device=positions.device)
-        seen = ago >= 0
+        group_size = config.num_heads // config.num_kv_heads
+        key, value = (x.repeat_interleave(group_size, 1) for x in (key, value))
+        distance = positions[:, None] - torch.arange(key.shape[2], device=positions.device)
+        mask = distance >= 0
         window = config.layer_windows[index]
         if window is not None:
-            seen &= ago < window
+            mask &= distance < window
         scale = config.attention_scales[index]
         if self._dtype == FP32:
-            scores = (query @ key.transpose(2, 3) * scale).masked_fill(~seen, -math.inf)
+            scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -math.inf)
             attended = scores.softmax(-1) @ value
         else:
             attended = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=seen, scale=scale
+                query, key, value, attn_mask=mask, scale=scale
             )
         return attended.transpose(1, 2).reshape(num_seqs, num_new, -1)
 
@@ -324,7 +322,7 @@ class TransformersTorch:
 
 
 def _published(config: ModelConfig) -> dict[str, Any]:
-    """config.json of a model of these shapes."""
+    """The fields of transformers' config.json for a model of these shapes."""
     fields: dict[str, Any] = {
         "model_type": config.family,
         "vocab_size": config.vocab_size,
@@ -344,23 +342,12 @@ def _published(config: ModelConfig) -> dict[str, Any]:
 # ---------------------------------------------------------------- octavo
 
 
-class EachByItself:
-    """Brings each of a step's small arrays to the device in a copy of its own."""
-
-    max_num_seqs, max_num_tokens = 1024, 1 << 16
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
-        assert values.size <= capacity, name
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
-
-
 class Octavo:
-    """Owns octavo's model, packed as for serving, and a KV cache in blocks."""
+    """Owns octavo's model, packed as for serving, and a paged KV cache."""
 
-    def __init__(self, model: CausalLM, config: ModelConfig, backend: str, most_seqs: int) -> None:
+    def __init__(
+        self, model: CausalLM, config: ModelConfig, backend: str, max_num_seqs: int
+    ) -> None:
         self._model = copy.deepcopy(model)
         for module in self._model.modules():
             if isinstance(module, Linear):
@@ -368,14 +355,14 @@ class Octavo:
         self._device = model.embedding.weight.device
         layers = model.attention_layers
         backend_class = load_backend(backend)
-        per_seq = -(-config.max_model_len // BLOCK_SIZE)
+        blocks_per_seq = -(-config.max_model_len // BLOCK_SIZE)
         shape = backend_class.kv_block_shape(BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        size = (1 + most_seqs * per_seq, len(layers), *shape)
+        size = (1 + max_num_seqs * blocks_per_seq, len(layers), *shape)
         cache = torch.zeros(size, dtype=BF16, device=self._device)
         places = [LayerPlace(0, i) for i in range(len(layers))]
         self._attention = backend_class(layers, places, cache, BLOCK_SIZE)
-        tables = 1 + torch.arange(most_seqs * per_seq, dtype=torch.int32)
-        self._tables = tables.view(most_seqs, per_seq)
+        tables = 1 + torch.arange(max_num_seqs * blocks_per_seq, dtype=torch.int32)
+        self._tables = tables.view(max_num_seqs, blocks_per_seq)
         self._length = 0
 
     @torch.inference_mode()
@@ -393,7 +380,7 @@ class Octavo:
             positions=positions.repeat(num_seqs),
             block_tables=[tables.to(self._device)],
             slots=[slots.flatten()],
-            staging=EachByItself(self._device),
+            staging=DirectStaging(self._device),
         )
         self._attention.plan(batch)
         places = batch.positions.to(self._device)
@@ -408,27 +395,29 @@ class Octavo:
 # ---------------------------------------------------------------- errors
 
 
-Errors = dict[str, dict[str, list[tuple[float, float]]]]  # cell -> who -> (mean, worst) of a seed
+Errors = dict[
+    str, dict[str, list[tuple[float, float]]]
+]  # cell -> implementation -> (mean, largest) of each seed
 
 
 def cells(scale: Scale) -> dict[str, tuple[int, int, bool]]:
-    """Name -> sequences, tokens before the judged ones, whether those are one a sequence."""
+    """name -> (sequences, tokens that precede the last step, whether that step is a decode)."""
     prefills = {f"prefill {n}": (1, n, False) for n in scale.prefills}
     return prefills | {f"decode {n}": (n, scale.context, True) for n in scale.decodes}
 
 
-def run_cell(who: Any, ids: Tensor, decodes: bool) -> Tensor:
-    """The judged logits, flat."""
-    who.forget()
+def run_cell(model: Any, ids: Tensor, decodes: bool) -> Tensor:
+    """The logits that are compared, flat."""
+    model.forget()
     if not decodes:
-        logits: Tensor = who.logits(ids)
+        logits: Tensor = model.logits(ids)
         return logits.flatten()
-    who.logits(ids[:, :-1])
-    last: Tensor = who.logits(ids[:, -1:])
+    model.logits(ids[:, :-1])
+    last: Tensor = model.logits(ids[:, -1:])
     return last.flatten()
 
 
-def judge_family(
+def measure_family(
     family: str, scale: Scale, device: torch.device, args: argparse.Namespace
 ) -> Errors:
     config = model_config(family, scale)
@@ -437,29 +426,29 @@ def judge_family(
         model = random_model(config, device, seed, args.weights == "cancelling")
         plain = TransformersTorch if args.torch == "transformers" else PlainTorch
         octavo = Octavo(model, config, args.backend, max(scale.decodes))
-        judge, theirs = PlainTorch(model, config, FP32), plain(model, config, BF16)
-        draw = torch.Generator().manual_seed(1000 + seed)
+        reference, peer = PlainTorch(model, config, FP32), plain(model, config, BF16)
+        generator = torch.Generator().manual_seed(1000 + seed)
         for name, (num_seqs, before, decodes) in cells(scale).items():
             shape = (num_seqs, before + decodes)
-            ids = torch.randint(VOCAB_SIZE, shape, generator=draw).to(device)
-            truth = run_cell(judge, ids, decodes)
-            rows = {"torch": run_cell(theirs, ids, decodes)}
+            ids = torch.randint(VOCAB_SIZE, shape, generator=generator).to(device)
+            expected = run_cell(reference, ids, decodes)
+            rows = {"torch": run_cell(peer, ids, decodes)}
             for part in args.parts:
                 with parts_in(part):
                     rows[f"octavo ({part} parts)" if part else "octavo"] = run_cell(
                         octavo, ids, decodes
                     )
-            unit = 100 / truth.std().item()
-            for who, logits in rows.items():
-                off = (logits - truth).abs()
-                pair = (round(off.mean().item() * unit, 4), round(off.max().item() * unit, 4))
-                errors[name].setdefault(who, []).append(pair)
+            unit = 100 / expected.std().item()
+            for implementation, logits in rows.items():
+                error = (logits - expected).abs()
+                pair = (round(error.mean().item() * unit, 4), round(error.max().item() * unit, 4))
+                errors[name].setdefault(implementation, []).append(pair)
     return errors
 
 
 @contextmanager
 def parts_in(name: str) -> Iterator[None]:
-    """How a GPU keeps the parts of a product; "": a CPU has none."""
+    """Make the GPU keep split-K partial sums as PARTS says; "" for a CPU, which has none."""
     if not name:
         yield
         return
@@ -480,7 +469,7 @@ def parts_in(name: str) -> Iterator[None]:
 
 
 def is_worse(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Whether `ours` are larger than `theirs`, seed by seed, by more than chance explains."""
+    """Whether `ours` exceed `theirs`, seed by seed, by more than chance explains."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     noise = statistics.stdev(differences) / len(differences) ** 0.5
     margin = max(NUM_STANDARD_ERRORS * noise, MARGIN * statistics.mean(theirs))
@@ -488,39 +477,39 @@ def is_worse(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 
 
 def show(family: str, errors: Errors) -> int:
-    """Print a row a cell; how many cells say that octavo is worse."""
+    """Print a row per cell; returns the number of cells in which octavo is worse."""
     num_worse = 0
-    for name, by_who in errors.items():
-        theirs = by_who["torch"]
+    for name, implementations in errors.items():
+        theirs = implementations["torch"]
         texts = []
-        for who, ours in by_who.items():
+        for implementation, ours in implementations.items():
             columns = list(zip(*ours, strict=True))
-            bad = [
+            worse = [
                 is_worse(column, theirs_column)
                 for column, theirs_column in zip(columns, zip(*theirs, strict=True), strict=True)
             ]
-            num_worse += sum(bad) if who != "torch" else 0
+            num_worse += sum(worse) if implementation != "torch" else 0
             texts += [
-                f"{statistics.mean(column):.3f}{'*' if flag and who != 'torch' else ''}"
-                for column, flag in zip(columns, bad, strict=True)
+                f"{statistics.mean(column):.3f}{'*' if flag and implementation != 'torch' else ''}"
+                for column, flag in zip(columns, worse, strict=True)
             ]
         print(f"| {family} | {name} | {' | '.join(texts)} |", flush=True)
     return num_worse
 
 
 def layer_times(parts: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """Microseconds a layer without attention (dense_kernels.py), model -> tokens -> type."""
+    """Microseconds per layer without attention (dense_kernels.py): model -> tokens -> parts."""
     import dense_kernels as dense
 
     result: dict[str, dict[str, dict[str, float]]] = {}
-    for model, (norm, num_layers, shapes) in dense.MODELS.items():
+    for model, (_, num_layers, shapes) in dense.MODELS.items():
         weights = [[dense.weight_of(shape) for shape in shapes] for _ in range(num_layers)]
         result[model] = {}
         for count in (8, 16, 32, 64, 128, 256, 384, 512):
             times = {}
             for part in parts:
                 with parts_in(part):
-                    times[part] = dense.our_layer_time(norm, weights, shapes[2][2], count)
+                    times[part] = dense.Layers(model, weights, count).octavo_time()
             result[model][str(count)] = times
         print(f"{model}: {result[model]}", flush=True)
     return result
@@ -529,14 +518,14 @@ def layer_times(parts: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--scale", choices=tuple(SCALES), help="default: the device's")
-    parser.add_argument("--backend", help="of attention; default: the device's fast one")
+    parser.add_argument("--scale", choices=tuple(SCALES), help="default: that of the device")
+    parser.add_argument("--backend", help="attention backend; default: the fast one of the device")
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--parts", default="float32", help=f"for cuda: {', '.join(PARTS)}, or all")
     parser.add_argument("--weights", choices=("cancelling", "outliers"), default="cancelling")
     parser.add_argument("--torch", choices=("plain", "transformers"), default="plain")
-    parser.add_argument("--seeds", type=int, help="at least 2; default: the scale's")
-    parser.add_argument("--times", action="store_true", help="also of layers, by type of the parts")
+    parser.add_argument("--seeds", type=int, help="at least 2; default: that of the scale")
+    parser.add_argument("--times", action="store_true", help="also print times of layers, by parts")
     args = parser.parse_args()
     device = torch.device(args.device)
     parts = ",".join(PARTS) if args.parts == "all" else args.parts
@@ -545,11 +534,11 @@ def main() -> int:
     scale = SCALES[args.scale or args.device]
     began, num_worse = time.monotonic(), 0
     names = ["torch", *(f"octavo ({part} parts)" if part else "octavo" for part in args.parts)]
-    print("| model | step | " + " | ".join(f"{name}: mean | worst" for name in names) + " |")
+    print("| model | step | " + " | ".join(f"{name}: mean | largest" for name in names) + " |")
     print("|---" * (2 + 2 * len(names)) + "|")
     all_errors: dict[str, Errors] = {}
     for family in args.families.split(","):
-        all_errors[family] = judge_family(family, scale, device, args)
+        all_errors[family] = measure_family(family, scale, device, args)
         num_worse += show(family, all_errors[family])
     facts: dict[str, Any] = {
         "benchmark": "logits_error",

@@ -1,10 +1,10 @@
-"""octavo beside other engines on this machine's CPU, in one run.
+"""octavo compared with other engines on this machine's CPU.
 
-The peers: transformers' `generate` with static batches of 16 in the order given, and OpenVINO
+The peers are transformers' `generate` with static batches of 16 in the order given, and OpenVINO
 GenAI's continuous batching, if it is installed, on the same weights in a GGUF file. 64 requests
 (prompts of 16 to 512 tokens, outputs of 16 to 256, token ids in, greedy, end-of-sequence ignored),
-no prefix caching. Engines take turns, each time in a new process; medians. `ratio` is to
-transformers. The last line is JSON.
+no prefix caching. The engines take turns, each time in a new process; the tables show medians, and
+`ratio` is relative to transformers. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BASELINE = "transformers"
 
 
 def openvino_model(case: Case) -> Path | None:
-    """A GGUF file of the model, which OpenVINO GenAI reads; None if it is not installed."""
+    """A GGUF file of the model for OpenVINO GenAI; None if that is not installed."""
     if importlib.util.find_spec("openvino_genai") is None:
         return None
     directory = model_directory(case)
@@ -37,13 +37,13 @@ def openvino_model(case: Case) -> Path | None:
 def compare(
     case: Case, engines: list[str], threads: int, repeat: int
 ) -> dict[str, dict[str, float]]:
-    """One case on all engines: prints a table, returns what goes into the JSON line."""
+    """Run one case on all engines and print a table; returns the values for the JSON line."""
     print(f"\n{case.name}: {case.num_requests} requests, {threads} thread(s)", flush=True)
     models = dict.fromkeys(engines, model_directory(case))
     if "openvino" in engines:
         file = openvino_model(case)
         if file is None:
-            print("  openvino left out: openvino-genai is not installed")
+            print("  openvino skipped: openvino-genai is not installed")
             del models["openvino"]
         else:
             models["openvino"] = file

@@ -1,8 +1,8 @@
-"""Power, clock and energy of what a decode step of Llama-3-8B at batch 256 is made of.
+"""Power, clock and energy of the parts of a decode step of Llama-3-8B at batch 256.
 
-A card that is held back by its power limit takes as long as energy over watts, whatever its peaks.
-Each kind of work is replayed from a CUDA graph for some seconds, at context 1,024; the last line is
-JSON. Needs nvidia-smi.
+On a card that runs at its power limit, work takes its energy divided by that power, whatever the
+peak rates are. Each kind of work is replayed from a CUDA graph for some seconds, at context 1,024;
+the last line is JSON. Needs nvidia-smi.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 
 import torch
 from attention_work import GPU, Work
-from gpu_harness import SQUARE_FLOPS, first_and_settled, report, square_product
+from gpu_harness import GEMM_FLOPS, first_and_settled, report, square_gemm
 from torch import Tensor
 
 from octavo.ops.cuda.linear import linear, linear_parts
@@ -25,7 +25,7 @@ from octavo.ops.cuda.norm import rms_norm
 
 TOKENS, CONTEXT = 256, 1024
 HIDDEN, INNER, HEADS_AND_KV = 4096, 14336, 6144
-NUM_LAYERS = 16  # of products: their weights exceed the L2 cache
+NUM_LAYERS = 16  # enough that their weights exceed the L2 cache
 READ_BYTES = 4 << 30
 QUERY = "power.draw.instant,clocks.sm"
 INTERVAL_MS = 40
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
 
 class Meter:
-    """Reads power and clock beside what runs."""
+    """Samples power and clock in the background."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
@@ -66,12 +66,12 @@ class Meter:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each kind of work")
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of each kind of work")
     arguments = parser.parse_args()
     work = Work("llama-3-8b 32/8", TOKENS, CONTEXT, new=1)
     source = torch.rand(READ_BYTES // 4, device=GPU)
-    square = square_product()
-    layers = [LayerProducts() for _ in range(NUM_LAYERS)]
+    gemm = square_gemm()
+    layers = [LayerGemms() for _ in range(NUM_LAYERS)]
 
     def attend(i: int) -> Tensor:
         return work.forward(i % work.num_layers).view(TOKENS, HIDDEN)
@@ -79,16 +79,16 @@ def main() -> None:
     def whole(i: int) -> None:
         layers[i % NUM_LAYERS](lambda _: attend(i))
 
-    def products(i: int) -> None:
+    def gemms(i: int) -> None:
         layers[i % NUM_LAYERS](lambda qkv: qkv[:, :HIDDEN])
 
     layer_flops = 2 * TOKENS * layers[0].num_weights
     kinds: dict[str, tuple[Callable[[int], object], int, float, str]] = {
         "reading": (lambda i: source.sum(), 1, source.nbytes / 1e12, "TB/s"),
-        "a square product": (lambda i: square(), 2, SQUARE_FLOPS / 1e12, "TFLOP/s"),
+        "a square GEMM": (lambda i: gemm(), 2, GEMM_FLOPS / 1e12, "TFLOP/s"),
         "a layer's attention": (attend, work.num_layers, work.kv_bytes / 1e12, "TB/s"),
-        "a layer's products, norms": (products, NUM_LAYERS, layer_flops / 1e12, "TFLOP/s"),
-        "a layer": (whole, NUM_LAYERS, 1e-3, "layers a ms"),
+        "a layer's GEMMs and norms": (gemms, NUM_LAYERS, layer_flops / 1e12, "TFLOP/s"),
+        "a layer": (whole, NUM_LAYERS, 1e-3, "layers per ms"),
     }
     meter = Meter()
     results = {}
@@ -105,8 +105,8 @@ def main() -> None:
     report("power", tokens=TOKENS, context=CONTEXT, kinds=results)
 
 
-class LayerProducts:
-    """The weights of one layer, and its products and norms as the model computes them."""
+class LayerGemms:
+    """The weights of one layer, and its GEMMs and norms as the model computes them."""
 
     def __init__(self) -> None:
         def weight(rows: int, columns: int) -> Tensor:
@@ -136,14 +136,14 @@ class LayerProducts:
 def measure(
     meter: Meter, launch: Callable[[int], object], launches: int, seconds: float
 ) -> dict[str, float]:
-    """Microseconds of a launch at first and after a while; then watts, MHz and millijoules."""
+    """Microseconds per launch at first and after a while, then watts, MHz and millijoules."""
     launch(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(launches):
             launch(i)
-    time.sleep(1)  # to cool
+    time.sleep(1)  # lets the card cool down
     began = time.perf_counter()
     cool, later = (t / launches for t in first_and_settled(graph.replay, seconds))
     ended = time.perf_counter()

@@ -1,16 +1,16 @@
-"""Honest streams beside hostile clients: `python benchmarks/server_hostile.py` (Linux).
+"""Well-behaved streams beside hostile clients: `python benchmarks/server_hostile.py` (Linux).
 
 Starts `octavo serve demo` with a soft limit of 1,024 open files. Thirty streams run undisturbed;
-then beside thousands of connections that never send a whole request, streams that stay unread,
-prompts of megabytes and bodies of 60,000 messages; then once more beside them, and the engine
-process is killed. A second server may open 1,024 files and no more, and gets 1,300 completions at
-once. The last line is JSON; the exit status is 1 if a bar is missed:
+then beside thousands of connections that never send a complete request, streams that are never
+read, prompts of megabytes and bodies of 60,000 messages; then once more beside all of these while
+the engine process is killed. A second server, which cannot open more than 1,024 files, gets 1,300
+completions at once. The last line is JSON; the exit status is 1 unless
 
 - all streams complete with the tokens of the undisturbed run;
-- the longest gap between two pieces of a stream is under ten times the undisturbed one;
-- each look at /health is answered;
-- the API process's memory is flat, and its files and blocks are free when the clients have left;
-- each completion of the crowd gets 200, or 429 or 503 with Retry-After.
+- the longest gap between two chunks of a stream is under ten times the undisturbed one;
+- every request for /health is answered;
+- the API process's memory stays flat, and its files and blocks are free once the clients have left;
+- every one of the 1,300 completions gets 200, or 429 or 503 with Retry-After.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hostile_clients import post
-from server_load import served, settle
+from server_load import exit_with, served, settle
 
 CLIENTS = Path(__file__).with_name("hostile_clients.py")
 FILES = 1024
-FILES_PER_PROCESS = 3000  # connections of one process of hostile clients
-MOST_GAP = 10.0  # times the undisturbed one
-MOST_PEAK_MIB = 300.0  # above what it was before
-MOST_AFTER_MIB = 64.0  # the same; Python's allocator keeps pages of which anything is used
+FILES_PER_PROCESS = 3000  # connections of one client process
+MAX_GAP_RATIO = 10.0  # to the undisturbed gap
+MAX_PEAK_MIB = 300.0  # growth over the memory before
+MAX_AFTER_MIB = 64.0  # the same; Python's allocator keeps pages that are partly used
 SETTLE_SECONDS = 30.0
 STREAM_SECONDS = 900.0  # a stream that takes longer has failed
-HEALTH_SECONDS = 0.25  # between two looks
-SAMPLE_SECONDS = 0.1  # between two looks at the memory
+HEALTH_SECONDS = 0.25  # between two requests for /health
+SAMPLE_SECONDS = 0.1  # between two samples of the memory
 CROWD_REPLIES = {"200", "429+retry-after", "503+retry-after"}
 
 
 def limited(hard: int | None = None) -> list[str]:
-    """The command that lets the next one open few files; `hard` is a limit it cannot raise."""
-    orders = f"ulimit -Sn {FILES}" + ("" if hard is None else f" && ulimit -Hn {hard}")
-    return ["/bin/sh", "-c", f'{orders} && exec "$@"', "sh"]
+    """A command prefix that limits open files to FILES; `hard` also sets the hard limit."""
+    limits = f"ulimit -Sn {FILES}" + ("" if hard is None else f" && ulimit -Hn {hard}")
+    return ["/bin/sh", "-c", f'{limits} && exec "$@"', "sh"]
 
 
 def rss_mib(pid: int) -> float:
@@ -66,18 +66,18 @@ def engine_pid(pid: int) -> int:
     return int(engine)
 
 
-class Honest:
-    """Streams of seeded samples: their tokens, and when the pieces came."""
+class Streams:
+    """Well-behaved streams of seeded samples: their tokens, and the gaps between chunks."""
 
     def __init__(self, url: str, num_streams: int, num_tokens: int) -> None:
         parts = urlsplit(url)
         self._address = parts.hostname, parts.port
         self._num_streams = num_streams
         self._num_tokens = num_tokens
-        self.num_begun = 0  # streams that have got a piece
+        self.num_started = 0  # streams that have received a chunk
 
     async def run(self) -> tuple[list[list[int] | str], float]:
-        """The tokens of each stream, or what went wrong, and the longest gap in seconds."""
+        """The tokens of each stream, or its error, and the longest gap in seconds."""
         results = await asyncio.gather(*map(self._stream, range(self._num_streams)))
         return [tokens for tokens, _ in results], max(gap for _, gap in results)
 
@@ -101,22 +101,22 @@ class Honest:
                     is_done = line.startswith(b"data: [DONE]")
                     if not line.startswith(b"data: {"):
                         continue
-                    piece = json.loads(line[6:])
-                    if "error" in piece:
-                        return str(piece["error"]["message"]), gap
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        return str(chunk["error"]["message"]), gap
                     now = time.monotonic()
-                    self.num_begun += last == 0.0
+                    self.num_started += last == 0.0
                     gap = max(gap, now - last) if last else gap
                     last = now
-                    tokens += piece["choices"][0].get("token_ids") or []
+                    tokens += chunk["choices"][0].get("token_ids") or []
                 writer.close()
         except (OSError, EOFError, TimeoutError) as error:
             return f"{type(error).__name__} after {len(tokens)} tokens", gap
         return tokens, gap
 
 
-class Watch:
-    """Looks at /health and at the memory for as long as it is open."""
+class Monitor:
+    """Polls /health and the memory of the API process while it is open."""
 
     def __init__(self, url: str, pid: int) -> None:
         parts = urlsplit(url)
@@ -158,15 +158,15 @@ class Watch:
             await asyncio.sleep(HEALTH_SECONDS)
 
 
-class Hostile:
-    """The processes of hostile clients."""
+class HostileClients:
+    """Processes that run hostile_clients.py."""
 
     def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
         self._processes = processes
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def at(cls, url: str, num_connections: int) -> AsyncIterator[Hostile]:
+    async def at(cls, url: str, num_connections: int) -> AsyncIterator[HostileClients]:
         processes = [
             await asyncio.create_subprocess_exec(
                 *(sys.executable, str(CLIENTS), url),
@@ -182,41 +182,41 @@ class Hostile:
                 process.terminate()
                 await process.wait()
 
-    async def first(self, **order: Any) -> dict[str, Any]:
-        """Have the first process do something."""
-        return await self._tell(self._processes[0], order)
+    async def first(self, **command: Any) -> dict[str, Any]:
+        """Send a command to the first process; returns its answer."""
+        return await self._send(self._processes[0], command)
 
-    async def each(self, **order: Any) -> list[dict[str, Any]]:
-        """Have all processes do something; numbers are shared among them."""
+    async def each(self, **command: Any) -> list[dict[str, Any]]:
+        """Send a command to all processes, with its numbers divided among them."""
         count = len(self._processes)
-        orders = [
+        commands = [
             {
-                name: value if isinstance(value, str) else value // count + (place < value % count)
-                for name, value in order.items()
+                name: value if isinstance(value, str) else value // count + (index < value % count)
+                for name, value in command.items()
             }
-            for place in range(count)
+            for index in range(count)
         ]
-        return await asyncio.gather(*map(self._tell, self._processes, orders))
+        return await asyncio.gather(*map(self._send, self._processes, commands))
 
-    async def _tell(
-        self, process: asyncio.subprocess.Process, order: dict[str, Any]
+    async def _send(
+        self, process: asyncio.subprocess.Process, command: dict[str, Any]
     ) -> dict[str, Any]:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.write(json.dumps(command).encode() + b"\n")
         answer: dict[str, Any] = json.loads(await process.stdout.readline())
         return answer
 
 
-async def siege(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The streams alone, beside the hostile clients, and beside them with the engine killed."""
-    honest = Honest(url, args.streams, args.tokens)
-    await honest.run()  # the first is slower
-    wanted, gap = await honest.run()
+async def disturb(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Run the streams alone, beside the hostile clients, and beside them with the engine killed."""
+    streams = Streams(url, args.streams, args.tokens)
+    await streams.run()  # warm-up
+    expected, gap = await streams.run()
     files, memory = num_files(pid), rss_mib(pid)
-    watch = Watch(url, pid)
+    monitor = Monitor(url, pid)
     total = args.silent + args.heads + args.bodies + args.unread
-    async with watch.open(), Hostile.at(url, total) as hostile:
+    async with monitor.open(), HostileClients.at(url, total) as hostile:
         held = await hostile.each(
             do="hold",
             silent=args.silent,
@@ -230,12 +230,12 @@ async def siege(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
                 do="fire", prompts=args.prompts, megabytes=args.megabytes, messages=args.messages
             )
         )
-        beside, gap_beside = await honest.run()
-        told = await fire
+        beside, gap_beside = await streams.run()
+        replies = await fire
         print(f"beside them: longest gap {gap_beside:.3f} s ({gap:.3f} s)", file=sys.stderr)
-        honest.num_begun = 0
-        again = asyncio.create_task(honest.run())
-        while honest.num_begun < args.streams and not again.done():
+        streams.num_started = 0
+        again = asyncio.create_task(streams.run())
+        while streams.num_started < args.streams and not again.done():
             await asyncio.sleep(0.01)
         os.kill(engine_pid(pid), signal.SIGKILL)
         killed, gap_killed = await again
@@ -243,47 +243,47 @@ async def siege(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
         held_blocks = await settle(url)
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline and (
-            num_files(pid) > files + 8 or rss_mib(pid) > memory + MOST_AFTER_MIB
+            num_files(pid) > files + 8 or rss_mib(pid) > memory + MAX_AFTER_MIB
         ):
             await asyncio.sleep(0.5)
     return {
         "streams": args.streams,
-        "right_beside": sum(a == b for a, b in zip(beside, wanted, strict=True)),
-        "right_killed": sum(a == b for a, b in zip(killed, wanted, strict=True)),
+        "right_beside": sum(a == b for a, b in zip(beside, expected, strict=True)),
+        "right_killed": sum(a == b for a, b in zip(killed, expected, strict=True)),
         "wrong": [each for each in (*beside, *killed) if isinstance(each, str)],
         "gap_seconds": {"alone": gap, "beside": gap_beside, "killed": gap_killed},
-        "replies_to_large_bodies": told,
+        "replies_to_large_bodies": replies,
         "health": {
-            "answers": watch.num_answers,
-            "failures": watch.failures,
-            "slowest_seconds": watch.slowest,
+            "answers": monitor.num_answers,
+            "failures": monitor.failures,
+            "slowest_seconds": monitor.slowest,
         },
-        "memory_mib": {"before": memory, "peak": watch.peak_mib, "after": rss_mib(pid)},
+        "memory_mib": {"before": memory, "peak": monitor.peak_mib, "after": rss_mib(pid)},
         "files": {"before": files, "after": num_files(pid)},
         "blocks_held_after": held_blocks,
     }
 
 
 async def crowd(url: str, count: int) -> dict[str, Any]:
-    """So many completions at once; what they were told."""
-    async with Hostile.at(url, 1) as clients:
+    """Send `count` completions at once; returns the counted replies."""
+    async with HostileClients.at(url, 1) as clients:
         return await clients.first(do="crowd", count=count)
 
 
 def misses(result: dict[str, Any]) -> list[str]:
-    """Bars that were missed."""
+    """The conditions of the module docstring that do not hold."""
     found = []
     gaps, memory, files = result["gap_seconds"], result["memory_mib"], result["files"]
     for what in ("right_beside", "right_killed"):
         if result[what] < result["streams"]:
             found.append(f"{what}: {result[what]} of {result['streams']} streams")
-    if gaps["beside"] > MOST_GAP * gaps["alone"]:
+    if gaps["beside"] > MAX_GAP_RATIO * gaps["alone"]:
         found.append(f"longest gap between tokens: {gaps['beside'] / gaps['alone']:.1f} times")
     if result["health"]["failures"]:
         found.append(f"/health: {result['health']['failures']}")
-    if memory["peak"] > memory["before"] + MOST_PEAK_MIB:
+    if memory["peak"] > memory["before"] + MAX_PEAK_MIB:
         found.append(f"memory at its peak: {memory}")
-    if memory["after"] > memory["before"] + MOST_AFTER_MIB:
+    if memory["after"] > memory["before"] + MAX_AFTER_MIB:
         found.append(f"memory afterwards: {memory}")
     if files["after"] > files["before"] + 8:
         found.append(f"open files: {files}")
@@ -298,27 +298,27 @@ def misses(result: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--streams", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
-    parser.add_argument("--silent", type=int, default=3000, help="connections that say nothing")
-    parser.add_argument("--heads", type=int, default=500, help="with unfinished headers")
-    parser.add_argument("--bodies", type=int, default=500, help="with unfinished bodies")
-    parser.add_argument("--unread", type=int, default=40, help="streams that are not read")
-    parser.add_argument("--prompts", type=int, default=8, help="long ones, at once")
-    parser.add_argument("--megabytes", type=float, default=3.9, help="of each long prompt")
-    parser.add_argument("--messages", type=int, default=60_000, help="in a body")
-    parser.add_argument("--crowd", type=int, default=1300, help="completions at once")
+    parser.add_argument("--tokens", type=int, default=200, help="output tokens per stream")
+    parser.add_argument("--silent", type=int, default=3000, help="connections that send nothing")
+    parser.add_argument(
+        "--heads", type=int, default=500, help="connections with unfinished headers"
+    )
+    parser.add_argument(
+        "--bodies", type=int, default=500, help="connections with unfinished bodies"
+    )
+    parser.add_argument("--unread", type=int, default=40, help="streams that are never read")
+    parser.add_argument("--prompts", type=int, default=8, help="long prompts sent at once")
+    parser.add_argument("--megabytes", type=float, default=3.9, help="size of each long prompt")
+    parser.add_argument("--messages", type=int, default=60_000, help="messages per body")
+    parser.add_argument("--crowd", type=int, default=1300, help="completions sent at once")
     args = parser.parse_args()
     options = ["demo", "--log-level", "warning", "--num-threads", "1"]
     with served([*options, "--max-num-seqs", "256"], limited()) as (url, pid):
-        result = asyncio.run(siege(url, pid, args))
+        result = asyncio.run(disturb(url, pid, args))
         result["crowd"] = asyncio.run(crowd(url, args.crowd))
     with served(options, limited(FILES)) as (url, pid):
         result["crowd_of_few_files"] = asyncio.run(crowd(url, args.crowd))
-    result["missed"] = misses(result)
-    for line in result["missed"]:
-        print(f"MISSED: {line}", file=sys.stderr)
-    print(json.dumps(result))
-    sys.exit(1 if result["missed"] else 0)
+    exit_with(result, "missed", misses(result))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Load on a server over loopback: `python benchmarks/server_load.py`.
+"""A server under load over loopback: `python benchmarks/server_load.py`.
 
-Starts `octavo serve`, finds its capacity, sends the lengths of a trace at shares of it, and then,
-twice, ten times as much as it can take. Afterwards nothing may be lost: each request has completed
-or was refused in good order, the same greedy request gets the same answer as before, no block is
-held, and the second overload took no more memory than the first. The last line is JSON; the exit
-status is 1 if something was lost.
+Starts `octavo serve`, finds its capacity, sends requests with the lengths of a trace at fractions
+of that capacity, and then, twice, at ten times the capacity. Afterwards nothing may be lost: each
+request has completed or was refused with a proper error, the same greedy request gets the same
+answer as before, no block is held, and the second overload took no more memory than the first. The
+last line is JSON; the exit status is 1 if something was lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from octavo.bench.client_load import Query, Target
 from octavo.bench.serve import find_capacity, run_serve, serve_tables, serve_values
@@ -31,14 +31,14 @@ from octavo.cli.bench_serve import make_queries
 
 TRACE = Path(__file__).parent / "traces" / "bench_sharegpt_1000.csv"
 PROBE = {"prompt": list(range(100, 140)), "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-SETTLE_SECONDS = 20.0  # for aborted requests to give their blocks back
-SAMPLE_SECONDS = 0.25  # between two looks at the memory
-MOST_GROWTH = 1.2  # of the server's memory from the first overload to the second
+SETTLE_SECONDS = 20.0  # for aborted requests to free their blocks
+SAMPLE_SECONDS = 0.25  # between two samples of the memory
+MAX_GROWTH = 1.2  # of the server's memory, second overload to first
 VOCAB_SIZE = 4000  # token ids that the demo model knows
 
 
 class Memory:
-    """Watches the memory of a process and its children: proportional set size, in MiB."""
+    """Samples the memory of a process and its descendants: proportional set size, in MiB."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -48,7 +48,7 @@ class Memory:
         self._thread.start()
 
     def take_peak(self) -> float:
-        """The most since the last call."""
+        """The peak since the last call."""
         peak, self.peak = self.peak, tree_mib(self._pid)
         return max(peak, self.peak)
 
@@ -62,7 +62,7 @@ class Memory:
 
 
 def tree_mib(pid: int) -> float:
-    """PSS of a process and all its descendants; those that have just ended count nothing."""
+    """PSS of a process and all its descendants; those that have just ended count as zero."""
     total, found = 0.0, [pid]
     for each in found:
         with contextlib.suppress(OSError):
@@ -75,7 +75,10 @@ def tree_mib(pid: int) -> float:
 
 @contextlib.contextmanager
 def served(options: list[str], prefix: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
-    """A server on a free port: its URL and process id. `prefix` is a command that becomes it."""
+    """Run `octavo serve` on a free port; yields its URL and process id.
+
+    `prefix` is a command that ends by executing its arguments, such as `env`.
+    """
     command = [*prefix, sys.executable, "-m", "octavo.cli.main", "serve", "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -83,7 +86,7 @@ def served(options: list[str], prefix: Sequence[str] = ()) -> Iterator[tuple[str
             line = process.stdout.readline()
             found = re.search(r"at (http://\S+) \(ready", line)
             if found is None:
-                raise RuntimeError(f"the server did not start; it said {line!r}")
+                raise RuntimeError(f"the server did not start; it printed {line!r}")
             yield found[1], process.pid
         finally:
             process.terminate()
@@ -97,13 +100,13 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def blocks_held(url: str) -> int:
-    """Blocks held in both tiers once everything has ended."""
+    """Blocks held in both tiers."""
     state = ask(url, "/debug/kv")
     return int(state["device"]["num_held"] + state["swap"]["num_held"])
 
 
 async def settle(url: str) -> int:
-    """Wait until no block is held; returns how many still are."""
+    """Wait until no block is held; returns the number of blocks still held."""
     held = await asyncio.to_thread(blocks_held, url)
     for _ in range(int(SETTLE_SECONDS / 0.5)):
         if held == 0:
@@ -115,7 +118,7 @@ async def settle(url: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests with a trace's lengths; every run gets prompts of its own."""
+    """Requests with the lengths of a trace; every run gets different prompts."""
 
     requests: list[TraceRequest]
     scale: float
@@ -126,7 +129,7 @@ class Workload:
 
 
 def losses(result: dict[str, Any]) -> list[str]:
-    """What must not have happened."""
+    """What must not have happened, but did."""
     floods, memory = result["overloads"], result["memory_mib"]
     failures = [run["errors"] for run in [*result["runs"], *floods] if run["failed"]]
     found = [f"requests failed: {errors}" for errors in failures]
@@ -136,8 +139,8 @@ def losses(result: dict[str, Any]) -> list[str]:
         found.append("the same greedy request has another answer after the load")
     if not all(flood["completed"] for flood in floods):
         found.append("no request completed under overload")
-    if memory["second_overload"] > MOST_GROWTH * memory["first_overload"]:
-        found.append(f"the server's memory goes on growing: {memory} MiB")
+    if memory["second_overload"] > MAX_GROWTH * memory["first_overload"]:
+        found.append(f"the server's memory keeps growing: {memory} MiB")
     return found
 
 
@@ -150,7 +153,7 @@ async def measure(
     overload: float,
     num_flood: int,
 ) -> dict[str, Any]:
-    """All runs on a server, and what is left on it afterwards."""
+    """All runs against one server, and the state of the server afterwards."""
     target = Target(url, "demo")
     infinite = float("inf")
     before = ask(url, "/v1/completions", PROBE)["choices"][0]["text"]
@@ -160,7 +163,7 @@ async def measure(
     runs = []
     for number, share in enumerate(shares):
         report = await run_serve(target, workload.queries(count, 10 + number), share * capacity)
-        show(f"at {share:g} of the capacity", *serve_tables(report), "")
+        show(f"at {share:g} times the capacity", *serve_tables(report), "")
         slower = report.normalized.mean / alone.normalized.mean
         runs.append({"load": share, "latency_ratio": slower, **serve_values(report)})
     peaks, floods = [memory.take_peak()], []
@@ -188,13 +191,21 @@ async def measure(
     }
 
 
+def exit_with(result: dict[str, Any], name: str, failures: list[str]) -> NoReturn:
+    """Print `failures`, then `result` with them under `name`; exit with 1 if there are any."""
+    for line in failures:
+        print(f"{name}: {line}", file=sys.stderr)
+    print(json.dumps(result | {name: failures}))
+    sys.exit(1 if failures else 0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--num-requests", type=int, default=200, help="in each run")
+    parser.add_argument("--num-requests", type=int, default=200, help="requests per run")
     parser.add_argument("--num-overload", type=int, default=1500)
-    parser.add_argument("--scale", type=float, default=0.25, help="of the trace's lengths")
-    parser.add_argument("--shares", default="0.25,0.5,0.75,0.9", help="of the capacity")
+    parser.add_argument("--scale", type=float, default=0.25, help="factor of the trace's lengths")
+    parser.add_argument("--shares", default="0.25,0.5,0.75,0.9", help="fractions of the capacity")
     parser.add_argument("--overload", type=float, default=10.0)
     parser.add_argument("--max-waiting", type=int, default=128)
     parser.add_argument("--num-blocks", type=int, default=1024)
@@ -208,11 +219,7 @@ def main() -> None:
         sizes = (args.num_requests, shares, args.overload, args.num_overload)
         result = asyncio.run(measure(url, memory, workload, *sizes))
         memory.stop()
-    result["lost"] = losses(result)
-    for line in result["lost"]:
-        print(f"LOST: {line}", file=sys.stderr)
-    print(json.dumps(result))
-    sys.exit(1 if result["lost"] else 0)
+    exit_with(result, "lost", losses(result))
 
 
 if __name__ == "__main__":

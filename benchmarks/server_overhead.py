@@ -1,13 +1,13 @@
-"""What HTTP costs: throughput of `octavo serve` beside that of the offline engine.
+"""The overhead of HTTP: throughput of `octavo serve` compared with the offline engine's.
 
 The same requests (token ids in, greedy, forced lengths, all at once) go to `LLM.generate` and, as
-streams, to a server with the same options. Both run in processes of their own and take turns, so
-that a busy neighbour disturbs both. The client runs in this process. The server's engine has one
-core's worth of threads; API process and client share what else there is.
+streams, to a server with the same options. Both run in separate processes and take turns, so that
+other load on the machine affects both. The client runs in this process. The server's engine has one
+thread; the API process and the client share the remaining cores.
 
-Prints medians, and last one JSON line; the exit status is 1 if the server has less than 90 % of
-the offline throughput. Where neighbours take a share of the cores, look at the CPU seconds: the
-engine's process should need as many as the offline engine, and the API process works beside it.
+Prints medians, and one JSON line at the end; the exit status is 1 if the server reaches less than
+90% of the offline throughput. On a busy machine, compare the CPU seconds instead: the engine
+process should need as many as the offline engine, and the API process works beside it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from server_load import served
 
 from octavo.bench.client_load import Query, Target, send_all
 
-WANTED = 0.9
+MIN_RATIO = 0.9
 OPTIONS: dict[str, Any] = {"num_threads": 1, "num_blocks": 4096, "enable_prefix_caching": False}
 FLAGS = ["--num-threads", "1", "--num-blocks", "4096", "--no-prefix-caching"]
 
 
 def offline(num_requests: int, repeat: int) -> None:
-    """Print a line of JSON for each run, when a line comes in."""
+    """Run once for each line on stdin, and print the wall-clock and CPU seconds as JSON."""
     from octavo import LLM, SamplingParams
 
     requests = workload(num_requests)
@@ -52,20 +52,20 @@ def offline(num_requests: int, repeat: int) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used up so far."""
+    """CPU seconds that a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def engine_process(pid: int) -> int:
-    """The child of a server process that computes: the one with the most CPU time."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # it belongs to the thread that started it
+    """The child of a server process that runs the engine: the one with the most CPU time."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # listed under the thread that started it
     children = [int(child) for path in tasks for child in path.read_text().split()]
     return max(children, key=cpu_seconds)
 
 
 def online(url: str, queries: list[Query]) -> float:
-    """Seconds for all requests over HTTP."""
+    """Seconds from the first request sent to the last token, over HTTP."""
     calls = asyncio.run(send_all(Target(url, "demo"), queries, [0.0] * len(queries)))
     lost = [call.error for call in calls if call.outcome != "completed"]
     if lost:
@@ -134,7 +134,7 @@ def main() -> int:
     for name, spent in values["cpu_seconds"].items():
         print(f"{name:<10}{spent:>10.2f} CPU seconds")
     print(json.dumps(values))
-    return 0 if values["ratio"] >= WANTED else 1
+    return 0 if values["ratio"] >= MIN_RATIO else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The simulator against the real engine: calibrated on the steps of one run, it predicts another.
+"""The simulator compared with the real engine: calibrated on one run, it predicts another.
 
-Other requests are recorded before and after the run that is to be predicted (a machine's speed
-drifts), a few at a time and all at once, and the cost model is fitted to them. Prints total time
-and mean batch, real and simulated, and last one JSON line. `--steps FILE` keeps the steps recorded
-before, for `octavo calibrate`. On a CPU, where the engine has one thread here, seconds are those of
-the process: other programs do not count.
+The cost model is fitted to steps of other requests, run a few at a time and all at once. They are
+recorded both before and after the predicted run, because a machine's speed drifts. Prints total
+time and mean batch size, real and simulated, and one JSON line at the end. `--steps FILE` keeps the
+steps recorded before the predicted run, for `octavo calibrate`. On a CPU the engine has one thread
+here, and times are CPU seconds of the process, so that other programs do not count.
 
     python benchmarks/simulated.py                                         # a small model, CPU
     python benchmarks/simulated.py --config opt-13b --device cuda --gpu h200 --num-prompts 1000
@@ -39,7 +39,7 @@ GREEDY = Decoding(temperature=0.0)
 
 @dataclass(frozen=True)
 class Traffic:
-    """All requests at once."""
+    """A workload in which all requests arrive at once."""
 
     requests: list[TraceRequest]
     decoding: Decoding = GREEDY
@@ -55,7 +55,7 @@ def main() -> None:
     ]
     random.Random(0).shuffle(requests)
     predicted = requests[: args.num_prompts]
-    # What calibrates must be other requests, or nothing would be predicted.
+    # Calibrating on the predicted requests would predict nothing, so others are used.
     others = requests[args.num_prompts :][: args.num_prompts]
     config = engine_config(args)
     engine = load_engine(config)
@@ -63,7 +63,7 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             before, after = args.steps or Path(folder) / "before", Path(folder) / "after"
-            run_throughput(engine, others[:4], GREEDY)  # kernels are compiled, memory is touched
+            run_throughput(engine, others[:4], GREEDY)  # compiles kernels and touches memory
             record(engine, others[: len(others) // 2], before, args.gpu)
             report = run_throughput(engine, predicted, GREEDY, seed=1)
             record(engine, others[len(others) // 2 :], after, args.gpu)
@@ -80,9 +80,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default="llama-15m", help="a folder in benchmarks/configs")
+    parser.add_argument("--config", default="llama-15m", help="a directory in benchmarks/configs")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--gpu", default="cpu", help="as `octavo simulate` knows the device")
+    parser.add_argument("--gpu", default="cpu", help="the device's name in `octavo simulate`")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--trace", default="sharegpt", choices=("sharegpt", "alpaca"))
     parser.add_argument("--num-prompts", type=int, default=60)
@@ -116,7 +116,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def record(engine: Engine, requests: list[TraceRequest], steps: Path, gpu: str) -> None:
-    """Batches of all sizes: the requests a few at a time, and then all at once."""
+    """Record batches of all sizes: the requests a few at a time, then all at once."""
     with StepRecorder(engine, steps, gpu, clock=engine.clock):
         for size in (1, 4, 8):
             run_throughput(engine, requests[size : 2 * size], GREEDY)
@@ -124,7 +124,7 @@ def record(engine: Engine, requests: list[TraceRequest], steps: Path, gpu: str) 
 
 
 def simulation_config(engine: Engine, config: EngineConfig, gpu: str) -> SimulationConfig:
-    """The same engine, on a virtual clock; with as many blocks as the real one has."""
+    """The same engine on a virtual clock, with as many blocks as the real one has."""
     dtype = computing_dtype(config, engine.model_config)
     return SimulationConfig(
         config.model,

@@ -1,4 +1,4 @@
-"""Seconds from a fresh process to the first token, with dummy weights: imports, weights, graphs."""
+"""Seconds from a fresh process to the first token: imports, dummy weights, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ print(json.dumps({"import": imported - start, "engine": ready - imported, "first
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-3-8b")
-    parser.add_argument("--runs", type=int, default=2, help="the first may find cold caches")
+    parser.add_argument(
+        "--runs", type=int, default=2, help="number of runs; caches may be cold in the first"
+    )
     arguments = parser.parse_args()
     runs = []
     for _ in range(arguments.runs):

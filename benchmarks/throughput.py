@@ -1,21 +1,21 @@
-"""Throughput and latency of one GPU on the rows of docs/performance.md, beside vLLM's figures.
+"""Throughput and latency on one GPU: the rows of docs/performance.md, compared with vLLM.
 
 vLLM 0.26.0 was measured on the same kind of card (one H200) on 2026-11-20: dummy bf16 weights,
-max_model_len 2,048, output lengths forced. Prompts are random tokens.
+max_model_len 2,048, forced output lengths. Prompts are random tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from gpu_harness import TRACES, ceilings, make_engine, report
+from gpu_harness import TRACES, make_engine, peak_rates, report
 
 from octavo import BeamSearchParams, SamplingParams
 from octavo.bench.traces import TraceRequest, make_prompts, read_trace
@@ -23,22 +23,23 @@ from octavo.engine.engine import Engine
 from octavo.outputs import RequestOutput
 
 Params = SamplingParams | BeamSearchParams
-Ask = tuple[list[int], Params]
+Query = tuple[list[int], Params]  # prompt token ids, parameters
 MAX_NUM_SEQS = 1024
 MAX_NUM_BATCHED_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One workload on one model, and what vLLM reached: a number of `unit`."""
+    """One workload on one model, and what vLLM reached in `unit`."""
 
     model: str
-    make: Callable[[int], list[Ask]]  # from the vocabulary's size
+    make: Callable[[int], list[Query]]  # takes the vocabulary size
     peer: float
     unit: str = "tokens/s"
 
 
-def greedy(output_tokens: int, **options: Any) -> SamplingParams:
+def sampled(output_tokens: int, **options: Any) -> SamplingParams:
+    """Parameters with a forced output length; greedy unless `options` have a temperature."""
     return SamplingParams(
         temperature=options.pop("temperature", 0.0),
         max_tokens=output_tokens,
@@ -48,21 +49,21 @@ def greedy(output_tokens: int, **options: Any) -> SamplingParams:
     )
 
 
-def trace(name: str, limit: int, **options: Any) -> Callable[[int], list[Ask]]:
+def trace(name: str, limit: int, **options: Any) -> Callable[[int], list[Query]]:
     """Requests of a trace; with n > 1 they are sampled at temperature 1."""
     if options.get("n", 1) > 1:
         options["temperature"] = 1.0
 
-    def make(vocab_size: int) -> list[Ask]:
+    def make(vocab_size: int) -> list[Query]:
         requests = read_trace(TRACES / f"bench_{name}_1000.csv", limit)
         prompts = make_prompts(requests, vocab_size)
-        asks = zip(prompts, requests, range(len(requests)), strict=True)
-        return [(p, greedy(r.output_tokens, seed=i, **options)) for p, r, i in asks]
+        rows = zip(prompts, requests, range(len(requests)), strict=True)
+        return [(p, sampled(r.output_tokens, seed=i, **options)) for p, r, i in rows]
 
     return make
 
 
-def random_lengths(vocab_size: int) -> list[Ask]:
+def random_lengths(vocab_size: int) -> list[Query]:
     """256 requests of 100 to 1,024 tokens in and out, with the lengths of nano-vllm's benchmark."""
     rng = random.Random(0)
     sizes = []
@@ -72,12 +73,12 @@ def random_lengths(vocab_size: int) -> list[Ask]:
             rng.randint(0, 10_000)
     requests = [TraceRequest(size, rng.randint(100, 1024)) for size in sizes]
     prompts = make_prompts(requests, vocab_size)
-    asks = zip(prompts, requests, range(len(requests)), strict=True)
-    return [(p, greedy(r.output_tokens, temperature=0.6, seed=i)) for p, r, i in asks]
+    rows = zip(prompts, requests, range(len(requests)), strict=True)
+    return [(p, sampled(r.output_tokens, temperature=0.6, seed=i)) for p, r, i in rows]
 
 
-def beams(width: int) -> Callable[[int], list[Ask]]:
-    def make(vocab_size: int) -> list[Ask]:
+def beams(width: int) -> Callable[[int], list[Query]]:
+    def make(vocab_size: int) -> list[Query]:
         params = BeamSearchParams(width, max_tokens=64, ignore_eos=True, detokenize=False)
         prompts = make_prompts([TraceRequest(128, 64)] * 64, vocab_size)
         return [(prompt, params) for prompt in prompts]
@@ -85,10 +86,10 @@ def beams(width: int) -> Callable[[int], list[Ask]]:
     return make
 
 
-def shared_prefix(vocab_size: int) -> list[Ask]:
+def shared_prefix(vocab_size: int) -> list[Query]:
     requests = [TraceRequest(1024, 1), *[TraceRequest(64, 64)] * 512]
     prefix, *own = make_prompts(requests, vocab_size)
-    return [(prefix + prompt, greedy(64)) for prompt in own]
+    return [(prefix + prompt, sampled(64)) for prompt in own]
 
 
 ROWS = {
@@ -107,8 +108,8 @@ ROWS = {
     "llama-prefix": Row("llama-3-8b", shared_prefix, 195.0, "requests/s"),
     "qwen-random": Row("qwen3-0.6b", random_lengths, 24103),
 }
-# OPT-13B, the first 500 ShareGPT rows at Poisson rates. Requests a second -> vLLM's normalized
-# latency in ms a token (mean, p99) and time to first token in ms (mean, p99).
+# OPT-13B, the first 500 ShareGPT requests, Poisson arrivals. Requests per second -> vLLM's
+# normalized latency in ms per token (mean, p99) and time to first token in ms (mean, p99).
 ONLINE = {
     6: (10.6, 16.4, 29, 72),
     8: (11.6, 18.1, 32, 77),
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", default=list(ROWS))
     parser.add_argument("--rates", nargs="*", type=int, default=list(ONLINE))
     arguments = parser.parse_args()
-    card = ceilings()
+    card = peak_rates()
     results: dict[str, Any] = {}
     models = dict.fromkeys(ROWS[name].model for name in arguments.rows)
     if arguments.rates:
@@ -147,9 +148,9 @@ def main() -> None:
 
 
 def measure(engine: Engine, name: str, row: Row) -> dict[str, float]:
-    """Run a row with an empty prefix cache, after a few of its requests as a warm-up."""
-    asks = row.make(engine.model_config.vocab_size)
-    run_all(engine, asks[:2])
+    """Run a row with an empty prefix cache, after two of its requests as a warm-up."""
+    queries = row.make(engine.model_config.vocab_size)
+    run_all(engine, queries[:2])
     engine.kv.reset_prefix_cache()
     preemptions = sum(engine.scheduler.num_preemptions.values())
     steps = 0
@@ -161,7 +162,7 @@ def measure(engine: Engine, name: str, row: Row) -> dict[str, float]:
         device += result.compute_seconds
 
     engine.observers.append(count)
-    outputs, seconds = run_all(engine, asks)
+    outputs, seconds = run_all(engine, queries)
     engine.observers.remove(count)
     num_tokens = sum(len(sample.token_ids) for o in outputs for sample in o.outputs)
     value = (len(outputs) if row.unit == "requests/s" else num_tokens) / seconds
@@ -174,8 +175,8 @@ def measure(engine: Engine, name: str, row: Row) -> dict[str, float]:
     return {"seconds": round(seconds, 3), "value": round(value, 1), "ratio": value / row.peer}
 
 
-def run_all(engine: Engine, asks: list[Ask]) -> tuple[list[RequestOutput], float]:
-    requests = [engine.make_request(prompt, params) for prompt, params in asks]
+def run_all(engine: Engine, queries: list[Query]) -> tuple[list[RequestOutput], float]:
+    requests = [engine.make_request(prompt, params) for prompt, params in queries]
     outputs: list[RequestOutput] = []
     began = time.perf_counter()
     for request in requests:
@@ -185,10 +186,13 @@ def run_all(engine: Engine, asks: list[Ask]) -> tuple[list[RequestOutput], float
     return outputs, time.perf_counter() - began
 
 
-def serve_at(engine: Engine, asks: list[Ask], rate: float) -> list[RequestOutput]:
-    """Requests come as a Poisson process; their arrival times are those of the process."""
+def serve_at(engine: Engine, queries: list[Query], rate: float) -> list[RequestOutput]:
+    """Send requests as a Poisson process of `rate` per second.
+
+    A request's arrival time is that of the process, even if the engine takes it in later.
+    """
     rng = random.Random(777)
-    requests = [engine.make_request(prompt, params) for prompt, params in asks]
+    requests = [engine.make_request(prompt, params) for prompt, params in queries]
     due, arrivals = 0.0, []
     for _ in requests:
         due += rng.expovariate(rate)
@@ -216,25 +220,26 @@ def serve_at(engine: Engine, asks: list[Ask], rate: float) -> list[RequestOutput
 
 
 def normalized_latency(output: RequestOutput) -> float:
-    """Seconds from the arrival to the end, for each token of the only sample."""
+    """Seconds from arrival to completion, per output token of the only sample."""
     return (output.finish_time - output.arrival_time) / len(output.outputs[0].token_ids)
 
 
 def measure_online(engine: Engine, rate: int) -> dict[str, float]:
-    """Latencies at one rate, counted from the arrivals."""
+    """Latencies at one rate, in milliseconds, measured from the arrivals."""
     engine.kv.reset_prefix_cache()
-    asks = trace("sharegpt", 500)(engine.model_config.vocab_size)
-    outputs = serve_at(engine, asks, rate)
+    queries = trace("sharegpt", 500)(engine.model_config.vocab_size)
+    outputs = serve_at(engine, queries, rate)
     latency = [normalized_latency(output) for output in outputs]
     first = [o.first_token_time - o.arrival_time for o in outputs if o.first_token_time]
+    # The estimator of the percentiles in docs/performance.md.
     values = [
-        1e3 * value
+        1e3 * float(value)
         for series in (latency, first)
-        for value in (statistics.fmean(series), statistics.quantiles(series, n=100)[98])
+        for value in (np.mean(series), np.percentile(series, 99, method="weibull"))
     ]
     peer = ONLINE[rate]
     print(
-        f"{rate:>4} requests/s: {values[0]:5.1f} ({values[1]:5.1f}) ms a token, first token "
+        f"{rate:>4} requests/s: {values[0]:5.1f} ({values[1]:5.1f}) ms per token, first token "
         f"{values[2]:5.0f} ({values[3]:5.0f}) ms; "
         f"vLLM {peer[0]} ({peer[1]}), {peer[2]} ({peer[3]})",
         flush=True,
