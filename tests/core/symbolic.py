@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from octavo.core.decoding import BeamSearch, DecodingMethod, PinPrefix, Sampling
+from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.kv.block_pool import NULL_BLOCK
 from octavo.core.kv.specs import KVSpec
-from octavo.core.sequence import Request
+from octavo.core.sequence import DecodingMethod, Request
 from octavo.core.step import Candidates, SamplingSpec, StepPlan, StepResult, TokenLogprobs
 from octavo.errors import LogitsNotFinite
 

@@ -81,11 +81,13 @@ def write_into_a_cached_block(scheduler: Scheduler, first: Request, second: Requ
 
 
 def look_at_none(scheduler: Scheduler, first: Request, second: Request) -> None:
-    scheduler._queues.ready.clear()
+    for request in scheduler.waiting:
+        scheduler.queues.ready.discard(request)
 
 
 def look_at_the_last_first(scheduler: Scheduler, first: Request, second: Request) -> None:
-    scheduler._queues.ready.reverse()
+    [ready] = scheduler.queues.ready.flows()
+    ready.reverse()
 
 
 def hold_blocks_and_wait(scheduler: Scheduler, first: Request, second: Request) -> None:
@@ -104,8 +106,8 @@ def reverse_the_queue(scheduler: Scheduler, first: Request, second: Request) -> 
     scheduler.running.reverse()
 
 
-def lose_a_seat(scheduler: Scheduler, first: Request, second: Request) -> None:
-    scheduler._queues.num_free_seats += 1
+def lose_a_slot(scheduler: Scheduler, first: Request, second: Request) -> None:
+    scheduler.queues.num_free_slots += 1
 
 
 def hold_a_source_too_long(scheduler: Scheduler, first: Request, second: Request) -> None:
@@ -126,7 +128,7 @@ def let_prompts_wait_for_none(scheduler: Scheduler, first: Request, second: Requ
 
 
 def look_at_one_that_runs(scheduler: Scheduler, first: Request, second: Request) -> None:
-    scheduler._queues.ready.insert(0, first)
+    scheduler.queues.ready.add(first)
 
 
 def lose_what_is_cached(scheduler: Scheduler, first: Request, second: Request) -> None:
@@ -154,18 +156,18 @@ def continue_from_what_is_gone(scheduler: Scheduler, first: Request, second: Req
         (lose_a_block_of_a_table, r"^I4: .* lost a block\b"),
         (write_into_a_shared_block, r"^I3: .* may write into shared block \d\b"),
         (write_into_a_cached_block, r"^I3: .* may write into cached block \d\b"),
-        (look_at_none, r"^a waiting request is looked at never, or twice\b"),
+        (look_at_none, r"^a waiting request is considered never, or twice\b"),
         (look_at_the_last_first, r"^requests that are ready are out of order\b"),
         (hold_blocks_and_wait, r"^Request\('first', .*\) waits and holds blocks\b"),
         (finish_and_stay, r"^Request\('first', .*\) is finished, yet known\b"),
         (queue_twice, r"^a request is lost or queued twice\b"),
         (reverse_the_queue, r"^a queue is out of order\b"),
-        (lose_a_seat, r"^a seat is lost\b"),
+        (lose_a_slot, r"^a slot is lost\b"),
         (hold_a_source_too_long, r"^a source of a copy is held too long, or not at all\b"),
         (wait_for_no_decision, r"^Request\('first', .*\) waits for other decisions\b"),
         (wait_for_no_draw, r"^Sequence\(.*\) waits for other draws\b"),
-        (let_prompts_wait_for_none, r"^prompts wait for blocks that nobody computes\b"),
-        (look_at_one_that_runs, r"^a waiting request is looked at never, or twice\b"),
+        (let_prompts_wait_for_none, r"^prompts wait for blocks that no sequence computes\b"),
+        (look_at_one_that_runs, r"^a waiting request is considered never, or twice\b"),
         (lose_what_is_cached, r"^the index and the pool disagree on what is cached\b"),
         (know_a_free_copy, r"^I6: copy \d+ is free and still known\b"),
         (continue_from_what_is_gone, r"^a block that is gone has a place in order\b"),

@@ -10,10 +10,10 @@ import pytest
 from core.symbolic import HARMFUL, Ask
 from core.worlds import BLOCK_SIZE, World, make_sequence
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
-from octavo.core.draft import PlanDraft, RowChanges
 from octavo.core.kv.invariants import check_scheduler
 from octavo.core.kv.manager import Changes
-from octavo.core.scheduler import FEW_WAITING, TOKENS_OF_FEW
+from octavo.core.plan_builder import PlanBuilder
+from octavo.core.policies import SchedulingPolicy
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import SamplingSpec
 from octavo.errors import LogitsNotFinite, RequestTooLong
@@ -24,12 +24,11 @@ def preempt(world: World, request: Request, mode: Literal["swap", "recompute"]) 
     scheduler = world.scheduler
     config = scheduler.config
     scheduler.config = replace(config, preemption_mode=mode)
-    draft = PlanDraft(0)
-    scheduler._preempt(request, draft)
+    builder = PlanBuilder(0)
+    scheduler._preempt(request, builder)
     scheduler.config = config
-    plan = draft.to_plan(scheduler._next_step, scheduler._outcomes.rows)
+    plan = builder.build(scheduler._next_step, scheduler._lifecycle.take_row_changes())
     scheduler._next_step += 1
-    scheduler._outcomes.rows = RowChanges()
     world.executor.execute(plan)
 
 
@@ -58,8 +57,8 @@ def test_decodes_never_starve() -> None:
     young = world.add("young", 2, 20)
     world.step()
     world.add("old", 100, 2)
-    world.scheduler.requests["old"].rank = (-1.0, 0.0)
-    world.scheduler.waiting.sort(key=lambda r: r.rank)
+    world.scheduler.requests["old"].order = (-1.0, 0.0)
+    world.scheduler.waiting.sort(key=lambda r: r.order)
     for expected in range(2, 10):
         plan, _ = world.step()
         assert young.sequences[0].num_output_tokens == expected
@@ -143,7 +142,7 @@ def test_samples_are_recomputed_when_there_is_room_for_all(
     gang = world.add("gang", 8, 20, n=3)
     while gang.sequences[0].num_output_tokens < 8:
         world.step()
-    world.add("other", 60, 4).rank = (-1.0,)
+    world.add("other", 60, 4).order = (-1.0,)
     preempt(world, gang, "recompute")
     world.step()
     assert (gang.status is Status.RUNNING) == comes_back
@@ -264,7 +263,7 @@ def test_a_late_step_says_nothing_about_the_blocks_of_a_prompt_that_began_again(
     late = world.scheduler.schedule()
     assert late is not None
     result = world.executor.execute(late)
-    world.add("other", 2).rank = (-1.0,)
+    world.add("other", 2).order = (-1.0,)
     preempt(world, victim, "recompute")
     plan = world.scheduler.schedule()
     assert plan is not None
@@ -389,7 +388,7 @@ class TestPriority:
         preempt(world, top, "swap")
         assert world.names("swapped") == ["top"]
         world.add("middle", 16, 8, priority=1)
-        world.scheduler._displace(PlanDraft(64))
+        world.scheduler._displace_running(PlanBuilder(64))
         assert low.status is Status.RUNNING
         world.run()
 
@@ -574,7 +573,7 @@ def test_beams_that_are_recomputed_find_the_same_hypotheses() -> None:
         world.now += 1
         world.step()
         if blocks == 14:
-            world.add("other", 8, 30).rank = (-1.0,)
+            world.add("other", 8, 30).order = (-1.0,)
         world.run()
         results.append([(s.token_ids, s.score) for s in beam.finished])
     assert results[0] == results[1]
@@ -688,19 +687,21 @@ def test_a_sequence_that_has_ended_is_computed_once_too_often_at_most() -> None:
 def test_few_prompts_share_a_step_up_to_a_limit() -> None:
     """The first of two long prompts does not wait for the second; a crowd starts at once."""
     world = World(num_blocks=2000, max_num_batched_tokens=8192, enable_prefix_caching=False)
-    for name, length in (("a", 900), ("b", TOKENS_OF_FEW - 901), ("c", 2), ("d", 3000)):
+    quota = SchedulingPolicy.quota_of_few
+    for name, length in (("a", 900), ("b", quota - 901), ("c", 2), ("d", 3000)):
         world.add(name, length, 4)
     plan, _ = world.step()
-    assert plan.num_scheduled_tokens == [900, TOKENS_OF_FEW - 901]
+    assert plan.num_scheduled_tokens == [900, quota - 901]
     plan, _ = world.step()
     assert plan.num_scheduled_tokens == [1, 1, 2]  # the step has a prompt: the longest waits
     plan, _ = world.step()
     assert plan.num_scheduled_tokens == [1, 1, 1, 3000]  # beside decodes it starts, long as it is
     world.run()
-    for i in range(FEW_WAITING + 1):
+    crowd = SchedulingPolicy.few_waiting + 1
+    for i in range(crowd):
         world.add(f"e{i}", 1000, 1)
     plan, _ = world.step()
-    assert plan.num_scheduled_tokens == [1000] * (FEW_WAITING + 1)
+    assert plan.num_scheduled_tokens == [1000] * crowd
 
 
 def test_a_request_that_cannot_be_computed_leaves_nothing_in_the_cache() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from core.worlds import BLOCK_SIZE, World
-from octavo.core import draft
-from octavo.core.admission import Admission, Entry
+from octavo.core import plan_builder
 from octavo.core.kv.invariants import check_scheduler
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import sha256_128
 from octavo.core.kv.prefix_matcher import PrefixHit
-from octavo.core.scheduler import MAX_DEFERRALS
+from octavo.core.plan_builder import PlanBuilder
+from octavo.core.scheduler import MAX_DEFERRALS, Admission, Scheduler
 from octavo.core.sequence import Request, Sequence, Status
 
 SHARED = [3] * 10 * BLOCK_SIZE
@@ -45,7 +45,7 @@ def deferred_crowd(size: int) -> tuple[World, list[Request]]:
     for _ in range(size // MAX_DEFERRALS + 1):
         start_step(world)
     assert world.names("waiting") == [request.request_id for request in requests[1:]]
-    assert world.scheduler._queues.ready == []
+    assert not world.scheduler.queues.ready
     world.depth = len(world.under_way)
     return world, requests
 
@@ -75,20 +75,20 @@ def test_a_step_looks_at_few_that_wait_for_a_prefix_and_at_none_of_them_twice(
     assert world.executor.num_computed < 2000  # the prefix once
 
 
-def test_without_a_free_seat_no_waiting_request_is_looked_at(
+def test_without_a_free_slot_no_waiting_request_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(max_num_seqs=1)
     world.add("running")
     world.add("waiting")
     looked_at: list[str] = []
-    original = Admission.start
+    original = Scheduler._admit
 
-    def start(self: Admission, request: Request, *limits: Any) -> Entry:
+    def admit(self: Scheduler, request: Request, *limits: Any) -> Admission:
         looked_at.append(request.request_id)
         return original(self, request, *limits)
 
-    monkeypatch.setattr(Admission, "start", start)
+    monkeypatch.setattr(Scheduler, "_admit", admit)
     world.step()
     world.step()
     assert looked_at == ["running"]
@@ -96,13 +96,13 @@ def test_without_a_free_seat_no_waiting_request_is_looked_at(
 
 def test_only_as_many_are_recalled_as_a_step_could_admit() -> None:
     world, _ = deferred_crowd(300)
-    queues = world.scheduler._queues
+    queues = world.scheduler.queues
     world.scheduler.update(*world.under_way.popleft())  # the prefix is there
-    seats = queues.num_free_seats
+    slots = queues.num_free_slots
     world.scheduler.schedule()
-    num_started = seats - queues.num_free_seats
+    num_started = slots - queues.num_free_slots
     assert num_started > 0
-    assert len(queues.ready) + num_started <= seats + MAX_DEFERRALS
+    assert len(queues.ready) + num_started <= slots + MAX_DEFERRALS
 
 
 def end_by_abort(world: World, leader: Request) -> None:
@@ -110,8 +110,9 @@ def end_by_abort(world: World, leader: Request) -> None:
 
 
 def end_by_preemption(world: World, leader: Request) -> None:
-    draft = world.scheduler._in_flight[max(world.scheduler._in_flight)]
-    world.scheduler._preempt(leader, draft)
+    builder = PlanBuilder(0)
+    builder.in_flight = world.scheduler.in_flight[max(world.scheduler.in_flight)]
+    world.scheduler._preempt(leader, builder)
 
 
 @pytest.mark.parametrize("end", [end_by_abort, end_by_preemption])
@@ -147,7 +148,7 @@ def test_a_long_prompt_is_named_over_several_steps_while_others_decode(
     world.run()
     world.add("decoding", 2, 20)
     world.step()
-    monkeypatch.setattr(draft, "MAX_NAMES", 3)
+    monkeypatch.setattr(plan_builder, "MAX_HASHES", 3)
     again = world.add("again", prompt=[*SHARED, 0], num_output_tokens=1)
     [leader] = again.sequences
     for num_named in (3, 6, 9):
@@ -168,7 +169,7 @@ def test_names_that_one_prompt_leaves_go_to_the_next(monkeypatch: pytest.MonkeyP
     world.run()
     world.add("decoding", 2, 20)
     world.step()
-    monkeypatch.setattr(draft, "MAX_NAMES", 6)
+    monkeypatch.setattr(plan_builder, "MAX_HASHES", 6)
     prompts = [world.add(name, prompt=[*SHARED, i]) for i, name in enumerate("ab")]
     named = []
     for _ in range(2):

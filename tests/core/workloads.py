@@ -208,7 +208,7 @@ class Workload:
         assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I7: blocks are lost"
         assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, "I7: swap blocks lost"
         assert self.scheduler.schedule() is None, "there is nothing left to do"
-        still_to_close = set(self.scheduler._outcomes.rows.closed)
+        still_to_close = set(self.scheduler._lifecycle.take_row_changes().closed)
         assert self.executor.rows.keys() <= still_to_close, "rows are left open on the worker"
 
     def check_result(self, request: Request) -> None:

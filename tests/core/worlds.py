@@ -8,13 +8,12 @@ from typing import Any
 
 from core.symbolic import SymbolicExecutor
 from octavo.config import SchedulerConfig
-from octavo.core.decoding import DecodingMethod, Sampling
+from octavo.core.decoding import Sampling
 from octavo.core.kv.invariants import check_scheduler
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.specs import FullAttention, KVSpec
-from octavo.core.outcomes import Progress
-from octavo.core.scheduler import Scheduler
-from octavo.core.sequence import Request, Sequence
+from octavo.core.scheduler import Progress, Scheduler
+from octavo.core.sequence import DecodingMethod, Request, Sequence
 from octavo.core.step import SamplingSpec, StepPlan, StepResult
 
 BLOCK_SIZE = 4

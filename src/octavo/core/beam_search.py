@@ -1,7 +1,7 @@
-"""What searches are offered for their sequences, ranked for all of one shape at once.
+"""Ranking the candidates of all beam searches of a step.
 
-While beams are decided the device waits, so the work is done by arrays, and a search is asked only
-where something ends.
+The device idles while beams are chosen, so searches of equal shape are ranked together by array
+operations, and a search itself is consulted only where a beam or the search may end.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.decoding import Continuations, Searching
-from octavo.core.sequence import Request
+from octavo.core.sequence import Continuations, Request, Searching
 from octavo.core.step import Candidates
 
 
 class Search(NamedTuple):
-    """A search whose sequences have been offered candidates."""
+    """A search whose sequences have received candidates."""
 
     request: Request
     method: Searching
-    first_row: int  # of the candidates; its sequences have one each, in their order
+    first_row: int  # its sequences have one row of candidates each, from this one on
 
 
 class Ranking(NamedTuple):
-    """The best continuations of searches of one shape, best first: [num_searches, number] each."""
+    """The best continuations of searches of one shape, best first. Arrays: [num_searches, n]."""
 
     searches: list[Search]
     width: int  # sequences that each may keep
@@ -36,7 +35,8 @@ class Ranking(NamedTuple):
     token_ids: NDArray[np.int64]
 
     def split(self) -> tuple[list[int], list[int]]:
-        """The places of usual searches, which go on by their `width` best, and of the others."""
+        """Indices of the searches that keep their `width` best continuations, as most do, and of
+        those that must be consulted."""
         usual: list[int] = []
         others: list[int] = []
         offers = zip(
@@ -47,7 +47,7 @@ class Ranking(NamedTuple):
         return usual, others
 
     def best(self, places: Seq[int]) -> tuple[list[float], list[list[int]], list[int]]:
-        """What usual searches choose: log-probabilities, parents by search, and token ids."""
+        """What the searches at `places` keep: log-probabilities, parents by search, token ids."""
         return (
             self.logprobs[places, : self.width].ravel().tolist(),
             self.parents[places, : self.width].tolist(),
@@ -55,6 +55,7 @@ class Ranking(NamedTuple):
         )
 
     def offered(self, place: int) -> Continuations:
+        """The best continuations of the search at `place`."""
         return Continuations(
             self.logprobs[place].tolist(),
             self.parents[place].tolist(),
@@ -63,15 +64,15 @@ class Ranking(NamedTuple):
 
 
 def rank(searches: Seq[Search], candidates: Candidates) -> Iterator[Ranking]:
-    """What searches are to look at; of equal continuations, the first offered come first."""
-    # Those of one shape are ranked at once.
-    groups: dict[tuple[int, int, int], list[Search]] = {}
+    """The best continuations of each search. Of two equal ones, that of the earlier sequence, or
+    with the better token, comes first."""
+    by_shape: dict[tuple[int, int, int], list[Search]] = {}
     for search in searches:
         request, method, _ = search
         shape = len(request.sequences), method.num_candidates, method.max_sequences
-        groups.setdefault(shape, []).append(search)
-    for (num_seqs, number, width), group in groups.items():
-        yield Ranking(group, width, *_ranked(group, num_seqs, number, candidates))
+        by_shape.setdefault(shape, []).append(search)
+    for (num_seqs, number, width), alike in by_shape.items():
+        yield Ranking(alike, width, *_ranked(alike, num_seqs, number, candidates))
 
 
 def _ranked(
@@ -86,7 +87,7 @@ def _ranked(
     num_offered = logprobs.shape[2]
     logprobs = (logprobs + before.reshape(-1, num_seqs, 1)).reshape(len(searches), -1)
     order = (-logprobs).argsort(axis=1, kind="stable")[:, :number]
-    # Places in the flat arrays.
+    # Indices into the flattened arrays.
     ranked = order + np.arange(0, logprobs.size, num_seqs * num_offered)[:, None]
     offers = order + first_rows * num_offered
     return logprobs.take(ranked), order // num_offered, candidates.token_ids.take(offers)

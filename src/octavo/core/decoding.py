@@ -1,102 +1,23 @@
 """Decoding methods over fork, append and free (paper sections 4.4 and 5.2).
 
-A method decides which chains of tokens live on after each step. It never touches blocks: forking
-a sequence shares its blocks, and the KV cache manager copies one only when it is written.
+A method decides which sequences live on after each step. It never touches blocks: forking a
+sequence shares its blocks, and the KV cache manager copies a block only when it is written. A new
+method is a class that implements one of the protocols in `sequence.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
-from octavo.core.sequence import Request, Sequence
+from octavo.core.sequence import Continuations, Request, Sequence, SequenceVerbs
 
 EarlyStopping = bool | Literal["never"]
 
 
-class SequenceVerbs(Protocol):
-    """What a decoding method can do to sequences; the scheduler implements it."""
-
-    def fork(self, parent: Sequence, sample_index: int) -> Sequence:
-        """A new sequence with the parent's tokens, sharing all of its blocks."""
-
-    def append(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
-        """Add to each sequence a token that the worker has not drawn for it by itself."""
-
-    def free(self, seq: Sequence) -> None:
-        """Drop a sequence; nothing of it is returned to the client."""
-
-    def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence and give its blocks back; its tokens are part of the result."""
-
-    def pin(self, seq: Sequence, name: str) -> None:
-        """End a sequence and keep its blocks as the pinned prefix `name`."""
-
-
-# A method is one of three kinds, by what it wants to know at the end of a sequence's tokens.
-# Extend here: one class of the kind that fits.
-
-
-class Drawing(Protocol):
-    """Wants a token, drawn by the worker."""
-
-    wants: Literal["token"]
-    max_sequences: int  # that run at once, at most
-    max_length: int  # tokens, prompt included
-    num_draws: int  # tokens drawn at the end of the prompt
-
-    def accept(self, seq: Sequence, token_id: int) -> str | None:
-        """Append a drawn token; returns the reason if it ends the sequence."""
-
-    def start(self, seq: Sequence, token_ids: Seq[int], verbs: SequenceVerbs) -> None:
-        """The first tokens were drawn, `num_draws` > 1 of them, at the end of the prompt."""
-
-
-class Continuations(NamedTuple):
-    """The best ways to go on for a request's sequences by one token, best first."""
-
-    logprobs: list[float]  # of the sequence and the token together
-    parents: list[int]  # which of the request's sequences
-    token_ids: list[int]
-
-
-class Searching(Protocol):
-    """Wants the best candidates for the next token of its sequences."""
-
-    wants: Literal["candidates"]
-    max_sequences: int
-    max_length: int
-    num_candidates: int  # that it asks for of each sequence, and looks at in a step
-
-    def goes_on(self, request: Request, token_ids: Seq[int], logprob: float) -> bool:
-        """Whether a step is like most: none of the best continuations, of which these are all
-        tokens and the first one's log-probability, ends a sequence, nor do they end the search.
-        Then the `max_sequences` best live on, and `advance` is not asked."""
-
-    def advance(
-        self, request: Request, best: Continuations, verbs: SequenceVerbs
-    ) -> Continuations | None:
-        """Choose those that live on, of the `num_candidates` best of all that the sequences were
-        offered: forks, appends and frees follow from that. None if the request has ended."""
-
-
-class Computing(Protocol):
-    """Wants no token, only that the KV of its sequence be computed."""
-
-    wants: Literal["kv"]
-    max_sequences: int
-    max_length: int
-
-    def computed(self, seq: Sequence, verbs: SequenceVerbs) -> None:
-        """All tokens have been computed."""
-
-
-DecodingMethod = Drawing | Searching | Computing
-
-
 class Sampling:
-    """Draw tokens one by one; `n` samples share the prompt, which is computed once."""
+    """Sample tokens one by one; `n` samples share the prompt, which is computed once."""
 
     wants: Literal["token"] = "token"
 
@@ -114,10 +35,10 @@ class Sampling:
         return self._ends(seq, token_id)
 
     def start(self, seq: Sequence, token_ids: Seq[int], verbs: SequenceVerbs) -> None:
-        # Fork before anything is appended: what the samples share is the prompt.
+        # Fork before anything is appended: the samples share the prompt alone.
         siblings = [verbs.fork(seq, index) for index in range(1, len(token_ids))]
         verbs.append(siblings, token_ids[1:])
-        seq.token_ids.append(token_ids[0])  # the worker has done so, too
+        seq.token_ids.append(token_ids[0])  # as the worker has done
         for sample, token_id in zip([seq, *siblings], token_ids, strict=True):
             reason = self._ends(sample, token_id)
             if reason is not None:
@@ -136,18 +57,19 @@ class Hypothesis:
     """A finished beam."""
 
     score: float  # length-penalised
-    logprob: float  # of all its output tokens together
+    logprob: float  # sum over its output tokens
     token_ids: list[int]
     reason: str
 
 
 class BeamSearch:
-    """Keep the `width` most likely chains of tokens, inside one batch.
+    """Keep the `width` most likely sequences.
 
     Equal to transformers' `generate(num_beams=width)`: the same candidates, the same scores
-    (log-probability over length ** length_penalty) and the same ends. `early_stopping` True ends
-    the search when `width` beams are finished; False when the best running beam, at its present
-    length, cannot beat the worst finished one; "never" when it could not even at full length.
+    (log-probability over length ** length_penalty) and the same stopping rule. The search ends
+    when `width` beams are finished (`early_stopping` True), when the best running beam, at its
+    present length, cannot beat the worst finished one (False), or when it could not even at full
+    length ("never").
     """
 
     wants: Literal["candidates"] = "candidates"
@@ -163,12 +85,12 @@ class BeamSearch:
     ) -> None:
         self.max_sequences = width
         self.max_length = max_length
-        # Enough that `width` of them do not end a beam.
+        # Enough that at least `width` of them do not end a beam.
         self.num_candidates = max(2, 1 + len(eos_ids)) * width
         self._eos_ids = eos_ids
         self._length_penalty = length_penalty
         self._early_stopping = early_stopping
-        self._num_return = num_return_sequences  # None: all that are finished
+        self._num_return = num_return_sequences  # None: all finished beams
         self._finished: list[Hypothesis] = []  # best first, at most `width`
 
     def goes_on(self, request: Request, token_ids: Seq[int], logprob: float) -> bool:
@@ -197,7 +119,8 @@ class BeamSearch:
     def _set_finished_aside(
         self, beams: Seq[Sequence], best: Continuations, length: int
     ) -> Continuations:
-        """Those that go on; of the others, what stands among the `width` best is finished."""
+        """The continuations that go on. Those that end become finished beams if they are among the
+        `width` best."""
         survivors = Continuations([], [], [])
         for position, (logprob, parent, token_id) in enumerate(zip(*best, strict=True)):
             reason = self._ends(token_id, length)
@@ -222,7 +145,8 @@ class BeamSearch:
         del self._finished[self.max_sequences :]
 
     def _is_done(self, logprob: float, length: int, num_prompt_tokens: int) -> bool:
-        """`logprob`: of the best beam that goes on."""
+        """Whether no running beam can improve on the finished ones; `logprob` is that of the best
+        running beam."""
         if len(self._finished) < self.max_sequences:
             return False
         if self._early_stopping is True:

@@ -1,7 +1,12 @@
-"""Swap or recompute: what it costs to take a request off the device and bring it back.
+"""Preempting requests: by swapping or by recomputing, and how they are rebuilt.
 
 The paper compares the two in section 7.3: recomputing costs time in proportion to the tokens,
 swapping in proportion to the blocks, and which is cheaper depends on the machine.
+
+Samples and beams of one request have long prefixes in common. Recomputed one by one they would
+hold each prefix several times, and might not even fit where they fitted before. They are therefore
+rebuilt the way they were forked: one sequence leads, and the others fork off it where their tokens
+differ from its tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from octavo.core.kv.manager import KVCacheManager
-from octavo.core.sequence import Sequence
+from octavo.core.sequence import Request, Sequence
 from octavo.core.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -21,7 +26,7 @@ SMOOTHING = 0.2  # weight of the newest measurement
 
 @dataclass(slots=True)
 class PreemptionCosts:
-    """Measured costs. The defaults only serve until the first measurements are in."""
+    """Owns the measured costs. The defaults serve until the first measurements are in."""
 
     seconds_per_token: float = 1e-3  # of prompt computed
     seconds_per_block: float = 1e-4  # moved one way between the device and the swap tier
@@ -34,12 +39,11 @@ class PreemptionCosts:
         return 2 * num_blocks * self.seconds_per_block
 
     def choose(self, held: Seq[Sequence], kv: KVCacheManager) -> str:
-        """ "swap" or "recompute" for a gang, whichever costs less; every choice is logged.
-
-        Swapping only if the swap tier has room.
+        """ "swap" or "recompute" for the sequences of a request, whichever costs less; every choice
+        is logged. "swap" only if the swap tier has room.
         """
         num_blocks = kv.num_swap_in_blocks(held)
-        # What several sequences share is recomputed once, so count slots rather than tokens.
+        # Shared tokens are recomputed once, so count the slots of blocks, not sequences' tokens.
         num_tokens = min(num_blocks * kv.block_size, sum(seq.num_computed_tokens for seq in held))
         swap, recompute = self.swap_seconds(num_blocks), self.recompute_seconds(num_tokens)
         has_room = num_blocks <= kv.swap_pool.num_free
@@ -58,7 +62,7 @@ class PreemptionCosts:
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step that computed prompts or moved blocks."""
         num_tokens = plan.num_tokens if result.compute_seconds > 0 else 0
-        # Steps of decodes say nothing about the price of a prompt's token.
+        # Decode steps say nothing about the cost of a prompt token.
         if num_tokens > 4 * len(plan.seq_ids):
             measured = result.compute_seconds / num_tokens
             self.seconds_per_token += SMOOTHING * (measured - self.seconds_per_token)
@@ -66,3 +70,57 @@ class PreemptionCosts:
         if num_moved and result.swap_seconds > 0:
             measured = result.swap_seconds / num_moved
             self.seconds_per_block += SMOOTHING * (measured - self.seconds_per_block)
+
+
+# -------------------------------------------------------------------- rebuilding what was shared
+
+
+def num_common(a: Sequence, b: Sequence) -> int:
+    """The tokens after which `b` can fork off `a`: their common prefix, but for the last token of
+    each, which must be computed."""
+    limit = min(a.num_tokens, b.num_tokens) - 1
+    for i in range(limit):
+        if a.token_ids[i] != b.token_ids[i]:
+            return i
+    return limit
+
+
+def prepare_rebuild(request: Request) -> None:
+    """Let the first sequence lead, and all others wait for it."""
+    first, *others = request.sequences
+    first.leader = None
+    request.catching_up = bool(others)
+    for seq in others:
+        seq.leader = first
+        seq.branch_at = num_common(first, seq)
+
+
+def rebuild_goal(seq: Sequence, sequences: Seq[Sequence]) -> int:
+    """How many tokens of a leading sequence may be computed now: up to the next fork, or all but
+    the last one, which waits until all sequences have caught up."""
+    branches = [other.branch_at for other in sequences if other.leader is seq]
+    return min([seq.num_tokens - 1, *branches])
+
+
+def is_leader(seq: Sequence, sequences: Seq[Sequence]) -> bool:
+    """Whether another sequence is still to fork off this one."""
+    return any(other.leader is seq for other in sequences)
+
+
+def take_ready_forks(sequences: Seq[Sequence]) -> list[tuple[Sequence, Sequence]]:
+    """(leader, follower) pairs whose follower forks off now. Followers that leave the same leader
+    at the same token share what they can: one of them leads the others."""
+    ready = []
+    for seq in sequences:
+        leader = seq.leader
+        if leader is None or leader.table is None or leader.num_computed_tokens < seq.branch_at:
+            continue
+        ready.append((leader, seq))
+        seq.leader = None
+        for other in sequences:
+            if other.leader is leader and other.branch_at == seq.branch_at:
+                common = num_common(seq, other)
+                if common > seq.branch_at:
+                    other.leader = seq
+                    other.branch_at = common
+    return ready

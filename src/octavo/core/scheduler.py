@@ -1,42 +1,75 @@
-"""Who runs in the next step, and on which blocks (paper sections 4.5 and 5.2).
+"""Which requests run in the next step, and on which blocks (paper sections 4.5 and 5.2).
 
-Order of a step: running requests continue, the most urgent first, and when blocks run out the
-least urgent is preempted whole; then swapped requests come back; then waiting ones are admitted.
+`schedule` plans a step and `update` processes its results. Both are written in the order in which
+things happen, and so is the rest of this file.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from octavo.config import SchedulerConfig
-from octavo.core import regrow
-from octavo.core.admission import Admission, Entry
-from octavo.core.draft import PlanDraft, RowChanges
+from octavo.core.beam_search import rank
 from octavo.core.kv.manager import KVCacheManager
-from octavo.core.limits import Limits
-from octavo.core.outcomes import Outcomes, Progress
-from octavo.core.policy import POLICIES
-from octavo.core.preemption import PreemptionCosts
+from octavo.core.kv.prefix_matcher import PrefixHit
+from octavo.core.lifecycle import SequenceLifecycle
+from octavo.core.plan_builder import PlanBuilder, StepInFlight
+from octavo.core.policies import POLICIES
+from octavo.core.preemption import (
+    PreemptionCosts,
+    is_leader,
+    prepare_rebuild,
+    rebuild_goal,
+    take_ready_forks,
+)
 from octavo.core.queues import Queues
+from octavo.core.request_limits import RequestLimits
 from octavo.core.sequence import Request, Sequence, Status
-from octavo.core.step import StepPlan, StepResult
+from octavo.core.step import Candidates, StepPlan, StepResult
+from octavo.errors import RequestFailed
 
-# While few requests wait, prompts share a step of at most so many tokens; longer ones are computed
-# one after the other. Of 512 to 8,192 tokens 1,536 gave the lowest 99th percentile of the time to
-# the first token, 0.1 to 1.8 ms less than 8,192, at the same time a token (simulated 100 times for
-# each of 6 to 14 requests a second, with the times of OPT-13B's steps on two H200s).
-FEW_WAITING = 4
-TOKENS_OF_FEW = 1536
-
-# Waiting requests that a step finds to wait for a prefix that is being computed. Beyond these it
-# looks at no others, so that a burst of any size costs a step no more than this.
+# Waiting requests that a step may find to be waiting for a prefix that is being computed. It then
+# considers no others, so that a burst of any size costs a step no more than this.
 MAX_DEFERRALS = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a step has brought."""
+
+    advanced: Seq[Sequence]  # sequences with a new token
+    finished: Seq[Request]  # requests that are done
+
+
+class Admission(Enum):
+    """What came of an attempt to start a waiting request."""
+
+    STARTED = auto()
+    NO_ROOM = auto()
+    PENDING = auto()  # steps in flight sample tokens that it needs
+    DEFERRED = auto()  # it is no longer ready: a running request computes what it can share
+    NEXT_STEP = auto()  # it would make this step too long for the requests already in it
+
+
+@dataclass(slots=True)
+class Demand:
+    """What a waiting request could start from, and what it needs on top."""
+
+    hit: PrefixHit
+    num_blocks: int  # free blocks, until all its tokens are computed
+    num_tokens: int  # for its first sequence to compute: all, or up to where another forks off
+
+
 class Scheduler:
-    """Decides, step by step, who runs. Where requests stand is in its queues; blocks are the
-    manager's."""
+    """Decides, step by step, which requests run.
+
+    Its parts own the rest: `Queues` where requests stand, `SequenceLifecycle` their sequences,
+    `KVCacheManager` the blocks, and the policy the order.
+    """
 
     def __init__(
         self,
@@ -46,21 +79,22 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv = kv
-        self.costs = PreemptionCosts()
-        self.num_preemptions = {"swap": 0, "recompute": 0}
-        self._queues = queues = Queues(config.max_num_seqs)
-        # The same objects, for those who look.
+        self.clock = clock
+        self.policy = POLICIES[config.policy](config)
+        self.queues = queues = Queues(config.max_num_seqs, self.policy, clock)
+        # The same lists, for observers.
         self.requests, self.waiting = queues.requests, queues.waiting
         self.swapped, self.running = queues.swapped, queues.running
-        self.limits = Limits(config, kv, self.requests)
-        self._policy = POLICIES[config.policy](config)
-        self._admission = Admission(config, kv, queues, self._policy, clock)
+        self.limits = RequestLimits(config, kv, self.requests)
+        self.costs = PreemptionCosts()
+        self.num_preemptions = {"swap": 0, "recompute": 0}
+        self.in_flight: dict[int, StepInFlight] = {}  # by step id
+        self._lifecycle = SequenceLifecycle(kv)
+        self._watermark = int(config.watermark * kv.pool.num_blocks)
         self._next_number = 0
         self._next_step = 0
-        self._in_flight: dict[int, PlanDraft] = {}
-        self._outcomes = Outcomes(kv)
 
-    # ---------------------------------------------------------------- requests come and go
+    # ================================================================ requests come and go
 
     @property
     def has_unfinished(self) -> bool:
@@ -71,15 +105,13 @@ class Scheduler:
         self.limits.check(request)
         request.number = self._next_number
         self._next_number += 1
-        request.rank = self._policy.rank(request)
-        request.sequences = [
-            self._outcomes.new_sequence(request, list(request.prompt_token_ids), 0)
-        ]
-        self._queues.add(request)
+        request.order = self.policy.order(request)
+        request.sequences = [self._lifecycle.create(request, list(request.prompt_token_ids))]
+        self.queues.add(request)
         self.limits.note(request)
 
     def resume(self, request: Request, outputs: Mapping[int, list[int]]) -> None:
-        """Queue a request whose samples have begun elsewhere, like one preempted by recompute.
+        """Queue a request that another engine has begun, as if it were preempted by recompute.
 
         `outputs`: sample index -> its output tokens so far, for the samples that are alive.
         """
@@ -87,87 +119,136 @@ class Scheduler:
         if outputs:
             prompt = request.prompt_token_ids
             request.sequences = [
-                self._outcomes.new_sequence(request, prompt + output, index)
+                self._lifecycle.create(request, prompt + output, index)
                 for index, output in sorted(outputs.items())
             ]
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now, wherever it stands, and take its blocks back."""
+        """End a request now, whichever queue it is in, and take its blocks back."""
         request = self.requests.get(request_id)
         if request is not None:
             for seq in list(request.sequences):
-                self._outcomes.finish(seq, "abort")
-            self._queues.retire([request])
+                self._lifecycle.finish(seq, "abort")
+            self._retire([request])
         return request
 
-    def finish_by_stop_string(self, seq: Sequence, stop: str) -> None:
-        """End a sequence whose text has come to a stop string, if it has not ended there anyway."""
+    def finish_by_stop_string(self, seq: Sequence, stop: str) -> Request | None:
+        """End a sequence whose text contains a stop string.
+
+        Returns its request if that is done now. None if other sequences go on, or if the sequence
+        had ended already: `Progress` has named the request then, and only the reason changes.
+        """
         seq.stop_reason = stop
         if seq.finish_reason is not None:
             seq.finish_reason = "stop"
-            return
+            return None
         request = seq.request
-        if request.status is not Status.WAITING and regrow.leads(seq, request.sequences):
-            self._begin_anew(request)
-        self._outcomes.finish(seq, "stop")
-        if not (self.kv.forms_batches and request.status is Status.RUNNING):
-            self._queues.retire([request])
+        if request.status is not Status.WAITING and is_leader(seq, request.sequences):
+            # Others were still to fork off it: another sequence must lead them.
+            if request.status is Status.RUNNING:
+                for other in request.sequences:
+                    if other.table is not None:
+                        self._lifecycle.close_row(other)
+            self._recompute(request)
+        self._lifecycle.finish(seq, "stop")
+        is_closed = not self.kv.batch_formation.is_open(self.running)
+        if request.sequences or (is_closed and request.status is Status.RUNNING):
+            return None  # a closed batch ends as a whole, in `update`
+        self._retire([request])
+        return request
 
-    # ---------------------------------------------------------------- one step
+    def _retire(self, requests: Seq[Request]) -> None:
+        """Let requests without live sequences leave the queues."""
+        self.queues.retire(requests)
+        for request in requests:
+            self._lifecycle.ended.pop(request, None)
+
+    # ================================================================ planning a step
 
     def schedule(self) -> StepPlan | None:
-        """Decide on the next step; None if there is nothing to do. `update` brings the results.
+        """Plan the next step; None if there is nothing to do. `update` takes its results.
 
-        Steps planned before may still be under way: blocks are taken and given back in the order
-        of the plans, in which the worker computes, and tokens being drawn are counted as
-        `num_pending`. A sequence that turns out to have ended is only computed once too often.
+        Earlier steps may still be in flight: blocks are taken and given back in the order of the
+        plans, which is the order in which the worker computes, and tokens being sampled count as
+        `num_pending`. A sequence that turns out to have ended is merely computed once too often.
         """
-        draft = PlanDraft(self.config.max_num_batched_tokens)
-        queues = self._queues
-        queues.recall(self.kv.is_in_progress, queues.num_free_seats + MAX_DEFERRALS)
-        if self._policy.displaces and queues.ready:
-            self._displace(draft)
-        self._continue_running(draft)
-        if not draft.ran_out_of_blocks:
-            self._resume_swapped(draft)
-            if not (self.kv.forms_batches and self.running):
-                self._admit_waiting(draft)
-        if draft.is_empty and not self._finished_batch():
-            return None  # rows that have closed can wait
-        plan = draft.to_plan(self._next_step, self._outcomes.rows)
+        builder = PlanBuilder(self.config.max_num_batched_tokens)
+        self.queues.recall(self.kv.is_in_progress, self.queues.num_free_slots + MAX_DEFERRALS)
+        self._displace_running(builder)
+        self._continue_running(builder)
+        if not builder.ran_out_of_blocks:
+            self._resume_swapped(builder)
+            self._admit_waiting(builder)
+        batches = self.kv.batch_formation
+        if builder.is_empty and not batches.leaving(self._lifecycle.ended, self.running):
+            return None  # closing rows can wait
+        plan = builder.build(self._next_step, self._lifecycle.take_row_changes())
         self._next_step += 1
-        self._in_flight[plan.step_id] = draft
-        self._outcomes.rows = RowChanges()
+        self.in_flight[plan.step_id] = builder.in_flight
         return plan
 
-    def update(self, plan: StepPlan, result: StepResult) -> Progress:
-        """Take in what a step computed: append, fork, free."""
-        draft = self._in_flight.pop(plan.step_id)
-        self.costs.observe(plan, result)
-        progress = self._outcomes.take_in(draft, result)
-        progress.finished += self._finished_batch()
-        self._queues.retire(progress.finished)
-        return progress
+    # ---------------------------------------------------------------- displacing running requests
+
+    def _displace_running(self, builder: PlanBuilder) -> None:
+        """Preempt running requests for the first waiting one if it would not fit otherwise."""
+        head = self.queues.ready.first()
+        if head is None or not self._may_pass_swapped(head):
+            return
+        victims = [
+            victim
+            for victim in self.policy.displaceable(head, self.running)
+            if not victim.num_undecided
+        ]
+        if not victims or head.is_pending or not self._fits(head, builder, victims):
+            return
+        for victim in victims:
+            if self._fits(head, builder):
+                break
+            self._preempt(victim, builder)
+        # At once, or the running requests would grow into the room that it needs.
+        head.refused_with_free = None
+        self._admit(head, builder, builder.budget - self.queues.num_running_seqs)
+
+    def _may_pass_swapped(self, waiting: Request) -> bool:
+        """Whether a waiting request need not wait until all swapped ones are back."""
+        if not self.swapped:
+            return True
+        return self.policy.may_pass(waiting, self.policy.victims(self.swapped)[-1])
+
+    def _fits(self, request: Request, builder: PlanBuilder, leaving: Seq[Request] = ()) -> bool:
+        """Whether a waiting request could start in this step if some running ones left."""
+        demand = self._demand(request, builder)
+        if demand.hit.is_unfinished or demand.hit.in_progress:
+            return False
+        held = [seq for other in leaving for seq in other.sequences if seq.table is not None]
+        free = self.kv.num_free_blocks - self._num_reserved_blocks
+        free += self.kv.num_releasable_blocks(held, demand.hit)
+        slots = self.queues.num_free_slots
+        slots += sum(other.method.max_sequences for other in leaving)
+        room = builder.budget - self.queues.num_running_seqs
+        room += sum(len(other.sequences) for other in leaving)
+        return (
+            demand.num_blocks <= free
+            and request.method.max_sequences <= slots
+            and room >= (1 if self.config.enable_chunked_prefill else demand.num_tokens)
+        )
 
     # ---------------------------------------------------------------- running requests
 
-    def _continue_running(self, draft: PlanDraft) -> None:
-        """Let every running request take its next tokens, the most urgent first."""
-        # One token each is kept for the sequences still to come: decodes never starve.
-        later = self._queues.num_running_seqs - sum(
-            len(request.sequences) for request in draft.started
-        )
-        running = self.running
-        position = 0
-        while position < len(running):  # preemption shortens the list from its end
-            request = running[position]
-            position += 1
-            if draft.started and request in draft.started:
-                continue
+    def _continue_running(self, builder: PlanBuilder) -> None:
+        """Let every running request compute its next tokens, in the policy's order."""
+        started = builder.started
+        # One token is reserved for each sequence still to come, so that decodes never starve.
+        later = self.queues.num_running_seqs - sum(len(request.sequences) for request in started)
+        victims = self.policy.victims(self.running)
+        for request in reversed(victims):
+            if request.status is not Status.RUNNING or (started and request in started):
+                continue  # it was preempted, or admitted, in this very step
             sequences = request.sequences
             later -= len(sequences)
-            # The common case, decodes into blocks of their own, needs no help from anybody. The
-            # last token of a prompt is no such case: it may be followed by several draws.
+            # Decodes into blocks that are exclusively theirs are the common case, and take no
+            # further decisions. The last token of a prompt may look like one, but may be followed
+            # by several draws.
             method = request.method
             if method.wants == "token" and not request.catching_up:
                 max_length = method.max_length
@@ -182,11 +263,11 @@ class Scheduler:
                     ):
                         break
                 else:
-                    draft.decode(sequences)
+                    builder.decode(sequences)
                     continue
             elif method.wants == "candidates" and sequences and not request.catching_up:
-                # Beams are as long as each other. Few need help: those that were forked, and those
-                # whose blocks are full.
+                # Beams are equally long. Only those that were forked, or whose blocks are full,
+                # need room.
                 end = sequences[0].num_computed_tokens + 1
                 if end == len(sequences[0].token_ids):
                     goals = []
@@ -195,203 +276,372 @@ class Scheduler:
                         assert table is not None, "it runs"
                         if end > table.writable_until:
                             goals.append((seq, end))
-                    if not goals or self._make_room(request, goals, draft):
-                        draft.search(request, method, end)
+                    if not goals or self._make_room(request, goals, victims, builder):
+                        builder.search(request, method, end)
                     continue
-            self._continue(request, draft, draft.budget - later)
-
-    def _continue(self, request: Request, draft: PlanDraft, room: int) -> None:
-        """Run a request's next tokens, at most `room`."""
-        targets = self._next_targets(request, draft, room)
-        goals = [(seq, seq.num_computed_tokens + n) for seq, n in targets]
-        if goals and self._make_room(request, goals, draft):
-            for seq, n in targets:
-                draft.add(seq, n)
-
-    def _make_room(
-        self, request: Request, goals: list[tuple[Sequence, int]], draft: PlanDraft
-    ) -> bool:
-        """Let sequences of a request be written up to their goals; preempt if blocks run out.
-
-        Later ones in the order go first, the request itself at last: it is decided, or had no
-        goals. False if it came to that.
-        """
-        while (changes := self.kv.append(goals)) is None:
-            draft.ran_out_of_blocks = True
-            victim = next(
-                r for r in reversed(self.running) if r not in draft.started and not r.num_undecided
-            )
-            self._preempt(victim, draft)
-            if victim is request:
-                return False
-        draft.apply(changes)
-        return True
+            targets = self._next_targets(request, builder, builder.budget - later)
+            goals = [(seq, seq.num_computed_tokens + n) for seq, n in targets]
+            if goals and self._make_room(request, goals, victims, builder):
+                for seq, n in targets:
+                    builder.add(seq, n)
 
     def _next_targets(
-        self, request: Request, draft: PlanDraft, room: int
+        self, request: Request, builder: PlanBuilder, room: int
     ) -> list[tuple[Sequence, int]]:
-        """Which of a request's sequences compute how many tokens next."""
+        """Which of a request's sequences compute how many tokens next, `room` at most."""
         if not request.catching_up:
             targets = [
                 (seq, min(seq.num_expected_tokens - seq.num_computed_tokens, room))
                 for seq in request.sequences
-                if not self._has_all_it_needs(seq)
+                if not _is_complete(seq)
             ]
             return targets if len(targets) <= room else []
-        for leader, follower in regrow.take_ready(request.sequences):
+        for leader, follower in take_ready_forks(request.sequences):
             self.kv.fork(leader, follower)
-            draft.open(follower)
-            draft.table_writes += self.kv.table_writes(follower)
+            builder.open(follower, self.kv.table_writes(follower))
         started = [seq for seq in request.sequences if seq.table is not None]
         behind = [seq for seq in started if seq.num_tokens - seq.num_computed_tokens > 1]
         if len(started) == len(request.sequences) and not behind:
             request.catching_up = False
-            return self._next_targets(request, draft, room)
+            return self._next_targets(request, builder, room)
         targets = []
         for seq in started:
-            n = min(regrow.goal(seq, request.sequences) - seq.num_computed_tokens, room)
+            n = min(rebuild_goal(seq, request.sequences) - seq.num_computed_tokens, room)
             if n > 0:
                 targets.append((seq, n))
                 room -= n
         return targets
 
-    def _has_all_it_needs(self, seq: Sequence) -> bool:
-        """Whether the steps under way bring a sequence to its end, or to a decision."""
-        num_expected = seq.num_expected_tokens
-        if seq.num_computed_tokens == num_expected:
-            return True
-        return seq.num_pending > 0 and num_expected >= seq.request.method.max_length
+    def _make_room(
+        self,
+        request: Request,
+        goals: list[tuple[Sequence, int]],
+        victims: Seq[Request],
+        builder: PlanBuilder,
+    ) -> bool:
+        """Make sequences of a request writable up to their goals; preempt while blocks run out.
 
-    # ---------------------------------------------------------------- preemption
+        Victims are requests that this step has not planned yet, the request itself last: all that
+        are planned stand behind it in `victims`. False if it came to that.
+        """
+        while (changes := self.kv.append(goals)) is None:
+            builder.ran_out_of_blocks = True
+            victim = next(
+                each
+                for each in victims
+                if each.status is Status.RUNNING
+                and not each.num_undecided
+                and each not in builder.started
+            )
+            self._preempt(victim, builder)
+            if victim is request:
+                return False
+        builder.apply(changes)
+        return True
 
-    def _preempt(self, request: Request, draft: PlanDraft) -> None:
-        """Take a running request off the device, with all its sequences and blocks (gang)."""
+    def _preempt(self, request: Request, builder: PlanBuilder) -> None:
+        """Take a running request off the device, with all its sequences and blocks."""
         held = [seq for seq in request.sequences if seq.table is not None]
         mode: str = self.config.preemption_mode
         if mode == "auto":
             mode = self.costs.choose(held, self.kv)
         for seq in held:
-            if not draft.withdraw(seq.seq_id):
-                self._outcomes.rows.close(seq)
+            if not builder.withdraw(seq.seq_id):
+                self._lifecycle.close_row(seq)
         pairs = self.kv.swap_out(held) if mode == "swap" else None
         if pairs is not None:
-            draft.swap_out += pairs
-            self._queues.move(request, Status.SWAPPED)
+            builder.swap_out(pairs)
+            self.queues.move(request, Status.SWAPPED)
         else:
             mode = "recompute"
-            self._wait_anew(request)
+            self._recompute(request)
         request.refused_with_free = None
         request.num_preemptions += 1
         self.num_preemptions[mode] += 1
-        draft.preempted.append(request)
+        builder.preempted.append(request)
 
-    def _begin_anew(self, request: Request) -> None:
-        """A sequence ends from which others were still to fork: they need another to lead them."""
-        if request.status is Status.RUNNING:
-            for seq in request.sequences:
-                if seq.table is not None:
-                    self._outcomes.rows.close(seq)
-        self._wait_anew(request)
-
-    def _wait_anew(self, request: Request) -> None:
+    def _recompute(self, request: Request) -> None:
         """Give a request's blocks back, and let it wait in its old place to be recomputed."""
         for seq in request.sequences:
             self.kv.free(seq)
             seq.num_computed_tokens = 0
-        self._queues.move(request, Status.WAITING)
+        self.queues.move(request, Status.WAITING)
 
-    def _displace(self, draft: PlanDraft) -> None:
-        """Preempt less urgent running requests for a waiting one that would not fit otherwise."""
-        head = self._queues.ready[0]
-        if self.swapped and not self._policy.may_displace(head, self.swapped[0]):
-            return  # that one comes back first
-        victims = [
-            r for r in self.running if not r.num_undecided and self._policy.may_displace(head, r)
-        ]
-        if not victims or head.is_pending or not self._admission.fits(head, draft, victims):
-            return
-        victims.sort(key=lambda r: (r.level, r.rank))
-        while not self._admission.fits(head, draft):
-            self._preempt(victims.pop(), draft)
-        # At once, or the running ones would grow into the room that it needs.
-        head.refused_with_free = None
-        self._admission.start(head, draft, draft.budget - self._queues.num_running_seqs)
+    # ---------------------------------------------------------------- swapped requests
 
-    # ---------------------------------------------------------------- coming (back) in
-
-    def _resume_swapped(self, draft: PlanDraft) -> None:
+    def _resume_swapped(self, builder: PlanBuilder) -> None:
         """Bring swapped requests back, as far as there is room."""
-        for request in list(self.swapped):
+        for request in reversed(self.policy.victims(self.swapped)):
             held = [seq for seq in request.sequences if seq.table is not None]
             needed = self.kv.num_swap_in_blocks(held)
             if self.running:
-                # Room to grow, or it would be the first to be preempted again.
-                needed += len(held) * len(self.kv.specs) + self._admission.num_reserved_blocks
-            seats = request.method.max_sequences
+                # With room to grow, or it would be the first to be preempted again.
+                needed += len(held) * len(self.kv.specs) + self._num_reserved_blocks
             if (
-                request in draft.preempted
+                request in builder.preempted
                 or request.is_pending
                 or needed > self.kv.num_free_blocks
-                or seats > self._queues.num_free_seats
-                or len(request.sequences) > draft.budget
+                or request.method.max_sequences > self.queues.num_free_slots
+                or len(request.sequences) > builder.budget
             ):
                 return
             moved = self.kv.swap_in(held)
             assert moved is not None, "the room was counted before"
-            self._admission.enter(request, draft)
-            draft.swap_in += moved[0]
-            draft.apply(moved[1])
+            pairs, changes = moved
+            self._start(request, builder)
+            builder.swap_in(pairs)
+            builder.apply(changes)
             for seq in held:
-                draft.open(seq)
-            targets = self._next_targets(request, draft, draft.budget)
-            changes = self.kv.append([(s, s.num_computed_tokens + n) for s, n in targets])
-            if changes is not None:  # else it runs from the next step on
-                draft.apply(changes)
+                builder.open(seq)
+            targets = self._next_targets(request, builder, builder.budget)
+            room = self.kv.append([(seq, seq.num_computed_tokens + n) for seq, n in targets])
+            if room is not None:  # else it runs from the next step on
+                builder.apply(room)
                 for seq, n in targets:
-                    draft.add(seq, n)
+                    builder.add(seq, n)
 
-    def _admit_waiting(self, draft: PlanDraft) -> None:
-        """Admit waiting requests in order; a few may pass one that does not fit."""
-        few_wait = len(self.waiting) <= FEW_WAITING and not self.kv.forms_batches
-        ready = self._queues.ready
+    @property
+    def _num_reserved_blocks(self) -> int:
+        """Blocks that stay free when a request is admitted, so that running ones can grow."""
+        return 0 if self.queues.is_idle else self._watermark
+
+    def _start(self, request: Request, builder: PlanBuilder) -> None:
+        """A request that holds its blocks runs from now on."""
+        self.queues.move(request, Status.RUNNING)
+        builder.started.append(request)
+
+    # ---------------------------------------------------------------- waiting requests
+
+    def _admit_waiting(self, builder: PlanBuilder) -> None:
+        """Admit waiting requests in the policy's order; a few may pass one that does not fit."""
+        batches, queues = self.kv.batch_formation, self.queues
+        if not queues.ready or not batches.is_open(self.running):
+            return
+        quota = batches.prefill_quota(self.policy.prefill_quota(self.waiting))
         passed: list[Request] = []
-        position = num_deferred = 0
-        while position < len(ready) and draft.budget > 0 and self._queues.num_free_seats > 0:
-            request = ready[position]
-            if request in draft.preempted:
+        num_deferred = 0
+        for request in queues.ready:
+            if builder.budget <= 0 or queues.num_free_slots <= 0:
                 return
-            if self.swapped and not self._policy.may_displace(request, self.swapped[0]):
+            if request in builder.preempted or not self._may_pass_swapped(request):
                 return
-            longest = self._room_beside_prompts(draft) if few_wait else None
-            entry = self._admission.start(request, draft, draft.budget, longest)
-            if entry is Entry.NEXT_STEP:
+            outcome = self._admit(request, builder, builder.budget, quota)
+            if outcome is Admission.NEXT_STEP:
                 return
-            if entry is Entry.STARTED:
+            if outcome is Admission.STARTED:
                 for other in passed:
                     other.num_passes += 1
-                continue
-            if entry is Entry.DEFERRED:  # it loses nothing by being passed
+            elif outcome is Admission.DEFERRED:  # it loses nothing by being passed
                 num_deferred += 1
                 if num_deferred == MAX_DEFERRALS:
                     return
-                continue
-            position += 1
-            if entry is Entry.TOO_EARLY:
-                continue  # neither does this one, and there are few
-            passed.append(request)
-            limit = self.config.max_passes
-            if request.num_passes >= limit or len(passed) > limit:
-                return
+            elif outcome is Admission.NO_ROOM:
+                passed.append(request)
+                limit = self.config.max_passes
+                if request.num_passes >= limit or len(passed) > limit:
+                    return
 
-    def _room_beside_prompts(self, draft: PlanDraft) -> int | None:
-        """For one of few newcomers; None: the step has no prompt yet."""
-        num_tokens = self.config.max_num_batched_tokens - draft.budget
-        return TOKENS_OF_FEW - num_tokens if num_tokens > len(draft.seq_ids) else None
+    def _admit(
+        self, request: Request, builder: PlanBuilder, room: int, quota: int | None = None
+    ) -> Admission:
+        """Start a waiting request if it fits; at most `room` of its tokens are computed now.
 
-    # ---------------------------------------------------------------- ends
+        `quota`: how many tokens a step with prompts should have; None: no limit.
+        """
+        if request.is_pending:
+            return Admission.PENDING
+        free = self.kv.num_free_blocks
+        if (
+            room <= 0
+            or request.method.max_sequences > self.queues.num_free_slots
+            or self._was_refused(request, free)
+        ):
+            return Admission.NO_ROOM
+        demand = self._demand(request, builder)
+        if demand.hit.is_unfinished:
+            return Admission.NEXT_STEP
+        if demand.hit.awaited is not None:
+            self.queues.defer(request, demand.hit.awaited)
+            return Admission.DEFERRED
+        if demand.num_blocks > free - self._num_reserved_blocks:
+            if not self.queues.is_idle:
+                request.refused_with_free = free
+                return Admission.NO_ROOM
+            # Alone, it fits by the check in `add`, unless a block is held only to be copied.
+            excess = demand.hit.num_tokens
+            demand.hit = self.kv.without_partial(demand.hit)
+            demand.num_tokens += excess - demand.hit.num_tokens
+        if demand.num_tokens > room and not self.config.enable_chunked_prefill:
+            return Admission.NO_ROOM
+        num_tokens = min(demand.num_tokens, room)
+        if quota is not None:
+            num_planned = self.config.max_num_batched_tokens - builder.budget
+            has_prompt = num_planned > builder.num_rows
+            if has_prompt and num_planned + num_tokens > quota:
+                return Admission.NEXT_STEP
+        return self._allocate(request, demand, builder, num_tokens)
 
-    def _finished_batch(self) -> list[Request]:
-        """Request-level batching: all that ran, when the last of them is done."""
-        if not self.kv.forms_batches or any(request.sequences for request in self.running):
-            return []
-        return list(self.running)
+    def _was_refused(self, request: Request, free: int) -> bool:
+        """Whether it did not fit before and no block has come free since. Alone, it may fit now."""
+        refused_with = request.refused_with_free
+        return refused_with is not None and free <= refused_with and not self.queues.is_idle
+
+    def _demand(self, request: Request, builder: PlanBuilder) -> Demand:
+        kv, chunk = self.kv, self.config.max_num_batched_tokens
+        leader, *others = request.sequences
+        prepare_rebuild(request)
+        goal = rebuild_goal(leader, request.sequences) if others else leader.num_tokens
+        if request.sampling.num_prompt_logprobs is not None:
+            hit = kv.no_hit()  # every position of the prompt must be computed
+        else:
+            # If nothing runs, hashing keeps no request waiting.
+            max_hashes = builder.num_hashes_left if self.running else None
+            num_hashed = len(leader.prefix_nodes)
+            hit = kv.lookup(leader, goal, max_hashes)
+            builder.num_hashes_left -= len(leader.prefix_nodes) - num_hashed
+        num_blocks = kv.num_blocks_to_admit(hit, leader.num_tokens, chunk)
+        for seq in others:
+            num_blocks += kv.num_blocks_for(seq.num_tokens, chunk)
+            num_blocks -= kv.num_shared_blocks(seq.branch_at, seq.num_tokens)
+        return Demand(hit, num_blocks, goal - hit.num_tokens)
+
+    def _allocate(
+        self, request: Request, demand: Demand, builder: PlanBuilder, num_tokens: int
+    ) -> Admission:
+        """Give a request its blocks, and let it compute its first `num_tokens`."""
+        leader, hit = request.sequences[0], demand.hit
+        changes = self.kv.allocate(leader, hit, hit.num_tokens + num_tokens)
+        if changes is None:
+            return Admission.NO_ROOM
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = hit.num_tokens
+        request.refused_with_free = None
+        self._start(request, builder)
+        builder.open(leader)
+        builder.apply(changes)
+        if num_tokens > 0:
+            builder.add(leader, num_tokens)
+        return Admission.STARTED
+
+    # ================================================================ processing its results
+
+    def update(self, plan: StepPlan, result: StepResult) -> Progress:
+        """Process what a step has computed: append tokens, fork and end sequences."""
+        step = self.in_flight.pop(plan.step_id)
+        self.costs.observe(plan, result)
+        self._settle(step)
+        self._end_failed(step, result.errors)
+        self._add_prompt_logprobs(step, result)
+        self._append_drawn(step, result)
+        self._advance_searches(step, result.candidates)
+        advanced = self._lifecycle.take_advanced()
+        self.policy.generated(advanced)
+        finished = self.kv.batch_formation.leaving(self._lifecycle.ended, self.running)
+        self._retire(finished)
+        return Progress(advanced, finished)
+
+    def _settle(self, step: StepInFlight) -> None:
+        """What was computed is in the cache, and what was copied may be overwritten."""
+        self.kv.release_sources(step.held)
+        for request in step.undecided:
+            request.num_undecided -= 1
+        for seq, table, num_computed in step.filled:
+            if seq.table is table:  # else it was preempted since, and is recomputed
+                self.kv.register(seq, num_computed)
+
+    def _end_failed(self, step: StepInFlight, errors: Mapping[int, RequestFailed]) -> None:
+        """End the requests of rows that could not be computed, with all their sequences. Their
+        cached blocks may be the cause, so nothing may start from them any more."""
+        if not errors:
+            return
+        owners = step.owners()
+        for seq_id, error in errors.items():
+            request = owners.get(seq_id)  # None: a search that was aborted while the step ran
+            for seq in [] if request is None else list(request.sequences):
+                seq.request.error = error
+                self.kv.forget(seq)
+                self._lifecycle.finish(seq, "error")
+
+    def _add_prompt_logprobs(self, step: StepInFlight, result: StepResult) -> None:
+        for seq_id, scores in result.prompt_logprobs.items():
+            request, start = step.prompts[seq_id]
+            # After a preemption the same positions are computed again.
+            request.prompt_logprobs += scores[len(request.prompt_logprobs) - start :]
+
+    def _append_drawn(self, step: StepInFlight, result: StepResult) -> None:
+        """Append the sampled tokens."""
+        lifecycle = self._lifecycle
+        advanced = lifecycle.advanced
+        is_scored = bool(result.draws or result.logprobs)
+        for seq, token_id in zip(step.drawn, result.token_ids, strict=True):
+            if seq.num_pending:
+                seq.num_pending -= 1
+            if seq.finish_reason is not None:
+                continue  # it ended while the step ran
+            method = seq.request.method
+            if is_scored and (seq.seq_id in result.draws or seq.seq_id in result.logprobs):
+                self._append_scored(seq, token_id, result)
+            elif method.wants == "token":
+                advanced.append(seq)
+                reason = method.accept(seq, token_id)
+                if reason is not None:
+                    lifecycle.finish(seq, reason)
+            elif method.wants == "kv":
+                method.computed(seq, lifecycle)
+
+    def _append_scored(self, seq: Sequence, token_id: int, result: StepResult) -> None:
+        """Append a token that comes with log-probabilities, or the first tokens of all samples."""
+        method, request = seq.request.method, seq.request
+        assert method.wants == "token", "only these methods sample tokens"
+        draws = result.draws.get(seq.seq_id, [token_id])
+        self._lifecycle.advanced.append(seq)
+        samples = [seq]
+        if len(draws) > 1:
+            method.start(seq, draws, self._lifecycle)
+            by_index = {s.sample_index: s for s in request.sequences + request.finished}
+            samples = [by_index[index] for index in range(len(draws))]
+        scores = result.logprobs.get(seq.seq_id, [])
+        for sample, score in zip(samples, scores, strict=False):
+            sample.logprobs.append(score)
+            sample.cumulative_logprob += score.logprob
+        if len(draws) == 1:
+            reason = method.accept(seq, token_id)
+            if reason is not None:
+                self._lifecycle.finish(seq, reason)
+
+    def _advance_searches(self, step: StepInFlight, candidates: Candidates | None) -> None:
+        """Let beam searches choose among their candidates, then append all chosen tokens together:
+        the device idles until this is done."""
+        searches = [search for search in step.searching if search.request.sequences]
+        if not searches:
+            return
+        assert candidates is not None, "searches have requested them"
+        lifecycle = self._lifecycle
+        children: list[Sequence] = []
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        for ranking in rank(searches, candidates):
+            usual, others = ranking.split()
+            best_logprobs, parents_of, best_ids = ranking.best(usual)
+            for place, parents in zip(usual, parents_of, strict=True):
+                children += lifecycle.branch(ranking.searches[place].request, parents)
+            token_ids += best_ids
+            logprobs += best_logprobs
+            for place in others:
+                request, method, _ = ranking.searches[place]
+                chosen = method.advance(request, ranking.offered(place), lifecycle)
+                if chosen is not None:
+                    children += lifecycle.branch(request, chosen.parents)
+                    token_ids += chosen.token_ids
+                    logprobs += chosen.logprobs
+        lifecycle.append(children, token_ids)
+        for child, logprob in zip(children, logprobs, strict=True):
+            child.cumulative_logprob = logprob
+
+
+def _is_complete(seq: Sequence) -> bool:
+    """Whether the steps in flight compute all tokens of a sequence that are certain to exist."""
+    num_expected = seq.num_expected_tokens
+    if seq.num_computed_tokens == num_expected:
+        return True
+    return seq.num_pending > 0 and num_expected >= seq.request.method.max_length

@@ -1,21 +1,19 @@
-"""Requests and their sequences: who wants tokens, and how far each chain of tokens has come."""
+"""Requests and their sequences, and what a decoding method is to both."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Literal, NamedTuple, Protocol
 
 from octavo.core.kv.block_table import BlockTable
 from octavo.core.kv.prefix_cache import PrefixNode
 from octavo.core.step import SamplingSpec, TokenLogprobs
 from octavo.errors import RequestFailed
 
-if TYPE_CHECKING:
-    from octavo.core.decoding import DecodingMethod
-
 
 class Status(Enum):
-    """Where a request stands. Only the scheduler's queues change it."""
+    """The queue that a request is in. Only `Queues` changes it."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -26,10 +24,10 @@ class Status(Enum):
 class Sequence:
     """One chain of tokens, and how many of them have their KV in the cache.
 
-    `num_computed_tokens` counts tokens up to the end of the latest planned step, and
-    `num_expected_tokens` the tokens that it will have drawn by then. What remains between the two
-    is 1 for a sequence that decodes and more for one whose prompt is being computed: there is no
-    other difference.
+    `num_computed_tokens` counts the tokens that are computed by the end of the latest planned step,
+    and `num_expected_tokens` the tokens that exist by then, including those still being sampled.
+    The difference is 1 for a sequence that decodes and more for one whose prompt is being
+    computed; the scheduler makes no other distinction between prefill and decode.
     """
 
     __slots__ = (
@@ -60,16 +58,16 @@ class Sequence:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.sample_index = sample_index
         self.num_computed_tokens = 0
-        self.num_pending = 0  # tokens being drawn by steps that are under way
+        self.num_pending = 0  # tokens being sampled by steps in flight
         self.table: BlockTable | None = None  # None while no block is held
-        self.prefix_nodes: list[PrefixNode] = []  # names of the leading full blocks
-        self.logprobs: list[TokenLogprobs] = []  # one per output token, if asked for
+        self.prefix_nodes: list[PrefixNode] = []  # hashes of the leading full blocks
+        self.logprobs: list[TokenLogprobs] = []  # one per output token, if requested
         self.cumulative_logprob = 0.0
         self.score: float | None = None  # beam search: length-penalised
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-        self.stop_reason: int | str | None = None  # the stop id or string that ended it
-        # While a preempted request is recomputed, a sequence without a table waits until
-        # `leader` has computed the `branch_at` tokens that both share, and then forks off.
+        self.stop_reason: int | str | None = None  # the stop token id or string that ended it
+        # While a preempted request is recomputed, a sequence without a table waits until `leader`
+        # has computed the `branch_at` tokens that both share, and then forks off.
         self.leader: Sequence | None = None
         self.branch_at = 0
 
@@ -79,7 +77,7 @@ class Sequence:
 
     @property
     def num_expected_tokens(self) -> int:
-        """With those that steps under way will append."""
+        """Tokens, including those that steps in flight will append."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -98,7 +96,7 @@ class Sequence:
 
 
 class Request:
-    """One client call. Its live sequences are the paper's sequence group: scheduled together,
+    """One client call. Its live sequences (the paper's sequence group) are scheduled together and
     preempted together."""
 
     __slots__ = (
@@ -116,16 +114,17 @@ class Request:
         "num_prompt_tokens",
         "num_undecided",
         "number",
+        "order",
         "priority",
         "prompt_logprobs",
         "prompt_token_ids",
-        "rank",
         "refused_with_free",
         "request_id",
         "sampling",
         "seed",
         "sequences",
         "status",
+        "tenant",
     )
 
     def __init__(
@@ -138,6 +137,7 @@ class Request:
         arrival_time: float = 0.0,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -148,28 +148,29 @@ class Request:
         self.arrival_time = arrival_time
         self.priority = priority  # lower is more urgent
         self.cache_salt = cache_salt
+        self.tenant = tenant  # whose share of the service it counts against
         self.status = Status.WAITING
         self.sequences: list[Sequence] = []  # alive, in the order in which they were forked
         self.finished: list[Sequence] = []
-        self.error: RequestFailed | None = None  # what ended it, if it could not be computed
+        self.error: RequestFailed | None = None  # why it could not be computed
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.first_token_time: float | None = None
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission
-        # Kept by the scheduler, its policy and its admission.
+        # Maintained by the scheduler and its policy.
         self.number = 0  # order of arrival
-        self.rank: tuple[float, ...] = ()  # lower runs first; constant while the request lives
-        self.level = 0.0  # urgency that it was admitted with
+        self.order: tuple[float, ...] = ()  # fixed place in the queues; lower comes first
+        self.level = 0.0  # priority policy: urgency with which it was admitted
         self.num_passes = 0  # later requests admitted while this one did not fit
         self.refused_with_free: int | None = None  # free blocks when it last did not fit
         self.catching_up = False  # several sequences are being recomputed
-        # Steps under way whose results decide which sequences live on: until they are in, the
-        # request can neither continue nor leave the device.
+        # Steps in flight whose results decide which sequences live on. Until they are known, the
+        # request can neither continue nor be preempted.
         self.num_undecided = 0
 
     @property
     def is_pending(self) -> bool:
-        """Whether steps under way will still append to it."""
+        """Whether steps in flight will still append tokens to it."""
         return any(seq.num_pending for seq in self.sequences)
 
     @property
@@ -178,3 +179,87 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value}, {len(self.sequences)} live)"
+
+
+# -------------------------------------------------------------------- decoding methods
+
+
+class SequenceVerbs(Protocol):
+    """What a decoding method can do to sequences (paper section 5.2)."""
+
+    def fork(self, parent: Sequence, sample_index: int) -> Sequence:
+        """A new sequence with the parent's tokens, sharing all of its blocks."""
+
+    def append(self, seqs: Seq[Sequence], token_ids: Seq[int]) -> None:
+        """Add one token to each sequence: a token that the worker has not appended itself."""
+
+    def free(self, seq: Sequence) -> None:
+        """Drop a sequence; nothing of it is returned to the client."""
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence and give its blocks back; its tokens are part of the result."""
+
+    def pin(self, seq: Sequence, name: str) -> None:
+        """End a sequence and keep its blocks as the pinned prefix `name`."""
+
+
+# A method is one of three kinds, by what it wants once all tokens of a sequence are computed.
+
+
+class Drawing(Protocol):
+    """Wants a token, sampled by the worker."""
+
+    wants: Literal["token"]
+    max_sequences: int  # that run at once, at most
+    max_length: int  # tokens, prompt included
+    num_draws: int  # tokens sampled at the end of the prompt
+
+    def accept(self, seq: Sequence, token_id: int) -> str | None:
+        """Append a sampled token; returns the reason if it ends the sequence."""
+
+    def start(self, seq: Sequence, token_ids: Seq[int], verbs: SequenceVerbs) -> None:
+        """Take the first tokens, `num_draws` > 1 of them, sampled at the end of the prompt."""
+
+
+class Continuations(NamedTuple):
+    """The best ways to extend a request's sequences by one token, best first."""
+
+    logprobs: list[float]  # of the sequence and the token together
+    parents: list[int]  # indices into the request's sequences
+    token_ids: list[int]
+
+
+class Searching(Protocol):
+    """Wants the best candidates for the next token of its sequences."""
+
+    wants: Literal["candidates"]
+    max_sequences: int
+    max_length: int
+    num_candidates: int  # requested for each sequence, and considered in a step
+
+    def goes_on(self, request: Request, token_ids: Seq[int], logprob: float) -> bool:
+        """Whether this step neither ends a sequence nor the search, as is true of most steps.
+
+        `token_ids` are the tokens of the best continuations, and `logprob` is the log-probability
+        of the first. If True, the best `max_sequences` continuations live on and `advance` is not
+        called."""
+
+    def advance(
+        self, request: Request, best: Continuations, verbs: SequenceVerbs
+    ) -> Continuations | None:
+        """Choose the continuations that live on among the `num_candidates` best ones. The caller
+        forks, appends and frees sequences accordingly. None if the request has ended."""
+
+
+class Computing(Protocol):
+    """Wants no token, only the KV of its sequence."""
+
+    wants: Literal["kv"]
+    max_sequences: int
+    max_length: int
+
+    def computed(self, seq: Sequence, verbs: SequenceVerbs) -> None:
+        """All tokens have been computed."""
+
+
+DecodingMethod = Drawing | Searching | Computing

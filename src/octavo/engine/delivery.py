@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.core.outcomes import Progress
-from octavo.core.scheduler import Scheduler
+from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.engine.output_text import OutputText
 from octavo.engine.tokenizer import Tokenizer
@@ -61,14 +60,16 @@ class Delivery:
         """What a step's progress means to the clients."""
         output = StepOutput()
         now = self._clock()
+        finished = list(progress.finished)
         for seq in progress.advanced:
             client = self._clients[seq.request.request_id]
             if seq.request.first_token_time is None:
                 seq.request.first_token_time = now
             if seq.request.method.wants == "token":
-                output.deltas.append(self._delta(client, seq))
-        # Stop strings found just now have added to the finished.
-        for request in progress.finished:
+                delta, ended = self._delta(client, seq)
+                output.deltas.append(delta)
+                finished += ended
+        for request in finished:
             if request.first_token_time is None and any(
                 seq.num_output_tokens for seq in request.finished
             ):
@@ -78,16 +79,18 @@ class Delivery:
                 output.errors[request.request_id] = request.error
         return output
 
-    def _delta(self, client: _Client, seq: Sequence) -> SequenceDelta:
-        """Hand out a sequence's new tokens, and end it if its text has come to a stop string."""
+    def _delta(self, client: _Client, seq: Sequence) -> tuple[SequenceDelta, list[Request]]:
+        """Hand out a sequence's new tokens, and end it if its text contains a stop string.
+
+        Also returns its request if that is finished by it."""
         num_sent = client.num_sent.get(seq.seq_id, 0)
         token_ids = seq.token_ids[seq.num_prompt_tokens + num_sent :]
-        text = ""
+        text, ended = "", None
         output_text = self._text_of(client, seq)
         if output_text is not None:
-            text = self._advance_text(client, seq, output_text, token_ids)
+            text, ended = self._advance_text(client, seq, output_text, token_ids)
         client.num_sent[seq.seq_id] = num_sent + len(token_ids)
-        return SequenceDelta(
+        delta = SequenceDelta(
             seq.request.request_id,
             seq.sample_index,
             text,
@@ -96,17 +99,19 @@ class Delivery:
             seq.finish_reason,
             seq.stop_reason,
         )
+        return delta, [] if ended is None else [ended]
 
     def _advance_text(
         self, client: _Client, seq: Sequence, output_text: OutputText, token_ids: list[int]
-    ) -> str:
+    ) -> tuple[str, Request | None]:
         params = client.params
         assert isinstance(params, SamplingParams), "only samples stream text"
         num_before = seq.num_output_tokens - len(token_ids)
         _, stop = output_text.extend(token_ids, num_before, seq.finish_reason, params)
+        ended = None
         if stop is not None and seq.finish_reason != "stop":
-            self._scheduler.finish_by_stop_string(seq, stop)
-        return output_text.release(finished=seq.finish_reason is not None)
+            ended = self._scheduler.finish_by_stop_string(seq, stop)
+        return output_text.release(finished=seq.finish_reason is not None), ended
 
     def _text_of(self, client: _Client, seq: Sequence) -> OutputText | None:
         params = client.params

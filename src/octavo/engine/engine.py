@@ -10,8 +10,7 @@ from itertools import count
 from octavo.config import EngineConfig
 from octavo.core.decoding import PinPrefix
 from octavo.core.kv.memory_policy import make_kv_cache_manager
-from octavo.core.outcomes import Progress
-from octavo.core.scheduler import Scheduler
+from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import Request
 from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
 from octavo.engine.delivery import Delivery

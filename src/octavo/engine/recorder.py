@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.core import regrow
 from octavo.core.kv.prefix_matcher import PrefixHit
-from octavo.core.outcomes import Progress
+from octavo.core.preemption import num_common
+from octavo.core.scheduler import Progress
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
@@ -136,7 +136,7 @@ class Recorder:
             return Preempted(now, request.request_id, "swap", num_blocks, 0, seconds)
         first, *others = request.sequences
         num_tokens = first.num_tokens
-        num_tokens += sum(seq.num_tokens - regrow.num_common(first, seq) for seq in others)
+        num_tokens += sum(seq.num_tokens - num_common(first, seq) for seq in others)
         seconds = costs.recompute_seconds(num_tokens)
         return Preempted(now, request.request_id, "recompute", 0, num_tokens, seconds)
 

@@ -10,7 +10,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from octavo.core.decoding import BeamSearch, DecodingMethod, EarlyStopping, Sampling
+from octavo.core.decoding import BeamSearch, EarlyStopping, Sampling
+from octavo.core.sequence import DecodingMethod
 from octavo.core.step import SamplingSpec
 from octavo.engine.tokenizer import Tokenizer, check_room
 from octavo.errors import InvalidRequest, shown

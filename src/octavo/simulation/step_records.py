@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from octavo.config import EngineConfig
-from octavo.core.outcomes import Progress
+from octavo.core.scheduler import Progress
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.errors import ConfigError, TraceError

@@ -32,43 +32,45 @@ def check_scheduler(scheduler: Scheduler) -> None:
     queued = [request.request_id for queue in queues for request in queue]
     assert sorted(queued) == sorted(scheduler.requests), "a request is lost or queued twice"
     for queue in queues:
-        ranks = [request.rank for request in queue]
-        assert ranks == sorted(ranks), "a queue is out of order"
-    seats = sum(request.method.max_sequences for request in scheduler.running)
-    assert seats <= scheduler.config.max_num_seqs, "more sequences run than allowed"
-    free_seats = scheduler._queues.num_free_seats
-    assert seats + free_seats == scheduler.config.max_num_seqs, "a seat is lost"
+        order = [request.order for request in queue]
+        assert order == sorted(order), "a queue is out of order"
+    slots = sum(request.method.max_sequences for request in scheduler.running)
+    assert slots <= scheduler.config.max_num_seqs, "more sequences run than allowed"
+    free_slots = scheduler.queues.num_free_slots
+    assert slots + free_slots == scheduler.config.max_num_seqs, "a slot is lost"
     for request in scheduler.running:
         assert len(request.sequences) <= request.method.max_sequences, f"{request} is too wide"
     _check_ready(scheduler)
     _check_steps_under_way(scheduler)
     computing = {seq.seq_id for seq in on_device}
-    owners = set(scheduler.kv._prefixes._in_progress.values())
-    assert owners <= computing, "prompts wait for blocks that nobody computes"
+    owners = scheduler.kv.seqs_in_progress()
+    assert owners <= computing, "prompts wait for blocks that no sequence computes"
 
 
 def _check_ready(scheduler: Scheduler) -> None:
-    """A waiting request is looked at, or waits for a prefix and is looked at when that is there."""
-    queues = scheduler._queues
-    ranks = [request.rank for request in queues.ready]
-    assert ranks == sorted(ranks), "requests that are ready are out of order"
-    places = Counter(request.request_id for request in queues.ready)
-    for group in [*queues._deferred.values(), queues._recalled]:
-        places.update(r.request_id for r in group if not r.is_finished)
+    """A waiting request is either ready, or deferred until a prefix is in the cache."""
+    queues = scheduler.queues
+    for flow in queues.ready.flows():
+        order = [request.order for request in flow]
+        assert order == sorted(order), "requests that are ready are out of order"
+    ready = list(queues.ready)
+    keys = [scheduler.policy.key(request, scheduler.clock()) for request in ready]
+    assert keys == sorted(keys), "the policy's order is not kept"
+    places = Counter(request.request_id for request in [*ready, *queues.deferred()])
     waiting = [request.request_id for request in scheduler.waiting]
-    assert places == Counter(waiting), "a waiting request is looked at never, or twice"
+    assert places == Counter(waiting), "a waiting request is considered never, or twice"
 
 
 def _check_steps_under_way(scheduler: Scheduler) -> None:
     """What the plans have promised is what requests and sequences wait for."""
-    drafts = list(scheduler._in_flight.values())
-    held = Counter(block_id for draft in drafts for block_id in draft.held)
+    steps = list(scheduler.in_flight.values())
+    held = Counter(block_id for step in steps for block_id in step.held)
     assert held == scheduler.kv.held_sources, "a source of a copy is held too long, or not at all"
     for request in scheduler.requests.values():
-        undecided = [draft for draft in drafts if request in draft.undecided]
+        undecided = [step for step in steps if request in step.undecided]
         assert request.num_undecided == len(undecided), f"{request} waits for other decisions"
         for seq in request.sequences:
-            drawing = [d for d in drafts if seq in d.drawn and d not in undecided]
+            drawing = [step for step in steps if seq in step.drawn and step not in undecided]
             assert seq.num_pending == len(drawing), f"{seq} waits for other draws"
 
 

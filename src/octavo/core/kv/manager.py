@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from octavo.core.kv.batch_formation import BatchFormation, ContinuousBatching
 from octavo.core.kv.block_pool import NULL_BLOCK, BlockPool
 from octavo.core.kv.block_table import BlockTable
 from octavo.core.kv.prefix_cache import Digest, PrefixCache, sha256_128
@@ -38,8 +39,7 @@ class KVCacheManager:
     1 .. num_blocks, and blocks in the swap tier, 1 .. num_swap_blocks.
     """
 
-    # Request-level batching: what runs was admitted in one step, and its results come out together.
-    forms_batches = False
+    batch_formation: BatchFormation = ContinuousBatching()
 
     def __init__(
         self,
@@ -139,6 +139,10 @@ class KVCacheManager:
     def is_in_progress(self, key: bytes) -> bool:
         """Whether a running sequence is computing the block that a hit has named as `awaited`."""
         return self._prefixes.is_in_progress(key)
+
+    def seqs_in_progress(self) -> set[int]:
+        """Sequences that compute blocks which others may wait for; for inspection."""
+        return self._prefixes.seqs_in_progress()
 
     def register(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Offer full blocks to the prefix cache: those of the first `num_computed_tokens`, whose

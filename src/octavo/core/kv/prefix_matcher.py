@@ -114,6 +114,10 @@ class PrefixMatcher:
         """Whether a running request is computing the block of this key."""
         return key in self._in_progress
 
+    def seqs_in_progress(self) -> set[int]:
+        """Sequences whose blocks equal prompts wait for; for inspection."""
+        return set(self._in_progress.values())
+
     def announce(self, seq: Sequence, num_tokens: int) -> None:
         """A sequence is about to compute its tokens up to `num_tokens`: equal prompts should wait
         for the blocks that these fill, as far as its tokens are known."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from octavo.core.kv.batch_formation import RequestLevelBatching
 from octavo.core.kv.block_table import BlockTable
 from octavo.core.kv.extent_pool import Arena, BuddyPool, ExtentPool
 from octavo.core.kv.manager import Changes, KVCacheManager
@@ -209,7 +210,7 @@ class FasterTransformer(ReservingKVCacheManager):
     Each sequence's table covers its own tokens; the padding is room that nobody else gets.
     """
 
-    forms_batches = True
+    batch_formation = RequestLevelBatching()
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What can run to its end at all: whatever cannot is refused before it is queued."""
+"""Which requests can run to their end at all; others are refused before they are queued."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from octavo.core.sequence import Request
 from octavo.errors import RequestTooLong
 
 
-class Limits:
-    """Knows the worst case of every request, so that nothing that is queued ever gets stuck.
+class RequestLimits:
+    """Knows the worst case of every request, so that no queued request ever gets stuck.
 
-    What pinned prefixes hold, nobody else can count on; and neither on what those will hold that
-    are still being computed.
+    Blocks that pinned prefixes hold, or will hold once they are computed, are not available to
+    other requests.
     """
 
     def __init__(
         self, config: SchedulerConfig, kv: KVCacheManager, queued: Mapping[str, Request]
     ) -> None:
-        """`queued`: all requests that have been added and are not finished."""
+        """`queued`: all unfinished requests by id, kept up to date by the caller."""
         self._config = config
         self._kv = kv
         self._queued = queued
-        self._pinning: list[Request] = []  # those of `queued` that pin a prefix, and finished ones
+        self._pinning: list[Request] = []  # requests that pin a prefix; some may have finished
 
     def worst_case_blocks(self, request: Request) -> int:
-        """Blocks that a request may come to hold."""
+        """The most blocks that a request may come to hold."""
         return self._kv.worst_case_blocks(request, self._config.max_num_batched_tokens)
 
     def num_available_blocks(self) -> int:
@@ -38,8 +38,8 @@ class Limits:
     def check(self, request: Request, leave: int = 0) -> None:
         """Raises RequestTooLong if a request could never run to its end.
 
-        One that pins a prefix must also leave enough for all that are queued, and at least `leave`
-        blocks.
+        A request that pins a prefix must also leave enough blocks for each queued request, and at
+        least `leave` blocks.
         """
         method = request.method
         if method.max_sequences > self._config.max_num_seqs:
@@ -60,7 +60,7 @@ class Limits:
             self._check_leaves_room(request, available - needed, leave)
 
     def note(self, request: Request) -> None:
-        """A request that has been checked is queued now."""
+        """A checked request has been queued."""
         if request.method.wants == "kv":
             self._pinning = [r for r in self._pinning if not r.is_finished] + [request]
 
