@@ -271,6 +271,12 @@ BAD_REQUESTS: list[tuple[Any, Callable[[], Any], str]] = [
 ]
 
 
+def generate(llm: LLM, prompts: list[Any], make: Callable[[], Any]) -> None:
+    params = make()
+    method: Any = llm.generate if isinstance(params, SamplingParams) else llm.beam_search
+    method(prompts, [params], use_tqdm=False)
+
+
 @pytest.mark.parametrize(("prompt", "params", "message"), BAD_REQUESTS)
 def test_bad_requests_are_named(
     llm: LLM, prompt: Any, params: Callable[[], Any], message: str
@@ -278,8 +284,7 @@ def test_bad_requests_are_named(
     is_token_ids = isinstance(prompt, list) and prompt[:1] not in ([None], [b"text"])
     prompts = [prompt] if is_token_ids else prompt
     with pytest.raises(InvalidRequest, match=f"^{message}"):
-        generate: Any = llm.generate if isinstance(params(), SamplingParams) else llm.beam_search
-        generate(prompts if isinstance(prompts, list) else [prompts], [params()], use_tqdm=False)
+        generate(llm, prompts if isinstance(prompts, list) else [prompts], params)
 
 
 def test_one_bad_prompt_of_many_is_named_and_none_is_run(llm: LLM) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from octavo.core.step import SamplingSpec
 from octavo.engine.events import Admitted, Counters, Event, Gauges
-from octavo.engine.snapshot import RequestView, SequenceView, Snapshot, TierView
 from octavo.engine.output_stream import Sample
+from octavo.engine.snapshot import RequestView, SequenceView, Snapshot, TierView
 from octavo.engine.validation import BeamSpec, PreparedRequest
 from octavo.errors import Unavailable
 from octavo.outputs import RequestOutput, SequenceOutput
