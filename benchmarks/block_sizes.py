@@ -23,6 +23,7 @@ from throughput import normalized_latency, serve_at, trace
 from octavo import SamplingParams
 from octavo.core.step import StepPlan
 from octavo.engine.engine import Engine
+from octavo.engine.local_client import LocalClient
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 KERNEL_BATCHES, KERNEL_CONTEXTS = (8, 32), (64, 128, 256)
@@ -164,12 +165,13 @@ def preemption_cost(engine: Engine, block_size: int) -> Rows:
     times = []
     vocab_size = engine.model_config.vocab_size
     engine.observers.append(lambda plan, result, progress: times.append(result.compute_seconds))
+    client = LocalClient(engine)
     for _ in range(8):
         prompt = [rng.randrange(vocab_size) for _ in range(NUM_TOKENS)]
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-        engine.add_request(engine.make_request(prompt, params))
-        while engine.has_unfinished:
-            engine.step()
+        client.add_request(client.make_request(prompt, params))
+        while client.has_unfinished:
+            client.step()
     engine.observers.clear()
     value = round(1e3 * statistics.median(times[2:]), 3)
     rows.append({"method": "recompute", "block_size": block_size, "milliseconds": value})

@@ -17,6 +17,7 @@ from gpu_harness import make_engine, peak_rates, report
 
 from octavo import SamplingParams
 from octavo.engine.engine import Engine
+from octavo.engine.local_client import LocalClient
 from octavo.simulation.cost_model import ModelSize
 
 CONTEXT = 1024
@@ -87,19 +88,20 @@ def step_times(
     params = SamplingParams(
         temperature=temperature, max_tokens=400, ignore_eos=True, detokenize=False, seed=1
     )
+    client = LocalClient(engine)
     for _ in range(batch):
         prompt = [rng.randrange(vocab_size) for _ in range(start)]
-        engine.add_request(engine.make_request(prompt, params))
+        client.add_request(client.make_request(prompt, params))
     scheduler = engine.scheduler
     while any(r.first_token_time is None for r in scheduler.requests.values()):
-        engine.step()
+        client.step()
     for _ in range(WARM_UP):
-        engine.step()
+        client.step()
     device: list[float] = []
     engine.observers.append(lambda plan, result, progress: device.append(result.compute_seconds))
     moments = [time.perf_counter()]
     for _ in range(STEPS):
-        engine.step()
+        client.step()
         moments.append(time.perf_counter())
     engine.observers.clear()
     if profile:

@@ -25,6 +25,7 @@ from octavo.bench.throughput import Decoding, ThroughputReport, run_throughput
 from octavo.bench.traces import TraceRequest, read_trace
 from octavo.config import EngineConfig, make_config
 from octavo.engine.engine import Engine
+from octavo.engine.local_client import LocalClient
 from octavo.llm import load_engine
 from octavo.simulation.calibration import calibrate
 from octavo.simulation.config import SimulationConfig
@@ -63,9 +64,10 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             before, after = args.steps or Path(folder) / "before", Path(folder) / "after"
-            run_throughput(engine, others[:4], GREEDY)  # compiles kernels and touches memory
+            # Compile kernels and touch memory.
+            run_throughput(LocalClient(engine), others[:4], GREEDY)
             record(engine, others[: len(others) // 2], before, args.gpu)
-            report = run_throughput(engine, predicted, GREEDY, seed=1)
+            report = run_throughput(LocalClient(engine), predicted, GREEDY, seed=1)
             record(engine, others[len(others) // 2 :], after, args.gpu)
             setting, records = read_step_records(before)
             calibration = calibrate(setting, records + read_step_records(after)[1])
@@ -119,8 +121,8 @@ def record(engine: Engine, requests: list[TraceRequest], steps: Path, gpu: str) 
     """Record batches of all sizes: the requests a few at a time, then all at once."""
     with StepRecorder(engine, steps, gpu, clock=engine.clock):
         for size in (1, 4, 8):
-            run_throughput(engine, requests[size : 2 * size], GREEDY)
-        run_throughput(engine, requests, GREEDY)
+            run_throughput(LocalClient(engine), requests[size : 2 * size], GREEDY)
+        run_throughput(LocalClient(engine), requests, GREEDY)
 
 
 def simulation_config(engine: Engine, config: EngineConfig, gpu: str) -> SimulationConfig:

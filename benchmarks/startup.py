@@ -14,12 +14,13 @@ import json, sys, time
 start = time.perf_counter()
 import gpu_harness
 imported = time.perf_counter()
-engine = gpu_harness.make_engine(sys.argv[1])
+from octavo.engine.local_client import LocalClient
+client = LocalClient(gpu_harness.make_engine(sys.argv[1]))
 ready = time.perf_counter()
 from octavo import SamplingParams
-engine.add_request(engine.make_request([1, 2, 3], SamplingParams(max_tokens=1, detokenize=False)))
-while engine.has_unfinished:
-    engine.step()
+client.add_request(client.make_request([1, 2, 3], SamplingParams(max_tokens=1, detokenize=False)))
+while client.has_unfinished:
+    client.step()
 first = time.perf_counter()
 print(json.dumps({"import": imported - start, "engine": ready - imported, "first": first - ready}))
 """

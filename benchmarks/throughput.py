@@ -20,6 +20,7 @@ from gpu_harness import TRACES, make_engine, peak_rates, report
 from octavo import BeamSearchParams, SamplingParams
 from octavo.bench.traces import TraceRequest, make_prompts, read_trace
 from octavo.engine.engine import Engine
+from octavo.engine.local_client import LocalClient
 from octavo.outputs import RequestOutput
 
 Params = SamplingParams | BeamSearchParams
@@ -176,13 +177,14 @@ def measure(engine: Engine, name: str, row: Row) -> dict[str, float]:
 
 
 def run_all(engine: Engine, queries: list[Query]) -> tuple[list[RequestOutput], float]:
-    requests = [engine.make_request(prompt, params) for prompt, params in queries]
+    client = LocalClient(engine)
+    streams = [client.make_request(prompt, params) for prompt, params in queries]
     outputs: list[RequestOutput] = []
     began = time.perf_counter()
-    for request in requests:
-        engine.add_request(request)
-    while engine.has_unfinished:
-        outputs += engine.step().finished
+    for stream in streams:
+        client.add_request(stream)
+    while client.has_unfinished:
+        outputs += client.step()
     return outputs, time.perf_counter() - began
 
 
@@ -192,9 +194,10 @@ def serve_at(engine: Engine, queries: list[Query], rate: float) -> list[RequestO
     A request's arrival time is that of the process, even if the engine takes it in later.
     """
     rng = random.Random(777)
-    requests = [engine.make_request(prompt, params) for prompt, params in queries]
+    client = LocalClient(engine)
+    streams = [client.make_request(prompt, params) for prompt, params in queries]
     due, arrivals = 0.0, []
-    for _ in requests:
+    for _ in streams:
         due += rng.expovariate(rate)
         arrivals.append(due)
     outputs: list[RequestOutput] = []
@@ -202,17 +205,17 @@ def serve_at(engine: Engine, queries: list[Query], rate: float) -> list[RequestO
 
     def take_in() -> None:
         nonlocal sent
-        while sent < len(requests) and arrivals[sent] <= engine.clock() - began:
-            engine.add_request(requests[sent])
-            requests[sent].arrival_time = began + arrivals[sent]
+        while sent < len(streams) and arrivals[sent] <= engine.clock() - began:
+            client.add_request(streams[sent])
+            streams[sent].request.arrival_time = began + arrivals[sent]
             sent += 1
 
     engine.intake = take_in
     began = engine.clock()
-    while sent < len(requests) or engine.has_unfinished:
+    while sent < len(streams) or client.has_unfinished:
         take_in()
-        if engine.has_unfinished:
-            outputs += engine.step().finished
+        if client.has_unfinished:
+            outputs += client.step()
         else:
             time.sleep(max(0.0, arrivals[sent] - (engine.clock() - began)))
     engine.intake = None

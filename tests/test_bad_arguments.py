@@ -51,7 +51,7 @@ def expected(llm: LLM) -> list[int]:
 def the_engine_goes_on(llm: LLM, expected: list[int]) -> Iterator[None]:
     yield
     assert not llm.engine.has_unfinished
-    assert llm.engine._delivery.num_open == 0
+    assert llm.client.num_open == 0
     assert llm.engine.kv.pool.num_held == llm.engine.kv.num_pinned_blocks == 0
     assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
@@ -153,7 +153,7 @@ CALLS: dict[str, tuple[Callable[[LLM, Any], object], Callable[[Any], bool]]] = {
     ),
     "unpin_prefix.name": (lambda llm, v: llm.unpin_prefix(v), lambda v: False),
     "engine.make_request.request_id": (
-        lambda llm, v: llm.engine.discard_request(llm.engine.make_request(PROMPT, GREEDY, v)),
+        lambda llm, v: llm.client.make_request(PROMPT, GREEDY, v),
         lambda v: v is None or (isinstance(v, str) and v != "\ud800"),
     ),
 }
@@ -257,24 +257,26 @@ def test_a_salt_has_a_length(llm: LLM) -> None:
 
 
 def test_a_request_is_queued_once(llm: LLM) -> None:
-    engine = llm.engine
-    request = engine.make_request(PROMPT, GREEDY, "mine")
-    engine.add_request(request)
+    client = llm.client
+    stream = client.make_request(PROMPT, GREEDY, "mine")
+    client.add_request(stream)
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="request: 'mine' is queued already"):
-            engine.add_request(request)
-        engine.step()
-    while engine.has_unfinished:
-        engine.step()
-    with pytest.raises(InvalidRequest, match="request: 'mine' has ended or was discarded"):
-        engine.add_request(request)
+            client.add_request(stream)
+        with pytest.raises(InvalidRequest, match="request_id: 'mine' is in use"):
+            client.make_request(PROMPT, GREEDY, "mine")
+        client.step()
+    while client.has_unfinished:
+        client.step()
+    with pytest.raises(InvalidRequest, match="request: 'mine' has ended; make another request"):
+        client.add_request(stream)
 
 
 def test_a_closed_engine_says_so() -> None:
     closed = LLM(str(model_directory("llama3")), num_blocks=8)
     begun = closed.stream(PROMPT, GREEDY)
     next(begun)
-    waiting = closed.engine.make_request(PROMPT, GREEDY)
+    waiting = closed.client.make_request(PROMPT, GREEDY)
     closed.close()
     closed.close()
     calls: list[Callable[[], Any]] = [
@@ -285,7 +287,8 @@ def test_a_closed_engine_says_so() -> None:
         lambda: list(begun),
         lambda: closed.pin_prefix([1] * 16),
         lambda: closed.unpin_prefix("x"),
-        lambda: closed.engine.add_request(waiting),
+        lambda: closed.client.add_request(waiting),
+        lambda: closed.client.step(),
         lambda: closed.engine.step(),
     ]
     for call in calls:

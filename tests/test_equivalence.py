@@ -104,20 +104,20 @@ def run_alone(llm: LLM, preempt: bool) -> list[list[int]]:
     """Each prompt by itself; an urgent request displaces it halfway if `preempt`."""
     results = []
     for prompt in prompts():
-        request = llm.engine.make_request(prompt, GREEDY, priority=5)
-        llm.engine.add_request(request)
+        stream = llm.client.make_request(prompt, GREEDY, priority=5)
+        llm.client.add_request(stream)
         outputs = []
         steps = 0
-        while not request.is_finished:
-            outputs += llm.engine.step().finished
+        while stream.output is None:
+            outputs += llm.client.step()
             steps += 1
             if preempt and steps == 6:
                 filler = model_zoo.random_token_ids(MAX_MODEL_LEN - 1, seed=99)
-                urgent = llm.engine.make_request(filler, SamplingParams(max_tokens=1), priority=0)
-                llm.engine.add_request(urgent)
-        while llm.engine.has_unfinished:
-            llm.engine.step()
-        mine = [o for o in outputs if o.request_id == request.request_id]
+                urgent = llm.client.make_request(filler, SamplingParams(max_tokens=1), priority=0)
+                llm.client.add_request(urgent)
+        while llm.client.has_unfinished:
+            llm.client.step()
+        mine = [o for o in outputs if o.request_id == stream.request_id]
         assert mine[0].num_preemptions == (1 if preempt else 0)
         results += tokens(mine)
     return results

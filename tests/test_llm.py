@@ -44,13 +44,13 @@ def nothing_is_left(llm: LLM) -> Any:
     yield
     assert not llm.engine.has_unfinished
     assert llm.engine.kv.pool.num_held == llm.engine.kv.num_pinned_blocks
-    assert llm.engine._delivery.num_open == 0
+    assert llm.client.num_open == 0
 
 
 def test_outputs_say_what_was_asked_and_what_came(llm: LLM) -> None:
     text = "The quick brown fox"
     by_text, by_ids = llm.generate(
-        [text, llm.engine.tokenizer.encode(text)],  # type: ignore[union-attr]
+        [text, llm.tokenizer.encode(text)],  # type: ignore[union-attr]
         SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
         use_tqdm=False,
     )
@@ -61,7 +61,7 @@ def test_outputs_say_what_was_asked_and_what_came(llm: LLM) -> None:
     assert output.token_ids == by_ids.outputs[0].token_ids
     assert len(output.token_ids) == 6
     assert output.finish_reason == "length"
-    assert output.text == llm.engine.tokenizer.decode(output.token_ids)  # type: ignore[union-attr]
+    assert output.text == llm.tokenizer.decode(output.token_ids)  # type: ignore[union-attr]
     assert output.logprobs is None
     assert by_text.first_token_time is not None
     assert by_text.arrival_time <= by_text.first_token_time <= by_text.finish_time
@@ -143,7 +143,7 @@ def test_a_stop_token_ends_the_output_and_is_not_shown(llm: LLM) -> None:
     [sequence] = output.outputs
     assert sequence.token_ids == tokens[: tokens.index(stop_id) + 1]
     assert (sequence.finish_reason, sequence.stop_reason) == ("stop", stop_id)
-    shown = llm.engine.tokenizer.decode(sequence.token_ids[:-1])  # type: ignore[union-attr]
+    shown = llm.tokenizer.decode(sequence.token_ids[:-1])  # type: ignore[union-attr]
     assert sequence.text == shown
 
 
@@ -190,7 +190,7 @@ def test_beams_come_best_first(llm: LLM) -> None:
 def test_chat_uses_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     [output] = llm.chat(messages, GREEDY, use_tqdm=False)
-    text = llm.engine.tokenizer.decode(  # type: ignore[union-attr]
+    text = llm.tokenizer.decode(  # type: ignore[union-attr]
         output.prompt_token_ids, skip_special_tokens=True
     )
     assert text == "<user>Hello\n<assistant>"
@@ -223,10 +223,10 @@ def test_pinned_prefixes_have_names_of_their_own(llm: LLM) -> None:
     llm.unpin_prefix(first)
     third = llm.pin_prefix(model_zoo.random_token_ids(16, seed=10))
     assert third != second
-    request = llm.engine.make_pin("mine", [1] * 16)  # on its way
+    request = llm.engine.pin_prefix("mine", [1] * 16)  # on its way
     with pytest.raises(InvalidRequest, match="name: a prefix 'mine' is pinned already"):
-        llm.engine.make_pin("mine", [2] * 16)
-    llm.engine.discard_request(request)
+        llm.engine.pin_prefix("mine", [2] * 16)
+    assert llm.engine.abort_request(request.request_id)
     llm.pin_prefix([2] * 16, "mine")
     for name in (second, third, "mine"):
         llm.unpin_prefix(name)
@@ -235,7 +235,7 @@ def test_pinned_prefixes_have_names_of_their_own(llm: LLM) -> None:
 def test_bad_words_do_not_appear(llm: LLM) -> None:
     free = llm.generate("The dog", SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
     tokens = free[0].outputs[0].token_ids
-    tokenizer = llm.engine.tokenizer
+    tokenizer = llm.tokenizer
     assert tokenizer is not None
     word = next(w for t in tokens if tokenizer.encode(w := tokenizer.decode([t]), False) == [t])
     params = SamplingParams(temperature=0, max_tokens=10, bad_words=[word])
@@ -271,6 +271,12 @@ BAD_REQUESTS: list[tuple[Any, Callable[[], Any], str]] = [
 ]
 
 
+def generate(llm: LLM, prompts: list[Any], make: Callable[[], Any]) -> None:
+    params = make()
+    method: Any = llm.generate if isinstance(params, SamplingParams) else llm.beam_search
+    method(prompts, [params], use_tqdm=False)
+
+
 @pytest.mark.parametrize(("prompt", "params", "message"), BAD_REQUESTS)
 def test_bad_requests_are_named(
     llm: LLM, prompt: Any, params: Callable[[], Any], message: str
@@ -278,7 +284,7 @@ def test_bad_requests_are_named(
     is_token_ids = isinstance(prompt, list) and prompt[:1] not in ([None], [b"text"])
     prompts = [prompt] if is_token_ids else prompt
     with pytest.raises(InvalidRequest, match=f"^{message}"):
-        llm._run(prompts if isinstance(prompts, list) else [prompts], [params()], [0], "", False)
+        generate(llm, prompts if isinstance(prompts, list) else [prompts], params)
 
 
 def test_one_bad_prompt_of_many_is_named_and_none_is_run(llm: LLM) -> None:
@@ -332,10 +338,13 @@ def test_an_interrupted_call_takes_nothing_from_a_stream(
 
 
 def test_requests_find_names_of_their_own(llm: LLM) -> None:
-    taken = [llm.engine.make_request([1], GREEDY, f"request-{i}") for i in range(1000)]
-    assert len(llm.generate([[1], [2]], GREEDY, use_tqdm=False)) == 2
-    for request in taken:
-        llm.engine.discard_request(request)
+    short = SamplingParams(max_tokens=1, detokenize=False)
+    taken = [llm.client.make_request([1], short, f"request-{i}") for i in range(1000)]
+    for stream in taken:
+        llm.client.add_request(stream)
+    names = {output.request_id for output in llm.generate([[1], [2]], GREEDY, use_tqdm=False)}
+    assert len(names) == 2
+    assert names.isdisjoint(stream.request_id for stream in taken)
 
 
 def test_a_conversation_is_cached_for_its_tenant_alone(llm: LLM) -> None:

@@ -52,9 +52,9 @@ class DemoSharing:
             memory = MemoryUse.watch(llm.engine)
             for index, (prompt, pair) in enumerate(zip(prompts, lengths, strict=True)):
                 params = decoding.params(pair.output_tokens, index)
-                llm.engine.add_request(llm.engine.make_request(prompt, params))
-            while llm.engine.has_unfinished:
-                llm.engine.step()
+                llm.client.add_request(llm.client.make_request(prompt, params))
+            while llm.client.has_unfinished:
+                llm.client.step()
         saturated = [step for step in memory.steps if step.is_saturated]
         return {"sharing_saves": sharing_saves(saturated), "num_steps": len(saturated)}
 
@@ -66,6 +66,6 @@ class DemoSharing:
         for length in lengths:
             token_ids: list[int] = []
             while len(token_ids) < length:
-                token_ids += llm.engine.tokenizer.encode(story(draw, held_out=True).text)
+                token_ids += llm.tokenizer.encode(story(draw, held_out=True).text)
             prompts.append(token_ids[:length])
         return prompts

@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from octavo.config import EngineConfig, make_config
-from octavo.core.sequence import Request
 from octavo.engine.engine import Engine
-from octavo.engine.interrupts import InterruptsAfter
-from octavo.engine.validation import Params, Prompt
+from octavo.engine.local_client import LocalClient, LocalStream
+from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest, shown
+from octavo.models.config import ModelConfig, resolve_model
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
@@ -51,11 +52,15 @@ class LLM:
         Example:
             >>> llm = LLM("Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=4096)
         """
-        self.engine = load_engine(make_config(model, **options))
-        # Calls may be interleaved (two streams, say), so each step's output is kept for whom it
-        # concerns.
-        self._streams: dict[str, deque[SequenceDelta]] = {}
-        self._awaited: dict[str, list[RequestOutput]] = {}  # where a request's output goes
+        config = make_config(model, **options)
+        tokenizer = Tokenizer.find(resolve_model(config.model))
+        self.engine = load_engine(config)
+        self.client = LocalClient(self.engine, tokenizer)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's; None if it has none, and prompts are token ids."""
+        return self.client.tokenizer
 
     def generate(
         self,
@@ -92,16 +97,9 @@ class LLM:
             >>> for output in llm.generate(["Once upon a time", "One morning"], params):
             ...     print(output.prompt, [sample.text for sample in output.outputs])
         """
-        many = _as_prompts(prompts)
-        return self._run(
-            many,
-            _params_for_each(
-                SamplingParams() if params is None else params, len(many), SamplingParams
-            ),
-            _for_each(priority, len(many), "priority"),
-            cache_salt,
-            use_tqdm,
-        )
+        params = SamplingParams() if params is None else params
+        streams = self._prepare(SamplingParams, prompts, params, priority, cache_salt)
+        return self._finish(streams, use_tqdm)
 
     def beam_search(
         self,
@@ -129,14 +127,8 @@ class LLM:
             >>> [output] = llm.beam_search("The king", BeamSearchParams(beam_width=4))
             >>> output.outputs[0].text, output.outputs[0].score
         """
-        many = _as_prompts(prompts)
-        return self._run(
-            many,
-            _params_for_each(params, len(many), BeamSearchParams),
-            _for_each(priority, len(many), "priority"),
-            cache_salt,
-            use_tqdm,
-        )
+        streams = self._prepare(BeamSearchParams, prompts, params, priority, cache_salt)
+        return self._finish(streams, use_tqdm)
 
     def chat(
         self,
@@ -190,7 +182,7 @@ class LLM:
             >>> for delta in llm.stream(prompt): print(delta.text, end="")
         """
         _check_conversation(messages)
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
             raise InvalidRequest("messages", "the model has no tokenizer")
         text = tokenizer.render_chat(messages, **template_variables)
@@ -254,15 +246,7 @@ class LLM:
         if name is None:
             names = (f"prefix-{number}" for number in count())
             name = next(each for each in names if each not in self.engine.kv.pins)
-        request = self.engine.make_pin(name, prefix, cache_salt)
-        try:
-            self.engine.add_request(request)
-            while not request.is_finished:
-                self._step()
-            if request.error is not None:
-                raise request.error
-        finally:
-            self._drop(request)
+        self.client.pin_prefix(prefix, name, cache_salt)
         return name
 
     def unpin_prefix(self, name: str) -> None:
@@ -293,122 +277,86 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(
+    def _prepare(
         self,
-        prompts: Sequence[Prompt],
-        params: Sequence[Params],
-        priorities: Sequence[int],
+        kind: type[P],
+        prompts: Prompt | Sequence[Prompt],
+        params: object,
+        priority: int | Sequence[int],
         cache_salt: str,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        requests = self._prepare(prompts, params, priorities, cache_salt)
-        outputs: dict[str, RequestOutput] = {}
-        arrived: list[RequestOutput] = []
+    ) -> list[LocalStream]:
+        """Check all requests before the first one runs."""
+        many = _as_prompts(prompts)
+        each_params = _params_for_each(params, len(many), kind)
+        priorities = _for_each(priority, len(many), "priority")
+        streams: list[LocalStream] = []
         try:
-            for request in requests:
-                self._awaited[request.request_id] = arrived
-                self.engine.add_request(request)
-            for output in self._finish_all(len(requests), arrived, use_tqdm):
-                outputs[output.request_id] = output
+            for prompt, each, level in zip(many, each_params, priorities, strict=True):
+                streams.append(
+                    self.client.make_request(prompt, each, priority=level, cache_salt=cache_salt)
+                )
+        except InvalidRequest as error:
+            if len(many) > 1:
+                error.args = (f"prompt {len(streams) + 1} of {len(many)}: {error}",)
+            raise
+        return streams
+
+    def _finish(self, streams: Sequence[LocalStream], use_tqdm: bool) -> list[RequestOutput]:
+        """Queue requests, and run steps until all of them have ended."""
+        from tqdm import tqdm
+
+        num_tokens = 0
+        try:
+            for stream in streams:
+                self.client.add_request(stream)
+            waiting = {stream.request_id for stream in streams}
+            with tqdm(total=len(streams), desc="requests", unit="req", disable=not use_tqdm) as bar:
+                while waiting:
+                    for output in self.client.step():
+                        if output.request_id not in waiting:
+                            continue  # a stream's, which goes on meanwhile
+                        waiting.remove(output.request_id)
+                        num_tokens += sum(len(each.token_ids) for each in output.outputs)
+                        elapsed = bar.format_dict["elapsed"]
+                        if elapsed:
+                            bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
+                        bar.update()
         finally:
-            for request in requests:
-                self._awaited.pop(request.request_id, None)
-                self._drop(request)
-        return [outputs[request.request_id] for request in requests]
+            for stream in streams:  # those that have not come to their end
+                self.client.abort_request(stream)
+        return [stream.output for stream in streams if stream.output is not None]
 
     def _stream(
         self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str
     ) -> Iterator[SequenceDelta]:
-        request = self.engine.make_request(prompt, params, priority=priority, cache_salt=cache_salt)
-        deltas = self._streams[request.request_id] = deque()
+        stream = self.client.make_request(prompt, params, priority=priority, cache_salt=cache_salt)
+        deltas = stream.deltas = deque()
         try:
-            self.engine.add_request(request)
-            while deltas or not request.is_finished:
+            self.client.add_request(stream)
+            while deltas or stream.output is None:
                 if deltas:
                     yield deltas.popleft()
                 else:
-                    self._step()
-            if request.error is not None:
-                raise request.error
+                    self.client.step()
+            if stream.error is not None:
+                raise stream.error
         finally:
-            del self._streams[request.request_id]
-            self._drop(request)
-
-    def _step(self) -> None:
-        """One step of the engine; what it brought is kept for those who wait for it."""
-        with InterruptsAfter():  # or others would miss what this step has brought them
-            output = self.engine.step()
-            for delta in output.deltas:
-                if delta.request_id in self._streams:
-                    self._streams[delta.request_id].append(delta)
-            for finished in output.finished:
-                if finished.request_id in self._awaited:
-                    self._awaited[finished.request_id].append(finished)
-
-    def _drop(self, request: Request) -> None:
-        """Leave nothing behind of a request that may not have come to its end."""
-        self.engine.abort_request(request.request_id)
-        self.engine.discard_request(request)
-
-    def _prepare(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[Params],
-        priorities: Sequence[int],
-        cache_salt: str,
-    ) -> list[Request]:
-        """Check all requests before the first one runs."""
-        requests: list[Request] = []
-        try:
-            for prompt, each, priority in zip(prompts, params, priorities, strict=True):
-                request = self.engine.make_request(
-                    prompt, each, priority=priority, cache_salt=cache_salt
-                )
-                requests.append(request)
-        except BaseException as error:
-            for request in requests:
-                self.engine.discard_request(request)
-            if isinstance(error, InvalidRequest) and len(prompts) > 1:
-                error.args = (f"prompt {len(requests) + 1} of {len(prompts)}: {error}",)
-            raise
-        return requests
-
-    def _finish_all(
-        self, total: int, arrived: list[RequestOutput], use_tqdm: bool
-    ) -> Iterator[RequestOutput]:
-        """Run steps until `total` outputs have arrived."""
-        from tqdm import tqdm
-
-        num_tokens = num_finished = 0
-        with tqdm(total=total, desc="requests", unit="req", disable=not use_tqdm) as bar:
-            while num_finished < total:
-                self._step()
-                num_finished += len(arrived)
-                for output in arrived:
-                    num_tokens += sum(len(o.token_ids) for o in output.outputs)
-                    elapsed = bar.format_dict["elapsed"]
-                    if elapsed:
-                        bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
-                    bar.update()
-                    yield output
-                arrived.clear()
+            self.client.abort_request(stream)
 
 
 def load_engine(config: EngineConfig) -> Engine:
-    """Everything that stands behind an `LLM`. Imports torch."""
-    from octavo.engine.tokenizer import Tokenizer
-    from octavo.executor.local import LocalExecutor
-    from octavo.models.config import ModelConfig, resolve_model
+    """An engine on this machine's device, in this process. Imports torch.
 
-    directory = resolve_model(config.model)
-    model_config = ModelConfig.from_directory(directory)
+    Raises:
+        ConfigError, ModelError, OutOfMemory: as `LLM`.
+    """
+    from octavo.executor.local import LocalExecutor
+
+    model_config = ModelConfig.from_directory(resolve_model(config.model))
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
-    tokenizer = None
-    if (directory / "tokenizer.json").exists():
-        tokenizer = Tokenizer.from_directory(directory)
     executor = LocalExecutor(config, model_config)
-    return Engine(executor.config, model_config, executor, tokenizer)
+    return Engine(executor.config, model_config, executor)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

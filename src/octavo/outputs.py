@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.core.step import TokenLogprobs
-from octavo.errors import RequestFailed
 
 
 @dataclass(slots=True)
@@ -51,12 +50,3 @@ class SequenceDelta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What one step of the engine brought."""
-
-    deltas: list[SequenceDelta] = field(default_factory=list)
-    finished: list[RequestOutput] = field(default_factory=list)
-    errors: dict[str, RequestFailed] = field(default_factory=dict)  # of finished ones, by id

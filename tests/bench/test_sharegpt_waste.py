@@ -20,7 +20,7 @@ def test_less_than_four_percent_is_wasted() -> None:
     requests = read_trace(BENCHMARKS / "traces/bench_sharegpt_1000.csv")
     options = {"load_format": "dummy", "num_blocks": 983, "max_num_batched_tokens": 2560}
     with LLM(str(BENCHMARKS / "configs/tiny"), **options) as llm:
-        report = run_throughput(llm.engine, requests, Decoding())
+        report = run_throughput(llm.client, requests, Decoding())
     assert report.num_output_tokens == 335_125
     assert report.saturated is not None
     assert report.num_saturated_steps > 0.8 * report.num_steps

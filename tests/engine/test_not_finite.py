@@ -10,7 +10,7 @@ import pytest
 import model_zoo
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.core.kv.invariants import check_scheduler
-from octavo.engine.engine import Engine
+from octavo.engine.local_client import LocalClient
 from octavo.engine.validation import Params
 from octavo.errors import LogitsNotFinite
 
@@ -22,27 +22,27 @@ def prompt(length: int, seed: int) -> list[int]:
     return model_zoo.random_token_ids(length, seed, vocab_size=BAD)
 
 
-def make_engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Engine:
+def make_client(monkeypatch: pytest.MonkeyPatch, **options: Any) -> LocalClient:
     model_zoo.embed_as_nan(BAD, monkeypatch)
     options = {"num_blocks": 200, "block_size": 8, "max_num_batched_tokens": 128} | options
     name = options.pop("model", "llama3")
     return LLM(
         str(model_zoo.model_directory(name)), device="cpu", max_num_seqs=128, **options
-    ).engine
+    ).client
 
 
-def run(engine: Engine, asks: list[Ask]) -> list[RequestOutput]:
-    requests = [engine.make_request(token_ids, params) for token_ids, params in asks]
-    for request in requests:
-        engine.add_request(request)
+def run(client: LocalClient, asks: list[Ask]) -> list[RequestOutput]:
+    streams = [client.make_request(token_ids, params) for token_ids, params in asks]
+    for stream in streams:
+        client.add_request(stream)
     finished = {}
-    while engine.has_unfinished:
-        output = engine.step()
-        check_scheduler(engine.scheduler)
-        finished |= {each.request_id: each for each in output.finished}
-    assert engine.kv.pool.num_held == engine.kv.num_pinned_blocks
-    assert engine._delivery.num_open == 0
-    return [finished[request.request_id] for request in requests]
+    while client.has_unfinished:
+        outputs = client.step()
+        check_scheduler(client.engine.scheduler)
+        finished |= {each.request_id: each for each in outputs}
+    assert client.engine.kv.pool.num_held == client.engine.kv.num_pinned_blocks
+    assert client.num_open == 0
+    return [finished[stream.request_id] for stream in streams]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -84,16 +84,16 @@ HARMFUL: dict[str, tuple[list[int], Params, int]] = {
 def test_rows_without_finite_logits_end_alone(
     backend: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(monkeypatch, attention_backend=backend, overlap=overlap)
+    client = make_client(monkeypatch, attention_backend=backend, overlap=overlap)
     innocent: list[Ask] = [
         ([*SYSTEM, *prompt(1 + i % 9, i)], INNOCENT[i % len(INNOCENT)]) for i in range(40)
     ]
-    wanted = tokens(run(engine, innocent))
-    engine.kv.reset_prefix_cache()
+    wanted = tokens(run(client, innocent))
+    client.engine.kv.reset_prefix_cache()
     asks = list(innocent)
     for place, (token_ids, params, _) in enumerate(HARMFUL.values()):
         asks.insert(4 * place + 1, (token_ids, params))
-    outputs = run(engine, asks)
+    outputs = run(client, asks)
     for name, (_, _, num_tokens) in HARMFUL.items():
         output = outputs.pop(asks.index(HARMFUL[name][:2]))
         asks.remove(HARMFUL[name][:2])
@@ -103,7 +103,7 @@ def test_rows_without_finite_logits_end_alone(
         assert {len(each.token_ids) for each in output.outputs} == {num_tokens}, name
     assert [output.error for output in outputs] == [None] * len(innocent)
     assert tokens(outputs) == wanted
-    assert tokens(run(engine, innocent)) == wanted, "what is cached is sound"
+    assert tokens(run(client, innocent)) == wanted, "what is cached is sound"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_what_free_blocks_hold_is_never_read(
     ]
     results = []
     for filler in (0.0, float("nan")):
-        engine = make_engine(
+        client = make_client(
             monkeypatch,
             model=model,
             attention_backend=backend,
@@ -140,13 +140,13 @@ def test_what_free_blocks_hold_is_never_read(
             preemption_mode="swap",
             **options,
         )
-        kv_cache = engine.executor._worker._kv_cache  # type: ignore[attr-defined]
+        kv_cache = client.engine.executor._worker._kv_cache  # type: ignore[attr-defined]
         kv_cache.blocks.fill_(filler)
         kv_cache.swapped.fill_(filler)
-        outputs = run(engine, asks)
+        outputs = run(client, asks)
         assert [output.error for output in outputs] == [None] * len(asks)
         results.append(tokens(outputs))
-        assert engine.scheduler.num_preemptions["swap"] > 0
+        assert client.engine.scheduler.num_preemptions["swap"] > 0
     assert results[0] == results[1]
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from octavo.core.step import SamplingSpec
 from octavo.engine.events import Admitted, Counters, Event, Gauges
+from octavo.engine.output_stream import Sample
 from octavo.engine.snapshot import RequestView, SequenceView, Snapshot, TierView
 from octavo.engine.validation import BeamSpec, PreparedRequest
 from octavo.errors import Unavailable
 from octavo.outputs import RequestOutput, SequenceOutput
 from octavo.server.engine_process.client import Health
-from octavo.server.engine_process.journal import OpenRequest, Sample
+from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import EngineInfo
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 16

@@ -76,15 +76,18 @@ class HarmfulExecutor(SymbolicExecutor):
 
 
 class FragileEngine(Engine):
-    def accept(self, prepared: PreparedRequest, request_id: str) -> Request:
+    def make_request(self, prepared: PreparedRequest, request_id: str | None = None) -> Request:
         if UNACCEPTABLE in prepared.prompt_token_ids:
             os.abort()
-        return super().accept(prepared, request_id)
+        return super().make_request(prepared, request_id)
 
-    def resume_request(
-        self, request: Request, outputs: Mapping[int, list[int]], arrival_time: float
+    def add_request(
+        self,
+        request: Request,
+        outputs: Mapping[int, list[int]] | None = None,
+        arrival_time: float | None = None,
     ) -> None:
-        super().resume_request(request, outputs, arrival_time)
+        super().add_request(request, outputs, arrival_time)
         if NOT_QUEUED in request.prompt_token_ids:
             raise RuntimeError("a token that raises late")
 

@@ -9,13 +9,13 @@ from typing import cast
 import pytest
 
 from octavo.core.step import SamplingSpec, TokenLogprobs
+from octavo.engine.results import NewTokens, pack_logprobs
 from octavo.engine.validation import PreparedRequest
 from octavo.outputs import SequenceDelta
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.delivery import Delivery
 from octavo.server.engine_process.exchange import Exchange
-from octavo.server.engine_process.journal import OpenRequest, Sample
-from octavo.server.engine_process.messages import Delta
+from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.stream import MAX_DELTA_TOKENS, RequestStream
 from server.clients import run
 
@@ -28,9 +28,9 @@ def new_stream(
 ) -> RequestStream:
     spec = SamplingSpec(num_logprobs=num_logprobs)
     request = PreparedRequest([1], spec, 100, n, 0, (), ())
-    entry = OpenRequest("r", request, None, arrival_time, [Sample(index) for index in range(n)])
+    entry = OpenRequest("r", request, None, arrival_time)
     abort = (lambda _: None) if delivery is None else delivery.abort
-    return RequestStream(entry, SamplingParams(n=n), None, abort)
+    return RequestStream(entry, SamplingParams(n=n, logprobs=num_logprobs), None, abort)
 
 
 def test_an_idle_server_does_not_ask_for_patience(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,9 +47,9 @@ def test_a_slow_reader_finds_one_delta_of_each_sample() -> None:
     async def test() -> None:
         stream = new_stream(0.0, n=3)
         for token, index in ((5, 2), (6, 0), (7, 2), (8, 1)):
-            stream.take(Delta("r", index, [token]))
+            stream.take(NewTokens("r", index, [token]))
         found = [await anext(stream)]
-        stream.take(Delta("r", 2, [9]))
+        stream.take(NewTokens("r", 2, [9]))
         found += [await anext(stream) for _ in range(3)]
         assert [(each.index, each.token_ids) for each in found] == [  # type: ignore[union-attr]
             (2, [5, 7]),
@@ -75,7 +75,10 @@ def test_what_is_not_read_is_kept_in_few_bytes() -> None:
         stream = new_stream(0.0, num_logprobs=20)
         before = num_alive()
         for token in range(1000):
-            stream.take(Delta("r", 0, [token], logprobs=scores(token)))
+            stream.take(
+                NewTokens("r", 0, [token], logprobs=list(map(pack_logprobs, scores(token))))
+            )
+        stream.cut_off()
         stream.conclude(1.0)
         assert num_alive() == before
         deltas = [each async for each in stream if isinstance(each, SequenceDelta)]

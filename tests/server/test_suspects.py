@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from octavo.core.step import SamplingSpec
+from octavo.engine.output_stream import Sample
 from octavo.engine.validation import BeamSpec, PreparedRequest
-from octavo.server.engine_process.journal import Journal, OpenRequest, Sample
+from octavo.server.engine_process.journal import Journal, OpenRequest
 from octavo.server.engine_process.process import Death
 from octavo.server.engine_process.quarantine import MAX_KILLS_ALONE, Suspects
 

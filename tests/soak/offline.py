@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from octavo.core.kv.invariants import check_scheduler
-from octavo.core.sequence import Request
+from octavo.engine.local_client import LocalStream
 from octavo.engine.snapshot import take_snapshot
 from octavo.errors import InvalidRequest
 from octavo.llm import LLM
@@ -57,21 +57,21 @@ class Round:
     """Some requests in the engine at once; a part of them is aborted at random moments."""
 
     def __init__(self, llm: LLM, rng: random.Random, report: Report) -> None:
-        self._engine = llm.engine
+        self._client = llm.client
         self._rng = rng
         self._report = report
-        self._open: dict[str, Request] = {}
+        self._open: dict[str, LocalStream] = {}
 
     def run(self) -> None:
         rng = self._rng
         waiting = rng.randrange(1, 24)
-        while waiting or self._engine.has_unfinished:
+        while waiting or self._client.has_unfinished:
             while waiting and rng.random() < 0.7:
                 waiting -= 1
                 self._add()
             if self._open and rng.random() < 0.02:
                 self._abort(rng.choice(sorted(self._open)))
-            for output in self._engine.step().finished:
+            for output in self._client.step():
                 self._open.pop(output.request_id, None)
                 self._report.count("requests")
             self._report.count("steps")
@@ -79,14 +79,12 @@ class Round:
     def _add(self) -> None:
         rng = self._rng
         salt = rng.choice(("", "", "a"))
-        request = self._engine.make_request(prompt(rng), params(rng), cache_salt=salt)
-        self._engine.add_request(request)
-        self._open[request.request_id] = request
+        stream = self._client.make_request(prompt(rng), params(rng), cache_salt=salt)
+        self._client.add_request(stream)
+        self._open[stream.request_id] = stream
 
     def _abort(self, request_id: str) -> None:
-        request = self._open.pop(request_id)
-        self._engine.abort_request(request_id)
-        self._engine.discard_request(request)
+        self._client.abort_request(self._open.pop(request_id))
         self._report.count("aborts")
 
 

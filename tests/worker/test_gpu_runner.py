@@ -19,6 +19,7 @@ from octavo.config import EngineConfig, make_config
 from octavo.core.kv.specs import FullAttention, group_layers
 from octavo.core.step import PendingStep, StepPlan
 from octavo.engine.engine import Engine
+from octavo.engine.local_client import LocalClient
 from octavo.errors import OutOfMemory
 from octavo.executor.base import KVCapacity
 from octavo.llm import load_engine
@@ -131,16 +132,17 @@ def engines(name: str, num_blocks: int, mode: str) -> tuple[Engine, Engine]:
 
 
 def run(engine: Engine, asks: list) -> list[RequestOutput]:
-    requests = [engine.make_request(prompt, params) for prompt, params in asks]
+    client = LocalClient(engine)
+    streams = [client.make_request(prompt, params) for prompt, params in asks]
     finished: dict[str, RequestOutput] = {}
-    for request in requests:
-        engine.add_request(request)
-        for output in engine.step().finished:
+    for stream in streams:
+        client.add_request(stream)
+        for output in client.step():
             finished[output.request_id] = output
-    while engine.has_unfinished:
-        for output in engine.step().finished:
+    while client.has_unfinished:
+        for output in client.step():
             finished[output.request_id] = output
-    return [finished[request.request_id] for request in requests]
+    return [finished[stream.request_id] for stream in streams]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:

@@ -11,7 +11,7 @@ from octavo.bench.throughput import Decoding
 from octavo.bench.traces import TraceRequest, make_prompts
 
 if TYPE_CHECKING:
-    from octavo.engine.engine import Engine
+    from octavo.engine.local_client import LocalClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LatencyReport:
 
 
 def run_latency(
-    engine: Engine,
+    client: LocalClient,
     batch: Batch,
     num_warm_up: int,
     num_iterations: int,
@@ -46,7 +46,7 @@ def run_latency(
     whole: list[float] = []
     first: list[float] = []
     for iteration in range(num_warm_up + num_iterations):
-        seconds, first_seconds = _time_batch(engine, batch, f"{seed}-{iteration}")
+        seconds, first_seconds = _time_batch(client, batch, f"{seed}-{iteration}")
         if iteration >= num_warm_up:
             whole.append(seconds)
             first.append(first_seconds)
@@ -54,18 +54,19 @@ def run_latency(
     return LatencyReport(Percentiles.of(whole), Percentiles.of(first), num_iterations)
 
 
-def _time_batch(engine: Engine, batch: Batch, seed: str) -> tuple[float, float]:
+def _time_batch(client: LocalClient, batch: Batch, seed: str) -> tuple[float, float]:
     requests = [TraceRequest(batch.prompt_tokens, batch.output_tokens)] * batch.size
-    prompts = make_prompts(requests, engine.model_config.vocab_size, seed)
-    prepared = [
-        engine.make_request(prompt, batch.decoding.params(batch.output_tokens, index))
+    prompts = make_prompts(requests, client.engine.model_config.vocab_size, seed)
+    streams = [
+        client.make_request(prompt, batch.decoding.params(batch.output_tokens, index))
         for index, prompt in enumerate(prompts)
     ]
-    start = engine.clock()
-    for request in prepared:
-        engine.add_request(request)
+    clock = client.engine.clock
+    start = clock()
+    for stream in streams:
+        client.add_request(stream)
     first = start
-    while engine.has_unfinished:
-        for output in engine.step().finished:
+    while client.has_unfinished:
+        for output in client.step():
             first = max(first, output.first_token_time or start)
-    return engine.clock() - start, first - start
+    return clock() - start, first - start

@@ -14,6 +14,7 @@ from octavo.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine
+    from octavo.engine.local_client import LocalClient
     from octavo.outputs import RequestOutput
 
 WARM_UP = [TraceRequest(48, 8)] * 8
@@ -109,7 +110,7 @@ def split_by_fit(
 
 
 def run_throughput(
-    engine: Engine,
+    client: LocalClient,
     requests: Sequence[TraceRequest],
     decoding: Decoding,
     seed: int = 0,
@@ -117,8 +118,9 @@ def run_throughput(
     finished: Callable[[RequestOutput], None] = lambda output: None,
 ) -> ThroughputReport:
     """Queue all requests, run until the last is done, and tell how it went."""
+    engine = client.engine
     vocab_size = engine.model_config.vocab_size
-    _run(engine, WARM_UP, make_prompts(WARM_UP, vocab_size, seed - 1), decoding, lambda _: None)
+    _run(client, WARM_UP, make_prompts(WARM_UP, vocab_size, seed - 1), decoding, lambda _: None)
     prompts = make_prompts(requests, vocab_size, seed, hash_block_size)
     kv, scheduler = engine.kv, engine.scheduler
     memory = MemoryUse.watch(engine)
@@ -126,7 +128,7 @@ def run_throughput(
     num_hits, num_lookups = kv.num_hit_tokens, kv.num_lookup_tokens
     start = engine.clock()
     try:
-        outputs = _run(engine, requests, prompts, decoding, finished)
+        outputs = _run(client, requests, prompts, decoding, finished)
         seconds = engine.clock() - start
     finally:
         memory.unwatch()
@@ -167,21 +169,21 @@ def per_token_seconds(output: RequestOutput) -> list[float]:
 
 
 def _run(
-    engine: Engine,
+    client: LocalClient,
     requests: Sequence[TraceRequest],
     prompts: Sequence[list[int]],
     decoding: Decoding,
     finished: Callable[[RequestOutput], None],
 ) -> list[RequestOutput]:
-    prepared = [
-        engine.make_request(prompt, decoding.params(request.output_tokens, index))
+    streams = [
+        client.make_request(prompt, decoding.params(request.output_tokens, index))
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True))
     ]
-    for request in prepared:
-        engine.add_request(request)
+    for stream in streams:
+        client.add_request(stream)
     outputs: list[RequestOutput] = []
-    while engine.has_unfinished:
-        for output in engine.step().finished:
+    while client.has_unfinished:
+        for output in client.step():
             outputs.append(output)
             finished(output)
     return outputs

@@ -68,7 +68,7 @@ def throughput(
         with progress_bar(len(fitting), "requests") as bar:
             seed = engine.get("seed", 0)
             report = run_throughput(
-                llm.engine, fitting, decoding, seed, hash_block_size, lambda _: bar.update()
+                llm.client, fitting, decoding, seed, hash_block_size, lambda _: bar.update()
             )
     report.skipped = num_skipped
     report.settings = {
@@ -121,7 +121,7 @@ def latency(
         split_by_fit(llm.engine, [TraceRequest(input_len, output_len)], skip_long=False)
         with progress_bar(num_warm_up + num_iterations, "batches") as bar:
             report = run_latency(
-                llm.engine, batch, num_warm_up, num_iterations, engine.get("seed", 0), bar.update
+                llm.client, batch, num_warm_up, num_iterations, engine.get("seed", 0), bar.update
             )
     report.settings = {
         "model": model,

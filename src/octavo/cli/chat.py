@@ -47,7 +47,7 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
 
     show_log(quiet=True, verbose=False)
     with LLM(model, owns_process=True, **engine) as llm:
-        tokenizer = llm.engine.tokenizer
+        tokenizer = llm.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             raise InvalidRequest(
                 "model", f"{model} has no chat template; `octavo generate` continues plain text"

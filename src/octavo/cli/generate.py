@@ -78,7 +78,7 @@ def generate(
             if as_json:
                 click.echo(json.dumps(asdict(output), ensure_ascii=False))
             else:
-                print_output(output, llm.engine.tokenizer)
+                print_output(output, llm.tokenizer)
         if not quiet:
             num_tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
             click.echo(dim(summary(llm.engine, memory, num_tokens, seconds)), err=True)

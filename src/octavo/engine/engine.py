@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens and text out, one step at a time."""
+"""The engine: requests in, tokens out, one step at a time."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from octavo.config import EngineConfig
 from octavo.core.decoding import PinPrefix
 from octavo.core.kv.memory_policy import make_kv_cache_manager
 from octavo.core.scheduler import Progress, Scheduler
-from octavo.core.sequence import Request
+from octavo.core.sequence import Request, Sequence
 from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
-from octavo.engine.delivery import Delivery
 from octavo.engine.garbage import collecting_later
-from octavo.engine.interrupts import InterruptsAfter
-from octavo.engine.step_timing import Pacer
-from octavo.engine.tokenizer import Tokenizer
-from octavo.engine.validation import (
-    Params,
-    PreparedRequest,
-    Prompt,
-    RequestPreparer,
-    check_cache_salt,
+from octavo.engine.results import (
+    Beam,
+    Finished,
+    NewTokens,
+    PromptScores,
+    Result,
+    pack_logprobs,
+    report_of,
 )
+from octavo.engine.step_timing import Pacer
+from octavo.engine.validation import PreparedRequest, check_cache_salt
 from octavo.errors import ConfigError, EngineClosed, EngineFailed, InvalidRequest, shown
 from octavo.executor.base import Executor
 from octavo.models.config import ModelConfig
-from octavo.outputs import RequestOutput, StepOutput
 from octavo.sampling_params import valid_text
 
 
 class Engine:
-    """Owns the scheduler and the tokenizer; drives an executor.
+    """Owns the scheduler; drives an executor. It deals in token ids alone: whatever is text is its
+    clients' (`LocalClient` in this process, the server's `EngineClient` in another).
 
     A step is `schedule`, `submit`, `update`: the core decides, the executor computes, and the
     core takes in what was computed. With `overlap`, the core decides on the next step while the
@@ -45,14 +45,22 @@ class Engine:
         config: EngineConfig,
         model_config: ModelConfig,
         executor: Executor,
-        tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError if the options contradict each other or what the memory allows."""
+        """Make an engine that is ready for requests.
+
+        Args:
+            config: the options.
+            model_config: the model that the executor computes.
+            executor: computes steps; says how much KV memory there is.
+            clock: gives the times of requests, in seconds.
+
+        Raises:
+            ConfigError: the options contradict each other or what the memory allows.
+        """
         capacity = executor.capacity
         self.config = config
         self.model_config = model_config
-        self.tokenizer = tokenizer
         self.clock = clock
         self.executor = executor
         self.kv = make_kv_cache_manager(
@@ -64,100 +72,97 @@ class Engine:
         )
         self.max_model_len = self._decide_max_model_len()
         self.scheduler = Scheduler(config.scheduler, self.kv, clock)
-        self._preparer = RequestPreparer(model_config, tokenizer, config.max_logprobs, config.seed)
-        self._delivery = Delivery(tokenizer, self.scheduler, clock)
         self._numbers = count()  # of requests that come without an id
         self._pinning: dict[str, str] = {}  # prefixes being computed -> ids of their requests
+        self._unscored: set[str] = set()  # whose prompt's log-probabilities were not reported yet
         self._failure: str | None = None
         self._is_closed = False
         overlap = executor.is_asynchronous if config.overlap is None else config.overlap
         self._depth = 2 if overlap else 1  # steps under way at once
         self._under_way: deque[tuple[StepPlan, PendingStep]] = deque()
         self._pacer = Pacer()
-        # Called before a step is planned, as late as the device allows: whoever serves clients adds
-        # and aborts requests here, and newcomers need not wait for one step more.
+        # Called before a step is planned, as late as the device allows: a server adds and aborts
+        # requests here, so that new ones need not wait for one step more.
         self.intake: Callable[[], object] | None = None
         self.observers: list[Callable[[StepPlan, StepResult, Progress], None]] = []
 
     # ---------------------------------------------------------------- requests
 
-    def make_request(
-        self,
-        prompt: Prompt,
-        params: Params,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> Request:
-        """Check a request and prepare it, without queueing it yet.
+    def make_request(self, prepared: PreparedRequest, request_id: str | None = None) -> Request:
+        """Make a request, without queueing it yet.
 
-        Raises InvalidRequest (RequestTooLong if it can never fit), which names the field;
-        EngineFailed or EngineClosed if there is no engine to run it.
+        Args:
+            prepared: the request in token ids, as `RequestPreparer` has checked it.
+            request_id: its name in all that is reported of it. None: a new one.
+
+        Raises:
+            InvalidRequest: the id is in use. RequestTooLong: the request can never fit.
+            EngineFailed, EngineClosed: there is no engine any more.
         """
         self._check_alive()
-        prepared = self._preparer.prepare(prompt, params, self.max_model_len, priority, cache_salt)
-        request = self._new_request(prepared, request_id)
-        text = prompt if isinstance(prompt, str) else None
-        self._delivery.expect(request, text, params)
+        request = Request(
+            self._name(request_id),
+            prepared.prompt_token_ids,
+            prepared.method(),
+            prepared.sampling,
+            prepared.seed,
+            priority=prepared.priority,
+            cache_salt=prepared.cache_salt,
+        )
+        self.scheduler.limits.check(request)
         return request
 
-    def accept(self, prepared: PreparedRequest, request_id: str) -> Request:
-        """Make a request that was checked elsewhere; its results come as token ids alone.
+    def add_request(
+        self,
+        request: Request,
+        outputs: Mapping[int, list[int]] | None = None,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request, once.
 
-        Raises InvalidRequest if the id is in use or a token id is none of the model's,
-        RequestTooLong if it can never fit.
-        """
-        prepared.check_vocabulary(self.model_config.vocab_size)
-        request = self._new_request(prepared, request_id)
-        self._delivery.expect(request, None, None)
-        return request
+        Args:
+            request: from `make_request`.
+            outputs: of a request that has begun in another engine: sample index -> its output
+                tokens so far, for the samples that go on. Only what comes after them is reported.
+            arrival_time: when it came, on the engine's clock. None: now.
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request that `make_request` has prepared, once.
-
-        Raises InvalidRequest if it was queued before, or discarded.
+        Raises:
+            InvalidRequest: it was queued before, or has ended. RequestTooLong: it can no longer
+                fit, beside prefixes that were pinned since.
+            EngineFailed, EngineClosed: there is no engine any more.
         """
         self._check_alive()
         if request.request_id in self.scheduler.requests:
             raise InvalidRequest("request", f"{request.request_id!r} is queued already")
-        if not self._delivery.knows(request.request_id):
+        if request.is_finished:
             raise InvalidRequest(
-                "request", f"{request.request_id!r} has ended or was discarded; prepare a new one"
+                "request", f"{request.request_id!r} has ended; make another request"
             )
-        request.arrival_time = self.clock()
-        self.scheduler.add(request)
+        request.arrival_time = self.clock() if arrival_time is None else arrival_time
+        self.scheduler.resume(request, outputs or {})
+        if request.sampling.num_prompt_logprobs is not None:
+            self._unscored.add(request.request_id)
 
-    def resume_request(
-        self, request: Request, outputs: Mapping[int, list[int]], arrival_time: float
-    ) -> None:
-        """Queue a request that another engine had accepted at `arrival_time`.
-
-        `outputs`: sample index -> its output tokens so far, for the samples that go on; empty if
-        none has begun. Only what comes after them is delivered.
-        """
-        self._check_alive()
-        request.arrival_time = arrival_time
-        self.scheduler.resume(request, outputs)
-        self._delivery.resume(request)
-
-    def finish_sample(self, request_id: str, index: int, stop: str) -> RequestOutput | None:
-        """End a sample whose text was found to have come to a stop string; nothing happens if it
-        has ended. Returns the whole output if it was the request's last."""
+    def finish_sample(self, request_id: str, index: int, stop: str) -> bool:
+        """End a sample whose text has come to the stop string `stop`; nothing happens if it has
+        ended. True if that was the request's last: no `Finished` is reported of it then."""
         request = self.scheduler.requests.get(request_id)
         if request is None:
-            return None
+            return False
         for seq in [seq for seq in request.sequences if seq.sample_index == index]:
             self.scheduler.finish_by_stop_string(seq, stop)
-        return self._delivery.conclude(request) if request.is_finished else None
+        if request.is_finished:
+            self._forget(request)
+        return request.is_finished
 
-    def discard_request(self, request: Request) -> None:
-        """Forget a request that was prepared and will not be queued."""
-        self._delivery.forget(request)
-
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request at once; its blocks are free when this returns. None if it is unknown."""
+    def abort_request(self, request_id: str) -> bool:
+        """End a request at once; its blocks are free when this returns, and nothing more is
+        reported of it. False if there is none of that name."""
         request = self.scheduler.abort(request_id)
-        return None if request is None else self._delivery.conclude(request)
+        if request is None:
+            return False
+        self._forget(request)
+        return True
 
     @property
     def has_unfinished(self) -> bool:
@@ -166,42 +171,39 @@ class Engine:
 
     # ---------------------------------------------------------------- the step
 
-    def step(self) -> StepOutput:
-        """Bring one step for all that run to its end. Ctrl-C takes effect when it is over.
+    def step(self) -> list[Result]:
+        """Bring one step for all that run to its end. Returns what it has brought.
 
-        An error in it ends the engine: scheduler and worker may no longer agree on what runs.
+        An error in it ends the engine: scheduler and worker may no longer agree on what runs. An
+        interrupt is such an error, too (`LocalClient` keeps it out).
         """
         self._check_alive()
-        with InterruptsAfter():
-            try:
-                return self._step()
-            except BaseException as error:
-                self._failure = f"{type(error).__name__}: {error}"
-                raise
-
-    def _step(self) -> StepOutput:
-        while len(self._under_way) < self._depth:
-            self._take_in()
-            if not self._start_step():
-                break
-        if not self._under_way:
-            return StepOutput()
-        plan, pending = self._under_way.popleft()
-        # Whether the device waits once it has the result, which decides on the next step (beam
-        # search, the first tokens of samples): clients are told while it computes again.
-        is_waiting = self._depth > 1 and not self._under_way
-        with collecting_later(is_waiting):
-            self._pacer.waits()
-            result = pending.result()
-            self._pacer.finished(plan, result)
-            if is_waiting:
-                self._take_in()  # not later: whom this ends must not be reported on any more
-            progress = self.scheduler.update(plan, result)
-            for observe in self.observers:
-                observe(plan, result, progress)
-            if is_waiting:
-                self._start_step()
-        return self._delivery.report(progress)
+        try:
+            while len(self._under_way) < self._depth:
+                self._take_in()
+                if not self._start_step():
+                    break
+            if not self._under_way:
+                return []
+            plan, pending = self._under_way.popleft()
+            # Whether the device waits once it has the result, which decides on the next step (beam
+            # search, the first tokens of samples): clients are told while it computes again.
+            is_waiting = self._depth > 1 and not self._under_way
+            with collecting_later(is_waiting):
+                self._pacer.waits()
+                result = pending.result()
+                self._pacer.finished(plan, result)
+                if is_waiting:
+                    self._take_in()  # not later: what this ends must not be reported on any more
+                progress = self.scheduler.update(plan, result)
+                for observe in self.observers:
+                    observe(plan, result, progress)
+                if is_waiting:
+                    self._start_step()
+            return self._results(progress)
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
 
     def _take_in(self) -> None:
         """Let requests come and go."""
@@ -232,43 +234,99 @@ class Engine:
         if self._failure is not None:
             raise EngineFailed(f"the engine has failed ({self._failure}); start a new one")
 
+    # ---------------------------------------------------------------- what is reported
+
+    def _results(self, progress: Progress) -> list[Result]:
+        """What a step's progress means to the requests' clients."""
+        results: list[Result] = []
+        now = self.clock()
+        for seq in progress.advanced:  # by one token each
+            request = seq.request
+            if request.first_token_time is None:
+                request.first_token_time = now
+            if request.method.wants != "token":
+                continue  # beams are known at the end of their search
+            if request.request_id in self._unscored:
+                self._report_prompt_scores(request, results)
+            results.append(
+                NewTokens(
+                    request.request_id,
+                    seq.sample_index,
+                    seq.token_ids[-1:],
+                    seq.finish_reason,
+                    seq.stop_reason,
+                    list(map(pack_logprobs, seq.logprobs[-1:])),
+                )
+            )
+        for request in progress.finished:
+            if request.first_token_time is None and any(
+                seq.num_output_tokens for seq in request.finished
+            ):
+                request.first_token_time = now  # beams that ended with their first token
+            if request.request_id in self._unscored:  # it has failed
+                self._report_prompt_scores(request, results)
+            beams = [_beam(seq) for seq in request.finished if request.method.wants == "candidates"]
+            error = None if request.error is None else report_of(request.error)
+            results.append(Finished(request.request_id, beams, error))
+            self._forget(request)
+        return results
+
+    def _report_prompt_scores(self, request: Request, results: list[Result]) -> None:
+        results.append(PromptScores(request.request_id, list(request.prompt_logprobs)))
+        self._unscored.discard(request.request_id)
+
+    def _forget(self, request: Request) -> None:
+        """A request is over, and all has been reported that will be."""
+        self._unscored.discard(request.request_id)
+        # A request and its sequences know each other. Parted, they go at once, not when the garbage
+        # collector looks through everything, which would keep a step waiting.
+        request.finished.clear()
+
     # ---------------------------------------------------------------- pinned prefixes
 
-    def make_pin(self, name: str, prompt: Prompt, cache_salt: str = "") -> Request:
-        """Prepare a request that computes a prefix and keeps its blocks for good (paper section
-        4.4, shared prefix). When it is finished, later prompts find the prefix.
+    def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str = "") -> Request:
+        """Queue a request that computes a prefix and keeps its blocks for good (paper section 4.4,
+        shared prefix). When it is finished, later prompts find the prefix.
 
-        Raises InvalidRequest if it is shorter than a block, would leave too little room, or has a
-        name that is taken.
+        Args:
+            name: for `unpin_prefix`.
+            token_ids: whole blocks of them, as `RequestPreparer.whole_blocks` returns them.
+            cache_salt: that of the prompts which are to find the prefix.
+
+        Raises:
+            InvalidRequest: the name is taken, or prefix caching is off. RequestTooLong: too few
+                blocks would be left for other requests.
+            EngineFailed, EngineClosed: there is no engine any more.
         """
         self._check_alive()
         valid_text("name", name)
         check_cache_salt(cache_salt)
         if not self.config.cache.enable_prefix_caching:
             raise InvalidRequest("prefix", "prefixes can be pinned only with prefix caching on")
-        self._pinning = {n: r for n, r in self._pinning.items() if self._delivery.knows(r)}
+        open_requests = self.scheduler.requests
+        self._pinning = {n: r for n, r in self._pinning.items() if r in open_requests}
         if name in self.kv.pins or name in self._pinning:
             raise InvalidRequest("name", f"a prefix {shown(name)} is pinned already")
-        token_ids = self._preparer.whole_blocks(prompt, self.max_model_len, self.kv.block_size)
-        method = PinPrefix(name, len(token_ids))
         request = Request(
             self._name(None),
             token_ids,
-            method,
+            PinPrefix(name, len(token_ids)),
             SamplingSpec(temperature=0.0),
             cache_salt=cache_salt,
         )
         chunk = self.config.scheduler.max_num_batched_tokens
         longest = self.kv.num_blocks_for(self.max_model_len, chunk)
         self.scheduler.limits.check(request, leave=longest)
-        self._delivery.expect(request, None, None)
+        self.add_request(request)
         self._pinning[name] = request.request_id
         return request
 
     def unpin_prefix(self, name: str) -> None:
         """Let a pinned prefix be evicted again, like any other cached block.
 
-        Raises InvalidRequest if there is none of that name.
+        Raises:
+            InvalidRequest: there is none of that name.
+            EngineFailed, EngineClosed: there is no engine any more.
         """
         self._check_alive()
         valid_text("name", name)
@@ -302,24 +360,23 @@ class Engine:
             )
         return longest
 
-    def _new_request(self, prepared: PreparedRequest, request_id: str | None) -> Request:
-        request = Request(
-            self._name(request_id),
-            prepared.prompt_token_ids,
-            prepared.method(),
-            prepared.sampling,
-            prepared.seed,
-            priority=prepared.priority,
-            cache_salt=prepared.cache_salt,
-        )
-        self.scheduler.limits.check(request)
-        return request
-
     def _name(self, request_id: str | None) -> str:
         """A request's id: the one asked for, or a new one."""
+        known = self.scheduler.requests
         if request_id is None:
             names = (f"request-{number}" for number in self._numbers)
-            return next(name for name in names if not self._delivery.knows(name))
-        if self._delivery.knows(valid_text("request_id", request_id)):
+            return next(name for name in names if name not in known)
+        if valid_text("request_id", request_id) in known:
             raise InvalidRequest("request_id", f"{shown(request_id)} is in use")
         return request_id
+
+
+def _beam(seq: Sequence) -> Beam:
+    assert seq.finish_reason is not None, f"{seq} has not finished"
+    return Beam(
+        seq.sample_index,
+        seq.output_token_ids,
+        seq.finish_reason,
+        seq.cumulative_logprob,
+        seq.score,
+    )

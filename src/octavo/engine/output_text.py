@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from octavo.engine.tokenizer import Detokenizer
-from octavo.sampling_params import SamplingParams
 
 
 class OutputText:
@@ -15,41 +14,58 @@ class OutputText:
     held back until more text or the end comes.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Seq[str], include_stop: bool) -> None:
+    __slots__ = (
+        "_detokenizer",
+        "_include_stop",
+        "_longest",
+        "_min_tokens",
+        "_num_released",
+        "_num_searched",
+        "_stops",
+        "text",
+    )
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Seq[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Begin with an empty text.
+
+        Args:
+            detokenizer: a new one, for this sequence alone.
+            stops: texts that end the sequence.
+            include_stop: keep the stop string, or the stop token, at the end of the text.
+            min_tokens: a stop string that is complete before this many tokens ends nothing.
+        """
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._longest = max((len(stop) for stop in stops), default=0)
         self._num_released = 0
         self._num_searched = 0  # no stop string ends before this
         self.text = ""
 
-    def add(self, token_id: int, search: bool) -> str | None:
-        """Add a token's text. If `search`, returns the stop string that it completes, and cuts
-        the text there; of several matches the one that ends first counts."""
-        self.text += self._detokenizer.add(token_id)
-        if not self._stops:
-            return None
-        if search:
-            return self._find_stop()
-        self._num_searched = len(self.text)
-        return None
-
     def extend(
-        self, token_ids: Seq[int], num_before: int, ended: str | None, params: SamplingParams
+        self, token_ids: Seq[int], num_before: int, ended: str | None
     ) -> tuple[int, str | None]:
-        """Add what a step brought to a sample that had `num_before` output tokens.
+        """Add what a step has brought to a sequence that had `num_before` output tokens.
 
         `ended` is its finish reason, if these tokens end it. Returns how many of them belong to the
         output, and the stop string that the last of these completes.
         """
         last = len(token_ids) - 1
         for i, token_id in enumerate(token_ids):
-            if ended == "stop" and i == last and not params.include_stop_str_in_output:
+            if ended == "stop" and i == last and not self._include_stop:
                 break  # the token that ends a sequence is no part of its text
-            stop = self.add(token_id, num_before + i + 1 >= params.min_tokens)
-            if stop is not None:
-                return i + 1, stop
+            self.text += self._detokenizer.add(token_id)
+            if self._stops:
+                stop = self._find_stop(num_before + i + 1)
+                if stop is not None:
+                    return i + 1, stop
         if ended is not None:
             self.finish()
         return len(token_ids), None
@@ -67,14 +83,20 @@ class OutputText:
         self._num_released = max(self._num_released, end)
         return released
 
-    def _find_stop(self) -> str | None:
-        """Searches only where a match would end in new text."""
+    def _find_stop(self, num_tokens: int) -> str | None:
+        """Cut the text at the first stop string that its new part completes.
+
+        Of several matches the one that ends first counts. Nothing is found while there are fewer
+        than `min_tokens`; what comes before is not searched later, either.
+        """
+        start, self._num_searched = self._num_searched, len(self.text)
+        if num_tokens < self._min_tokens:
+            return None
         best: tuple[int, str] | None = None
         for stop in self._stops:
-            start = self.text.find(stop, max(0, self._num_searched - len(stop) + 1))
-            if start >= 0 and (best is None or start + len(stop) < best[0]):
-                best = (start + len(stop), stop)
-        self._num_searched = len(self.text)
+            found = self.text.find(stop, max(0, start - len(stop) + 1))
+            if found >= 0 and (best is None or found + len(stop) < best[0]):
+                best = (found + len(stop), stop)
         if best is None:
             return None
         end, stop = best

@@ -101,6 +101,16 @@ class Tokenizer:
         config = read_json(config_file) if config_file.exists() else Fields("", {})
         return cls(backend, _special_tokens(config), find_template(directory, config))
 
+    @classmethod
+    def find(cls, path: str | Path) -> Tokenizer | None:
+        """The tokenizer of a model directory; None if it has none.
+
+        Raises:
+            ModelError: a file of it is broken.
+        """
+        has_tokenizer = (Path(path) / "tokenizer.json").exists()
+        return cls.from_directory(path) if has_tokenizer else None
+
     @property
     def special_tokens(self) -> dict[str, str]:
         """Role (such as "eos_token") -> token."""

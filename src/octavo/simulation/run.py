@@ -11,6 +11,7 @@ from octavo.bench.throughput import Decoding
 from octavo.bench.traces import TraceRequest, generate_prompts
 from octavo.core.sequence import Request
 from octavo.engine.engine import Engine
+from octavo.engine.local_client import LocalClient
 from octavo.errors import RequestTooLong
 from octavo.outputs import RequestOutput
 from octavo.simulation.clock import VirtualClock
@@ -89,6 +90,7 @@ class Simulation:
     ) -> None:
         self.clock = VirtualClock()
         self.engine, self._executor = _make_engine(config, self.clock)
+        self._client = LocalClient(self.engine)
         self._memory = MemoryUse.watch(self.engine)
         self._decoding = workload.decoding
         self._shares = self._decoding.is_wide and config.cache.memory_policy == "paged"
@@ -136,10 +138,9 @@ class Simulation:
         """Several sequences of a request must fit together."""
         params = self._decoding.params(request.output_tokens, number)
         try:
-            made = self.engine.make_request([0] * request.prompt_tokens, params)
+            self._client.make_request([0] * request.prompt_tokens, params)
         except RequestTooLong as error:
             raise RequestTooLong("workload", f"request {number}: {error}") from error
-        self.engine.discard_request(made)
 
     def _make_prompts(self, hash_block_size: int, seed: int) -> Iterator[list[int]]:
         if self.engine.kv.enable_prefix_caching:
@@ -150,9 +151,9 @@ class Simulation:
     def _add(self, number: int) -> None:
         request = self._requests[number]
         params = self._decoding.params(request.output_tokens, number)
-        prepared = self.engine.make_request(next(self._prompts), params)
-        self._arrivals[prepared.request_id] = _arrival(request)
-        self.engine.add_request(prepared)
+        stream = self._client.make_request(next(self._prompts), params)
+        self._arrivals[stream.request_id] = _arrival(request)
+        self._client.add_request(stream)
 
     def _look(self) -> int:
         """When a step is submitted: how many requests run, and what they will share."""
@@ -161,7 +162,7 @@ class Simulation:
         return len(running)
 
     def _step(self) -> None:
-        output = self.engine.step()
+        outputs = self._client.step()
         number = len(self._samples)
         assert number < len(self._executor.spans), "requests wait, and none of them can run"
         scheduler = self.engine.scheduler
@@ -176,8 +177,8 @@ class Simulation:
                 replace(memory, num_logical_blocks=logical),
             )
         )
-        if output.finished:
-            records = [self._record(request) for request in output.finished]
+        if outputs:
+            records = [self._record(output) for output in outputs]
             self._records += records
             self._is_over = self._finished(records, self._waits())
 

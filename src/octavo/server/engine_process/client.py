@@ -18,7 +18,7 @@ from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailabl
 from octavo.models.config import ModelConfig, resolve_model
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
-from octavo.server.engine_process.journal import Journal, OpenRequest, Pin, Sample
+from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.messages import EngineInfo
 from octavo.server.engine_process.process import COMMAND
 from octavo.server.engine_process.supervisor import Supervision, Supervisor
@@ -76,9 +76,7 @@ class EngineClient:
         if config.max_model_len is not None:
             self.model_config = self.model_config.with_max_model_len(config.max_model_len)
         # None: the model has none; prompts are token ids.
-        self.tokenizer: Tokenizer | None = None
-        if (directory / "tokenizer.json").exists():
-            self.tokenizer = Tokenizer.from_directory(directory)
+        self.tokenizer = Tokenizer.find(directory)
         self.text_work = TextWork()
         self._supervision = supervision or Supervision()
         self._journal = Journal()
@@ -295,9 +293,8 @@ class EngineClient:
             request_id = uuid.uuid4().hex
         if request_id in streams:
             raise InvalidRequest("request_id", f"{request_id!r} is in use")
-        samples = [Sample(index) for index in range(prepared.n)] if prepared.beam is None else []
         text = prompt if isinstance(prompt, str) else None
-        entry = OpenRequest(request_id, prepared, text, arrival_time, samples)
+        entry = OpenRequest(request_id, prepared, text, arrival_time)
         stream = RequestStream(entry, params, self.tokenizer, self._delivery.abort)
         streams[request_id] = stream
         try:

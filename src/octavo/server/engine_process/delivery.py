@@ -1,4 +1,4 @@
-"""What engine processes say, brought to those whom it concerns."""
+"""What engine processes say, brought to the streams, the metrics and the subscribers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from octavo.engine.events import Admitted, Counters, Event, Gauges
+from octavo.engine.results import Finished, NewTokens, Result
 from octavo.errors import OctavoError
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.exchange import Exchange
@@ -66,6 +67,7 @@ class Delivery:
             return
         if stream.entry.is_sent:
             self.exchange.tell(m.Abort(stream.request_id))
+        stream.cut_off()
         stream.conclude(time.monotonic())
         self._end(stream)
 
@@ -119,18 +121,9 @@ class Delivery:
         for preempted in report.preempted:
             if (stream := self._find(preempted.request_id)) is not None:
                 stream.entry.num_preemptions += 1
-        for scores in report.prompt_scores:
-            if (stream := self._find(scores.request_id)) is not None:
-                stream.entry.prompt_scores = scores.scores
-        for delta in report.deltas:
-            if (stream := self._find(delta.request_id)) is not None:
-                self._take(stream, delta, now)
-        for finished in report.finished:
-            if (stream := self._find(finished.request_id)) is not None:
-                self._take_beams(stream, finished.beams, now)
-        for failed in report.failed:
-            if (stream := self._find(failed.request_id)) is not None:
-                self.exchange.fail(stream.entry, m.error_of(failed.error))
+        for result in report.results:
+            if (stream := self._find(result.request_id)) is not None:
+                self._take(stream, result, now)
         self.notify("stepped", report)
         events: list[Event] = [*report.admitted, *report.preempted, *report.watched]
         if events:
@@ -149,21 +142,22 @@ class Delivery:
         stream = self.streams.get(request_id)
         return stream if stream is not None and stream.entry.is_accepted else None
 
-    def _take(self, stream: RequestStream, delta: m.Delta, now: float) -> None:
-        num_new, stop = stream.take(delta)
+    def _take(self, stream: RequestStream, result: Result, now: float) -> None:
         entry = stream.entry
-        if stop is not None:
-            self.exchange.tell(m.FinishSample(entry.request_id, delta.index, stop))
-        if num_new:
-            self._note_tokens(entry, num_new, now)
-        if all(sample.finish_reason is not None for sample in entry.samples):
+        delta = stream.take(result)
+        if delta is not None:
+            assert isinstance(result, NewTokens), "only those add something"
+            if delta.finish_reason is not None and result.finish_reason is None:
+                stop = str(delta.stop_reason)
+                self.exchange.tell(m.FinishSample(entry.request_id, delta.index, stop))
+            self._note_tokens(entry, len(delta.token_ids), now)
+        elif isinstance(result, Finished) and result.beams and stream.error is None:
+            self._note_tokens(entry, sum(len(beam.token_ids) for beam in result.beams), now)
+        if stream.error is not None:
+            self.exchange.fail(entry, stream.error)
+        elif stream.has_ended:
             stream.conclude(now)
             self._end(stream)
-
-    def _take_beams(self, stream: RequestStream, beams: list[m.Beam], now: float) -> None:
-        self._note_tokens(stream.entry, sum(len(beam.token_ids) for beam in beams), now)
-        stream.conclude_beams(beams, now)
-        self._end(stream)
 
     def _note_tokens(self, entry: OpenRequest, num_tokens: int, now: float) -> None:
         if entry.first_token_time is None:

@@ -9,6 +9,7 @@ import logging
 from typing import Any, Protocol
 
 from octavo.engine.events import Admitted
+from octavo.engine.results import error_of
 from octavo.errors import OctavoError, RequestFailed, Unavailable
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
@@ -212,7 +213,7 @@ class Exchange:
         elif isinstance(message, Admitted):
             self._take_admission(message)
         elif isinstance(message, m.Reply):
-            error = None if message.error is None else m.error_of(message.error)
+            error = None if message.error is None else error_of(message.error)
             self._take_reply(message.ticket, error)
         elif isinstance(message, m.Seen):
             self._resolve(message.ticket, message.snapshot or message.request, None)
@@ -223,8 +224,7 @@ class Exchange:
 
     def _take_report(self, report: m.StepReport) -> None:
         self.num_reports += 1
-        has_brought = bool(report.deltas or report.finished or report.failed)
-        self.has_advanced = self.has_advanced or has_brought
+        self.has_advanced = self.has_advanced or bool(report.results)
         for entry in self._searching.values():
             entry.num_steps += 1
         self._owner.reported(report)

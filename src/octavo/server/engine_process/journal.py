@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
-from octavo.core.step import TokenLogprobs
 from octavo.engine.events import Admitted
+from octavo.engine.output_stream import Sample
 from octavo.engine.validation import PreparedRequest
 from octavo.server.engine_process import messages as m
-
-# Log-probabilities of twenty tokens are 2.5 KB as objects, and a tenth of that packed.
-pack_logprobs = msgspec.msgpack.Encoder().encode
-unpack_logprobs: Callable[[bytes], TokenLogprobs] = msgspec.msgpack.Decoder(TokenLogprobs).decode
-
-
-@dataclass(slots=True)
-class Sample:
-    """One sample's output so far."""
-
-    index: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[bytes] = field(default_factory=list)  # packed, one per token, if asked for
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +19,13 @@ class OpenRequest:
     request: PreparedRequest
     prompt: str | None  # its text, if it came as text
     arrival_time: float
-    samples: list[Sample]  # empty for beam search
+    # Its output so far, which its stream writes; empty for beam search.
+    samples: list[Sample] = field(default_factory=list)
     admission: Admitted | None = None  # the first one
     admitted_time: float | None = None
     first_token_time: float | None = None
     num_preemptions: int = 0
     num_replays: int = 0  # engine processes that died while it was open
-    prompt_scores: list[TokenLogprobs] | None = None
     # In the engine process that runs now:
     is_sent: bool = False
     is_accepted: bool = False
@@ -57,6 +39,15 @@ class OpenRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.request.prompt_token_ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, found in the prefix cache; known before the first token is."""
+        return 0 if self.admission is None else self.admission.num_hit_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -87,17 +78,14 @@ class OpenRequest:
 
     def add_message(self, ticket: int) -> m.Add:
         """What makes an engine begin with the request, or go on with it."""
-        request = self.request
+        request, samples = self.request, []
         if any(sample.token_ids for sample in self.samples):
+            request = request.without_prompt_logprobs()  # they have come before the first token
             samples = [
                 m.ResumedSample(sample.index, sample.token_ids)
                 for sample in self.samples
                 if sample.finish_reason is None
             ]
-            if self.prompt_scores is not None:
-                request = request.without_prompt_logprobs()
-        else:
-            samples = []
         return m.Add(ticket, self.request_id, request, self.arrival_time, samples)
 
 

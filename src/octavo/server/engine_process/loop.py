@@ -22,10 +22,10 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.recorder import Recorder
+from octavo.engine.results import Finished, Result, report_of
 from octavo.engine.snapshot import take_snapshot, view_request
 from octavo.errors import OctavoError, RequestFailed
 from octavo.llm import load_engine
-from octavo.outputs import RequestOutput, SequenceDelta, StepOutput
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.channel import Channel
 
@@ -42,7 +42,6 @@ class EngineLoop:
         self._channel = channel
         self._recorder = Recorder(engine, self._send)
         self._pins: dict[str, m.Pin] = {}  # being computed, by request id
-        self._unscored: set[str] = set()  # whose prompt's log-probabilities have not been sent
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Add: self._add,
             m.Abort: self._abort,
@@ -65,7 +64,7 @@ class EngineLoop:
             if self._engine.has_unfinished:
                 self._report(self._engine.step())
             elif has_changed:  # the last request was aborted, say: tell how things stand now
-                self._report(StepOutput())
+                self._report([])
 
     def _take_in(self, wait: bool = False) -> bool:
         """Do what was asked for meanwhile. True if requests came or went."""
@@ -88,32 +87,29 @@ class EngineLoop:
     def _add(self, add: m.Add) -> None:
         def queue() -> None:
             with _failing_alone(add.request_id):
-                request = self._engine.accept(add.request, add.request_id)
+                # On a device a wrong id would take all that is computed with it down.
+                add.request.check_vocabulary(self._engine.model_config.vocab_size)
+                request = self._engine.make_request(add.request, add.request_id)
                 outputs = {sample.index: sample.token_ids for sample in add.samples}
                 try:
-                    self._engine.resume_request(request, outputs, add.arrival_time)
+                    self._engine.add_request(request, outputs, add.arrival_time)
                 except Exception:
                     self._engine.abort_request(add.request_id)
-                    self._engine.discard_request(request)
                     raise
-            if add.request.sampling.num_prompt_logprobs is not None:
-                self._unscored.add(add.request_id)
 
         self._answer(add.ticket, queue)
 
     def _abort(self, abort: m.Abort) -> None:
         self._engine.abort_request(abort.request_id)
-        self._unscored.discard(abort.request_id)
 
     def _finish_sample(self, finish: m.FinishSample) -> None:
         self._engine.finish_sample(finish.request_id, finish.index, finish.stop)
 
     def _pin(self, pin: m.Pin) -> None:
         try:
-            request = self._engine.make_pin(pin.name, pin.token_ids, pin.cache_salt)
-            self._engine.add_request(request)
+            request = self._engine.pin_prefix(pin.name, pin.token_ids, pin.cache_salt)
         except OctavoError as error:
-            self._send(m.Reply(pin.ticket, m.report_of(error)))
+            self._send(m.Reply(pin.ticket, report_of(error)))
         else:
             self._pins[request.request_id] = pin  # answered when it is computed
 
@@ -142,48 +138,36 @@ class EngineLoop:
         try:
             action()
         except OctavoError as error:
-            self._send(m.Reply(ticket, m.report_of(error)))
+            self._send(m.Reply(ticket, report_of(error)))
         else:
             self._send(m.Reply(ticket))
 
     # ---------------------------------------------------------------- reports
 
-    def _report(self, output: StepOutput) -> None:
+    def _report(self, results: list[Result]) -> None:
         """Tell the other side what a step brought; also when that is nothing but a step."""
-        report = m.StepReport(
-            self._engine.clock(),
-            self._recorder.counters,
-            self._recorder.gauges(),
-            [_delta(delta) for delta in output.deltas],
-            preempted=self._recorder.preempted,
-            watched=self._recorder.watched,
+        if self._pins:
+            results = [result for result in results if not self._answer_pin(result)]
+        self._send(
+            m.StepReport(
+                self._engine.clock(),
+                self._recorder.counters,
+                self._recorder.gauges(),
+                results,
+                preempted=self._recorder.preempted,
+                watched=self._recorder.watched,
+            )
         )
-        if self._unscored:
-            report.prompt_scores = self._prompt_scores(output)
-        for finished in output.finished:
-            pin = self._pins.pop(finished.request_id, None)
-            error = output.errors.get(finished.request_id)
-            if pin is not None:
-                self._send(m.Reply(pin.ticket, None if error is None else m.report_of(error)))
-            elif error is not None:
-                self._unscored.discard(finished.request_id)
-                report.failed.append(m.Failed(finished.request_id, m.report_of(error)))
-            elif finished.outputs and finished.outputs[0].score is not None:
-                report.finished.append(_beams(finished))
-        self._send(report)
         self._recorder.clear()
 
-    def _prompt_scores(self, output: StepOutput) -> list[m.PromptScores]:
-        """Those of requests whose first tokens have come."""
-        begun = {delta.request_id for delta in output.deltas} & self._unscored
-        self._unscored -= begun
-        scores = {f.request_id: (f.prompt_logprobs or [])[1:] for f in output.finished}
-        for request_id in begun - scores.keys():
-            scores[request_id] = list(self._engine.scheduler.requests[request_id].prompt_logprobs)
-        return [
-            m.PromptScores(request_id, [score for score in scores[request_id] if score is not None])
-            for request_id in begun
-        ]
+    def _answer_pin(self, result: Result) -> bool:
+        """Answer the command to pin a prefix, if that is what the result is about."""
+        pin = self._pins.pop(result.request_id, None)
+        if pin is None:
+            return False
+        assert isinstance(result, Finished), "a prefix has no output"
+        self._send(m.Reply(pin.ticket, result.error))
+        return True
 
 
 @contextlib.contextmanager
@@ -198,27 +182,6 @@ def _failing_alone(request_id: str) -> Iterator[None]:
         kind, where = type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
         logger.error("request %s could not be queued: %s\n%s", request_id, kind, where)
         raise RequestFailed(f"the engine could not queue the request ({kind})") from error
-
-
-def _delta(delta: SequenceDelta) -> m.Delta:
-    reason = delta.stop_reason
-    assert not isinstance(reason, str), "stop strings are found on the other side"
-    return m.Delta(
-        delta.request_id, delta.index, delta.token_ids, delta.finish_reason, reason, delta.logprobs
-    )
-
-
-def _beams(output: RequestOutput) -> m.Finished:
-    beams = []
-    for beam in output.outputs:
-        assert beam.score is not None, "a beam has a score"
-        assert beam.cumulative_logprob is not None, "a beam has a log-probability"
-        beams.append(
-            m.Beam(
-                beam.index, beam.token_ids, beam.finish_reason, beam.cumulative_logprob, beam.score
-            )
-        )
-    return m.Finished(output.request_id, beams)
 
 
 class ChannelLog(logging.Handler):
@@ -289,7 +252,7 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
     try:
         engine = load(replace(start.config, owns_process=True))
     except Exception as error:
-        channel.send(m.encode(m.StartFailed(m.report_of(error), traceback.format_exc())))
+        channel.send(m.encode(m.StartFailed(report_of(error), traceback.format_exc())))
         return 1
     try:
         channel.send(m.encode(engine_info(engine, time.monotonic() - started)))

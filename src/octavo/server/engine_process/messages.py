@@ -10,9 +10,7 @@ from typing import Any
 
 import msgspec
 
-from octavo import errors
 from octavo.config import EngineConfig
-from octavo.core.step import TokenLogprobs
 from octavo.engine.events import (
     Admitted,
     Copied,
@@ -23,6 +21,7 @@ from octavo.engine.events import (
     Preempted,
     Swapped,
 )
+from octavo.engine.results import ErrorReport, Result
 from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.validation import PreparedRequest
 
@@ -126,14 +125,6 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     num_restarts: int = 0  # engine processes before this one
 
 
-class ErrorReport(msgspec.Struct, frozen=True):
-    """An error of `octavo.errors`, to be raised again on the other side."""
-
-    kind: str  # its class
-    field: str | None
-    message: str
-
-
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine could not be made; the process ends."""
 
@@ -168,59 +159,14 @@ class LogLine(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Delta(msgspec.Struct, array_like=True):
-    """What a step added to one sample."""
-
-    request_id: str
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    logprobs: list[TokenLogprobs] = []
-
-
-class Beam(msgspec.Struct, array_like=True):
-    """A finished beam: a whole output."""
-
-    index: int
-    token_ids: list[int]
-    finish_reason: str
-    cumulative_logprob: float
-    score: float
-
-
-class Finished(msgspec.Struct, array_like=True):
-    """A beam search is over. (Sampling is over when the last sample's last delta has come.)"""
-
-    request_id: str
-    beams: list[Beam]  # best first
-
-
-class Failed(msgspec.Struct, array_like=True):
-    """A request that could not be computed is over; the others go on."""
-
-    request_id: str
-    error: ErrorReport
-
-
-class PromptScores(msgspec.Struct, array_like=True):
-    """Log-probabilities of a prompt: entry i is about token i + 1. Before the first delta."""
-
-    request_id: str
-    scores: list[TokenLogprobs]
-
-
 class StepReport(msgspec.Struct, tag=True):
-    """What one step brought, to everybody. Sent after every step, and when there is none to be
+    """What one step brought, to all requests. Sent after every step, and when there is none to be
     taken after requests have left."""
 
     time: float  # of time.monotonic
     counters: Counters
     gauges: Gauges
-    deltas: list[Delta] = []
-    finished: list[Finished] = []
-    failed: list[Failed] = []
-    prompt_scores: list[PromptScores] = []
+    results: list[Result] = []
     admitted: list[Admitted] = []  # sent one by one; put in here when they arrive
     preempted: list[Preempted] = []
     watched: list[Copied | Evicted | Swapped | Forked] = []
@@ -229,23 +175,6 @@ class StepReport(msgspec.Struct, tag=True):
 # Admitted comes before the step that computes the request's first tokens, so that it is known who
 # was running when the process died.
 Message = EngineInfo | StartFailed | Crashed | Reply | Seen | LogLine | Admitted | StepReport
-
-
-def report_of(error: Exception) -> ErrorReport:
-    kind = type(error).__name__
-    if isinstance(error, errors.FieldError):
-        return ErrorReport(kind, error.field, error.reason)
-    return ErrorReport(kind, None, str(error))
-
-
-def error_of(report: ErrorReport) -> errors.OctavoError:
-    """The error of a report, as its own class if it is one of ours."""
-    kind = getattr(errors, report.kind, None)
-    if kind is None or not issubclass(kind, errors.OctavoError):
-        return errors.EngineFailed(f"{report.kind}: {report.message}")
-    fields = () if report.field is None else (report.field,)
-    error: errors.OctavoError = kind(*fields, report.message)
-    return error
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
 
+from octavo.engine.results import error_of
 from octavo.errors import EngineFailed
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.channel import ChannelProtocol
@@ -166,7 +167,7 @@ class EngineProcess:
             if not self._ready.done():
                 self._ready.set_result(message)
         elif isinstance(message, m.StartFailed):
-            error = m.error_of(message.error)
+            error = error_of(message.error)
             if isinstance(error, EngineFailed):  # no mistake of the user's
                 logger.error("%s", message.traceback)
             if not self._ready.done():

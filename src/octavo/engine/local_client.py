@@ -1,0 +1,170 @@
+"""A client of an engine in the same process: prompts in, outputs back."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from octavo.core.sequence import Request
+from octavo.engine.engine import Engine
+from octavo.engine.interrupts import InterruptsAfter
+from octavo.engine.output_stream import OutputStream
+from octavo.engine.results import Finished, NewTokens
+from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.validation import Params, Prompt, RequestPreparer
+from octavo.outputs import RequestOutput, SequenceDelta
+
+
+class LocalStream(OutputStream):
+    """One request to an engine in this process, and its output as it grows."""
+
+    def __init__(
+        self, request: Request, params: Params, tokenizer: Tokenizer | None, prompt: str | None
+    ) -> None:
+        super().__init__(request, params, tokenizer, prompt)
+        self.request = request
+        # What each step adds, if somebody reads it piece by piece.
+        self.deltas: deque[SequenceDelta] | None = None
+
+
+class LocalClient:
+    """Owns the streams of an engine's open requests, and the rules for new ones.
+
+    Example:
+        >>> stream = client.make_request("Once upon a time", SamplingParams())
+        >>> client.add_request(stream)
+        >>> while stream.output is None:
+        ...     client.step()
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None = None) -> None:
+        """Serve the engine's only client.
+
+        Args:
+            engine: takes requests in token ids.
+            tokenizer: that of its model. None: prompts are token ids, and outputs have no text.
+        """
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._preparer = RequestPreparer(
+            engine.model_config, tokenizer, engine.config.max_logprobs, engine.config.seed
+        )
+        self._open: dict[str, LocalStream] = {}  # by request id
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were added and have not ended."""
+        return len(self._open)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do."""
+        return self.engine.has_unfinished
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        params: Params,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> LocalStream:
+        """Check a request, without queueing it yet.
+
+        Args:
+            prompt: text or token ids.
+            params: how to go on from it.
+            request_id: its name; None: a new one.
+            priority: with the "priority" policy, smaller runs first.
+            cache_salt: only what was cached under an equal salt is reused.
+
+        Raises:
+            InvalidRequest: an argument cannot be; `field` names it.
+            RequestTooLong: the prompt leaves no room for output, or the request can never fit.
+            EngineFailed, EngineClosed: there is no engine to run it.
+        """
+        prepared = self._preparer.prepare(
+            prompt, params, self.engine.max_model_len, priority, cache_salt
+        )
+        request = self.engine.make_request(prepared, request_id)
+        text = prompt if isinstance(prompt, str) else None
+        return LocalStream(request, params, self.tokenizer, text)
+
+    def add_request(self, stream: LocalStream) -> None:
+        """Queue a request, once.
+
+        Raises:
+            InvalidRequest: it was queued before, or has ended.
+            EngineFailed, EngineClosed: there is no engine to run it.
+        """
+        self.engine.add_request(stream.request)
+        self._open[stream.request_id] = stream
+
+    def step(self) -> list[RequestOutput]:
+        """Run a step of the engine, and take in what it has brought to all streams.
+
+        Returns the outputs of requests that have ended; each is its stream's `output`, too. Ctrl-C
+        takes effect when the step is over and nothing of it is lost.
+
+        Raises:
+            EngineFailed, EngineClosed: there is no engine any more; an error of the executor's as
+                it is.
+        """
+        outputs: list[RequestOutput] = []
+        with InterruptsAfter():
+            results = self.engine.step()
+            now = self.engine.clock()
+            for result in results:
+                stream = self._open.get(result.request_id)
+                if stream is None:
+                    continue
+                is_over = type(result) is Finished
+                delta = stream.take(result)
+                if delta is not None:
+                    assert isinstance(result, NewTokens), "only those add something"
+                    if stream.deltas is not None:
+                        end = len(stream.samples[delta.index].token_ids)
+                        start = end - len(delta.token_ids)
+                        delta.logprobs = stream.logprobs(delta.index, start, end)
+                        stream.deltas.append(delta)
+                    if delta.finish_reason is not None and result.finish_reason is None:
+                        stop = str(delta.stop_reason)
+                        is_over = self.engine.finish_sample(result.request_id, delta.index, stop)
+                if is_over:
+                    outputs.append(self._conclude(stream, now))
+        return outputs
+
+    def abort_request(self, stream: LocalStream) -> RequestOutput | None:
+        """End a request at once: its output has what there is. None if it was not queued, or has
+        ended."""
+        if self._open.get(stream.request_id) is not stream:
+            return None
+        self.engine.abort_request(stream.request_id)
+        stream.cut_off()
+        return self._conclude(stream, self.engine.clock())
+
+    def pin_prefix(self, prefix: Prompt, name: str, cache_salt: str = "") -> None:
+        """Compute a prefix and keep its blocks for good.
+
+        Raises:
+            InvalidRequest: the prefix is shorter than a block, the name is taken, or prefix
+                caching is off.
+            RequestTooLong: too few KV blocks would be left for other requests.
+            LogitsNotFinite: what was computed is no number; nothing is kept.
+            EngineFailed, EngineClosed: there is no engine any more.
+        """
+        engine = self.engine
+        token_ids = self._preparer.whole_blocks(prefix, engine.max_model_len, engine.kv.block_size)
+        request = engine.pin_prefix(name, token_ids, cache_salt)
+        try:
+            while not request.is_finished:
+                self.step()
+            if request.error is not None:
+                raise request.error
+        finally:
+            engine.abort_request(request.request_id)
+
+    def _conclude(self, stream: LocalStream, now: float) -> RequestOutput:
+        del self._open[stream.request_id]
+        output = stream.conclude(now)
+        stream.add_logprobs()
+        return output

@@ -1,0 +1,243 @@
+"""One request's output as it grows: token ids from an engine in, text and outputs out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from octavo.core.step import TokenLogprobs
+from octavo.engine.output_text import OutputText
+from octavo.engine.results import (
+    Beam,
+    NewTokens,
+    PromptScores,
+    Result,
+    error_of,
+    unpack_logprobs,
+)
+from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.validation import Params
+from octavo.errors import OctavoError
+from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
+from octavo.sampling_params import SamplingParams
+
+
+class RequestState(Protocol):
+    """What an output says of its request, beside what was generated: the core's `Request` if the
+    engine is in this process, the journal's `OpenRequest` if it is in another."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+
+    @property
+    def arrival_time(self) -> float: ...
+
+    @property
+    def first_token_time(self) -> float | None: ...
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    @property
+    def num_preemptions(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sample's output so far."""
+
+    index: int
+    text: OutputText | None = None  # None: no text is wanted
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)  # packed, one per token, if asked for
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class OutputStream:
+    """Makes text of one request's tokens, finds stop strings in it, and builds the output.
+
+    Offline and in the server, all that the engine reports of a request goes through `take`, and
+    `conclude` makes the output when the request is over.
+    """
+
+    def __init__(
+        self,
+        request: RequestState,
+        params: Params,
+        tokenizer: Tokenizer | None,
+        prompt: str | None = None,
+    ) -> None:
+        """Begin with no tokens.
+
+        Args:
+            request: who it is about; its times and counts are read when the output is made.
+            params: how many samples there are, and what of them becomes text.
+            tokenizer: that of the model. None: it has none, and texts stay empty.
+            prompt: the prompt's text, if it came as text.
+        """
+        self.request_id = request.request_id
+        self.prompt_token_ids = request.prompt_token_ids
+        self.samples: list[Sample] = []  # empty for beam search
+        self.error: OctavoError | None = None  # why it could not be computed to its end
+        self.output: RequestOutput | None = None  # None before the end
+        self._request = request
+        self._params = params
+        self._prompt = prompt
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._beams: list[Beam] = []
+        self._prompt_scores: list[TokenLogprobs] | None = None
+        if isinstance(params, SamplingParams):
+            self.samples = [Sample(index, self._new_text()) for index in range(params.n)]
+        # Samples that have not ended; a beam search counts as one.
+        self._num_unended = max(1, len(self.samples))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing can be added to it any more."""
+        return self._num_unended == 0
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """If asked for, known before the first delta is. Entry i scores prompt token i; the first
+        has no predecessor and is None."""
+        scores = self._prompt_scores
+        return None if scores is None else [None, *scores]
+
+    def take(self, result: Result) -> SequenceDelta | None:
+        """Take in what the engine has reported of this request.
+
+        Returns what new tokens have added to their sample, without log-probabilities: those are in
+        the sample. None for other results, and for tokens of a sample that has ended: they were
+        under way when its stop string was found. A delta with a finish_reason that the engine's
+        tokens do not have is a sample that its text has ended; the engine is to be told.
+        """
+        if type(result) is not NewTokens:
+            self._take_other(result)
+            return None
+        sample = self.samples[result.index]
+        if sample.finish_reason is not None:
+            return None
+        token_ids, logprobs = result.token_ids, result.logprobs
+        reason, stop_reason = result.finish_reason, result.stop_reason
+        text = ""
+        if sample.text is not None:
+            num_used, stop = sample.text.extend(token_ids, len(sample.token_ids), reason)
+            if stop is not None:
+                token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
+                if reason != "stop":
+                    reason, stop_reason = "stop", stop
+            text = sample.text.release(finished=reason is not None)
+        sample.token_ids += token_ids
+        sample.logprobs += logprobs
+        if reason is not None:
+            sample.finish_reason, sample.stop_reason = reason, stop_reason
+            self._num_unended -= 1
+        return SequenceDelta(
+            self.request_id,
+            result.index,
+            text,
+            token_ids,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+
+    def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
+        """Those of a sample's tokens `start` to `end`, if they were asked for."""
+        return list(map(unpack_logprobs, self.samples[index].logprobs[start:end]))
+
+    def cut_off(self) -> list[SequenceDelta]:
+        """End all samples here. Returns what that adds to them: text that was held back."""
+        deltas = []
+        for sample in self.samples:
+            if sample.finish_reason is not None:
+                continue
+            sample.finish_reason, text = "abort", ""
+            if sample.text is not None:
+                sample.text.finish()
+                text = sample.text.release(finished=True)
+            deltas.append(
+                SequenceDelta(self.request_id, sample.index, text, [], finish_reason="abort")
+            )
+        self._num_unended = 0
+        return deltas
+
+    def conclude(self, now: float) -> RequestOutput:
+        """Make the output, without log-probabilities of its tokens. All samples have ended."""
+        request, error = self._request, self.error
+        self.output = RequestOutput(
+            self.request_id,
+            self._prompt,
+            self.prompt_token_ids,
+            [_sample_output(sample) for sample in self.samples]
+            + [self._beam_output(beam) for beam in self._beams],
+            self.prompt_logprobs,
+            request.num_cached_tokens,
+            request.num_preemptions,
+            request.arrival_time,
+            request.first_token_time,
+            now,
+            None if error is None else str(error),
+        )
+        return self.output
+
+    def add_logprobs(self) -> None:
+        """Add the log-probabilities of its tokens to the output, if they were asked for."""
+        assert self.output is not None, "it has not been concluded"
+        if not isinstance(self._params, SamplingParams) or self._params.logprobs is None:
+            return
+        for sample, output in zip(self.samples, self.output.outputs, strict=True):
+            output.logprobs = self.logprobs(sample.index, 0, len(sample.token_ids))
+            output.cumulative_logprob = sum(score.logprob for score in output.logprobs)
+
+    def _take_other(self, result: Result) -> None:
+        """What is no new tokens; all kinds but prompt scores end the request."""
+        if isinstance(result, PromptScores):
+            self._prompt_scores = result.scores
+            return
+        assert not isinstance(result, NewTokens), "tokens are taken in before"
+        self._num_unended = 0
+        self._beams = result.beams
+        if result.error is not None:
+            self.error = error_of(result.error)
+            for sample in self.samples:
+                sample.finish_reason = sample.finish_reason or "error"
+
+    def _new_text(self) -> OutputText | None:
+        if self._tokenizer is None:
+            return None
+        params = self._params
+        detokenizer = self._tokenizer.detokenizer(self.prompt_token_ids, params.skip_special_tokens)
+        if not isinstance(params, SamplingParams):
+            return OutputText(detokenizer)
+        return OutputText(
+            detokenizer, params.stop_strings, params.include_stop_str_in_output, params.min_tokens
+        )
+
+    def _beam_output(self, beam: Beam) -> SequenceOutput:
+        text = self._new_text()
+        is_scored = beam.score is not None
+        if text is not None and is_scored:
+            text.extend(beam.token_ids, 0, beam.finish_reason)
+        return SequenceOutput(
+            beam.index,
+            beam.token_ids,
+            "" if text is None else text.text,
+            beam.finish_reason,
+            cumulative_logprob=beam.cumulative_logprob if is_scored else None,
+            score=beam.score,
+        )
+
+
+def _sample_output(sample: Sample) -> SequenceOutput:
+    assert sample.finish_reason is not None, "it has ended"
+    return SequenceOutput(
+        sample.index,
+        sample.token_ids,
+        "" if sample.text is None else sample.text.text,
+        sample.finish_reason,
+        sample.stop_reason,
+    )
