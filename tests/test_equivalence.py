@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -180,6 +181,22 @@ def test_seeded_samples_are_the_same_alone_and_in_a_crowd() -> None:
             assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]
 
 
+def run_together(
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams | BeamSearchParams]
+) -> list[list[list[int]]]:
+    """The token ids of each sequence of each prompt, all of which are queued at once."""
+    streams = [
+        llm.client.make_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)
+    ]
+    for stream in streams:
+        llm.client.add_request(stream)
+    while llm.client.has_unfinished:
+        llm.client.step()
+    outputs = [stream.output for stream in streams]
+    assert all(outputs), "every request has ended"
+    return [[sequence.token_ids for sequence in output.outputs] for output in outputs if output]
+
+
 def test_methods_mix_in_one_batch() -> None:
     """Greedy, samples and beams run side by side, starved of blocks, and do not disturb."""
     calm, busy = load("llama3"), load("llama3", num_blocks=22, max_model_len=64)
@@ -190,9 +207,8 @@ def test_methods_mix_in_one_batch() -> None:
         SamplingParams(seed=4, max_tokens=12, ignore_eos=True),
     ]
     expected = [
-        [sequence.token_ids for sequence in calm._run([prompt], [each], [0], "", False)[0].outputs]
+        run_together(calm, [prompt], [each])[0]
         for prompt, each in zip(prompts(), params, strict=True)
     ]
-    outputs = busy._run(prompts(), params, [0] * 4, "", False)
-    assert [[s.token_ids for s in output.outputs] for output in outputs] == expected
+    assert run_together(busy, prompts(), params) == expected
     assert busy.engine.kv.pool.num_held == 0
