@@ -11,10 +11,10 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -40,10 +40,11 @@ def run_server(
     listening: Listening,
     limits: ConnectionLimits,
     say: Callable[[str], None],
+    routers: Sequence[APIRouter] = (),
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. `say` gets one line when requests can be sent.
 
-    Raises ConfigError (a port that is taken, say), ModelError or OutOfMemory.
+    `routers` are endpoints from outside the package. Raises ConfigError (a port that is taken, say), ModelError or OutOfMemory.
     """
     start = time.monotonic()
     name = settings.model_names[0]
@@ -59,7 +60,7 @@ def run_server(
     with contextlib.closing(bind(listening)) as listener:
         observation = Observation(name)
         client = EngineClient(config, supervision, observation.listeners)
-        app = create_app(client, settings, observation.routers(client))
+        app = create_app(client, settings, [*observation.routers(client), *routers])
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_serve(client, app, listening, limits, listener, ready))
 

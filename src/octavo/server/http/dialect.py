@@ -75,38 +75,34 @@ class Writer(ABC, Generic[BodyT, ChoiceT]):
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The reply as server-sent events; those that come together are one item."""
+        options = self.body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        continuous = options is not None and bool(options.continuous_usage_stats)
         try:
-            async for data in self._chunks():
-                yield data
+            async for prompt, item in merged(self.streams):
+                if isinstance(item, SequenceDelta):
+                    choices = self.delta_choices(prompt, item)
+                else:
+                    check_ended(item)
+                    is_beam = self.body.beam_width is not None
+                    choices = self.beam_choices(prompt, item) if is_beam else []
+                if not choices:
+                    continue
+                chunks = [self.chunk([choice]) for choice in choices]
+                if wants_usage:
+                    for each in chunks:
+                        each.usage = self.usage() if continuous else None
+                yield b"".join(map(event, chunks))
+            usage = self.usage()
+            self.log(usage)
+            if wants_usage:
+                last = self.chunk([])
+                last.usage = usage
+                yield event(last)
         except Exception as error:
             # The status is on its way already, so the error is an event of its own.
             yield event(as_api_error(error).reply)
         yield DONE
-
-    async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        options = self.body.stream_options
-        wants_usage = options is not None and bool(options.include_usage)
-        continuous = options is not None and bool(options.continuous_usage_stats)
-        async for prompt, item in merged(self.streams):
-            if isinstance(item, SequenceDelta):
-                choices = self.delta_choices(prompt, item)
-            else:
-                check_ended(item)
-                is_beam = self.body.beam_width is not None
-                choices = self.beam_choices(prompt, item) if is_beam else []
-            if not choices:
-                continue
-            chunks = [self.chunk([choice]) for choice in choices]
-            if wants_usage:
-                for each in chunks:
-                    each.usage = self.usage() if continuous else None
-            yield b"".join(map(event, chunks))
-        usage = self.usage()
-        self.log(usage)
-        if wants_usage:
-            last = self.chunk([])
-            last.usage = usage
-            yield event(last)
 
     def usage(self) -> Usage:
         """What has been read and written so far."""
