@@ -44,7 +44,8 @@ def run_server(
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. `say` gets one line when requests can be sent.
 
-    `routers` are endpoints from outside the package. Raises ConfigError (a port that is taken, say), ModelError or OutOfMemory.
+    `routers` are endpoints from outside the package. Raises ConfigError (a port that is taken, say),
+    ModelError or OutOfMemory.
     """
     start = time.monotonic()
     name = settings.model_names[0]
