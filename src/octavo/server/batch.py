@@ -1,9 +1,8 @@
 """`octavo run-batch`: a file of requests in, a file of replies out, in OpenAI's batch format.
 
-The requests go through the same application as those of HTTP clients, so they are checked,
-answered and refused in the same words. Replies are written as they come; a batch that was
-interrupted goes on where it stood when it is run again with the same files. A line that is no
-request gets an error reply of its own.
+The requests go through the same application as those of HTTP clients, so they are validated and
+answered in the same way. Replies are written as they arrive; a batch that was interrupted continues
+when it is run again with the same files. A line that is no request gets an error reply of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 ID_PREFIX = "batch_req_"
-MAX_SHOWN = 64  # characters of a client's own words in a message
+MAX_SHOWN = 64  # characters of the input in an error message
 
 
 class BatchRequest(msgspec.Struct):
@@ -60,14 +59,13 @@ class Line:
 
     @property
     def digest(self) -> str:
-        """What tells a line from others; it stands in the reply's id, as lines may share their
-        custom_id."""
+        """Identifies a line, in the id of its reply: lines may share their custom_id."""
         return hashlib.blake2b(self.data, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is to be done."""
+    """A batch whose files have been checked."""
 
     input_path: Path
     output_path: Path
@@ -77,13 +75,13 @@ class Batch:
 
 @dataclass(slots=True)
 class Tally:
-    """How a batch stands."""
+    """How far a batch has come."""
 
     num_requests: int = 0
     num_before: int = 0  # answered by an earlier run
     num_done: int = 0
-    num_refused: int = 0  # a client's fault: the reply says which
-    num_failed: int = 0  # the server's: another run asks again
+    num_refused: int = 0  # replies of 4xx, which say what is wrong
+    num_failed: int = 0  # replies of 5xx: another run asks again
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -117,7 +115,7 @@ def _unwritable(path: Path, error: OSError) -> InvalidRequest:
 
 
 def _keep_answered(path: Path) -> Counter[str]:
-    """The lines that an earlier run has answered; what it failed at or left half written goes.
+    """The lines that an earlier run has answered; failed and incomplete replies are removed.
 
     Raises InvalidRequest if something else is in the file, which stays as it is.
     """
@@ -158,7 +156,7 @@ async def run_batch(
     tally = Tally(num_requests=batch.num_requests)
     slots = asyncio.Semaphore(max_inflight)
     before = batch.answered.copy()
-    # Without a buffer, so that a reply that has failed to be written is not tried again on closing.
+    # Without a buffer, so that closing does not try again to write a reply that could not be.
     with batch.output_path.open("ab", buffering=0) as output:
 
         async def answer(line: Line) -> None:

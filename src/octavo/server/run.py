@@ -1,4 +1,4 @@
-"""A server from start to end: socket, engine, HTTP, and how it all stops."""
+"""A server's life: socket, engine, HTTP, and an orderly end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from octavo.server.observability.observation import Observation
 from octavo.server.settings import ConnectionLimits, Listening, ServerSettings
 
 CLOSE_SECONDS = 2  # for connections to end once their requests have
-BACKLOG = 1 << 16  # connections that wait to be taken; the system may allow fewer (somaxconn)
+BACKLOG = 1 << 16  # connections that wait to be accepted; the system may allow fewer (somaxconn)
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ def run_server(
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. `say` gets one line when requests can be sent.
 
-    `routers` are endpoints from outside the package. Raises ConfigError (a port that is taken, say),
-    ModelError or OutOfMemory.
+    `routers` are endpoints from outside the package. Raises ConfigError (for a port that is taken,
+    for example), ModelError or OutOfMemory.
     """
     start = time.monotonic()
     name = settings.model_names[0]
@@ -53,7 +53,7 @@ def run_server(
     def ready(url: str) -> None:
         say(f"octavo serves {name} at {url} (ready after {time.monotonic() - start:.1f} s)")
         if not settings.api_keys and not is_loopback(listening.host):
-            logger.warning("whoever reaches %s may use it: there is no --api-key", url)
+            logger.warning("every client that reaches %s may use it: there is no --api-key", url)
 
     logger.info("starting %s; the first start takes longest, because it compiles kernels", name)
     check_tls(listening)
@@ -74,7 +74,7 @@ def run_batch_file(
     show: Callable[[Tally], None],
 ) -> Tally:
     """Answer a file of requests. Raises KeyboardInterrupt after SIGINT or SIGTERM."""
-    # What bounds the queue is that only so many requests are read from the file at a time.
+    # The queue is bounded already: only so many requests are read from the file at a time.
     client = EngineClient(config, Supervision(max_waiting=max_inflight * settings.max_prompts))
     app = create_app(client, settings)
 
@@ -104,8 +104,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def bind(listening: Listening) -> socket.socket:
-    """A socket that has its port but does not listen yet, so that a taken port is known early, and
-    clients come in only when they can be served."""
+    """A socket that has its port but does not listen yet: a taken port is reported early, and
+    clients connect only when they can be served."""
     host, port = listening.host, listening.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -124,7 +124,7 @@ def bind(listening: Listening) -> socket.socket:
 
 
 def listen(listener: socket.socket, listening: Listening) -> None:
-    """Let clients in. Raises ConfigError if a server that started beside this one was faster."""
+    """Accept clients. Raises ConfigError if another process listens there already."""
     try:
         listener.listen(BACKLOG)
     except OSError as error:
@@ -229,7 +229,7 @@ async def unless(stop: asyncio.Event, work: Awaitable[object]) -> bool:
 
 @contextlib.contextmanager
 def signals() -> Iterator[asyncio.Event]:
-    """An event that SIGTERM, SIGINT and SIGHUP set; not the last under nohup, which ignores it."""
+    """An event that SIGTERM, SIGINT and SIGHUP set; under nohup, which ignores it, not SIGHUP."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     numbers = [signal.SIGTERM, signal.SIGINT]

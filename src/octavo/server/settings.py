@@ -1,4 +1,4 @@
-"""How the HTTP API behaves: what it serves under which names, to whom, and within which limits."""
+"""How the HTTP API behaves: the names it serves, the keys it asks for, and its limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one client may take of the server's patience. Times in seconds."""
+    """Limits on connections and on how slow a client may be. Times in seconds."""
 
     max_connections: int = 16_384  # at once; fewer if the limit of open files is lower
     header_seconds: float = 20.0  # for the headers of a request, and for a connection's first one
@@ -55,7 +55,7 @@ class ServerSettings:
     """Options of the API, apart from those of the engine behind it."""
 
     model_names: tuple[str, ...]  # what clients may call the model; the first is the one reported
-    api_keys: ApiKeys = field(default_factory=ApiKeys)  # empty: everybody may
+    api_keys: ApiKeys = field(default_factory=ApiKeys)  # empty: no key is needed
     max_body_bytes: int = 4 * MIB
     max_prompts: int = 256  # in one request
     ignore_unknown_fields: bool = False

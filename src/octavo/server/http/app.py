@@ -63,7 +63,7 @@ def create_app(
 
 
 def _answer_head(app: FastAPI, router: APIRouter) -> None:
-    """Let HEAD ask whatever GET does; uvicorn leaves the reply's body out."""
+    """Answer HEAD wherever GET is answered; uvicorn leaves the reply's body out."""
     for route in router.routes:
         if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)

@@ -71,10 +71,10 @@ B = TypeVar("B", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Annotates a field of other servers' APIs that octavo refuses, unless it asks for nothing.
+    """Annotates a field of other servers' APIs that octavo does not support.
 
-    `harmless` are the values that ask for nothing; null is always one. The field is left out of
-    the API's description.
+    It is refused for `reason`, unless its value changes nothing: null, or one of `harmless`. The
+    API's description leaves it out.
     """
 
     reason: str

@@ -1,4 +1,4 @@
-"""What all endpoints stand on: the engine's client, the settings, and who asks."""
+"""What all endpoints share: the engine's client, the settings, and the tenant of a request."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class Context:
     client: EngineClient
     settings: ServerSettings
     texts: TokenTexts
-    created: int = field(default_factory=lambda: int(time.time()))  # of the model, for clients
-    opening: set[str] = field(default_factory=set)  # names of requests on their way to the engine
+    created: int = field(
+        default_factory=lambda: int(time.time())
+    )  # when the model was, for clients
+    opening: set[str] = field(default_factory=set)  # ids of requests that are being queued
 
     async def body(self, request: Request, kind: type[B]) -> B:
         return await read_body(request, kind, self.settings.ignore_unknown_fields)

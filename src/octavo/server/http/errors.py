@@ -47,7 +47,7 @@ class ErrorDetail(msgspec.Struct):
     message: str
     type: Annotated[str, Meta(description="The kind of error; one for each status.")]
     param: Annotated[str | None, Meta(description="The field at fault.")] = None
-    code: Annotated[str | None, Meta(description="A word for programs to look at.")] = None
+    code: Annotated[str | None, Meta(description="The error's name, for programs.")] = None
 
 
 class ErrorReply(msgspec.Struct):
@@ -82,7 +82,7 @@ class ApiError(Exception):
 
 
 class ClientGone(ApiError):
-    """The client has closed its connection. Nobody reads the status; it is for the log."""
+    """The client has closed its connection. No client sees the status; it is for the log."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has closed the connection")
@@ -94,7 +94,8 @@ def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The reply to whatever went wrong. What is not a client's fault is logged, not shown."""
+    """The reply to any exception. One that is not the client's fault is logged, and its message is
+    not shown."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestTooLong):
@@ -113,7 +114,7 @@ def as_api_error(error: Exception) -> ApiError:
         return _of_parameter(error)
     if isinstance(error, HTTPException):
         return _of_http_exception(error)
-    # Lines of code without the message: it may hold a piece of somebody's prompt.
+    # Lines of code without the message, which may hold a piece of a prompt.
     where = "".join(traceback.format_tb(error.__traceback__))
     logger.error("internal error: %s\n%s", type(error).__name__, where)
     return ApiError(500, "an internal error; the server's log has the details", code="internal")
@@ -130,7 +131,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _of_parameter(error: RequestValidationError) -> ApiError:
-    """What FastAPI finds wrong in a path or a query, which it would call 422."""
+    """What FastAPI finds wrong in a path or a query; by itself it would answer 422."""
     first = error.errors()[0]
     name = str(first["loc"][-1])
     return refused(name, str(first["msg"]))

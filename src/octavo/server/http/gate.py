@@ -1,6 +1,7 @@
-"""What every request passes first: its id, its key, the size of its body; and the last resort.
+"""What every request passes first: request id, API key, host, size of the body. And what answers
+exceptions that no endpoint handles.
 
-Plain ASGI, because it also stands in the way of each piece of a stream.
+Plain ASGI middleware, because every piece of a stream passes it, too.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Gate:
             passage.log()
 
     def _admit(self, scope: Scope) -> None:
-        """Note who asks; ApiError 400 if it is not clear which host is meant, 403 if it is another
-        one, 401 without a valid key, 413 if the body is too long."""
+        """Note the tenant; ApiError 400 if it is not clear which host is meant, 403 if it is not
+        this one, 401 without a valid key, 413 if the body is too long."""
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
@@ -55,7 +56,7 @@ class Gate:
         self._check_host(hosts[0] if hosts else "")
         tenant = self._settings.api_keys.tenant(headers.get("authorization"))
         if tenant is None and scope["path"] not in OPEN_PATHS:
-            # A browser asks its user for the key if it is offered Basic, which nobody else wants.
+            # A browser asks its user for the key if it is offered Basic; other clients use Bearer.
             wants_page = "text/html" in headers.get("accept", "")
             raise ApiError(
                 401,
@@ -70,7 +71,7 @@ class Gate:
 
     def _check_host(self, given: str) -> None:
         """A page from elsewhere may have its own name resolved to this machine (DNS rebinding): its
-        requests then look like our own, but for the name that they call."""
+        requests then look like those of our own pages, but for the Host header."""
         allowed = self._settings.allowed_hosts
         host = PORT.sub("", given).lower()
         if allowed and host not in allowed:
@@ -83,7 +84,7 @@ class Gate:
 
 
 class _Passage:
-    """One request's way through the gate."""
+    """One request between the client and the application."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_body_bytes: int) -> None:
         self._scope = scope

@@ -1,7 +1,7 @@
-"""Takes connections from a listening socket, as many as there is room for, and ends them.
+"""Accepts connections from a listening socket, as many as there is room for, and ends them.
 
-uvicorn's own server would accept without a bound: with all files open, the event loop closes each
-new connection without a word.
+uvicorn's own server accepts without a bound: once all files are open, the event loop closes each
+new connection without an answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRIM_SECONDS = 10.0  # between two returns of freed memory to the system
 LOG_SECONDS = 10.0  # between two log lines about connections that were closed or refused
 PAUSE_SECONDS = 0.1  # without accepting, after a failure
 MAX_ACCEPTS = 64  # before other work gets its turn
-MAX_SPARE = 32  # connections beyond max_connections that are being told so
+MAX_SPARE = 32  # connections beyond max_connections that are open to be refused
 RESERVED_FILES = MAX_ACCEPTS + MAX_SPARE + 64  # the last for the engine, logs and libraries
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class HttpServer:
         self._update_date()
 
     def start(self) -> None:
-        """Begin to take connections. The socket must listen."""
+        """Begin to accept connections. The socket must listen."""
         self._listener.setblocking(False)
         self._go_on_accepting()
 
@@ -82,7 +82,7 @@ class HttpServer:
             await self._trim()
 
     async def close(self, seconds: float) -> None:
-        """Take no more connections. Those with a request may end within this many seconds."""
+        """Accept no more connections. Those with a request have this many seconds to end."""
         self._is_closed = True
         self._stop_accepting()
         for connection in list(self.connections.open):
@@ -111,13 +111,13 @@ class HttpServer:
             self._is_accepting = False
 
     def _accept(self) -> None:
-        """Take what waits in the socket's queue."""
+        """Accept what waits in the socket's queue."""
         for _ in range(MAX_ACCEPTS):
             try:
                 accepted, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # of too many open files, say
+            except OSError as error:  # too many open files, for example
                 # The socket stays readable: without a pause the loop would spin.
                 self.connections.closed[f"not taken at once ({error.strerror})"] += 1
                 self._stop_accepting()
@@ -163,7 +163,7 @@ class HttpServer:
         self.connections.uvicorn.default_headers = [(b"date", formatdate(usegmt=True).encode())]
 
     def _log(self) -> None:
-        """Say what was closed and refused, but not for each connection."""
+        """Log what was closed and refused, without a line for each connection."""
         closed, now = self.connections.closed, time.monotonic()
         if not closed or now - self._last_log_time < LOG_SECONDS:
             return
@@ -178,8 +178,8 @@ class HttpServer:
         self._last_log_time = now
 
     async def _trim(self) -> None:
-        """What many connections or large bodies took must not stay with this process: glibc keeps
-        what is freed below other allocations until it is asked."""
+        """Return the memory of connections and large bodies that have ended to the system: glibc
+        keeps what is freed below other allocations until it is asked to trim."""
         num_ended = self.connections.uvicorn.total_requests + self.connections.num_ended
         is_due = time.monotonic() - self._last_trim_time >= TRIM_SECONDS
         if is_due and num_ended > self._num_ended_at_trim:
@@ -188,7 +188,7 @@ class HttpServer:
 
 
 def _spare_app(app: ASGIApp, max_connections: int) -> ASGIApp:
-    """What serves connections beyond the limit: /health as always, and 503 for everything else."""
+    """Serves connections beyond the limit: /health as always, and 503 for everything else."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         def closing_send(message: Message) -> Awaitable[None]:

@@ -6,7 +6,7 @@ import resource
 
 
 def raise_file_limit() -> tuple[int, int]:
-    """Raise the soft limit of open files to the hard one, which needs no rights.
+    """Raise the soft limit of open files to the hard one, which needs no privileges.
 
     The soft limit is often 1,024 for the sake of programs that call `select`. Returns the soft
     limit before and after.

@@ -1,9 +1,9 @@
-"""The pages that visitors see: the dashboard at /, the pool to drive by hand at /pool, the API's
+"""The pages for browsers: the dashboard at /, the block pool to drive by hand at /pool, the API's
 description at /docs.
 
 Each page is one self-contained document: styles and scripts are put into it when it is read, and
 nothing is fetched from elsewhere. The content security policy names the scripts by their digests,
-so that nothing that a request brings along can run as one.
+so that nothing in a request can run as one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _digest(script: str) -> str:
 
 
 def pages_router(feed: Feed) -> APIRouter:
-    """The pages and what feeds them. Authentication is the gate's."""
+    """The pages and the data behind them. Authentication is up to the gate."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")

@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(431, self._too_large)
             else:
                 self._refuse(400, "this is no HTTP/1.1 request")
-        # The parser keeps a header, or a trailer, and tells of it when it is complete.
+        # The parser reports a header, or a trailer, only when it is complete.
         is_pending = not self._has_parsed and self._phase != "none"
         self._num_pending_bytes = self._num_pending_bytes + len(data) if is_pending else 0
         if self._linger_until is not None:

@@ -1,4 +1,4 @@
-"""From the engine's streams to HTTP: opening them, merging them, and letting go of them."""
+"""From the engine's streams to HTTP: opening, merging and closing them, and server-sent events."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def close(streams: Sequence[RequestStream]) -> None:
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, StreamEvent]]:
-    """The events of all streams as they come, each with the number of its stream."""
+    """The events of all streams as they arrive, each with the index of its stream."""
     if len(streams) == 1:
         async for each in streams[0]:
             yield 0, each
@@ -115,7 +115,7 @@ async def results(streams: Sequence[RequestStream]) -> list[RequestOutput]:
 
 
 def check_ended(output: RequestOutput) -> None:
-    """ApiError 503 if the request was aborted: half an answer must not look like a whole one."""
+    """ApiError 503 if the request was aborted: a partial answer must not look like a whole one."""
     if any(each.finish_reason == "abort" for each in output.outputs) or not output.outputs:
         raise ApiError(
             503, "the request was ended by the server", code="aborted", retry_after=RETRY_SECONDS
@@ -177,7 +177,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def _engine_ids(request: Request, count: int) -> list[str]:
-    """Names of a request's prompts; clients may use the same request id twice at once."""
+    """The engine's ids of a request's prompts; clients may use one request id twice at a time."""
     request_id = request_id_of(request)
     names = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
     context = context_of(request)

@@ -15,12 +15,12 @@ from octavo.server.http.replies import (
     TopLogprob,
 )
 
-# JSON has no infinity; what OpenAI writes for a token that cannot be drawn.
+# JSON has no infinity; OpenAI writes this for a token that cannot be sampled.
 LOWEST = -9999.0
 
 
 class TokenTexts:
-    """Says what single tokens stand for. Without a tokenizer, that is their number."""
+    """The texts of single tokens. Without a tokenizer, they are the token ids."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -44,7 +44,7 @@ class TokenTexts:
         return known
 
     def is_hidden(self, token_id: int) -> bool:
-        """Whether outputs leave the token out unless they are told to show special ones."""
+        """Whether outputs leave the token out unless special tokens are asked for."""
         return self._tokenizer is not None and self._tokenizer.is_special(token_id)
 
     def prompt_logprobs(self, scores: Sequence[TokenLogprobs | None], count: int) -> PromptLogprobs:
@@ -90,14 +90,14 @@ class CompletionScores:
     def prompt(
         self, token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobs:
-        """Of an echoed prompt; its first token has no predecessor, so it has no score."""
+        """The scores of an echoed prompt. Its first token has no predecessor, so it has none."""
         entries = CompletionLogprobs([], [], [], [])
         for token_id, score in zip(token_ids, scores, strict=True):
             self._add(entries, token_id, score)
         return entries
 
     def output(self, scores: Iterable[TokenLogprobs]) -> CompletionLogprobs:
-        """Of the output's next tokens."""
+        """The scores of the output's next tokens."""
         entries = CompletionLogprobs([], [], [], [])
         for score in scores:
             self._add(entries, score.token_id, score)

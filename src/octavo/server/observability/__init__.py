@@ -1,1 +1,1 @@
-"""What one sees of a running server: metrics, logs, health, and the events behind the pages."""
+"""Observing a running server: metrics, logs, health, and the events behind the pages."""

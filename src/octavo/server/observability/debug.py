@@ -1,4 +1,4 @@
-"""GET /debug/kv: where a request's KV lies, what it found in the prefix cache, and why no more."""
+"""GET /debug/kv: a request's block tables, its prefix-cache hits, and why there were no more."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from octavo.server.http.context import reply
 from octavo.server.http.errors import ApiError
 from octavo.server.observability.event_text import LOOKUP_ENDS
 
-KEPT_REQUESTS = 1000  # finished ones that can still be asked about
+KEPT_REQUESTS = 1000  # finished ones that are remembered
 KEPT_EVENTS = 32  # admissions and preemptions of one request
 
 
 class History:
-    """What befell one request."""
+    """The admissions and preemptions of one request."""
 
     def __init__(self) -> None:
         self.events: deque[Admitted | Preempted] = deque(maxlen=KEPT_EVENTS)
@@ -67,7 +67,7 @@ class Lookups(Listener):
         while len(self._ended) > KEPT_REQUESTS:
             oldest = self._ended.popleft()
             known = self._histories.get(oldest)
-            # The name may have been used again since.
+            # The id may have been used again since.
             if known is not None and known.finish_reasons is not None:
                 del self._histories[oldest]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
 
-SHOWN_BLOCKS = 6  # named in a line; of more only the number is told
+SHOWN_BLOCKS = 6  # named in a line; of more, only their number is given
 
 # Why a lookup in the prefix cache ended; see `octavo.engine.events.Admitted`.
 LOOKUP_ENDS = {

@@ -21,7 +21,7 @@ class Health:
 def judge(
     supervisor: Supervisor, supervision: Supervision, delivery: Delivery, is_draining: bool
 ) -> Health:
-    """How things stand now."""
+    """The health at this moment."""
     state, stalled = supervisor.state, supervisor.seconds_stalled
     num_open = len(delivery.streams)
     reason = None

@@ -1,4 +1,4 @@
-"""Two ways to learn what happens: to be called (metrics, logs), or to read events (the pages)."""
+"""Two ways to follow the engine: callbacks (metrics, logs), and batches of events (the pages)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_BATCHES = 256  # that wait for a subscriber
 
 
 class Listener:
-    """Is told what happens, in the API process; the base for metrics. All methods do nothing.
+    """Callbacks for what happens in the engine; metrics and logs override some. These do nothing.
 
-    They are called in the event loop, between messages, and must be quick. Times are of
-    `time.monotonic`.
+    They are called in the API process, in its event loop between messages, and must be quick. Times
+    are those of `time.monotonic`.
     """
 
     def request_added(self, request: OpenRequest) -> None:

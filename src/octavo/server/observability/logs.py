@@ -1,4 +1,4 @@
-"""Log lines: plain for people, or one JSON object a line for programs.
+"""Log lines: plain for people, or one JSON object per line for programs.
 
 No line holds a prompt, an output or a key. Records carry numbers and names in the fields listed
 here; anything else that a caller attaches to a record is left out.
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, and the fields of the record."""
+    """One object per line: time, level, logger, message, and the fields of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         values: dict[str, Any] = {
@@ -125,7 +125,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _quoted(value: object) -> object:
-    """A client's words (its user's name, a path) must not look like fields or lines of the log."""
+    """What a client sent (a user's name, a path) must not look like fields or lines of the log."""
     is_plain = not isinstance(value, str) or (value.isprintable() and " " not in value)
     return value if is_plain else json.dumps(value)
 

@@ -1,7 +1,7 @@
 """Prometheus metrics: names and meanings are in docs/observability.md.
 
-Gauges and totals are read from the engine's client when somebody asks for them, so they cost
-nothing in between. Only what a total cannot tell, times and sizes, is observed as it happens.
+Gauges and totals are read from the engine's client when they are scraped, so they cost nothing in
+between. Only distributions, those of times and sizes, are observed as they happen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 TOKENS = tuple(mantissa * 10**power for power in range(6) for mantissa in (1, 2, 5))
 
-# Name, after octavo_: what it tells, and its buckets.
+# Name, after octavo_: the help text, and the buckets.
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", SHORT),
     "inter_token_latency_seconds": ("Between two tokens of one sample.", SHORT),
@@ -55,7 +55,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_n": ("Samples or beams that a request asked for.", SAMPLES),
     "request_num_preemptions": ("Preemptions of a finished request.", PREEMPTIONS),
 }
-# Name, after octavo_ and before _total: what it tells, and its label besides the model's name.
+# Name, after octavo_ and before _total: the help text, and the label beside the model's name.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "num_preemptions": ("Requests taken off the device.", ("mode",)),
     "preemption_cost_seconds": ("What coming back costs, as measured.", ("mode",)),
@@ -87,7 +87,7 @@ class LatencyCounts:
 
 
 class Metrics(Listener):
-    """Owns a registry of its own, so that several servers in one process do not meet."""
+    """Has a registry of its own, so that several servers in one process do not share metrics."""
 
     def __init__(self, model_name: str) -> None:
         registry = self.registry = CollectorRegistry()
@@ -108,7 +108,7 @@ class Metrics(Listener):
         }
 
     def watch(self, client: EngineClient) -> None:
-        """Read gauges and totals from this client when they are asked for."""
+        """Read gauges and totals from this client when they are scraped."""
         self.registry.register(EngineTotals(client, self._model_name))
 
     def latency_counts(self) -> LatencyCounts:
@@ -117,7 +117,7 @@ class Metrics(Listener):
         inter_token = self._families["inter_token_latency_seconds"]
         return LatencyCounts(list(SHORT), _counts(first_token), _counts(inter_token))
 
-    # ---------------------------------------------------------------- what the client tells
+    # ---------------------------------------------------------------- callbacks of the client
 
     def request_refused(self, error: Exception) -> None:
         reasons: tuple[tuple[type[Exception], str], ...] = (
@@ -211,7 +211,7 @@ class Metrics(Listener):
 
 
 def metrics_router(metrics: Metrics) -> APIRouter:
-    """GET /metrics, in Prometheus' text format or OpenMetrics, as the client prefers."""
+    """GET /metrics, in Prometheus' text format or OpenMetrics, as the client accepts it."""
     router = APIRouter()
 
     @router.get(

@@ -1,4 +1,4 @@
-"""All that one sees of a server, put together: metrics, dashboard, debug endpoint, log lines."""
+"""Everything that observes a server, put together: metrics, dashboard, debug endpoint, log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.server.observability.metrics import Metrics, metrics_router
 
 @dataclass(slots=True)
 class Observation:
-    """Owns what watches one engine's client.
+    """Owns the observers of one engine's client.
 
     >>> observation = Observation("demo")
     >>> client = EngineClient(config, listeners=observation.listeners)
@@ -37,7 +37,7 @@ class Observation:
         return [self.metrics, self.lookups, self.log]
 
     def routers(self, client: EngineClient) -> list[APIRouter]:
-        """The endpoints, for an app whose gate asks for the API key. Call it once a client."""
+        """The endpoints, for an app whose gate checks API keys. To be called once per client."""
         self.metrics.watch(client)
         feed = Feed(client, self.metrics)
         return [

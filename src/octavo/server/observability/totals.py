@@ -1,4 +1,4 @@
-"""Gauges and totals of the engine, read from its client when Prometheus asks."""
+"""Gauges and totals of the engine, read from its client when Prometheus scrapes them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LABELS = ("model_name",)
 
 
 class EngineTotals(Collector):
-    """Reads how things stand from a client, at the moment of asking."""
+    """Reads gauges and counters from a client at the moment of a scrape."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
         self._labels = [model_name]
 
     def describe(self) -> list[Metric]:
-        return []  # names need not be known before the engine is
+        return []  # so that registering does not collect, before there is an engine
 
     def collect(self) -> Iterator[Metric]:
         yield from self._gauges()

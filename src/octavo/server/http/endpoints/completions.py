@@ -108,7 +108,7 @@ class Completion(msgspec.Struct, kw_only=True):
 def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Params:
     """The engine's parameters.
 
-    `max_tokens` 0 becomes 1: the engine draws a token to score the prompt, and it is not shown.
+    `max_tokens` 0 becomes 1: the engine samples a token to score the prompt, and it is not shown.
 
     Raises:
         InvalidRequest, ApiError: a value that cannot be, or that contradicts another; named.
@@ -156,7 +156,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         self, request: Request, body: CompletionBody, model: str, streams: Sequence[RequestStream]
     ) -> None:
         super().__init__(request, body, model, streams)
-        # An output of no tokens still draws one: it is what scores the prompt.
+        # With max_tokens 0 the engine samples a token all the same, to score the prompt.
         self._hides_output = body.max_tokens == 0
         self._scores: dict[int, CompletionScores] = {}  # by choice, once it has begun
 
@@ -211,7 +211,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         token_ids: list[int],
         logprobs: list[TokenLogprobs],
     ) -> CompletionChoice:
-        """More of a choice: new text and tokens, and before the first ones what is echoed."""
+        """The next piece of a choice: new text and tokens; the first piece also has the echo."""
         if self._hides_output:
             text, token_ids, logprobs = "", [], []
         self.num_output_tokens += len(token_ids)
@@ -228,7 +228,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         return choice
 
     def _begin(self, choice: CompletionChoice, prompt: int) -> CompletionScores:
-        """Put before the choice's text what comes before it."""
+        """Start the choice's scores, and put in front of its text what is echoed."""
         body, stream = self.body, self.streams[prompt]
         scores = CompletionScores(
             self.texts, body.logprobs or 0, show_special=body.skip_special_tokens is False

@@ -47,7 +47,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{model:path}", **documented(None, ModelCard))
 async def get_model(request: Request, model: str) -> Response:
-    """One of them."""
+    """One of these names."""
     context = context_of(request)
     return reply(_card(context, context.model_name(model)))
 

@@ -1,4 +1,4 @@
-"""Pinned prefixes (paper section 4.4): computed once, and kept in the cache for good."""
+"""Pinned prefixes (paper section 4.4): computed once, and kept in the cache until unpinned."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def pin_prefix(request: Request) -> Response:
 
 @router.get("", **documented(None, PrefixList))
 async def list_prefixes(request: Request) -> Response:
-    """The prefixes that this key's holder has pinned."""
+    """The prefixes that the holder of this key has pinned."""
     client, tenant = context_of(request).client, tenant_of(request)
     size = client.info.block_size
     own = [pin for pin in client.list_prefixes() if tenant.unscoped(pin.name) is not None]
