@@ -3,19 +3,37 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.core.kv.invariants import check_manager
 from octavo.errors import InvalidRequest
+from octavo.server.http import playpool
+from octavo.server.http.bodies import decode_body
+from octavo.server.http.errors import ApiError
 from octavo.server.http.playpool import (
     BLOCK_SIZE,
     MAX_OPERATIONS,
     NUM_BLOCKS,
     TEXTBOOK,
+    Operation,
+    Play,
     PlayPool,
-    play,
     textbook_case,
 )
+
+
+def read(operations: list[dict[str, Any]]) -> list[Operation]:
+    return decode_body(msgspec.json.encode({"operations": operations}), Play).operations
+
+
+def play(operations: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the page gets for these operations."""
+    return playpool.play(read(operations))
+
+
+def run(pool: PlayPool, **operation: Any) -> None:
+    pool.run(read([operation])[0])
 
 
 def tables(state: dict[str, Any]) -> dict[str, list[int]]:
@@ -86,35 +104,48 @@ def test_freeing_one_keeps_what_others_hold() -> None:
 @pytest.mark.parametrize(
     ("operations", "message"),
     [
-        ([{"op": "steal"}], r"operations\[0\].op: 'steal' is not one of new, append"),
-        ([{}], r"op: None is not one of"),
-        ([{"op": "new", "tokens": 3}], r"tokens: new has no such field"),
+        (
+            [{"op": "steal"}],
+            r"operations\[0\]: input tag 'steal' found using 'op'.*'new', 'append'",
+        ),
+        ([{}], r"operations\[0\]: unable to extract tag using discriminator 'op'"),
+        ([{"op": "new", "tokens": 3}], r"operations\[0\].tokens: there is no such field"),
+        ([{"op": "z" * 10_000}], r"input tag 'z{100,250}\.\.\.$"),
         ([{"op": "free", "sequence": "A"}], r"no sequence 'A'; alive: none"),
-        ([{"op": "free", "sequence": ["A"]}], "no sequence a list; alive: none"),
-        ([{"op": "x" * 100}], "op: 'x{64}' is not one of"),
-        ([{"op": "new", "y" * 100: 1}], r"\.y{64}: new has no such field"),
-        ([{"op": "new"}, {"op": "append", "sequence": "A", "tokens": 0}], "0 is not a whole"),
-        ([{"op": "new"}, {"op": "append", "sequence": "A", "tokens": True}], "True is not a"),
-        ([{"op": "new"}, {"op": "fork", "sequence": "A", "times": 65}], "from 1 to 64"),
+        ([{"op": "free", "sequence": ["A"]}], "sequence: input should be a valid string"),
+        ([{"op": "x" * 100}], "input tag 'x{100}' found"),
+        ([{"op": "new", "y" * 100: 1}], r"\.y{64}\.\.\.: there is no such field"),
+        (
+            [{"op": "new"}, {"op": "append", "sequence": "A", "tokens": 0}],
+            "tokens: input should be greater than or equal to 1, not 0",
+        ),
+        (
+            [{"op": "new"}, {"op": "append", "sequence": "A", "tokens": True}],
+            "valid integer, not True",
+        ),
+        (
+            [{"op": "new"}, {"op": "fork", "sequence": "A", "times": 65}],
+            "less than or equal to 64, not 65",
+        ),
         ([{"op": "new"}, {"op": "rewrite", "sequence": "A"}], "A has no token yet"),
         ([{"op": "new"}] * 65, r"operations\[64\].times: 64 sequences are alive"),
-        ([{"op": "new"}] * (MAX_OPERATIONS + 1), "1001 are more than the 1000 allowed"),
+        ([{"op": "new"}] * (MAX_OPERATIONS + 1), "at most 1000 items after validation, not 1001"),
     ],
 )
 def test_mistakes_are_named(operations: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises((ApiError, InvalidRequest), match=message):
         play(operations)
 
 
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
     pool = PlayPool()
-    pool.run({"op": "new"})
-    pool.run({"op": "append", "sequence": "A", "tokens": NUM_BLOCKS * BLOCK_SIZE - 8})
-    pool.run({"op": "fork", "sequence": "A", "times": 1})
+    run(pool, op="new")
+    run(pool, op="append", sequence="A", tokens=NUM_BLOCKS * BLOCK_SIZE - 8)
+    run(pool, op="fork", sequence="A", times=1)
     before = pool.state()
     # Room for the token there is, in a shared block that would have to be copied.
     with pytest.raises(InvalidRequest, match="B needs more than the 0 free blocks"):
-        pool.run({"op": "append", "sequence": "B", "tokens": 1})
+        run(pool, op="append", sequence="B", tokens=1)
     assert pool.state() | {"events": []} == before | {"events": []}
 
 
@@ -134,7 +165,7 @@ def test_random_operations_keep_the_invariants() -> None:
         if verb == "fork":
             operation["times"] = draw.randint(1, 3)
         try:
-            pool.run(operation)
+            run(pool, **operation)
         except InvalidRequest:
             num_refused += 1
         check_manager(pool.kv, [m.seq for m in pool.members.values() if m.seq.table is not None])

@@ -28,6 +28,7 @@ from octavo.server.http.aside import aside
 from octavo.server.http.errors import ApiError, ClientGone, refused
 
 MAX_SHOWN = 64  # characters of a client's own words in an error message
+MAX_MESSAGE = 256  # characters of a message by pydantic
 LARGE_BODY = 1 << 16  # bytes; larger bodies are decoded in a thread
 # pydantic holds the GIL while it validates, so the time of one call must be bounded. What takes
 # longest are arrays, objects and the members of objects, and no body needs many.
@@ -186,7 +187,9 @@ def _api_error(kind: type[Body], errors: Sequence[ErrorDetails]) -> ApiError:
     is_field = bool(path) and isinstance(path[-1], str)
     if kind_of_error == "missing" or (value is None and is_field):
         return ApiError(400, f"{where}: it is missing", param, "missing_field")
-    message = ", or ".join(dict.fromkeys(_lowered(error["msg"]) for error in chosen))
+    # A message may quote what the client sent.
+    messages = dict.fromkeys(_clipped(_lowered(error["msg"]), MAX_MESSAGE) for error in chosen)
+    message = ", or ".join(messages)
     if kind_of_error not in CODES and isinstance(value, str | int | float):
         message += f", not {shown(value)}"
     return ApiError(400, f"{where}: {message}", param, CODES.get(kind_of_error, "invalid_value"))
@@ -249,5 +252,5 @@ def _hint(kind: type[Body], name: str) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _clipped(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+def _clipped(text: str, limit: int = MAX_SHOWN) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."

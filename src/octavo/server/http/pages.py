@@ -13,16 +13,15 @@ import hashlib
 import re
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
 from octavo.server.engine_process.feed import MAX_VIEWERS, Feed
-from octavo.server.http.bodies import FAIL_FAST, Body, read_body
+from octavo.server.http.bodies import read_body
 from octavo.server.http.context import context_of, reply
 from octavo.server.http.errors import ApiError
-from octavo.server.http.playpool import play, textbook_case
+from octavo.server.http.playpool import Play, play, textbook_case
 from octavo.server.http.streams import EventStream
 
 INCLUDE = re.compile(r"<!-- (style|script): ([\w. ]+) -->")
@@ -86,13 +85,9 @@ def pages_router(feed: Feed) -> APIRouter:
 
     @router.post("/pool/play")
     async def play_operations(request: Request) -> Response:
-        return reply(play((await read_body(request, _Play)).operations))
+        return reply(play((await read_body(request, Play)).operations))
 
     return router
-
-
-class _Play(Body):
-    operations: Annotated[list[dict[str, Any]], FAIL_FAST]
 
 
 def _page(name: str) -> HTMLResponse:

@@ -7,33 +7,74 @@ the page sends whole; the server keeps nothing, and undoing is leaving out the l
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from octavo.core.decoding import Sampling
 from octavo.core.kv.manager import Changes, KVCacheManager
 from octavo.core.kv.specs import FullAttention
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, shown
+from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Body
 
 BLOCK_SIZE = 16  # tokens
 NUM_BLOCKS = 64
 MAX_OPERATIONS = 1000
 MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE  # in one append
 MAX_SEQUENCES = 64  # alive at a time
-MAX_SHOWN = 64  # characters of a visitor's own words in a message
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 TEXTBOOK_PROMPT_TOKENS, TEXTBOOK_BEAMS, TEXTBOOK_TOKENS = 64, 4, 10
 # The textbook sets two fresh blocks aside for each beam, although ten tokens fill one.
 TEXTBOOK_BLOCKS_PER_BEAM = 2
 
-Operation = dict[str, Any]
 
-TEXTBOOK: list[Operation] = [
+class New(Body):
+    """Start an empty sequence."""
+
+    op: Literal["new"]
+
+
+class Append(Body):
+    op: Literal["append"]
+    sequence: str
+    tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE_FLOATS]
+
+
+class Fork(Body):
+    """Make copies of a sequence that share its blocks."""
+
+    op: Literal["fork"]
+    sequence: str
+    times: Annotated[int, Field(ge=1, le=MAX_SEQUENCES), WHOLE_FLOATS]
+
+
+class Rewrite(Body):
+    """Write the last token once more, in its place."""
+
+    op: Literal["rewrite"]
+    sequence: str
+
+
+class Free(Body):
+    op: Literal["free"]
+    sequence: str
+
+
+Operation = Annotated[New | Append | Fork | Rewrite | Free, Field(discriminator="op")]
+
+
+class Play(Body):
+    """POST /pool/play"""
+
+    operations: Annotated[list[Operation], Field(max_length=MAX_OPERATIONS), FAIL_FAST]
+
+
+TEXTBOOK: list[dict[str, Any]] = [
     {"op": "new"},
     {"op": "append", "sequence": "A", "tokens": TEXTBOOK_PROMPT_TOKENS},
     {"op": "fork", "sequence": "A", "times": TEXTBOOK_BEAMS - 1},
@@ -41,11 +82,11 @@ TEXTBOOK: list[Operation] = [
 ]
 # It goes on as beam search does: the worst beam is dropped and the best one goes on twice, which
 # then share a block that is not full yet. The first to append to it gets a copy of its own.
-TEXTBOOK_FORK: list[Operation] = [
+TEXTBOOK_FORK: list[dict[str, Any]] = [
     {"op": "free", "sequence": "D"},
     {"op": "fork", "sequence": "A", "times": 1},
 ]
-TEXTBOOK_WRITE: list[Operation] = [{"op": "append", "sequence": "E", "tokens": 1}]
+TEXTBOOK_WRITE: list[dict[str, Any]] = [{"op": "append", "sequence": "E", "tokens": 1}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +125,21 @@ class PlayPool:
         """Carry out one operation.
 
         Raises:
-            InvalidRequest: it is malformed, names a sequence that is not there, or needs more
-                free blocks than there are. The pool is as it was.
+            InvalidRequest: it names a sequence that does not exist, or needs more free blocks than
+                there are. The pool is as it was.
         """
-        verb = operation.get("op")
-        verbs: dict[Any, tuple[Callable[[Operation], str], set[str]]] = {
-            "new": (self._new, set()),
-            "append": (self._append, {"sequence", "tokens"}),
-            "fork": (self._fork, {"sequence", "times"}),
-            "rewrite": (self._rewrite, {"sequence"}),
-            "free": (self._free, {"sequence"}),
-        }
-        if not isinstance(verb, str) or verb not in verbs:
-            raise InvalidRequest("op", f"{_shown(verb)} is not one of {', '.join(verbs)}")
-        act, fields = verbs[verb]
-        unknown = sorted(set(map(str, operation)) - fields - {"op"})
-        if unknown:
-            raise InvalidRequest(unknown[0][:MAX_SHOWN], f"{verb} has no such field")
         self.events = []
-        label = act(operation)
+        match operation:
+            case New():
+                label = self._new()
+            case Append(sequence=name, tokens=num_tokens):
+                label = self._append(name, num_tokens)
+            case Fork(sequence=name, times=times):
+                label = self._fork(name, times)
+            case Rewrite(sequence=name):
+                label = self._rewrite(name)
+            case Free(sequence=name):
+                label = self._free(name)
         self.history.append(Count(label, self.kv.pool.num_held, self.num_naive_blocks))
 
     @property
@@ -112,23 +149,20 @@ class PlayPool:
 
     # ---------------------------------------------------------------- the operations
 
-    def _new(self, operation: Operation) -> str:
+    def _new(self) -> str:
         self._check_room_for(1)
         name = self._next_name()
         self.members[name] = _Member(self._sequence([]), None)
         return f"new sequence {name}"
 
-    def _append(self, operation: Operation) -> str:
-        name, member = self._member(operation)
-        num_tokens = _int(operation, "tokens", 1, MAX_TOKENS)
+    def _append(self, name: str, num_tokens: int) -> str:
+        member = self._member(name)
         self._write(name, member, member.seq.num_tokens, num_tokens)
         return f"append {num_tokens} to {name}"
 
-    def _fork(self, operation: Operation) -> str:
-        name, member = self._member(operation)
-        times = _int(operation, "times", 1, MAX_SEQUENCES)
+    def _fork(self, name: str, times: int) -> str:
+        parent = self._member(name).seq
         self._check_room_for(times)
-        parent = member.seq
         for _ in range(times):
             child_name = self._next_name()
             child = self._sequence(parent.token_ids)
@@ -138,17 +172,16 @@ class PlayPool:
             self.events.append({"kind": "fork", "sequence": child_name, "parent": name})
         return f"fork {name}" + (f" {times} times" if times > 1 else "")
 
-    def _rewrite(self, operation: Operation) -> str:
-        """Write the last token once more, in its place."""
-        name, member = self._member(operation)
+    def _rewrite(self, name: str) -> str:
+        member = self._member(name)
         num_tokens = member.seq.num_tokens
         if num_tokens == 0:
             raise InvalidRequest("sequence", f"{name} has no token yet; append some first")
         self._write(name, member, num_tokens - 1, 1)
         return f"rewrite the last token of {name}"
 
-    def _free(self, operation: Operation) -> str:
-        name, member = self._member(operation)
+    def _free(self, name: str) -> str:
+        member = self._member(name)
         held = [] if member.seq.table is None else member.seq.table.held()
         self.kv.free(member.seq)
         del self.members[name]
@@ -204,12 +237,11 @@ class PlayPool:
         self._num_named += 1
         return NAMES[letter] + (str(cycle + 1) if cycle else "")
 
-    def _member(self, operation: Operation) -> tuple[str, _Member]:
-        name = operation.get("sequence")
-        if not isinstance(name, str) or name not in self.members:
+    def _member(self, name: str) -> _Member:
+        if name not in self.members:
             alive = ", ".join(self.members) or "none"
-            raise InvalidRequest("sequence", f"there is no sequence {_shown(name)}; alive: {alive}")
-        return name, self.members[name]
+            raise InvalidRequest("sequence", f"there is no sequence {shown(name)}; alive: {alive}")
+        return self.members[name]
 
     def _check_room_for(self, num_new: int) -> None:
         if len(self.members) + num_new > MAX_SEQUENCES:
@@ -263,12 +295,8 @@ def play(operations: Seq[Operation]) -> dict[str, Any]:
     """The state after `operations` on a fresh pool.
 
     Raises:
-        InvalidRequest: there are too many, or one cannot be carried out; the message says which.
+        InvalidRequest: one cannot be carried out; the message says which.
     """
-    if len(operations) > MAX_OPERATIONS:
-        raise InvalidRequest(
-            "operations", f"{len(operations)} are more than the {MAX_OPERATIONS} allowed"
-        )
     pool = PlayPool()
     for number, operation in enumerate(operations):
         try:
@@ -299,17 +327,3 @@ def textbook_case() -> dict[str, Any]:
         "paged": prompt_blocks + TEXTBOOK_BEAMS * TEXTBOOK_BLOCKS_PER_BEAM,
         "naive": TEXTBOOK_BEAMS * prompt_blocks,
     }
-
-
-def _int(operation: Operation, name: str, least: int, most: int) -> int:
-    value = operation.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise InvalidRequest(name, f"{_shown(value)} is not a whole number from {least} to {most}")
-    return value
-
-
-def _shown(value: object) -> str:
-    """What a visitor sent, as far as it is worth repeating."""
-    if isinstance(value, dict | list):
-        return f"a {type(value).__name__}"
-    return repr(value if not isinstance(value, str) else value[:MAX_SHOWN])
