@@ -1,4 +1,4 @@
-"""Translate with four beams, which share the blocks of whatever they have in common."""
+"""Translate with four beams, which share the KV blocks of their common prefixes."""
 
 from octavo import LLM, BeamSearchParams
 

@@ -1,4 +1,4 @@
-"""A short conversation. Each turn finds the turns before it in the prefix cache."""
+"""A short conversation: each turn finds the previous turns in the prefix cache."""
 
 from octavo import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Pin a few-shot prefix: its KV blocks are computed once, and each request begins after them."""
+"""Pin a few-shot prefix: its KV blocks are computed once and reused by every request."""
 
 from octavo import LLM, SamplingParams
 

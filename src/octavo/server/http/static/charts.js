@@ -2,7 +2,7 @@
 
 const CHART_SECONDS = 120;
 
-// `series` is a list of {label, color} (the colour is a CSS variable); `format(value)` writes a value.
+// `series` is a list of {label, color} (the colour is a CSS variable); `format(value)` returns the text of a value.
 function makeChart(canvas, series, format) {
   const context = canvas.getContext("2d");
   const HEIGHT = 110;
@@ -46,7 +46,7 @@ function makeChart(canvas, series, format) {
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "bottom";
     if (known.length) context.fillText(format(most), 0, top - 2);
-    else context.fillText("drawn as requests run", 0, bottom - 4);
+    else context.fillText("no data yet", 0, bottom - 4);
     if (points.length === 0) return;
     const now = points[points.length - 1].t;
     // The first series is the main one, so it is drawn last, on top of the others.
@@ -56,18 +56,18 @@ function makeChart(canvas, series, format) {
       context.lineWidth = 1.75;
       context.lineJoin = "round";
       context.beginPath();
-      let down = false;
+      let penDown = false;
       for (const point of points) {
         const value = point.values[number];
         if (value === null) {
-          down = false;
+          penDown = false;
           continue;
         }
         const x = width - ((now - point.t) / CHART_SECONDS) * width;
         const y = bottom - (value / most) * (bottom - top);
-        if (down) context.lineTo(x, y);
+        if (penDown) context.lineTo(x, y);
         else context.moveTo(x, y);
-        down = true;
+        penDown = true;
       }
       context.stroke();
     });
@@ -91,19 +91,19 @@ function makeChart(canvas, series, format) {
   };
 }
 
-// The value below which a share of what fell into the buckets lies, linear inside a bucket.
-// `counts` has one entry more than `bounds`: the last is all that lies above. null if all are 0.
-function quantile(bounds, counts, share) {
+// The quantile of a histogram, with linear interpolation inside a bucket; null if all counts are 0.
+// `counts` has one entry more than `bounds`: the last one counts all values above the last bound.
+function quantile(bounds, counts, fraction) {
   const total = counts.reduce((sum, count) => sum + count, 0);
   if (total === 0) return null;
-  let wanted = share * total;
+  let remaining = fraction * total;
   for (let i = 0; i < counts.length; i++) {
-    if (wanted <= counts[i] && counts[i] > 0) {
+    if (remaining <= counts[i] && counts[i] > 0) {
       const low = i > 0 ? bounds[i - 1] : 0;
       const high = i < bounds.length ? bounds[i] : bounds[bounds.length - 1];
-      return low + (high - low) * (wanted / counts[i]);
+      return low + (high - low) * (remaining / counts[i]);
     }
-    wanted -= counts[i];
+    remaining -= counts[i];
   }
   return bounds[bounds.length - 1];
 }

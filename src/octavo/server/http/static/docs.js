@@ -31,7 +31,7 @@ function typeName(schema) {
   return schema.type ?? "anything";
 }
 
-// Limits beyond the integers that JavaScript has are powers of two, or one less, which it rounds.
+// Limits beyond JavaScript's safe integers are powers of two, or one less, which it rounds.
 function limit(sign, value) {
   if (Math.abs(value) <= Number.MAX_SAFE_INTEGER) return `${sign} ${value}`;
   const power = `2^${Math.round(Math.log2(Math.abs(value)))}`;
@@ -55,7 +55,7 @@ function fieldList(schema) {
   return list;
 }
 
-// The structures inside a structure, each once, in the order in which they are met.
+// The structures inside a structure, each once, in order of appearance.
 function inside(api, schema, found = new Map()) {
   for (const value of Object.values(schema ?? {})) {
     if (typeof value !== "object" || value === null) continue;
@@ -105,7 +105,7 @@ async function show() {
   const place = document.getElementById("endpoints");
   const response = await fetch("/openapi.json");
   if (!response.ok) {
-    place.textContent = `The server says ${response.status}.`;
+    place.textContent = `The server answered with status ${response.status}.`;
     return;
   }
   const api = await response.json();

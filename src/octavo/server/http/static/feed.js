@@ -1,14 +1,14 @@
-// What the server tells of itself, kept up to date from the stream of frames.
+// The state of the server, kept up to date from its stream of frames.
 
 const feed = (() => {
-  const GONE_ROWS = 12; // finished requests that stay in the list for a while
+  const MAX_FINISHED = 12; // finished requests that stay in the list
   const model = {
     hello: null, // {model, version, block_size, num_blocks, num_swap_blocks}
     frame: null, // the latest one
-    requests: new Map(), // id -> what the frames say of it, `done` when it is over
+    requests: new Map(), // id -> its latest update, `done` once it has finished
     cached: new Uint8Array(0), // by block id
     pins: {}, // name -> block ids
-    events: [], // the latest first, numbered
+    events: [], // newest first, numbered
     hue: (id) => hues.get(id) ?? 175,
   };
   const hues = new Map();
@@ -17,12 +17,12 @@ const feed = (() => {
   let numSeen = 0, numEvents = 0;
   let abort = null;
 
-  // A colour for each request; neighbours in time are far apart on the wheel.
+  // A colour for each request; those of consecutive requests are far apart on the colour wheel.
   function giveHue(id) {
     if (!hues.has(id)) hues.set(id, Math.round((172 + 137.5 * numSeen++) % 360));
   }
 
-  // Runs of blocks that are not cached and that are, in turn, from the null block on.
+  // `runs` are lengths of alternating runs of uncached and cached blocks, starting at the null block.
   function takeCached(runs) {
     const cached = new Uint8Array(model.hello.num_blocks + 1);
     let id = 0;
@@ -35,7 +35,7 @@ const feed = (() => {
     const known = model.requests.get(update.id);
     const before = new Map((known ? known.sequences : []).map((sequence) => [sequence.id, sequence]));
     for (const sequence of update.sequences) {
-      // Each group's table comes as [entries that stay, new entries after them].
+      // Each group's table arrives as [number of entries kept, new entries after them].
       const old = before.get(sequence.id);
       sequence.tables = sequence.tables.map(([kept, added], group) =>
         (kept ? old.tables[group].slice(0, kept) : []).concat(added));
@@ -47,7 +47,7 @@ const feed = (() => {
 
   function forgetOld() {
     const done = [...model.requests.values()].filter((request) => request.done);
-    for (const request of done.slice(0, Math.max(0, done.length - GONE_ROWS))) {
+    for (const request of done.slice(0, Math.max(0, done.length - MAX_FINISHED))) {
       model.requests.delete(request.id);
       hues.delete(request.id);
     }
@@ -70,7 +70,7 @@ const feed = (() => {
     for (const listener of listeners) listener(model);
   }
 
-  // Who holds each block of a tier, by block id; what is over holds nothing.
+  // The holders of each block of a tier, by block id; finished requests hold nothing.
   function holders(tier, numBlocks) {
     const blocks = Array.from({ length: numBlocks + 1 }, (_, id) => ({
       holders: [], pinned: null, cached: tier === "device" && model.cached[id] === 1,
@@ -110,8 +110,8 @@ const feed = (() => {
     else if (name === "lost") setLink("engine restarting", "lost");
   }
 
-  // Follows the server, and comes back after a pause when the connection is lost. A hidden page asks
-  // for nothing: the server works only while somebody looks.
+  // Follows the server's feed, and reconnects after a pause when the connection is lost. A hidden page
+  // disconnects, so that the server does no work for a page that is not visible.
   async function follow() {
     if (abort) abort.abort();
     if (document.hidden) return setLink("paused", "");
@@ -122,7 +122,7 @@ const feed = (() => {
         setLink("connection lost", "lost");
       } catch (error) {
         if (mine.signal.aborted) return;
-        setLink(error.status === 401 ? "not allowed: reload the page" : "connection lost", "lost");
+        setLink(error.status === 401 ? "not authorized: reload the page" : "connection lost", "lost");
         if (error.status === 401) return;
       }
       await new Promise((resolve) => setTimeout(resolve, 1500));

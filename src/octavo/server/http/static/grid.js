@@ -1,11 +1,11 @@
-// The pool as a grid of physical blocks, drawn on a canvas: thousands of them at ten frames a second.
+// The pool as a grid of physical blocks, drawn on a canvas: thousands of them, ten times per second.
 
-// `blocks` is an array indexed by block id (0 is no block): {holders, cached, pinned} where holders
-// is a list of {request, hue, sequence, index}. `onPoint(id)` hears of the block under the pointer
-// or the keyboard's cursor, null if none.
-// A grid with a `leader`, another grid, is no taller than that one and has no larger blocks.
+// `blocks` is an array indexed by block id (0 is unused): {holders, cached, pinned} where holders is
+// a list of {request, hue, sequence, index}. `onPoint(id)` is called with the block under the pointer
+// or the keyboard cursor, or null.
+// A grid with a `leader`, another grid, is at most as tall as that one, and its cells are no larger.
 function makeGrid(canvas, onPoint, leader = null) {
-  const MAX_HEIGHT = 440, LEAST_HEIGHT = 160, LARGEST = 28, SMALLEST = 4;
+  const MAX_HEIGHT = 440, MIN_HEIGHT = 160, MAX_CELL = 28, MIN_CELL = 4;
   const context = canvas.getContext("2d");
   const state = { numBlocks: 0, blocks: [], lit: null, cursor: 0, hasFocus: false };
   let columns = 1, cell = 10, colors = {}, scheduled = false;
@@ -21,8 +21,8 @@ function makeGrid(canvas, onPoint, leader = null) {
 
   function layOut() {
     const width = canvas.parentElement.clientWidth;
-    const most = leader ? Math.max(LEAST_HEIGHT, leader.height()) : MAX_HEIGHT;
-    for (cell = leader ? leader.cell() : LARGEST; cell > SMALLEST; cell--) {
+    const most = leader ? Math.max(MIN_HEIGHT, leader.height()) : MAX_HEIGHT;
+    for (cell = leader ? leader.cell() : MAX_CELL; cell > MIN_CELL; cell--) {
       columns = Math.max(1, Math.floor(width / cell));
       if (Math.ceil(state.numBlocks / columns) * cell <= most) break;
     }
@@ -142,7 +142,7 @@ function makeGrid(canvas, onPoint, leader = null) {
       state.blocks = blocks;
       redraw();
     },
-    // Puts some blocks forward, a Set of ids; null shows all alike.
+    // Highlights blocks, given as a Set of ids; null shows all blocks alike.
     light(ids) {
       state.lit = ids;
       redraw();

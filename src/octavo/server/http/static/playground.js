@@ -1,10 +1,10 @@
-// The playground: a request like any client's, its outputs as they come, and its blocks as a tree.
+// The playground: a request like any client's, its outputs as they arrive, and its blocks as a tree.
 
 (() => {
   const { byId, make, setText } = session;
   const MAX_ECHO = 60; // characters
   const tree = makeTree(byId("tree"));
-  let running = null; // {id, abort, ...} of the request that is under way
+  let running = null; // {id, abort, ...} of the current request
   let latest = null; // id of the request whose tree is shown
   let widest = 0; // sequences in the tree that is shown
 
@@ -24,13 +24,13 @@
     return ["/v1/completions", { ...common, prompt }];
   }
 
-  // Enough of the prompt to see what an output goes on from.
+  // The end of the prompt, to show what an output continues.
   function echo(prompt) {
     if (prompt.length <= MAX_ECHO) return prompt;
     return `… ${prompt.slice(-MAX_ECHO).replace(/^\S*\s/, "")}`;
   }
 
-  // One box for each output; they stay while text comes in, so that nothing jumps.
+  // One box for each output; boxes stay while text arrives, so that the layout does not jump.
   function answerBox(index) {
     const place = byId("answers");
     while (place.children.length <= index) {
@@ -59,7 +59,7 @@
     if (chunk.usage) running.usage = chunk.usage;
   }
 
-  function tellNumbers(run) {
+  function showNumbers(run) {
     const usage = run.usage;
     if (!usage || !run.first) return;
     const details = usage.prompt_tokens_details || {};
@@ -67,7 +67,7 @@
     const parts = [
       `${usage.prompt_tokens} prompt tokens, ${details.cached_tokens || 0} from the cache`,
       `${usage.completion_tokens} generated`,
-      `first after ${(run.first - run.start).toFixed(0)} ms`,
+      `first token after ${(run.first - run.start).toFixed(0)} ms`,
       `${Math.round(usage.completion_tokens / elapsed)} tokens/s`,
     ];
     setText(byId("play-numbers"), parts.join(" · "));
@@ -88,7 +88,7 @@
     try {
       const [path, values] = body();
       await session.events(path, values, mine.abort.signal, (name, data) => take(data), { "X-Request-Id": id });
-      tellNumbers(mine);
+      showNumbers(mine);
     } catch (error) {
       if (error.name !== "AbortError") setText(byId("play-error"), error.message);
     }
@@ -97,7 +97,7 @@
     byId("stop").disabled = true;
   }
 
-  // The blocks of the request as the feed saw them last; the widest picture stays.
+  // The blocks of the request in the latest frame; the frame with the most sequences stays.
   function showTree() {
     const request = feed.model.requests.get(latest);
     if (!request || request.done) return;

@@ -1,30 +1,30 @@
-// The pool driven by hand. What has been done is a list of operations, which the server carries out
-// from the start each time on the real KV cache manager; undoing is leaving out the last one.
+// The pool driven by hand. The state is a list of operations, which the server replays from the start
+// on the real KV cache manager after each change; undo drops the last operation.
 
 (() => {
   const { byId, make, setText } = session;
   const tree = makeTree(byId("tree"));
   let operations = [];
   let state = null;
-  let lesson = null; // the textbook case, if that is what is shown
-  let chapter = ""; // of the lesson: "count", then "fork", then "write"
-  let pointed = null; // name of the sequence that is pointed at
+  let lesson = null; // the textbook case, if it is shown
+  let chapter = ""; // chapter of the lesson: "count", then "fork", then "write"
+  let pointed = null; // name of the sequence under the pointer
   let busy = Promise.resolve();
 
-  // A colour for each name, the same every time.
+  // The colour of a sequence; a name always gets the same one.
   function hue(name) {
     const letter = name.charCodeAt(0) - 65 + 26 * (Number(name.slice(1)) || 0);
     return Math.round((172 + 137.5 * letter) % 360);
   }
 
-  // One change after the other, however fast somebody clicks.
+  // Changes are sent one after the other, however fast the user clicks.
   function change(next, newChapter = "") {
     busy = busy.then(async () => {
-      const wanted = next(operations);
+      const changed = next(operations);
       try {
-        const response = await session.call("/pool/play", { operations: wanted });
+        const response = await session.call("/pool/play", { operations: changed });
         state = await response.json();
-        operations = wanted;
+        operations = changed;
         chapter = newChapter;
         setText(byId("error"), "");
         show();
@@ -96,7 +96,7 @@
     }
     const shared = state.blocks.filter((block) => block.ref_count > 1).length;
     setText(byId("pool-numbers"),
-      `${state.num_held} held · ${shared} shared · ${state.num_free} free · ${state.num_copies} copied on write`);
+      `${state.num_held} held · ${shared} shared · ${state.num_free} free · ${state.num_copies} copy-on-write copies`);
   }
 
   // ------------------------------------------------------------------ the sequences
@@ -166,11 +166,11 @@
 
   // ------------------------------------------------------------------ the numbers
 
-  const WORDS = {
-    take: (event) => `${event.sequence} takes block ${event.block}`,
-    copy: (event) => `copy on write: ${event.sequence} copies block ${event.source} into block ${event.block}`,
+  const DESCRIPTIONS = {
+    take: (event) => `${event.sequence} allocates block ${event.block}`,
+    copy: (event) => `copy-on-write: ${event.sequence} copies block ${event.source} into block ${event.block}`,
     fork: (event) => `${event.sequence} shares all blocks of ${event.parent}`,
-    release: (event) => `${event.sequence} lets go of block ${event.block}, which others hold`,
+    release: (event) => `${event.sequence} releases block ${event.block}, which has other holders`,
     free: (event) => `block ${event.block} is free`,
   };
 
@@ -180,10 +180,10 @@
     const most = Math.max(1, state.num_held, state.num_naive);
     byId("paged-bar").style.width = `${(100 * state.num_held) / most}%`;
     byId("naive-bar").style.width = `${(100 * state.num_naive) / most}%`;
-    const told = state.events.slice(0, 8).map((event) => WORDS[event.kind](event));
-    if (state.events.length > 8) told.push(`and ${state.events.length - 8} more`);
-    const idle = operations.length ? "It changed no block." : "Nothing has happened yet.";
-    setText(byId("happened"), told.length ? `${told.join("; ")}.` : idle);
+    const lines = state.events.slice(0, 8).map((event) => DESCRIPTIONS[event.kind](event));
+    if (state.events.length > 8) lines.push(`and ${state.events.length - 8} more`);
+    const idle = operations.length ? "No block changed." : "Nothing has happened yet.";
+    setText(byId("happened"), lines.length ? `${lines.join("; ")}.` : idle);
     const body = byId("history");
     body.replaceChildren(...state.history.map((count) => {
       const row = make("tr");
@@ -193,49 +193,49 @@
     body.closest(".history").scrollTop = body.closest(".history").scrollHeight;
   }
 
-  // What each chapter of the textbook case says, and where it leads.
+  // The paragraphs and the buttons of each chapter of the textbook case.
   const CHAPTERS = {
     count() {
       const beams = lesson.num_beams;
       const first = make("p");
       first.append(
         "Textbooks count ", make("strong", "", `${lesson.paged} against ${lesson.naive}`),
-        `: ${lesson.prompt_blocks} shared blocks of prompt and ${lesson.blocks_per_beam} set aside for each of ${beams} beams ` +
+        `: ${lesson.prompt_blocks} shared blocks for the prompt and ${lesson.blocks_per_beam} reserved for each of ${beams} beams ` +
         `(${lesson.prompt_blocks} + ${beams} × ${lesson.blocks_per_beam}), against ${beams} copies of the prompt alone ` +
         `(${beams} × ${lesson.prompt_blocks}).`,
       );
       const tokens = state.sequences[0].num_tokens - lesson.prompt_tokens;
       const second = make("p", "small quiet",
-        `octavo takes a block only when a token needs it: with ${tokens} tokens each the pool really holds ` +
-        `${state.num_held}. Copies of the beams' own tokens take room as well, so naive is ${state.num_naive}.`);
+        `octavo allocates a block only when a token needs it: with ${tokens} tokens each the beams really hold ` +
+        `${state.num_held}. Without sharing, the beams' own tokens take blocks as well, so naive is ${state.num_naive}.`);
       const more = button("Append 10 more to each beam", "append 10 more tokens to each beam", () => change((done) => [
         ...done, ...state.sequences.map((sequence) => ({ op: "append", sequence: sequence.name, tokens: 10 }))], "count"));
-      const next = button("Next: beam A goes on twice", "next: drop beam D, beam A goes on twice",
+      const next = button("Next: beam A is continued twice", "next: drop beam D, continue beam A twice",
         () => change((done) => [...done, ...lesson.fork], "fork"));
-      return { said: [first, second], buttons: state.num_held < lesson.paged ? [next, more] : [next] };
+      return { paragraphs: [first, second], buttons: state.num_held < lesson.paged ? [next, more] : [next] };
     },
     fork() {
       const { block, filled } = lastBlock();
       const first = make("p", "",
-        "Beam search drops its worst beam and lets the best one go on twice: D is gone, and E begins as a fork of A. " +
-        `Nothing was computed or copied for it: A and E share even their last block, ${block}, of which ${filled} of ${state.block_size} tokens are written.`);
+        "Beam search drops its worst beam and continues the best one twice: D is freed, and E starts as a fork of A. " +
+        `Nothing was computed or copied for that: A and E share even their last block, ${block}, of which ${filled} of ${state.block_size} tokens are written.`);
       const next = button("Next: E appends a token", "next: append a token to E",
         () => change((done) => [...done, ...lesson.write], "write"));
-      return { said: [first], buttons: [next] };
+      return { paragraphs: [first], buttons: [next] };
     },
     write() {
       const { block } = lastBlock();
       const first = make("p");
       first.append(
-        "E's next token belongs into a block that A holds, too. So E first got a copy of this one block, ",
+        "E's next token goes into a block that A holds, too. So E first got a copy of that block, ",
         make("strong", "", `${lesson.shared} → ${block}`),
-        ": copy on write, figures 8 and 9 of the paper. All earlier blocks stay shared, and A, now the only holder of " +
+        ": copy-on-write, figures 8 and 9 of the paper. All earlier blocks stay shared, and A, now the only holder of " +
         `block ${lesson.shared}, will append to it without a copy.`);
-      return { said: [first], buttons: [] };
+      return { paragraphs: [first], buttons: [] };
     },
   };
 
-  // The last block of the youngest sequence, and how many of its tokens are written.
+  // The last block of the newest sequence, and the number of tokens written in it.
   function lastBlock() {
     const { block_ids, num_tokens } = state.sequences[state.sequences.length - 1];
     return { block: block_ids[block_ids.length - 1], filled: num_tokens - (block_ids.length - 1) * state.block_size };
@@ -247,8 +247,8 @@
     if (!chapter) return;
     if (chapter === "fork") lesson.shared = lastBlock().block;
     const hadFocus = place.contains(document.activeElement);
-    const { said, buttons } = CHAPTERS[chapter]();
-    place.replaceChildren(...said);
+    const { paragraphs, buttons } = CHAPTERS[chapter]();
+    place.replaceChildren(...paragraphs);
     if (!buttons.length) return;
     const row = make("div", "row");
     row.append(...buttons);

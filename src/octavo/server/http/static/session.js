@@ -1,12 +1,12 @@
-// How both pages talk to the server: JSON calls and streams of server-sent events. Where a key is
-// needed the browser has asked for it before it showed the page, and sends it along by itself.
+// How both pages call the server: JSON calls and streams of server-sent events. If a key is needed,
+// the browser has asked for it before it showed the page, and sends it with every call.
 
 const session = (() => {
   function byId(id) {
     return document.getElementById(id);
   }
 
-  // What the server says of a failure.
+  // An Error with the server's message and status.
   async function failure(response) {
     let message = `the server answered ${response.status}`;
     try {
@@ -62,7 +62,7 @@ const session = (() => {
     return element;
   }
 
-  // Changes the document only where it differs: nothing flickers, nothing is read out twice.
+  // Changes the document only if the text differs, so that nothing flickers or is read out twice.
   function setText(element, text) {
     if (element.textContent !== text) element.textContent = text;
   }

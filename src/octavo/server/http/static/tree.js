@@ -1,5 +1,5 @@
-// The block tables of one request as a tree: a row a sequence, a column a logical block. Where
-// sequences hold the same physical block, one box spans their rows.
+// The block tables of one request as a tree: one row per sequence, one column per logical block.
+// Where sequences hold the same physical block, one box spans their rows.
 
 function makeTree(svg) {
   const SPACE = "http://www.w3.org/2000/svg";
@@ -13,9 +13,9 @@ function makeTree(svg) {
     return made;
   }
 
-  // The sequences in their own order, but those that share a block next to the first one that does.
+  // The sequences in their own order, except that those which share a block are placed together.
   function inOrder(sequences) {
-    const first = new Map(); // column and block -> number of the first sequence that has it there
+    const first = new Map(); // column and block -> number of the first sequence with that block in that column
     sequences.forEach((sequence, number) => sequence.blocks.forEach((block, column) => {
       const key = `${column}:${block}`;
       if (!first.has(key)) first.set(key, number);
@@ -45,7 +45,7 @@ function makeTree(svg) {
     return found;
   }
 
-  // `sequences` is a list of {label, tokens, blocks}; long tables show their first and last blocks.
+  // `sequences` is a list of {label, tokens, blocks}.
   function draw(sequences, blockSize, hue) {
     svg.replaceChildren();
     const rows = inOrder(sequences.filter((sequence) => sequence.blocks.length));

@@ -1,9 +1,9 @@
-// Draws what the feed says: the pool, the requests and their tables, the events, the charts.
+// Draws the contents of the feed: the pool, the requests and their block tables, events and charts.
 
 (() => {
   const { byId, make, setText } = session;
   const model = feed.model;
-  const shown = { request: null, chosen: null }; // pointed at; clicked
+  const shown = { request: null, chosen: null }; // under the pointer; clicked
   let deviceBlocks = [], swapBlocks = [];
 
   // ------------------------------------------------------------------ the pool
@@ -12,8 +12,8 @@
     const block = blocks[id];
     if (!block) return "";
     if (block.holders.length === 0) {
-      if (block.pinned) return `Block ${id}: kept for the pinned prefix ${block.pinned}`;
-      return `Block ${id}: free${block.cached ? "; what it holds can still be found by prefix" : ""}`;
+      if (block.pinned) return `Block ${id}: held by the pinned prefix ${block.pinned}`;
+      return `Block ${id}: free${block.cached ? ", but still cached" : ""}`;
     }
     const byRequest = new Map();
     for (const holder of block.holders) {
@@ -76,7 +76,7 @@
     setText(byId("swap-title"), `swap tier: ${counts.swap_held} of ${num_swap_blocks}`);
   }
 
-  // Writes [[number, words], ...]; elements stay, so that nothing jumps.
+  // Shows [[number, words], ...]; elements are reused, so that the layout does not jump.
   function numbers(place, pairs) {
     while (place.children.length < pairs.length) {
       const span = make("span");
@@ -159,7 +159,7 @@
     const key = JSON.stringify([request.id, request.done, request.sequences.map((s) => [s.index, s.tables])]);
     if (place.dataset.key === key) return;
     place.dataset.key = key;
-    const parts = [make("p", "small quiet", `${request.id}: block tables${request.done ? " when it was last seen" : ""}`)];
+    const parts = [make("p", "small quiet", `${request.id}: ${request.done ? "last known " : ""}block tables`)];
     for (const sequence of request.sequences.slice(0, 16)) {
       const chips = make("div", "chips");
       chips.append(make("span", "small quiet", `${sequence.index}${sequence.tier === "swap" ? " (swapped)" : ""}:`));
@@ -200,10 +200,10 @@
   const charts = {
     tokens: makeChart(byId("chart-tokens"), [{ label: "output", color: A }, { label: "computed", color: B }], whole),
     latency: makeChart(byId("chart-latency"), [{ label: "first token", color: A }, { label: "between tokens", color: B }], seconds),
-    hits: makeChart(byId("chart-hits"), [{ label: "found", color: A }], percent),
+    hits: makeChart(byId("chart-hits"), [{ label: "cached", color: A }], percent),
     use: makeChart(byId("chart-use"), [{ label: "held", color: A }], percent),
   };
-  let past = []; // frames of the last few seconds, for rates
+  let past = []; // frames of the last three seconds, from which rates are computed
 
   function showCharts() {
     const frame = model.frame, now = frame.totals;
@@ -218,7 +218,7 @@
     const hits = looked > 0 ? (now.hit_tokens - then.hit_tokens) / looked : null;
     const ttft = median("ttft"), itl = median("itl");
     const use = frame.counts.held / model.hello.num_blocks;
-    const isUsed = now.computed_tokens > 0; // before that there is nothing to draw
+    const isUsed = now.computed_tokens > 0; // until then there is nothing to draw
     charts.tokens.add(frame.time, isUsed ? [rate("output_tokens"), rate("computed_tokens")] : [null, null]);
     charts.latency.add(frame.time, [ttft, itl]);
     charts.hits.add(frame.time, [hits]);
