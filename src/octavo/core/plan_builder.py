@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from itertools import compress
 
 from octavo.core.beam_search import Search
@@ -47,18 +46,20 @@ class RowChanges:
         return TokenWrites(*(list(compress(column, is_open)) for column in self._token_writes))
 
 
-@dataclass(slots=True, eq=False)
 class StepInFlight:
     """What `update` must know about a step when its results arrive."""
 
-    held: list[int] = field(default_factory=list)  # sources of block copies
-    drawn: list[Sequence] = field(default_factory=list)  # sequences of StepPlan.sampled
-    searching: list[Search] = field(default_factory=list)
-    undecided: list[Request] = field(default_factory=list)
-    # Sequences that fill a block: with their table, and the number of tokens computed then.
-    filled: list[tuple[Sequence, BlockTable, int]] = field(default_factory=list)
-    # Requests whose prompt is scored, and the first position of this step's chunk, by sequence id.
-    prompts: dict[int, tuple[Request, int]] = field(default_factory=dict)
+    __slots__ = ("drawn", "filled", "held", "prompts", "searching", "undecided")
+
+    def __init__(self) -> None:
+        self.held: list[int] = []  # sources of block copies
+        self.drawn: list[Sequence] = []  # sequences of StepPlan.sampled
+        self.searching: list[Search] = []
+        self.undecided: list[Request] = []  # requests whose results decide on their sequences
+        # Sequences that fill a block, with their table and the number of tokens computed then.
+        self.filled: list[tuple[Sequence, BlockTable, int]] = []
+        # Requests whose prompt is scored, with the first position of the chunk, by sequence id.
+        self.prompts: dict[int, tuple[Request, int]] = {}
 
     def owners(self) -> dict[int, Request]:
         """Requests by sequence id, for all rows whose logits are read."""
@@ -79,7 +80,8 @@ class PlanBuilder:
         self.ran_out_of_blocks = False
         self.preempted: list[Request] = []
         self.started: list[Request] = []
-        self.in_flight = StepInFlight()
+        self.in_flight = step = StepInFlight()
+        self._drawn = step.drawn
         self._seq_ids: list[int] = []
         self._num_scheduled_tokens: list[int] = []
         self._sampled: list[int] = []
@@ -112,18 +114,17 @@ class PlanBuilder:
     def decode(self, sequences: list[Sequence]) -> None:
         """Compute the next token of sequences that sample one token each and have room for it."""
         self.budget -= len(sequences)
-        step = self.in_flight
         for seq in sequences:
-            end = seq.num_computed_tokens + 1
+            seq_id, end = seq.seq_id, seq.num_computed_tokens + 1
             seq.num_computed_tokens = end
             seq.num_pending += 1
-            self._seq_ids.append(seq.seq_id)
+            self._seq_ids.append(seq_id)
             self._num_scheduled_tokens.append(1)
-            self._sampled.append(seq.seq_id)
-            step.drawn.append(seq)
+            self._sampled.append(seq_id)
+            self._drawn.append(seq)
             table = seq.table
             if table is not None and end == table.writable_until:
-                step.filled.append((seq, table, end))
+                self.in_flight.filled.append((seq, table, end))
 
     def search(self, request: Request, method: Searching, end: int) -> None:
         """Compute the next token of a search's sequences, up to `end`; they have room for it."""
@@ -166,7 +167,7 @@ class PlanBuilder:
         else:
             # A token is sampled even where none is wanted: the logits tell whether the KV is sound.
             self._sampled.append(seq.seq_id)
-            step.drawn.append(seq)
+            self._drawn.append(seq)
             if method.wants == "token" and (method.num_draws == 1 or seq.num_output_tokens > 0):
                 seq.num_pending += 1
                 return

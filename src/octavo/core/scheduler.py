@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from octavo.config import SchedulerConfig
 from octavo.core.beam_search import rank
@@ -37,8 +38,7 @@ from octavo.errors import RequestFailed
 MAX_DEFERRALS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """What a step has brought."""
 
     advanced: Seq[Sequence]  # sequences with a new token
@@ -174,10 +174,12 @@ class Scheduler:
         """
         builder = PlanBuilder(self.config.max_num_batched_tokens)
         self.queues.recall(self.kv.is_in_progress, self.queues.num_free_slots + MAX_DEFERRALS)
-        self._displace_running(builder)
+        if self.queues.ready:
+            self._displace_running(builder)
         self._continue_running(builder)
-        if not builder.ran_out_of_blocks:
+        if self.swapped and not builder.ran_out_of_blocks:
             self._resume_swapped(builder)
+        if self.queues.ready and not builder.ran_out_of_blocks:
             self._admit_waiting(builder)
         batches = self.kv.batch_formation
         if builder.is_empty and not batches.leaving(self._lifecycle.ended, self.running):
@@ -237,13 +239,13 @@ class Scheduler:
 
     def _continue_running(self, builder: PlanBuilder) -> None:
         """Let every running request compute its next tokens, in the policy's order."""
-        started = builder.started
+        started, preempted = builder.started, builder.preempted
         # One token is reserved for each sequence still to come, so that decodes never starve.
         later = self.queues.num_running_seqs - sum(len(request.sequences) for request in started)
         victims = self.policy.victims(self.running)
         for request in reversed(victims):
-            if request.status is not Status.RUNNING or (started and request in started):
-                continue  # it was preempted, or admitted, in this very step
+            if (started and request in started) or (preempted and request in preempted):
+                continue
             sequences = request.sequences
             later -= len(sequences)
             # Decodes into blocks that are exclusively theirs are the common case, and take no
@@ -415,7 +417,7 @@ class Scheduler:
     def _admit_waiting(self, builder: PlanBuilder) -> None:
         """Admit waiting requests in the policy's order; a few may pass one that does not fit."""
         batches, queues = self.kv.batch_formation, self.queues
-        if not queues.ready or not batches.is_open(self.running):
+        if not batches.is_open(self.running):
             return
         quota = batches.prefill_quota(self.policy.prefill_quota(self.waiting))
         passed: list[Request] = []
@@ -530,14 +532,18 @@ class Scheduler:
         step = self.in_flight.pop(plan.step_id)
         self.costs.observe(plan, result)
         self._settle(step)
-        self._end_failed(step, result.errors)
-        self._add_prompt_logprobs(step, result)
+        if result.errors:
+            self._end_failed(step, result.errors)
+        if result.prompt_logprobs:
+            self._add_prompt_logprobs(step, result)
         self._append_drawn(step, result)
-        self._advance_searches(step, result.candidates)
+        if step.searching:
+            self._advance_searches(step, result.candidates)
         advanced = self._lifecycle.take_advanced()
         self.policy.generated(advanced)
         finished = self.kv.batch_formation.leaving(self._lifecycle.ended, self.running)
-        self._retire(finished)
+        if finished:
+            self._retire(finished)
         return Progress(advanced, finished)
 
     def _settle(self, step: StepInFlight) -> None:
@@ -552,8 +558,6 @@ class Scheduler:
     def _end_failed(self, step: StepInFlight, errors: Mapping[int, RequestFailed]) -> None:
         """End the requests of rows that could not be computed, with all their sequences. Their
         cached blocks may be the cause, so nothing may start from them any more."""
-        if not errors:
-            return
         owners = step.owners()
         for seq_id, error in errors.items():
             request = owners.get(seq_id)  # None: a search that was aborted while the step ran
