@@ -1,4 +1,4 @@
-"""How many blocks sharing saves in the real engine, with the demo model on this machine's CPU."""
+"""How many blocks sharing saves in the real engine, running the demo model on the CPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_SEQS = 96
 
 @dataclass(frozen=True, slots=True)
 class DemoSharing:
-    """Alpaca's lengths, on the beginnings of stories that the model was not trained on.
+    """Prompts and outputs of Alpaca's lengths; prompts are beginnings of held-out stories.
 
-    Real log-probabilities decide which beams live on.
+    Real log-probabilities decide which beams survive.
     """
 
     DEPENDS_ON: ClassVar[tuple[str, ...]] = COMPUTED

@@ -1,5 +1,5 @@
-"""Work whose results are kept: each job runs once, in a process of its own, and is never run
-again while neither its description nor the code behind it changes."""
+"""Jobs whose results are kept: each runs once, in a process of its own, and runs again only when
+its description or the code behind it changes."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Job(Protocol):
 
     @property
     def seconds(self) -> float:
-        """About how long it takes: long ones are started first."""
+        """Estimated running time; long jobs are started first."""
         ...
 
     def run(self) -> Any:
-        """The result, as JSON can hold it."""
+        """The result, as plain values that JSON can hold."""
         ...
 
 
@@ -141,13 +141,13 @@ class Store:
         return self.directory / f"{job_key(job)}.json"
 
 
-Results = Mapping[Job, Any]  # what jobs came to
+Results = Mapping[Job, Any]
 
 
 def run_jobs(jobs: Iterable[Job], store: Store, num_processes: int, show: bool) -> Results:
     """Results of all jobs; those that are not stored are run, the longest first.
 
-    An error in a job is raised here, and those not yet started are dropped.
+    An error in a job is raised here, and jobs that have not started are dropped.
     """
     results: dict[Job, Any] = {}
     missing = []
@@ -181,8 +181,8 @@ def _run(job: Job, directory: Path) -> Any:
 
 
 def _pool(num_processes: int) -> ProcessPoolExecutor:
-    # Not forked: a job may use torch, whose threads do not survive that. Ctrl-C ends the processes
-    # at once; what they were at is lost, and nothing that was stored.
+    # Not forked: a job may use torch, whose threads do not survive a fork. Ctrl-C ends the
+    # processes at once; their unfinished jobs are lost, but no stored result is.
     context = multiprocessing.get_context("spawn")
     initializer = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return ProcessPoolExecutor(max(1, num_processes), context, initializer)

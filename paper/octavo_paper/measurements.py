@@ -1,11 +1,11 @@
 """Measurements on a GPU, for figures 18 and 19: which files are read, and what they hold.
 
-A directory of *.json, one object a file:
+A directory of *.json, one object per file:
 
     {"kind": ..., "device": "NVIDIA H200", "model": "opt-13b, dummy weights",
      "command": "python benchmarks/block_sizes.py", "setting": "150 requests ...", "rows": [...]}
 
-`kind` says what a row is; other kinds are left alone, and files of the same kind are put together.
+`kind` says what a row is. Other kinds are ignored; rows of several files of one kind are merged.
 
     "attention-kernel"   {"kernel": "paged" or "contiguous", "batch_size": 8, "context": 64,
                           "microseconds": 31.5}                                    figure 18a
@@ -80,7 +80,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError("measurements", f"{path}: {error}") from error
-    # Files of other kinds may hold whatever they like.
+    # Files of other kinds may hold anything.
     return content if isinstance(content, Mapping) else {}
 
 

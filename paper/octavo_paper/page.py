@@ -15,34 +15,34 @@ SOSP 2023 ([arXiv 2309.06180](https://arxiv.org/abs/2309.06180)). This page is w
 
     octavo reproduce all --out docs
 
-without a GPU. The first time that takes 25 minutes of processor time (15 minutes on two cores);
-results are kept, so that figures are drawn again in seconds. `octavo reproduce fig12` makes one,
-`--full` simulates the paper's hour of traffic. In the figures, dotted lines are the paper's, in
-the same colours as ours.
+without a GPU (`pip install . ./demo ./paper` in a checkout). The first run takes 25 minutes of
+processor time (15 minutes on two cores); results are kept, so that figures are drawn again in
+seconds. `octavo reproduce fig12` draws one, `--full` simulates the paper's hour of traffic. In the
+figures, dotted lines are the paper's, in the same colours as ours.
 
 **What is simulated.** Simulations run octavo's own engine, scheduler and KV cache manager on a
 virtual clock. Orca and FasterTransformer are memory policies of the same engine. As in the authors'
-artifact, prompts are computed whole, a step has 2,560 tokens and 256 requests at most (its limit is
-called one of sequences, and counts requests), they are served first come first served, and one of a
-single sequence that is preempted is computed again, others are swapped. A fork copies all that
-Orca has reserved for a sequence. What the memory holds (table 1, figures 2, 13 and 15) follows from
-the policies and the lengths.
+artifact, prompts are computed whole, a step has at most 2,560 tokens and 256 requests (the artifact
+calls its limit one of sequences, but counts requests), requests are served first come first served,
+and a preempted request is recomputed if it has a single sequence, and swapped otherwise. A fork
+copies all that Orca has reserved for a sequence. What the memory holds (table 1, figures 2, 13 and
+15) follows from the policies and the lengths.
 
 **Where time comes from.** One cost model for all figures, models and systems: bytes and FLOPs of a
 step over the data sheet of the GPU, times efficiencies, plus overheads. Five of its coefficients
 were fitted to the 24 step times that figure 12 implies (`octavo_paper/paper_software.py`; root mean
-square error 6%), so figure 12's rates are no predictions, though no single system or panel has a
-number of its own; figures 16 and 17 are. Two more numbers: which part of what a request of one
-sequence costs is the request's, fitted to the ranges that the artifact sweeps for parallel sampling
-(figure 14; beam search is a prediction), and how beams descend from each other, fitted to figure 15
-at width 2. Tried and left out: an overhead for each layer beside that of a step (the fit makes it
-zero), and one for steps with prompts beside decodes (the error falls by one point, for a cause that
-we do not know).
+square error 6%), so figure 12's rates are not predictions, though no single system or panel has a
+parameter of its own; figures 16 and 17 are. Two more parameters: how the cost of a request of one
+sequence divides into the request's and the sequence's, fitted to the ranges that the artifact
+sweeps for parallel sampling (figure 14; beam search is a prediction), and how beams branch, fitted
+to figure 15 at width 2. Tried and left out: an overhead per layer beside that of a step (the fit
+makes it zero), and one for steps with prompts beside decodes (the error falls by one point, for a
+cause that we do not know).
 
 **What is compared.** "Sustained" is the rate at which the mean of latency over output length
-reaches 0.5 s/token. Rates depend on how long requests arrive: a queue that grows takes time to be
-seen, so a trace of ten minutes seems to sustain some percent more than one of an hour. Ratios
-change less, where enough requests come.
+reaches 0.5 s/token. Rates depend on the length of the trace: a growing queue takes time to show, so
+a trace of ten minutes seems to sustain some percent more than one of an hour. Ratios change less,
+where enough requests come.
 """
 
 
@@ -92,7 +92,7 @@ _COLUMNS = {"octavo": "---:", "paper": "---:", "deviation": "---:", "target": "-
 
 
 def _table(table: Table) -> str:
-    """Columns in which nothing stands are left out."""
+    """Empty columns are left out."""
     rows = [_cells(row, table.digits) for row in table.rows]
     used = [name for name in _COLUMNS if any(cells[name] for cells in rows)]
     lines = [f"| {' | '.join([table.caption, *used])} |"]

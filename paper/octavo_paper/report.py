@@ -1,4 +1,4 @@
-"""What a figure came to: our numbers beside the paper's, how close they are, and words."""
+"""The outcome of a figure: our numbers beside the paper's, how close they are, and notes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class Scale:
     # Sweeps of basic sampling. The systems of a plot have the same, and the slowest need many
     # requests, too.
     sharegpt_seconds: float
-    sharegpt_66b_seconds: float  # it serves few requests a second, so they must come for long
+    sharegpt_66b_seconds: float  # it serves few requests per second, so a run must be long
     sharegpt_175b_seconds: float
     alpaca_seconds: float
     busy_seconds: float  # figure 14, whose steps hold the most sequences

@@ -1,8 +1,8 @@
 """The paper's servers (table 1): models, GPUs, and how many KV slots their memory leaves.
 
-The arithmetic is octavo's own memory budget (`memory_budget.py`), one device at a time, with what
-the authors' artifact pays first: 95% of a device, its share of the weights, the logits of the
-largest step twice over, and a workspace.
+The arithmetic is octavo's own memory budget (`memory_budget.py`), one device at a time, with the
+authors' artifact's settings: 95% of a device, less its share of the weights, two copies of the
+largest step's logits, and a workspace.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from octavo_paper.servers import (
 )
 
 DEFAULT_BEAM_SPACING = 1.0
-STEP = 1.15  # how far a sweep goes at once while it looks for the knee
-SHOWN = (0.3, 0.6, 0.85)  # shares of the sustained rate that a curve shows as well
+STEP = 1.15  # growth of the rate from probe to probe while a sweep looks for the knee
+SHOWN = (0.3, 0.6, 0.85)  # fractions of the sustained rate at which a curve has points, too
 THRESHOLD = 0.5  # s/token; "sustained" means below it, as we read the paper's figures
 MAX_PROBES = 40
 
@@ -59,9 +59,9 @@ class Scenario:
         return "swap" if self.workload.decoding.is_wide else "recompute"
 
     @property
-    def seats(self) -> int:
-        """The limit on sequences. What the artifact limits to 256 is running requests plus the
-        sequences of the one to be admitted, so this many requests run, of any width."""
+    def max_num_seqs(self) -> int:
+        """The limit on sequences. The artifact limits running requests plus the sequences of the
+        request to be admitted to 256, so this many requests run, of any width."""
         width = self.workload.beam_width or self.workload.n
         return width * (self.batch_limit + 1 - width)
 
@@ -80,7 +80,7 @@ class Scenario:
                 memory_policy="paged" if self.system == "vllm" else self.system,
             ),
             scheduler=SchedulerConfig(
-                max_num_seqs=self.seats,
+                max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=MAX_BATCHED_TOKENS,
                 preemption_mode=self.preemption,
                 enable_chunked_prefill=False,

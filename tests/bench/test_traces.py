@@ -57,7 +57,7 @@ def test_jsonl_with_shared_blocks(tmp_path: Path) -> None:
         ("t.csv", "prompts,outputs\n1,2\n", ":1: the header has no column prompt_tokens"),
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\nnan,1,2\n", ":2: arrival_s is 'nan'"),
         ("t.csv", "", ":1: the header has no column"),
-        ("t.csv", "prompt_tokens,output_tokens\n", ": there is no request in it"),
+        ("t.csv", "prompt_tokens,output_tokens\n", ": it has no requests"),
         ("t.jsonl", '{"prompt_tokens": 1, "output_tokens": 2}\n{"prompt', ":2: it is not JSON"),
         ("t.jsonl", "[1, 2]\n", ":1: it is not a JSON object"),
         ("t.jsonl", '{"prompt_tokens": 1}\n', ":1: output_tokens is None"),

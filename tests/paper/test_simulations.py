@@ -51,7 +51,7 @@ def test_the_artifact_limits_requests_and_not_sequences() -> None:
         scenario = Scenario("opt-13b", "vllm", WorkloadSpec("alpaca", 1.0, 1.0, n=width))
         assert scenario.config().scheduler.max_num_seqs == width * requests
     batches = Scenario("opt-13b", "fastertransformer", scenario.workload.at_rate(1), batch_limit=9)
-    assert replace(batches, workload=WorkloadSpec("alpaca", 1.0, 1.0)).seats == 9
+    assert replace(batches, workload=WorkloadSpec("alpaca", 1.0, 1.0)).max_num_seqs == 9
 
 
 @pytest.mark.parametrize("first", [0.3, 1.9, 30.0])

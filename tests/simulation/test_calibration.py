@@ -131,7 +131,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     good = json.dumps(asdict(made_up_steps(1)[0]))
     for lines, message in [
         (["{}"], r'steps.jsonl:1: it does not begin with {"octavo_steps": 1'),
-        ([head], "there is no step in it"),
+        ([head], "it has no steps"),
         ([head, good, "{"], r"steps.jsonl:3: it is not JSON"),
         ([head, good.replace("num_seqs", "num_rows")], r"steps.jsonl:2: it must be an object with"),
         ([head, good.replace('"num_seqs": ', '"num_seqs": -')], r"jsonl:2: num_seqs is -\d+, not"),

@@ -65,7 +65,7 @@ def draw_simulated(axes: Axes, values: Mapping[Key, float], lines: Sequence[Line
 
 
 def draw_measured(axes: Axes, measured: Measurements, lines: Sequence[Line]) -> Table:
-    """Panel (c), another card at other rates, so without the paper's lines, and its table."""
+    """Panel (c), another card at other rates, so without lines from the paper, and its table."""
     values = milliseconds(measured)
     lines = [replace(line, paper={}) for line in lines]
     draw_lines(axes, values, lines)

@@ -1,6 +1,6 @@
-"""Sending requests to an HTTP server on a timetable, and noting when their tokens come.
+"""Send requests to an HTTP server on a schedule, and record when their tokens arrive.
 
-Any server with OpenAI's completions or chat endpoint will do. Needs aiohttp.
+Works with any server that has OpenAI's completions or chat endpoint. Needs aiohttp.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Endpoint = Literal["completions", "chat"]
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-REFUSALS = (429, 503)  # statuses of a server that has too much to do
+REFUSALS = (429, 503)  # statuses of an overloaded server
 WORDS = (
     "the",
     "cat",
@@ -44,7 +44,7 @@ READ_BUFFER = 1 << 20  # bytes; also the longest event
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and what is asked of it besides prompts and lengths."""
+    """A server, and the parameters that all requests to it share."""
 
     url: str  # without /v1
     model: str
@@ -70,7 +70,7 @@ class Query:
 
 @dataclass(slots=True)
 class Call:
-    """What became of a request. Times in seconds of `time.perf_counter`."""
+    """The outcome of a request. Times in seconds of `time.perf_counter`."""
 
     outcome: Literal["completed", "refused", "failed"] = "failed"
     sent: float = 0.0
@@ -136,14 +136,14 @@ async def send_all(
     part of its latency, but of the client's.
     """
     http = import_aiohttp()
-    seats = asyncio.Semaphore(max_concurrency or len(queries) or 1)
+    slots = asyncio.Semaphore(max_concurrency or len(queries) or 1)
     timeout = http.ClientTimeout(total=None, sock_read=target.timeout)
     connector = http.TCPConnector(limit=0)
     start = time.perf_counter()
 
     async def one(session: aiohttp.ClientSession, query: Query, at: float) -> Call:
         await asyncio.sleep(start + at - time.perf_counter())
-        async with seats:
+        async with slots:
             call = await _send(session, target, query)
         finished(call)
         return call
@@ -231,7 +231,7 @@ async def _read(response: aiohttp.ClientResponse, call: Call) -> None:
     if not is_done or call.first is None:
         call.error = "the stream ended early"
         return
-    # Without a usage chunk there is one token in each chunk, as far as anybody can tell.
+    # Without a usage chunk, one token per chunk is the best estimate.
     call.num_output_tokens = call.num_output_tokens or num_chunks
     call.outcome = "completed"
 
@@ -267,7 +267,7 @@ def _body(target: Target, query: Query) -> dict[str, Any]:
     if target.endpoint == "completions":
         body["prompt"] = query.prompt_token_ids
     else:
-        # A chat takes text only: about one token a word, and usage tells how many it were.
+        # A chat takes text only: about one token per word; the usage chunk has the true number.
         words = " ".join(WORDS[token_id % len(WORDS)] for token_id in query.prompt_token_ids)
         body["messages"] = [{"role": "user", "content": words}]
     return body

@@ -1,4 +1,4 @@
-"""One batch at a time, again and again: `octavo bench latency`."""
+"""The latency of one batch, measured repeatedly: `octavo bench latency`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Where the KV cache's slots go, step by step (paper figures 2 and 15).
 
-Measured while a step computes, after its blocks were taken and before finished ones come back.
+Measured while a step computes: after its blocks were allocated, before those of finished requests
+are freed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class SlotUse:
     """What the pool's slots hold: the four parts of figure 2. A shared block counts once.
 
     With paged memory all reservation and internal fragmentation lies in the last block of each
-    sequence, and a free block is of use to anybody: it is "external" only because it is not used.
+    sequence, and any request can use a free block: it is "external" only because it is not used.
     """
 
     token_states: float  # KV of tokens

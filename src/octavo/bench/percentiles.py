@@ -1,4 +1,4 @@
-"""What many measurements come to."""
+"""The distribution of many measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Mean and percentiles; of no values at all, everything is 0."""
+    """Mean and percentiles; all of them are 0 where there are no values."""
 
     mean: float
     at: dict[int, float]

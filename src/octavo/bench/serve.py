@@ -1,6 +1,6 @@
 """Load on a server over HTTP: `octavo bench serve`.
 
-Definitions are those of the field's common tool. Time to first token (TTFT): until the first chunk
+Definitions are those of vLLM's `bench serve`. Time to first token (TTFT): until the first chunk
 with choices. Inter-token latency (ITL): the gap between two such chunks. Time per output token
 (TPOT): (end-to-end - TTFT) / (output tokens - 1), without outputs of one token. End-to-end (E2E):
 until the last such chunk. Normalized latency, the paper's measure: E2E / output tokens, its mean.
@@ -22,19 +22,19 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# How the capacity is found that an overload is a multiple of.
+# How the capacity is measured, of which an overload is a multiple.
 CAPACITY_REQUESTS = 512
 CAPACITY_CONCURRENCY = 128
 
 
 @dataclass(slots=True)
 class ServeReport:
-    """What a run of one rate came to. Times in seconds."""
+    """The outcome of a run at one rate. Times in seconds."""
 
-    rate: float  # requests per second that were asked for; infinite: all at once
+    rate: float  # requests per second, as asked for; infinite: all at once
     seconds: float  # from the first request to the end of the last
     num_completed: int
-    num_refused: int  # 429 or 503, in good order
+    num_refused: int  # answered with 429 or 503
     num_failed: int
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -45,8 +45,8 @@ class ServeReport:
     itl: Percentiles
     e2e: Percentiles
     normalized: Percentiles  # seconds per output token
-    deviations: dict[str, float]  # standard, of the four latencies
-    errors: dict[str, int]  # of failed requests, and how often each
+    deviations: dict[str, float]  # standard deviations of the four latencies
+    errors: dict[str, int]  # message -> number of requests that failed with it
 
     @property
     def requests_per_second(self) -> float:
@@ -69,7 +69,7 @@ async def run_serve(
     max_concurrency: int | None = None,
     finished: Callable[[Call], None] = lambda call: None,
 ) -> ServeReport:
-    """Send `queries` at `rate` requests per second (Poisson) and tell how it went.
+    """Send `queries` at `rate` requests per second (Poisson), and measure.
 
     Raises ConfigError if the rate is no positive number, or none of the requests got an answer.
     """
@@ -92,7 +92,7 @@ async def find_capacity(target: Target, queries: Sequence[Query], seed: int = 0)
 
 
 def report_of(calls: Sequence[Call], rate: float) -> ServeReport:
-    """Sum up what became of the requests; there is at least one."""
+    """Sum up the outcomes of the requests; there is at least one."""
     done = [call for call in calls if call.outcome == "completed"]
     latencies: dict[str, list[float]] = {
         "ttft": [call.first - call.sent for call in done if call.first is not None],
@@ -146,7 +146,7 @@ def serve_tables(report: ServeReport) -> tuple[RenderableType, ...]:
 
 
 def serve_values(report: ServeReport) -> dict[str, Any]:
-    """A report for programs, under the names that the field's common tool uses."""
+    """A report for programs, under the names that vLLM's `bench serve` uses."""
     values: dict[str, Any] = {
         "request_rate": "inf" if report.rate == float("inf") else report.rate,
         "duration": report.seconds,

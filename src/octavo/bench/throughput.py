@@ -22,7 +22,7 @@ WARM_UP = [TraceRequest(48, 8)] * 8
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How outputs are drawn; every output has exactly the length that the trace gives."""
+    """How outputs are sampled; every output has exactly the length that the trace gives."""
 
     n: int = 1
     temperature: float | None = None  # None: greedy, or 1 if there are several samples
@@ -53,7 +53,7 @@ class Decoding:
 
 @dataclass(slots=True)
 class ThroughputReport:
-    """What a run came to. Times in seconds."""
+    """The outcome of a run. Times in seconds."""
 
     seconds: float
     num_requests: int
@@ -92,7 +92,7 @@ def split_by_fit(
     """The requests that the engine can run, and how many it cannot.
 
     Raises:
-        RequestTooLong: some cannot be run, and they are not to be skipped.
+        RequestTooLong: some cannot be run, and `skip` is false.
     """
     limit = engine.max_model_len
     fitting = [request for request in requests if request.num_tokens <= limit]
@@ -117,7 +117,7 @@ def run_throughput(
     hash_block_size: int = HASH_BLOCK_SIZE,
     finished: Callable[[RequestOutput], None] = lambda output: None,
 ) -> ThroughputReport:
-    """Queue all requests, run until the last is done, and tell how it went."""
+    """Queue all requests, run until the last is done, and measure."""
     engine = client.engine
     vocab_size = engine.model_config.vocab_size
     _run(client, WARM_UP, make_prompts(WARM_UP, vocab_size, seed - 1), decoding, lambda _: None)

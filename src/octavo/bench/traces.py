@@ -57,7 +57,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
         reason = getattr(error, "strerror", None) or error
         raise TraceError(f"{path}: cannot be read: {reason}") from error
     if not requests:
-        raise TraceError(f"{path}: there is no request in it")
+        raise TraceError(f"{path}: it has no requests")
     return requests
 
 
@@ -81,7 +81,7 @@ def generate_prompts(
     seed: int | str = 0,
     hash_block_size: int = HASH_BLOCK_SIZE,
 ) -> Iterator[list[int]]:
-    """The same one by one, for traces whose prompts take much memory."""
+    """The same as an iterator, for traces whose prompts would take much memory."""
     draw = random.Random(seed)
     blocks: dict[int, list[int]] = {}
     for request in requests:

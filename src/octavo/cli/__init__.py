@@ -1,1 +1,1 @@
-"""The `octavo` command, one file a subcommand."""
+"""The `octavo` command, one file per subcommand."""

@@ -61,7 +61,7 @@ def throughput(
 
     requests = trace_requests(trace, num_prompts, input_len, output_len)
     decoding = Decoding(n, temperature, beam_width)
-    decoding.params(1, 0)  # refuses what cannot be, before a model is loaded
+    decoding.params(1, 0)  # refuses bad values before a model is loaded
     show_log(quiet=as_json, verbose=False)
     with LLM(model, owns_process=True, **engine) as llm:
         fitting, num_skipped = split_by_fit(llm.engine, requests, skip_long)

@@ -26,11 +26,11 @@ HELP = """\
 /help                 this page
 /reset                forget the conversation
 /system [TEXT]        set or clear the system message, and start again
-/retry                answer the last message anew
-/params [NAME VALUE]  show or set how tokens are drawn, such as: /params temperature 0.7
+/retry                answer the last message again
+/params [NAME VALUE]  show or set sampling parameters, such as: /params temperature 0.7
 /stats                speed, KV blocks and prefix cache
 /exit                 leave (so does Ctrl-D)
-A line that ends in a backslash goes on in the next. Ctrl-C stops an answer."""
+A line that ends in a backslash continues on the next. Ctrl-C stops an answer."""
 
 
 @click.command()
@@ -41,7 +41,7 @@ A line that ends in a backslash goes on in the next. Ctrl-C stops an answer."""
 def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
     """Talk with a model. Answers stream; /help lists the commands.
 
-    Works in a plain terminal and with messages piped in, one a line.
+    Works in a plain terminal and with messages piped in, one per line.
     """
     from octavo.llm import LLM
 
@@ -65,7 +65,7 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
 
 
 class Conversation:
-    """Owns the messages, and how the next answer is drawn."""
+    """Owns the messages and the sampling parameters of the next answer."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str) -> None:
         self._llm = llm
@@ -100,7 +100,7 @@ class Conversation:
                 raise InvalidRequest(name, "there is no such command; /help lists them")
 
     def ask(self, message: str) -> None:
-        """Answer a message; if that cannot be done, the conversation stays as it was."""
+        """Answer a message; on an error, the conversation stays as it was."""
         before = list(self._messages)
         self._messages.append({"role": "user", "content": message})
         try:
@@ -139,7 +139,7 @@ class Conversation:
         say("\n".join(f"{name:<20} {getattr(self._params, name)}" for name in shown))
 
     def _fitting_prompt(self) -> list[int]:
-        """The token ids of the conversation; its oldest messages go when the context is full."""
+        """The conversation's token ids, without its oldest messages if the context is full."""
         limit = self._llm.engine.max_model_len
         room = min(self._params.max_tokens or limit, limit // 4)
         num_dropped = 0
@@ -155,7 +155,7 @@ class Conversation:
         return prompt
 
     def _answer(self, prompt: list[int]) -> str:
-        """Print an answer as it comes. Ctrl-C ends it, and what was said stays."""
+        """Print an answer as it streams in. Ctrl-C ends it; what was generated is kept."""
         start = time.perf_counter()
         pieces: list[str] = []
         self._num_tokens = 0
@@ -188,7 +188,7 @@ def parse_value(text: str) -> Any:
 
 
 def read_messages() -> Iterator[str]:
-    """Messages from stdin; a line that ends in a backslash goes on in the next."""
+    """Messages from stdin; a line that ends in a backslash continues on the next."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -214,7 +214,7 @@ def read_messages() -> Iterator[str]:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
-    """While it lasts, the first Ctrl-C only sets a mark: a step is never broken in two.
+    """Inside, the first Ctrl-C only sets a flag: no step is interrupted.
 
     The second one is an ordinary KeyboardInterrupt.
     """
@@ -243,5 +243,5 @@ def reported() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """What octavo says itself goes to stderr, so that stdout holds answers alone."""
+    """octavo's own messages go to stderr, so that stdout holds only answers."""
     click.echo(dim(text), err=True)

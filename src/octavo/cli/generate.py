@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.engine.tokenizer import Tokenizer
     from octavo.outputs import RequestOutput, SequenceOutput
 
-# Options of sampling that beam search knows, too.
+# Sampling options that beam search has, too.
 BEAM_OPTIONS = ("max_tokens", "ignore_eos")
 
 
@@ -38,7 +38,7 @@ BEAM_OPTIONS = ("max_tokens", "ignore_eos")
     type=click.Choice(["true", "false", "never"]),
     help="Beam search: when to stop looking for better beams.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a request, on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per request, on stdout.")
 @click.option("--quiet", is_flag=True, help="Print the outputs and nothing else.")
 @click.option("--verbose", is_flag=True, help="Also say why requests are preempted.")
 @engine_options(without=("seed",))
@@ -55,13 +55,13 @@ def generate(
 ) -> None:
     """Continue each PROMPT; without any, the lines of --file or of stdin.
 
-    Options of sampling that are not given come from the model's generation_config.json.
+    Sampling options that are not given come from the model's generation_config.json.
     """
     from octavo.bench.memory_use import MemoryUse
     from octavo.llm import LLM
 
     beam_params = make_beam_params(beam, sampling)
-    SamplingParams(**sampling)  # refuses what cannot be, before a model is loaded
+    SamplingParams(**sampling)  # refuses bad values before a model is loaded
     texts = read_prompts(prompts, file)
     show_log(quiet, verbose)
     with LLM(model, owns_process=True, **engine) as llm:
@@ -88,7 +88,7 @@ def generate(
 
 
 def read_prompts(prompts: tuple[str, ...], file: IO[str] | None) -> list[str]:
-    """The arguments, or the lines that are not blank of a file or of a pipe."""
+    """The arguments, or the non-blank lines of a file or pipe."""
     if prompts and file is not None:
         raise click.UsageError("give either PROMPTs or --file, not both")
     if prompts:
@@ -108,7 +108,7 @@ def read_prompts(prompts: tuple[str, ...], file: IO[str] | None) -> list[str]:
 
 
 def make_beam_params(beam: dict[str, Any], sampling: dict[str, Any]) -> BeamSearchParams | None:
-    """None if no option of beam search was given; an option for the other method is refused."""
+    """None if no beam search option was given; sampling options beside one are refused."""
     given = {name: value for name, value in beam.items() if value is not None}
     if not given:
         return None

@@ -1,4 +1,4 @@
-"""The `octavo` command: a group of subcommands, and how it ends.
+"""The `octavo` command: a group of subcommands, and its exit codes.
 
 Importing this module imports neither torch nor tokenizers: a command imports what it needs when it
 runs. A user's mistake ends in one line on stderr, never in a traceback.

@@ -52,7 +52,7 @@ def memory(
 ) -> None:
     """Print how MODEL's memory would be divided: weights, activations, KV blocks.
 
-    Needs only its config.json; of a hub id, no weights are fetched. Activations are the worker's
+    Needs only its config.json; weights of a hub id are not fetched. Activations are the worker's
     own estimate of the largest step; KV is counted without a backend's padding of heads.
     """
     budget = Budget.of(model, device_memory, engine)
@@ -63,7 +63,7 @@ def memory(
 
 
 class Budget:
-    """A memory budget, and what it is good for."""
+    """A memory budget, and how many sequences it has room for."""
 
     def __init__(self, config: Any, model_config: Any, dtype: str, total: int) -> None:
         from octavo.core.kv.specs import group_layers
@@ -97,7 +97,7 @@ class Budget:
 
     @classmethod
     def of(cls, model: str, device_memory: int | None, engine: dict[str, Any]) -> Budget:
-        """Raises ConfigError, ModelError or OutOfMemory like the engine itself."""
+        """Raises ConfigError, ModelError or OutOfMemory as the engine does."""
         from octavo.config import make_config
         from octavo.host_memory import host_memory
         from octavo.models.config import ModelConfig, resolve_model

@@ -24,7 +24,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     "input_path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     required=True,
-    help="Requests, one JSON object a line: custom_id, method, url, body.",
+    help="Requests, one JSON object per line: custom_id, method, url, body.",
 )
 @click.option("-o", "--output", "output_path", type=FILE, required=True, help="Where replies go.")
 @click.option("--model", default="demo", show_default=True, help="A MODEL.")
@@ -53,8 +53,8 @@ def run_batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Replies are written as they come. After an interruption, run it again with the same files: what
-    is answered is not asked again.
+    Replies are written as they come. After an interruption, run it again with the same files:
+    requests that have a reply are skipped.
     """
     import sys
 

@@ -1,4 +1,4 @@
-"""How a search over simulations goes, on stderr: a line before each, and a bar in a terminal."""
+"""Progress of a search over simulations, on stderr: a line for each, and a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def search_progress() -> SearchProgress:
-    """Shows what is simulated as soon as it begins, and what came of it."""
+    """Shows each simulation when it begins, and its outcome."""
     from tqdm import tqdm
 
     from octavo.simulation.planning import SearchProgress

@@ -37,13 +37,13 @@ connections_option = option_of("connections")
 @click.option(
     "--api-key-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="A file with such keys, one a line.",
+    help="A file with such keys, one per line.",
 )
 @click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,
-    help="Let web pages of this origin call the server; * is all.  [default: none]",
+    help="Let web pages of this origin call the server; * allows all.  [default: none]",
 )
 @click.option(
     "--allowed-host",
@@ -74,10 +74,10 @@ connections_option = option_of("connections")
 @supervision_option(
     "--stall-seconds",
     type=float,
-    help="Without a step for so long while requests wait, /health says 503.  [default: 30]",
+    help="After this long without a step while requests wait, /health answers 503.  [default: 30]",
 )
 @supervision_option(
-    "--hang-seconds", type=float, help="And then the engine is replaced.  [default: 300]"
+    "--hang-seconds", type=float, help="After this long, the engine is replaced.  [default: 300]"
 )
 @listening_option(
     "--drain-seconds",
@@ -92,27 +92,27 @@ connections_option = option_of("connections")
 @connections_option(
     "--header-seconds",
     type=float,
-    help="For a connection's first request, and the headers of each, to come.  [default: 20]",
+    help="Timeout for a connection's first request, and for the headers of each.  [default: 20]",
 )
 @connections_option(
     "--body-seconds",
     type=float,
-    help="For a body to come, and a second more for each 4 KiB of it.  [default: 30]",
+    help="Timeout for a body; each 4 KiB of it add a second.  [default: 30]",
 )
 @connections_option(
     "--keep-alive-seconds",
     type=float,
-    help="Between two requests of a connection, before it is closed.  [default: 30]",
+    help="Idle time of a connection between two requests before it is closed.  [default: 30]",
 )
 @connections_option(
     "--unread-seconds",
     type=float,
-    help="A client that reads nothing of its reply for so long is given up.  [default: 60]",
+    help="A client that reads nothing of its reply for this long is disconnected.  [default: 60]",
 )
 @settings_option(
     "--ping-seconds",
     type=float,
-    help="Between keep-alive comments in event streams; 0: none.  [default: 15]",
+    help="Interval of keep-alive comments in event streams; 0: none.  [default: 15]",
 )
 @listening_option("--ssl-certfile", type=click.Path(dir_okay=False), help="Serve HTTPS.")
 @listening_option("--ssl-keyfile", type=click.Path(dir_okay=False), help="The certificate's key.")
@@ -124,13 +124,13 @@ connections_option = option_of("connections")
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
     show_default=True,
-    help="info has a line for each request that ends. No line has prompts, outputs or keys.",
+    help="info logs a line per finished request. No line has prompts, outputs or keys.",
 )
 @settings_option(
     "--log-requests",
     is_flag=True,
     default=None,
-    help="Also log a line for each HTTP request, of whatever kind.",
+    help="Also log a line per HTTP request of any kind.",
 )
 @engine_options()
 def serve(

@@ -1,4 +1,4 @@
-"""What the commands that run a model have in common: the log, defaults, and how it went."""
+"""What the commands that run a model share: the log, defaults, and a summary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def show_log(quiet: bool, verbose: bool) -> None:
 
 
 def make_sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
-    """What was asked for; what was not comes from the model, then from SamplingParams."""
+    """The given options; the others come from the model, then from SamplingParams."""
     return SamplingParams(**{**llm.engine.model_config.sampling_defaults, **given})
 
 

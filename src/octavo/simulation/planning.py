@@ -1,7 +1,7 @@
 """Capacity: the highest rate that a machine serves well enough, and the fewest devices for a rate.
 
 Both are searches over whole simulations. A simulation that can no longer meet its target is ended
-at once; what it would have come to is not known then, but that it misses is certain.
+at once: its outcome is not known then, except that it misses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from octavo.simulation.config import SimulationConfig
 from octavo.simulation.result import RequestRecord, SimulationResult
 from octavo.simulation.run import Workload, simulate
 
-STEP = 1.5  # how far the search goes at once before the highest rate is bracketed
+STEP = 1.5  # factor between probes before the highest rate is bracketed
 PERCENTILE = 99
 MAX_PROBES = 40
 MIN_RATE = 1e-3  # requests/s; a machine that does not even serve this one serves nothing
@@ -25,7 +25,7 @@ WorkloadAt = Callable[[float], Workload]  # requests/s -> workload
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is good enough; None: anything. Seconds."""
+    """The service level to meet, in seconds; None: no limit."""
 
     normalized_latency: float | None = None  # mean over requests, for each output token
     time_to_first_token: float | None = None  # of 99% of the requests
@@ -53,7 +53,7 @@ class Target:
 
 
 class Hopeless:
-    """Knows when a run of `num_requests` can no longer meet a target, whatever comes."""
+    """Whether a run of `num_requests` can no longer meet a target, whatever follows."""
 
     def __init__(self, target: Target, num_requests: int) -> None:
         self._target = target
@@ -91,13 +91,13 @@ class Probe:
 
 
 class SearchProgress:
-    """Told how a search goes, by which it can be shown; this one shows nothing."""
+    """Receives the progress of a search, to show it; this one shows nothing."""
 
     def begin(self, config: SimulationConfig, rate: float, num_requests: int) -> None:
         """A simulation of `num_requests` at `rate` requests/s begins."""
 
     def advance(self, num_requests: int) -> None:
-        """So many more requests were served in it."""
+        """This many more requests were served in it."""
 
     def end(self, probe: Probe) -> None:
         """It is over."""
@@ -108,7 +108,7 @@ _SILENT = SearchProgress()
 
 @dataclass(frozen=True, slots=True)
 class HighestRate:
-    """What a search has found."""
+    """The outcome of a search."""
 
     rate: float  # requests/s, the highest that met the target; 0 if none did
     probes: list[Probe]  # by rate
@@ -144,7 +144,7 @@ def highest_rate(
     resolution: float = 0.02,
     progress: SearchProgress = _SILENT,
 ) -> HighestRate:
-    """Search the highest rate that meets `target`, to a share of `resolution`.
+    """Search for the highest rate that meets `target`, to a relative `resolution`.
 
     Args:
         config: the machine.
@@ -164,7 +164,7 @@ def highest_rate(
         except ConfigError as error:
             if error.field != "rate" or not probes:
                 raise
-            break  # so low that nobody comes
+            break  # so low that no request arrives
         probes.append(found)
         if found.is_met:
             below = rate
@@ -181,7 +181,7 @@ def highest_rate(
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """So many engines, each on `config.num_gpus` devices, that share the requests evenly."""
+    """Engines, each on `config.num_gpus` devices, that share the requests evenly."""
 
     config: SimulationConfig
     num_engines: int
@@ -210,7 +210,7 @@ def fewest_gpus(
     progress: SearchProgress = _SILENT,
 ) -> list[Fleet | Refusal]:
     """For each number of devices in `sizes` that an engine may have, the fewest engines that serve
-    `rate` requests a second within the target, or why none do.
+    `rate` requests per second within the target, or why none do.
     """
     found: list[Fleet | Refusal] = []
     for size in sizes:
@@ -238,7 +238,7 @@ class _FleetSearch:
     progress: SearchProgress
 
     def run(self, max_engines: int) -> Fleet | Refusal:
-        """Doubles the number of engines until they do, and halves what is left to search."""
+        """Doubles the number of engines until they meet the target, then bisects."""
         too_few, enough, best = 0, 1, None
         while enough <= max_engines and (best := self._try(enough)) is None:
             too_few, enough = enough, 2 * enough

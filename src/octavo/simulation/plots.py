@@ -1,4 +1,4 @@
-"""Pictures of one's own simulations: a run over time, and a search of the highest rate."""
+"""Plots of simulations: a run over time, and a search for the highest rate."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def probe_text(probe: Probe) -> str:
 
 
 def highest_rate_text(found: HighestRate) -> str:
-    """A search of the highest rate."""
+    """A search for the highest rate."""
     lines = [probe_text(probe) for probe in found.probes]
     if not found.rate:
         return "\n".join([*lines, "no rate meets the target"])
@@ -68,7 +68,7 @@ def highest_rate_text(found: HighestRate) -> str:
 
 
 def fleets_table(found: Sequence[Fleet | Refusal]) -> RenderableType:
-    """A table of choices, and the one with the fewest devices."""
+    """The choices, and which has the fewest devices."""
     from rich.console import Group
 
     table = columns("GPUs per engine", "engines", "GPUs", "s/token", "")

@@ -1,4 +1,4 @@
-"""What a simulation comes to."""
+"""The outcome of a simulation."""
 
 from __future__ import annotations
 

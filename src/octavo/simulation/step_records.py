@@ -1,4 +1,4 @@
-"""Measured steps as a file: what `octavo calibrate` learns from.
+"""Measured steps as a file: the input of `octavo calibrate`.
 
 JSON lines. The first line says what ran: `{"octavo_steps": 1, "model": {...}, "gpu": ...}`, with
 the fields of `Setting`. Each other line is one step, with the fields of `StepRecord`: the amounts
@@ -88,8 +88,8 @@ class StepRecord:
 class StepRecorder:
     """Keeps every step of an engine, as an observer of it, and writes the file when it is left.
 
-    It must begin and end while nothing runs. A step that follows an idle engine is left out, as
-    nobody knows when it began; so is the first one.
+    It must begin and end while nothing runs. A step after an idle engine is left out, as its
+    start is unknown; so is the first one.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ def read_step_records(path: str | Path) -> tuple[Setting, list[StepRecord]]:
     setting = Setting(**_checked(path, number, Setting, head))
     records = [StepRecord(**_checked(path, number, StepRecord, values)) for number, values in lines]
     if not records:
-        raise TraceError(f"{path}: there is no step in it")
+        raise TraceError(f"{path}: it has no steps")
     return setting, records
 
 

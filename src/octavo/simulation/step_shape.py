@@ -24,7 +24,7 @@ class StepShape:
     attention_pairs: float  # (query, key) pairs of sequences that compute more than one token
     num_copied_blocks: int = 0
     num_swapped_blocks: int = 0  # in either direction
-    num_requests: int = 0  # that the sequences belong to; 0 where nobody told
+    num_requests: int = 0  # that the sequences belong to; 0 where that is not known
 
 
 class RowLengths:

@@ -1,4 +1,4 @@
-"""Workloads: who asks for how many tokens, when, and how they are decoded (paper section 6.1).
+"""Workloads: lengths and arrivals of requests, and how they are decoded (paper section 6.1).
 
 A `WorkloadSpec` is a plain description that can be hashed, stored and sent to another process;
 `build` makes its requests. Every output is forced to its length, as in the paper.
@@ -24,13 +24,13 @@ CHATBOT_OUTPUT_LIMIT = 1016
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """What distinguishes one workload from another.
+    """The parameters of a workload.
 
-    Raises ConfigError for values that cannot be.
+    Raises ConfigError for invalid values.
     """
 
     source: str  # a name in `sources.SOURCES`, or a trace file
-    rate: float | None = None  # requests a second; None: the trace's own arrivals
+    rate: float | None = None  # requests per second; None: the trace's own arrivals
     duration: float | None = None  # seconds of arrivals; None: the whole trace
     seed: int = 0
     burstiness: float | None = None  # None: Poisson in quanta of 10 ms; else gamma
