@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from octavo.core.step import TokenLogprobs
 
@@ -39,14 +41,13 @@ class RequestOutput:
     error: str | None = None  # why it could not be computed to its end
 
 
-@dataclass(slots=True)
-class SequenceDelta:
+class SequenceDelta(msgspec.Struct):
     """What a step added to one sequence."""
 
     request_id: str
     index: int
     text: str  # may be empty while a character or a stop string is incomplete
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
     finish_reason: str | None = None
     stop_reason: int | str | None = None
