@@ -17,6 +17,7 @@ from octavo.outputs import RequestOutput, SequenceOutput
 from octavo.server.engine_process.client import Health
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import EngineInfo
+from octavo.server.offload import Offload
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 16
 
@@ -50,6 +51,7 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.info = engine_info()
+        self.offload = Offload()
         self.gauges = Gauges(num_free_blocks=NUM_BLOCKS, num_free_swap_blocks=4)
         self.counters = Counters()
         self.health = Health(True, None, "ready", 0)

@@ -27,9 +27,11 @@ from octavo.server.http.endpoints.completions import CompletionBody, completion_
 from octavo.server.http.errors import ApiError, ClientGone
 from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
 from octavo.server.http.token_texts import TokenTexts
+from octavo.server.offload import Offload
 from octavo.server.settings import Listening, ServerSettings
-from octavo.server.text_work import TextWork
 from server.clients import run
+
+OFFLOAD = Offload()
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -110,7 +112,7 @@ def echoing_context(tokenizer: Echoing, max_model_len: int = 100) -> Context:
     client = SimpleNamespace(
         tokenizer=tokenizer,
         info=SimpleNamespace(max_model_len=max_model_len),
-        text_work=TextWork(),
+        offload=OFFLOAD,
         encode=encode,
     )
     return Context(cast("EngineClient", client), ServerSettings(("m",)), TokenTexts(None))
@@ -358,7 +360,7 @@ def test_large_bodies_are_decoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -
     for num_bytes in (10, 100_000):
         data = msgspec.json.encode({"prompt": "a" * num_bytes})
         whole = {"type": "http.request", "body": data}
-        assert run(read_body(request(whole), CompletionBody)).prompt == "a" * num_bytes
+        assert run(read_body(request(whole), CompletionBody, OFFLOAD)).prompt == "a" * num_bytes
     here = threading.current_thread()
     assert [thread is here for thread in threads] == [True, False]
 
@@ -366,13 +368,13 @@ def test_large_bodies_are_decoded_in_a_thread(monkeypatch: pytest.MonkeyPatch) -
 def test_a_client_may_leave_while_it_sends() -> None:
     first = {"type": "http.request", "body": b'{"prompt":', "more_body": True}
     with pytest.raises(ClientGone):
-        run(read_body(request(first, {"type": "http.disconnect"}), CompletionBody))
+        run(read_body(request(first, {"type": "http.disconnect"}), CompletionBody, OFFLOAD))
 
 
 def test_compressed_bodies_are_refused_by_name() -> None:
     whole = {"type": "http.request", "body": b"\x1f\x8b"}
     with pytest.raises(ApiError, match="Content-Encoding: gzip: send the body as it is"):
-        run(read_body(request(whole, content_encoding="gzip"), CompletionBody))
+        run(read_body(request(whole, content_encoding="gzip"), CompletionBody, OFFLOAD))
 
 
 def test_one_point_nought_is_one() -> None:

@@ -18,11 +18,13 @@ from octavo.engine.events import Copied
 from octavo.engine.snapshot import Snapshot
 from octavo.server.engine_process.client import EngineClient, Health
 from octavo.server.engine_process.feed import MAX_EVENTS, MAX_VIEWERS, Feed
+from octavo.server.http.context import Context
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.gate import Gate
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.pages import pages_router
 from octavo.server.http.playpool import TEXTBOOK
+from octavo.server.http.token_texts import TokenTexts
 from octavo.server.observability.metrics import Metrics
 from octavo.server.observability.observation import Observation
 from octavo.server.settings import ServerSettings
@@ -35,6 +37,9 @@ def new_feed(client: FakeClient) -> Feed:
 
 def new_app(client: FakeClient) -> TestClient:
     app = FastAPI()
+    app.state.context = Context(
+        cast(EngineClient, client), ServerSettings(("demo",)), TokenTexts(None)
+    )
     add_error_handlers(app)
     app.include_router(pages_router(new_feed(client)))
     return TestClient(app)

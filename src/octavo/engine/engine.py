@@ -246,7 +246,7 @@ class Engine:
                 request.first_token_time = now
             if request.method.wants != "token":
                 continue  # beams are known at the end of their search
-            if request.request_id in self._unscored:
+            if self._unscored and request.request_id in self._unscored:
                 self._report_prompt_scores(request, results)
             results.append(
                 NewTokens(
@@ -255,7 +255,7 @@ class Engine:
                     seq.token_ids[-1:],
                     seq.finish_reason,
                     seq.stop_reason,
-                    list(map(pack_logprobs, seq.logprobs[-1:])),
+                    [pack_logprobs(seq.logprobs[-1])] if seq.logprobs else [],
                 )
             )
         for request in progress.finished:

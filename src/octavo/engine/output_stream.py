@@ -132,17 +132,13 @@ class OutputStream:
                     reason, stop_reason = "stop", stop
             text = sample.text.release(finished=reason is not None)
         sample.token_ids += token_ids
-        sample.logprobs += logprobs
+        if logprobs:
+            sample.logprobs += logprobs
         if reason is not None:
             sample.finish_reason, sample.stop_reason = reason, stop_reason
             self._num_unended -= 1
         return SequenceDelta(
-            self.request_id,
-            result.index,
-            text,
-            token_ids,
-            finish_reason=reason,
-            stop_reason=stop_reason,
+            self.request_id, result.index, text, token_ids, [], reason, stop_reason
         )
 
     def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:

@@ -9,10 +9,11 @@ import codecs
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 
@@ -22,28 +23,49 @@ from octavo.json_fields import Fields, read_json
 
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
 MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so more pending tokens are not one
-CONTEXT_TOKENS = 5
+CONTEXT_TOKENS = 5  # of the prompt, on which the output's text may depend; a character has 4 bytes
 MANY_TOKENS = 1_024  # they take about a millisecond to decode
-MAX_CHARACTER_BYTES = 4
 SPACE_MARK = "\u2581"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 ANY_BYTE_PIECE = "<0x61>"  # "a"; a vocabulary that has one byte has them all
 
 
-# Of the parts of a tokenizer that lose no characters: how many they make one of at most. Unicode
-# composes up to four code points.
+# Parts of a tokenizer that lose no characters -> how many characters they make one of, at most.
+# Unicode composes up to four code points.
 _KEEPING_PARTS = {
     **{"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1},
     **{"ByteLevel": 1, "Metaspace": 1, "Digits": 1, "UnicodeScripts": 1, "FixedLength": 1},
 }
 
 
-class Detokenizer(Protocol):
-    """Turns one sequence's output tokens into text, piece by piece."""
+class Detokenizer(ABC):
+    """Turns one sequence's output tokens into text, piece by piece.
 
+    Not `tokenizers.decoders.DecodeStream`: it decodes neighbouring byte tokens all or not at all,
+    holds broken bytes back for ever, repeats the prompt's ending, and takes longer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], ending: list[int]) -> None:
+        """Begin after a prompt.
+
+        Args:
+            tokenizer: whose tokens they are.
+            skipped: tokens that have no text here.
+            ending: the last tokens of the prompt that have text, up to CONTEXT_TOKENS of them.
+        """
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._follow(ending)
+
+    @abstractmethod
+    def _follow(self, ending: list[int]) -> None:
+        """Take the prompt's ending into account."""
+
+    @abstractmethod
     def add(self, token_id: int) -> str:
         """The text that `token_id` completes; "" while a character is incomplete."""
 
+    @abstractmethod
     def finish(self) -> str:
         """What was held back: at most one incomplete character, as U+FFFD."""
 
@@ -75,6 +97,11 @@ class Tokenizer:
         self._is_byte_level = isinstance(decoder, tokenizers.decoders.ByteLevel)
         # A byte token's id if the vocabulary falls back to bytes.
         self._any_byte = backend.token_to_id(ANY_BYTE_PIECE) if _joins_bytes(decoder) else None
+        self._detokenizer: type[Detokenizer] = _WindowDetokenizer
+        if self._is_byte_level:
+            self._detokenizer = _ByteDetokenizer
+        elif self._any_byte is not None:
+            self._detokenizer = _FallbackDetokenizer
         # Filled as tokens appear.
         self._token_bytes: dict[int, bytes] = {}
         self._fallback_bytes: dict[int, bytes | None] = {}
@@ -195,18 +222,9 @@ class Tokenizer:
         vocabularies that mark spaces in front of words, a prompt keeps the output's first space.
         """
         skipped = self._special_ids if skip_special_tokens else frozenset()
-        if self._is_byte_level:
-            return _ByteDetokenizer(self, skipped, prompt_ids)
-        if self._any_byte is not None:
-            return _FallbackDetokenizer(self, skipped, prompt_ids)
-        return _WindowDetokenizer(self, skipped, prompt_ids)
-
-    def last_tokens(
-        self, token_ids: Sequence[int], count: int, skipped: frozenset[int]
-    ) -> list[int]:
-        """The last `count` tokens that have text, without the `skipped` ones."""
-        has_text = (i for i in reversed(token_ids) if i not in skipped and self.has_piece(i))
-        return list(islice(has_text, count))[::-1]
+        has_text = (i for i in reversed(prompt_ids) if i not in skipped and self.has_piece(i))
+        ending = list(islice(has_text, CONTEXT_TOKENS))[::-1]
+        return self._detokenizer(self, skipped, ending)
 
     def has_piece(self, token_id: int) -> bool:
         """Whether the vocabulary has such a token; a model's may have more (padding)."""
@@ -303,16 +321,11 @@ class _Utf8:
         return text
 
 
-class _ByteDetokenizer:
+class _ByteDetokenizer(Detokenizer):
     """For vocabularies of byte strings, as GPT-2's: a token's bytes are always the same."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = skipped
-        ending = tokenizer.last_tokens(prompt_ids, MAX_CHARACTER_BYTES, skipped)
-        self._utf8 = _Utf8(b"".join(map(tokenizer.token_bytes, ending)))
+    def _follow(self, ending: list[int]) -> None:
+        self._utf8 = _Utf8(b"".join(map(self._tokenizer.token_bytes, ending)))
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped:
@@ -323,21 +336,16 @@ class _ByteDetokenizer:
         return self._utf8.finish()
 
 
-class _FallbackDetokenizer:
+class _FallbackDetokenizer(Detokenizer):
     """For vocabularies of pieces of text, with byte tokens for what no piece spells, as Llama 2's.
 
     `tokenizers` decodes neighbouring byte tokens as one: a byte that is missing makes all of them
     U+FFFD. Here each character's bytes are decoded by themselves, as soon as all have come.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = skipped
-        ending = tokenizer.last_tokens(prompt_ids, MAX_CHARACTER_BYTES, skipped)
+    def _follow(self, ending: list[int]) -> None:
         self._is_first = not ending
-        prompt_bytes = [tokenizer.fallback_byte(token_id) or b" " for token_id in ending]
+        prompt_bytes = [self._tokenizer.fallback_byte(token_id) or b" " for token_id in ending]
         self._utf8 = _Utf8(b"".join(prompt_bytes))
 
     def add(self, token_id: int) -> str:
@@ -353,22 +361,17 @@ class _FallbackDetokenizer:
         return self._utf8.finish()
 
 
-class _WindowDetokenizer:
+class _WindowDetokenizer(Detokenizer):
     """For all other vocabularies, such as WordPiece's: neighbours may change a token's text.
 
     Holds the few last tokens: those already shown, as context, and those held back. Decoding a
     window instead of everything keeps the cost of a token constant.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, skipped: frozenset[int], prompt_ids: Sequence[int]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = skipped
-        context = tokenizer.last_tokens(prompt_ids, CONTEXT_TOKENS, skipped)
-        while len(context) > 1 and self._decode(context).startswith(REPLACEMENT):
-            del context[0]  # it begins inside a character
-        self._set_context(context)
+    def _follow(self, ending: list[int]) -> None:
+        while len(ending) > 1 and self._decode(ending).startswith(REPLACEMENT):
+            del ending[0]  # it begins inside a character
+        self._set_context(ending)
 
     def add(self, token_id: int) -> str:
         if token_id in self._skipped or not self._tokenizer.has_piece(token_id):

@@ -24,8 +24,8 @@ from octavo.server.engine_process.process import COMMAND
 from octavo.server.engine_process.supervisor import Supervision, Supervisor
 from octavo.server.observability.health import Health, judge
 from octavo.server.observability.listening import Listener, Subscription
+from octavo.server.offload import Offload
 from octavo.server.stream import RequestStream, StreamEvent
-from octavo.server.text_work import TextWork
 
 __all__ = [
     "EngineClient",
@@ -77,7 +77,7 @@ class EngineClient:
             self.model_config = self.model_config.with_max_model_len(config.max_model_len)
         # None: the model has none; prompts are token ids.
         self.tokenizer = Tokenizer.find(directory)
-        self.text_work = TextWork()
+        self.offload = Offload()
         self._supervision = supervision or Supervision()
         self._journal = Journal()
         self._delivery = Delivery(listeners)
@@ -106,7 +106,7 @@ class EngineClient:
         for stream in list(self._delivery.streams.values()):
             stream.abort()
         await self._supervisor.close()
-        self.text_work.close()
+        self.offload.close()
         for subscription in self._delivery.subscriptions:
             subscription.close()
 
@@ -332,7 +332,7 @@ class EngineClient:
                 for text, name in named
             ]
 
-        return await self.text_work.run(sum(map(len, texts)), encode_all)
+        return await self.offload.text(sum(map(len, texts)), encode_all)
 
     async def _tokenize(self, prompt: Prompt, field: str) -> Prompt:
         """Text as token ids; what is no text is checked later."""

@@ -24,12 +24,11 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, Pydanti
 from starlette.requests import ClientDisconnect, Request
 
 from octavo.errors import shown
-from octavo.server.http.aside import aside
 from octavo.server.http.errors import ApiError, ClientGone, refused
+from octavo.server.offload import Offload
 
 MAX_SHOWN = 64  # characters of a client's own words in an error message
 MAX_MESSAGE = 256  # characters of a message by pydantic
-LARGE_BODY = 1 << 16  # bytes; larger bodies are decoded in a thread
 # pydantic holds the GIL while it validates, so the time of one call must be bounded. What takes
 # longest are arrays, objects and the members of objects, and no body needs many.
 MAX_NODES = 1 << 16
@@ -121,8 +120,10 @@ WHOLE_FLOATS = _WholeFloats()
 FAIL_FAST = _FailFast()
 
 
-async def read_body(request: Request, kind: type[B], ignore_unknown: bool = False) -> B:
-    """The body of a request as a `kind`.
+async def read_body(
+    request: Request, kind: type[B], offload: Offload, ignore_unknown: bool = False
+) -> B:
+    """The body of a request as a `kind`; large ones are decoded in a thread.
 
     Raises:
         ApiError: 400, if it is none; `param` names the field.
@@ -141,9 +142,7 @@ async def read_body(request: Request, kind: type[B], ignore_unknown: bool = Fals
         raise ClientGone from None
     if not data and "upgrade" in request.headers:  # what follows belongs to another protocol
         raise refused("Upgrade", "this server speaks HTTP/1.1 alone; send the request without it")
-    if len(data) <= LARGE_BODY:
-        return decode_body(data, kind, ignore_unknown)
-    return await aside(lambda: decode_body(data, kind, ignore_unknown))
+    return await offload.body(len(data), lambda: decode_body(data, kind, ignore_unknown))
 
 
 def decode_body(data: bytes, kind: type[B], ignore_unknown: bool = False) -> B:

@@ -34,7 +34,8 @@ class Context:
     opening: set[str] = field(default_factory=set)  # ids of requests that are being queued
 
     async def body(self, request: Request, kind: type[B]) -> B:
-        return await read_body(request, kind, self.settings.ignore_unknown_fields)
+        ignore_unknown = self.settings.ignore_unknown_fields
+        return await read_body(request, kind, self.client.offload, ignore_unknown)
 
     def model_name(self, asked: str | None) -> str:
         """The name to reply with; ApiError 404 if `asked` is not served."""

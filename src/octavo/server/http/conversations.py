@@ -13,7 +13,7 @@ from octavo.errors import InvalidRequest, ModelError, RequestTooLong
 from octavo.server.http.bodies import FAIL_FAST, UNSUPPORTED, Refused
 from octavo.server.http.context import Context
 from octavo.server.http.errors import refused
-from octavo.server.text_work import LONG_TEXT
+from octavo.server.offload import LONG_TEXT
 
 # Variables that octavo sets itself; `self` is Jinja's.
 RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
@@ -131,7 +131,7 @@ async def conversation_prompt(
     size = sum(map(_cost, messages))
     if template is not None:
         size = max(size, LONG_TEXT)  # one from a request may take any time
-    text = await context.client.text_work.run(size, rendered)
+    text = await context.client.offload.text(size, rendered)
     if continue_final_message:
         text, mark, _ = text.rpartition(END_MARK)
         if not mark:

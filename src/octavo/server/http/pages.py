@@ -85,7 +85,8 @@ def pages_router(feed: Feed) -> APIRouter:
 
     @router.post("/pool/play")
     async def play_operations(request: Request) -> Response:
-        return reply(play((await read_body(request, Play)).operations))
+        body = await read_body(request, Play, context_of(request).client.offload)
+        return reply(play(body.operations))
 
     return router
 

@@ -78,7 +78,7 @@ async def tokenize(request: Request) -> Response:
     token_ids = await _token_ids(context, body)
     tokens = Tokens(token_ids, len(token_ids), context.client.info.max_model_len)
     if body.return_token_strs:
-        tokens.token_strs = await context.client.text_work.run(
+        tokens.token_strs = await context.client.offload.text(
             len(token_ids), lambda: [context.texts.text(token_id) for token_id in token_ids]
         )
     return reply(tokens)
@@ -120,7 +120,7 @@ async def detokenize(request: Request) -> Response:
                 "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
             )
     skip = bool(body.skip_special_tokens)
-    text = await context.client.text_work.run(
+    text = await context.client.offload.text(
         len(body.tokens), lambda: tokenizer.decode(body.tokens, skip)
     )
     return reply(Text(text))

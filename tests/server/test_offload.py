@@ -1,0 +1,91 @@
+"""Long work: short work does not wait for it, and the longest waits for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from octavo.server.offload import HUGE_TEXT, LARGE_BODY, LONG_TEXT, Offload
+
+
+def test_nothing_waits_for_huge_texts_but_huge_ones() -> None:
+    gate = threading.Event()
+    threads: list[int] = []
+
+    def wait() -> None:
+        threads.append(threading.get_ident())
+        gate.wait()
+
+    async def scenario() -> None:
+        work = Offload()
+        huge = [asyncio.ensure_future(work.text(HUGE_TEXT, wait)) for _ in range(8)]
+        main = threading.get_ident()
+        assert await work.text(LONG_TEXT - 1, threading.get_ident) == main
+        assert await work.text(LONG_TEXT, threading.get_ident) not in (main, *threads)
+        await asyncio.to_thread(lambda: None)
+        assert len(threads) <= 1  # the others wait
+        assert not any(each.done() for each in huge)
+        gate.set()
+        await asyncio.gather(*huge)
+        assert len(threads) == 8
+        assert len(set(threads)) == 1
+        work.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_that_leaves_gives_up_its_place() -> None:
+    gate, began = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def first() -> None:
+        began.set()
+        gate.wait()
+
+    async def scenario() -> None:
+        work = Offload()
+        running = asyncio.ensure_future(work.text(HUGE_TEXT, first))
+        await asyncio.to_thread(began.wait)
+        waiting = asyncio.ensure_future(work.text(HUGE_TEXT, lambda: done.append(1)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        gate.set()
+        await running
+        await work.text(HUGE_TEXT, lambda: done.append(2))
+        work.close()
+
+    asyncio.run(scenario())
+    assert done == [2]
+
+
+def test_large_bodies_wait_for_each_other_and_for_no_text() -> None:
+    gate = threading.Event()
+    threads: list[int] = []
+
+    def decode() -> int:
+        threads.append(threading.get_ident())
+        return len(threads)
+
+    async def scenario() -> None:
+        work = Offload()
+        huge = asyncio.ensure_future(work.text(HUGE_TEXT, gate.wait))
+        main = threading.get_ident()
+        assert await work.body(LARGE_BODY, threading.get_ident) == main
+        assert await asyncio.gather(*[work.body(LARGE_BODY + 1, decode) for _ in range(4)]) == [
+            1,
+            2,
+            3,
+            4,
+        ]
+        assert len({*threads}) == 1
+        assert main not in threads
+        assert not huge.done()
+        gate.set()
+        await huge
+        work.close()
+
+    asyncio.run(scenario())
