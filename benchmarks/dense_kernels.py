@@ -18,10 +18,11 @@ from gpu_harness import copy_bandwidth, device_seconds, report
 from torch import Tensor
 
 from octavo.ops.cuda.activation import silu_mul
-from octavo.ops.cuda.linear import Activation, linear, linear_parts
+from octavo.ops.cuda.linear import linear, linear_partial
 from octavo.ops.cuda.norm import layer_norm, rms_norm
 from octavo.ops.cuda.sampling import DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import best_tokens
+from octavo.ops.epilogue import Epilogue
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -29,31 +30,45 @@ BYTES_AT_ONCE = 300_000_000  # of weights: several times the L2 cache
 SECONDS = 3e-3  # of device time per measurement
 EPS = 1e-5
 
-# name: rows of W (of each half), columns of W, activation
-Shape = tuple[int, int, Activation]
+# name: rows of W (of each half), columns of W, epilogue
+Shape = tuple[int, int, Epilogue]
 MODELS: dict[str, tuple[str, int, list[Shape]]] = {
     "Llama-3-8B": (
         "rms",
         8,
         [
-            (6144, 4096, None),
-            (4096, 4096, None),
-            (14336, 4096, "silu_mul"),
-            (4096, 14336, None),
+            (6144, 4096, Epilogue.NONE),
+            (4096, 4096, Epilogue.NONE),
+            (14336, 4096, Epilogue.SILU_MUL),
+            (4096, 14336, Epilogue.NONE),
         ],
     ),
     "OPT-13B": (
         "layer",
         6,
-        [(15360, 5120, None), (5120, 5120, None), (20480, 5120, "relu"), (5120, 20480, None)],
+        [
+            (15360, 5120, Epilogue.NONE),
+            (5120, 5120, Epilogue.NONE),
+            (20480, 5120, Epilogue.RELU),
+            (5120, 20480, Epilogue.NONE),
+        ],
     ),
     "Qwen3-0.6B": (
         "rms",
         28,
-        [(4096, 1024, None), (1024, 2048, None), (3072, 1024, "silu_mul"), (1024, 3072, None)],
+        [
+            (4096, 1024, Epilogue.NONE),
+            (1024, 2048, Epilogue.NONE),
+            (3072, 1024, Epilogue.SILU_MUL),
+            (1024, 3072, Epilogue.NONE),
+        ],
     ),
 }
-HEADS: list[Shape] = [(128256, 4096, None), (50272, 5120, None), (151936, 1024, None)]
+HEADS: list[Shape] = [
+    (128256, 4096, Epilogue.NONE),
+    (50272, 5120, Epilogue.NONE),
+    (151936, 1024, Epilogue.NONE),
+]
 TOKENS = (1, 8, 16, 32, 64, 128, 256)
 
 
@@ -76,8 +91,8 @@ def microseconds(work: Callable[[], object], launches: int, expected: float) -> 
 
 
 def weight_of(shape: Shape) -> Tensor:
-    rows, size, activation = shape
-    rows *= 2 if activation == "silu_mul" else 1
+    rows, size, epilogue = shape
+    rows *= 2 if epilogue.is_gated else 1
     return torch.randn(rows, size, device=DEVICE, dtype=DTYPE).mul_(size**-0.5)
 
 
@@ -85,10 +100,10 @@ def products() -> dict[str, dict[str, list[float]]]:
     """TB/s of weights, [ours, cuBLAS], for every shape and number of tokens."""
     result: dict[str, dict[str, list[float]]] = {}
     for shape in [shape for _, _, shapes in MODELS.values() for shape in shapes] + HEADS:
-        rows, size, activation = shape
+        rows, size, epilogue = shape
         bytes_ = weight_of(shape).nbytes
         weights = [weight_of(shape) for _ in range(min(24, max(2, BYTES_AT_ONCE // bytes_)))]
-        name = f"{size} -> {rows}" + (f" {activation}" if activation else "")
+        name = f"{size} -> {rows}" + (f" {epilogue.name.lower()}" if epilogue else "")
         result[name] = {str(count): product_rates(shape, weights, count) for count in TOKENS}
         cells = " | ".join(f"{ours:.2f} / {blas:.2f}" for ours, blas in result[name].values())
         print(f"| {name} | {cells} |", flush=True)
@@ -97,17 +112,17 @@ def products() -> dict[str, dict[str, list[float]]]:
 
 
 def product_rates(shape: Shape, weights: list[Tensor], num_tokens: int) -> list[float]:
-    rows, size, activation = shape
+    rows, size, epilogue = shape
     # What a norm follows may come in parts.
-    of_norm = activation is None and rows in (1024, 4096, 5120) and shape != (4096, 1024, None)
+    of_norm = not epilogue and rows in (1024, 4096, 5120) and shape[:2] != (4096, 1024)
     x = torch.randn(num_tokens, size, device=DEVICE, dtype=DTYPE)
 
     def ours() -> None:
         for weight in weights:
             if of_norm:
-                linear_parts(x, weight)
+                linear_partial(x, weight)
             else:
-                linear(x, weight, None, activation)
+                linear(x, weight, None, epilogue)
 
     def cublas() -> None:
         for weight in weights:
@@ -124,9 +139,9 @@ def layers() -> dict[str, dict[str, list[float]]]:
     result: dict[str, dict[str, list[float]]] = {}
     for model, (norm, num_layers, shapes) in MODELS.items():
         weights = [[weight_of(shape) for shape in shapes] for _ in range(num_layers)]
-        activation = shapes[2][2]
+        epilogue = shapes[2][2]
         result[model] = {
-            str(count): layer_times(norm, weights, activation, count) for count in TOKENS
+            str(count): layer_times(norm, weights, epilogue, count) for count in TOKENS
         }
         cells = " | ".join(
             " / ".join(f"{us:.1f}" for us in times) for times in result[model].values()
@@ -137,7 +152,7 @@ def layers() -> dict[str, dict[str, list[float]]]:
 
 
 def layer_times(
-    norm: str, weights: list[list[Tensor]], activation: Activation, num_tokens: int
+    norm: str, weights: list[list[Tensor]], epilogue: Epilogue, num_tokens: int
 ) -> list[float]:
     hidden_size, attended = weights[0][1].shape
     scale = torch.ones(hidden_size, device=DEVICE, dtype=DTYPE)
@@ -163,16 +178,16 @@ def layer_times(
         for qkv, output, up, down in weights:
             hidden = F.linear(F.linear(norm(hidden), qkv)[:, :attended], output)
             inside = F.linear(norm(hidden), up)
-            inside = F.relu(inside) if activation == "relu" else gated(inside)
+            inside = F.relu(inside) if epilogue == Epilogue.RELU else gated(inside)
             hidden = F.linear(inside, down)
 
     works = (partial(cublas, normed, silu_mul), partial(cublas, normed_by_torch, gated_by_torch))
     times = [microseconds(work, len(weights), _expected(weights)) for work in works]
-    return [our_layer_time(norm, weights, activation, num_tokens), *(round(us, 1) for us in times)]
+    return [our_layer_time(norm, weights, epilogue, num_tokens), *(round(us, 1) for us in times)]
 
 
 def our_layer_time(
-    norm: str, weights: list[list[Tensor]], activation: Activation, num_tokens: int
+    norm: str, weights: list[list[Tensor]], epilogue: Epilogue, num_tokens: int
 ) -> float:
     """Microseconds a layer, without attention."""
     hidden_size, attended = weights[0][1].shape
@@ -188,8 +203,8 @@ def our_layer_time(
         hidden = x
         for qkv, output, up, down in weights:
             inside = linear(normed(hidden), qkv)[:, :attended]
-            hidden = linear_parts(inside, output)
-            hidden = linear_parts(linear(normed(hidden), up, None, activation), down)
+            hidden = linear_partial(inside, output)
+            hidden = linear_partial(linear(normed(hidden), up, None, epilogue), down)
 
     return round(microseconds(ours, len(weights), _expected(weights)), 1)
 

@@ -398,10 +398,11 @@ def load_engine(config: EngineConfig) -> Engine:
     """Everything that stands behind an `LLM`. Imports torch."""
     from octavo.engine.tokenizer import Tokenizer
     from octavo.executor.local import LocalExecutor
-    from octavo.models.config import ModelConfig, resolve_model
+    from octavo.models.hub import resolve_model
+    from octavo.models.registry import read_model_config
 
     directory = resolve_model(config.model)
-    model_config = ModelConfig.from_directory(directory)
+    model_config = read_model_config(directory)
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
     tokenizer = None

@@ -8,7 +8,7 @@ import pytest
 from octavo.cli.main import main
 from octavo.cli.models import NOTES
 from octavo.cli.options import ENGINE_CLASSES, ENGINE_HELP, integers, size
-from octavo.models.families import FAMILIES
+from octavo.models.registry import FAMILIES
 
 
 def test_every_field_of_the_configuration_has_an_option() -> None:

@@ -7,36 +7,25 @@ from typing import get_args
 
 import click
 
-# What each family's reader takes of its variants.
-NOTES = {
-    "gpt2": "GPT-2, DistilGPT2 and kin; learned positions",
-    "opt": "OPT 125m to 66b and 350m (its projections and late norms)",
-    "llama": "Llama 1, 2, 3.x, TinyLlama, SmolLM; rope default, linear, dynamic, llama3, yarn",
-    "mistral": "Mistral 7B; sliding window",
-    "qwen2": "Qwen2, Qwen2.5; full attention, or sliding windows in some layers",
-    "qwen3": "Qwen3 (dense); query and key norms",
-}
-
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def models(as_json: bool) -> None:
     """List the model families and the options that octavo knows."""
     from octavo.config import DTypeName, LoadFormat, PolicyName, PreemptionMode
-    from octavo.models.families import FAMILIES
-    from octavo.models.registry import MODELS
+    from octavo.models.registry import FAMILIES
 
     if as_json:
         families = {
-            name: {"architecture": family.architecture, "note": NOTES.get(name, "")}
+            name: {"architecture": family.architecture, "note": family.note}
             for name, family in FAMILIES.items()
         }
         click.echo(json.dumps(families))
         return
-    click.echo(f"{'model_type':<12}{'architecture':<22}{'code':<24}")
+    click.echo(f"{'model_type':<12}{'architecture':<22}{'description':<32}")
     for name, family in FAMILIES.items():
-        code = MODELS[family.architecture]
-        click.echo(f"{name:<12}{family.architecture:<22}{code:<24}{NOTES.get(name, '')}")
+        description = family.read.__module__
+        click.echo(f"{name:<12}{family.architecture:<22}{description:<32}{family.note}")
     click.echo(
         "\nWeights: safetensors, whole or sharded, tied or untied embeddings. Tokenizer: "
         "tokenizer.json.\n"
