@@ -21,7 +21,7 @@ from octavo.cli.options import (
 )
 from octavo.cli.serve import serve
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
-from octavo.models.families import FAMILIES
+from octavo.models.registry import FAMILIES
 from octavo.server.engine_process.supervisor import Supervision
 from octavo.server.settings import ConnectionLimits, Listening, ServerSettings
 

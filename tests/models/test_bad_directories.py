@@ -21,11 +21,11 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError, OutOfMemory
 from octavo.json_fields import Fields
 from octavo.layers.rotary import rotary_table
-from octavo.models.config import ModelConfig
 from octavo.models.loader import build_model, load_weights
+from octavo.models.registry import read_model_config
 
 CPU = torch.device("cpu")
-FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3")
 LONG_INTEGER = "an integer of 5,000 digits"  # which json.dumps would not write
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 1.5, 10**9, 10**400, 1e308, 1e-320, LONG_INTEGER),
@@ -39,6 +39,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0, "truncate": True, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7}
     | {"mscale_all_dim": 0.9, "attention_factor": 1.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.5] * 6, "long_factor": [2.0] * 6},
 }
 SHARED_ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
 
@@ -67,10 +68,11 @@ def outcome(read: Callable[[], object]) -> str:
 
 
 def use(directory: Path) -> None:
-    config = ModelConfig.from_directory(directory)
+    config = read_model_config(directory)
     assert config.num_layers == len(config.layer_windows) <= 10_000
-    if config.weight_bytes(4) < 1 << 22 and config.rotary is not None:
-        rotary_table(config.rotary, config.head_dim, config.max_model_len, CPU)
+    if config.weight_bytes(4) < 1 << 22:
+        for rotary in config.rotaries:
+            rotary_table(rotary, config.max_model_len, CPU)
 
 
 def changes(fields: dict[str, Any], names: set[str]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -150,7 +152,7 @@ def test_every_value_in_the_index(tmp_path: Path) -> None:
     shutil.copy(source / "config.json", tmp_path)
     tensors = load_file(source / "model.safetensors")
     save_file(tensors, tmp_path / "part.safetensors")
-    config = ModelConfig.from_directory(tmp_path)
+    config = read_model_config(tmp_path)
     model = build_model(config, torch.float32, CPU)
     whole = dict.fromkeys(tensors, "part.safetensors")
     index = {"metadata": {}, "weight_map": whole}
@@ -191,7 +193,7 @@ def test_every_value_in_the_index(tmp_path: Path) -> None:
 def test_what_is_said(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     write(tmp_path / "config.json", fields_of("llama") | change)
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_a_model_of_any_size_is_weighed_before_it_is_built(tmp_path: Path) -> None:
@@ -205,4 +207,4 @@ def test_a_file_beyond_all_measure(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)  # a hole: it takes no room
     with pytest.raises(ModelError, match=r"config\.json is larger than 67,108,864 bytes"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 import model_zoo
 from octavo.models.base import CausalLM
-from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
+from octavo.models.registry import read_model_config
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ PROMPT = model_zoo.random_token_ids(70)  # longer than the zoo's sliding windows
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(ModelConfig.from_directory(directory), dtype, CPU)
+    return load_model(read_model_config(directory), dtype, CPU)
 
 
 def expected(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
@@ -66,7 +66,7 @@ def test_sequences_in_one_batch(name: str) -> None:
     ("name", "overrides"),
     [*((name, {}) for name in model_zoo.NAMES), ("opt", {"do_layer_norm_before": False})],
 )
-def test_wanted_tokens_alone(
+def test_logits_indices(
     name: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the caller's order; the last layer computes no others, but what comes later sees all."""
@@ -75,13 +75,13 @@ def test_wanted_tokens_alone(
     model = load(directory)
     harness = DenseHarness(model, len(PROMPT), max_seqs=2)
     rows: list[int] = []
-    down = model.layers[-1].down
+    down = model.layers[-1].mlp.down
 
     def feed_forward(x: Tensor) -> Tensor:
         rows.append(len(x))
-        return type(down).forward_parts(down, x)
+        return type(down).forward_partial(down, x)
 
-    monkeypatch.setattr(down, "forward_parts", feed_forward)
+    monkeypatch.setattr(down, "forward_partial", feed_forward)
     got = harness.logits({0: PROMPT[:40], 1: PROMPT[:5]}, torch.tensor([44, 39, 12]))
     assert_equal(got, want[[4, 39, 12]])
     assert rows == [3]
@@ -89,6 +89,12 @@ def test_wanted_tokens_alone(
 
 
 LLAMA_BIAS = {"attention_bias": True, "mlp_bias": True}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -117,6 +123,9 @@ YARN = {
         ("qwen2", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
         ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
         ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
+        ("phi3", {"original_max_position_embeddings": 32}),  # less than PROMPT
+        ("phi3", {"sliding_window": None, "rope_parameters": {"rope_theta": 1e6}}),
+        ("phi3", {"tie_word_embeddings": True, "rope_parameters": LONGROPE | {"factor": None}}),
         (
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
@@ -127,6 +136,17 @@ def test_options(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     directory = model_zoo.write_model(name, tmp_path, **overrides)
     want = expected(model_zoo.load_reference(directory), PROMPT)
     assert_equal(DenseHarness(load(directory), len(PROMPT)).run({0: PROMPT})[0], want)
+
+
+def test_longrope_within_the_original_context(tmp_path: Path) -> None:
+    """A model limited to it has the frequencies that transformers takes for short sequences."""
+    directory = model_zoo.write_model("phi3", tmp_path, original_max_position_embeddings=128)
+    reference = model_zoo.load_reference(directory)
+    config = read_model_config(directory)
+    for limit, prompt in ((128, PROMPT), (512, model_zoo.random_token_ids(129))):
+        model = load_model(config.with_max_model_len(limit), torch.float32, CPU)
+        got = DenseHarness(model, len(prompt)).run({0: prompt})[0]
+        assert_equal(got, expected(reference, prompt))
 
 
 @pytest.mark.parametrize("name", model_zoo.NAMES)
@@ -143,7 +163,7 @@ def test_bfloat16(name: str) -> None:
 
 @pytest.mark.parametrize("name", model_zoo.NAMES)
 def test_declared_layers(name: str) -> None:
-    config = ModelConfig.from_directory(model_zoo.model_directory(name))
+    config = read_model_config(model_zoo.model_directory(name))
     layers = load(config.directory).attention_layers
     assert [layer.layer_id for layer in layers] == list(range(config.num_layers))
     assert tuple(layer.window for layer in layers) == config.layer_windows
@@ -151,5 +171,5 @@ def test_declared_layers(name: str) -> None:
 
 def test_declared_windows() -> None:
     for name, windows in {"llama": {None}, "mistral": {20}, "qwen2": {None, 20}}.items():
-        config = ModelConfig.from_directory(model_zoo.model_directory(name))
+        config = read_model_config(model_zoo.model_directory(name))
         assert set(config.layer_windows) == windows

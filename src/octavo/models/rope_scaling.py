@@ -1,7 +1,7 @@
 """How the rotary embedding is spelled in `config.json`, in its old and new forms.
 
-Fields are those of transformers' configuration classes. A field that the kind of scaling does not
-use is refused, for somebody meant something by it.
+Fields are those of transformers' configuration classes. Fields that the kind of scaling does not
+use are refused, because their author expects them to have an effect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.errors import ModelError, shown
 from octavo.json_fields import Fields
-from octavo.models.config import RotaryConfig
+from octavo.layers.config import RotaryConfig
 
 _YARN_FIELDS = {
     *("factor", "attention_factor", "mscale", "mscale_all_dim"),
@@ -24,7 +24,9 @@ KINDS = {
     "dynamic": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": _YARN_FIELDS,
+    "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
 }
+_ALIASES = {"su": "longrope"}  # in the first checkpoints of Phi-3
 # Fields of any kind. Whether the weights were tuned for the scaling ("finetuned") changes nothing.
 _COMMON_FIELDS = {
     *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"),
@@ -32,13 +34,19 @@ _COMMON_FIELDS = {
 }
 
 
-def read_rotary(config: Fields, max_positions: int) -> RotaryConfig:
-    """From rope_parameters (transformers 5), or rope_theta and rope_scaling (before)."""
-    config.refuse("partial_rotary_factor", 1.0)
+def read_rotary(
+    config: Fields, head_dim: int, max_positions: int, partial: bool = False
+) -> RotaryConfig:
+    """From rope_parameters (transformers 5), or rope_theta and rope_scaling (before).
+
+    partial: whether the model may rotate less than whole heads (partial_rotary_factor).
+    """
     rope = _rope_fields(config)
-    rope.refuse("partial_rotary_factor", 1.0)
+    if not partial:
+        config.refuse("partial_rotary_factor", 1.0)
+        rope.refuse("partial_rotary_factor", 1.0)
     kind = rope.get(rope.either("rope_type", "type"), "default")
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(kind, str) or (kind := _ALIASES.get(kind, kind)) not in KINDS:
         raise ModelError(
             f"{rope.where}: rope_type is {shown(kind)}; octavo knows {', '.join(sorted(KINDS))}"
         )
@@ -46,16 +54,31 @@ def read_rotary(config: Fields, max_positions: int) -> RotaryConfig:
         if rope.get(name, None) is not None:
             raise rope.error(name, f"rope_type {kind!r} has no such field")
 
+    dim = _rotary_dim(config, rope, head_dim)
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     original = _original_positions(config, rope, max_positions)
     match kind:
         case "linear" | "dynamic":
-            return RotaryConfig(theta, kind, factor=rope.number("factor"))
+            return RotaryConfig(dim, theta, kind, factor=rope.number("factor"))
         case "llama3":
-            return _read_llama3(rope, theta, original)
+            return _read_llama3(rope, dim, theta, original)
         case "yarn":
-            return _read_yarn(rope, theta, original, max_positions)
-    return RotaryConfig(theta)
+            return _read_yarn(rope, dim, theta, original, max_positions)
+        case "longrope":
+            return _read_longrope(rope, dim, theta, original, max_positions)
+    return RotaryConfig(dim, theta)
+
+
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int) -> int:
+    """How many elements of a head are rotated."""
+    name = "partial_rotary_factor"
+    holder = config if rope.get(name, None) is None else rope
+    dim = int(head_dim * holder.number(name, 1.0))
+    if dim % 2 or not 2 <= dim <= head_dim:
+        raise holder.error(
+            name, f"it must rotate an even number of a head's {head_dim} elements, not {dim}"
+        )
+    return dim
 
 
 def _rope_fields(config: Fields) -> Fields:
@@ -89,11 +112,12 @@ def _original_positions(config: Fields, rope: Fields, max_positions: int) -> int
     return original
 
 
-def _read_llama3(rope: Fields, theta: float, original: int) -> RotaryConfig:
+def _read_llama3(rope: Fields, dim: int, theta: float, original: int) -> RotaryConfig:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise rope.error("low_freq_factor", f"it must be less than high_freq_factor ({high})")
     return RotaryConfig(
+        dim,
         theta,
         "llama3",
         factor=rope.number("factor"),
@@ -103,7 +127,9 @@ def _read_llama3(rope: Fields, theta: float, original: int) -> RotaryConfig:
     )
 
 
-def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) -> RotaryConfig:
+def _read_yarn(
+    rope: Fields, dim: int, theta: float, original: int, max_positions: int
+) -> RotaryConfig:
     """YaRN (arXiv:2309.00071): equation 22 gives the attention factor if none is set."""
     if theta == 1:  # all frequencies are the same: there is no dimension where the ramp begins
         raise ModelError(f"{rope.where}: rope_theta is 1; yarn needs another base")
@@ -116,6 +142,7 @@ def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) ->
     if rope.get("mscale", 0) and rope.get("mscale_all_dim", 0):
         inferred = magnitude(rope.number("mscale")) / magnitude(rope.number("mscale_all_dim"))
     return RotaryConfig(
+        dim,
         theta,
         "yarn",
         factor=factor,
@@ -125,4 +152,26 @@ def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) ->
         # The one field whose null is no default in transformers: it is false.
         truncate="truncate" not in rope.values or rope.flag("truncate", False),
         attention_factor=rope.number("attention_factor", inferred),
+    )
+
+
+def _read_longrope(
+    rope: Fields, dim: int, theta: float, original: int, max_positions: int
+) -> RotaryConfig:
+    """LongRoPE (arXiv:2402.13753), with Phi-3's attention factor if none is set."""
+    factor = rope.number("factor", max_positions / original)
+    inferred = 1.0
+    if factor > 1:
+        if original == 1:
+            raise ModelError(f"{rope.where}: longrope needs an original context of 2 or more")
+        inferred = math.sqrt(1 + math.log(factor) / math.log(original))
+    return RotaryConfig(
+        dim,
+        theta,
+        "longrope",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=rope.number("attention_factor", inferred),
+        short_factors=rope.numbers("short_factor", dim // 2),
+        long_factors=rope.numbers("long_factor", dim // 2),
     )
