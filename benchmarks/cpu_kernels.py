@@ -22,9 +22,11 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor
 
-from octavo.layers import linear
 from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
+from octavo.ops.cpu import onednn
 from octavo.ops.cpu import row_ops as cpu_ops
+from octavo.ops.epilogue import Epilogue
+from octavo.ops.linear import LinearKernel, TorchLinear, has_numba_kernel, make_linear_kernel
 
 Times = dict[str, dict[str, float]]  # case -> implementation -> milliseconds
 
@@ -207,23 +209,23 @@ def measure_projections(rounds: int) -> Times:
     for model, (*_, hidden, inner) in MODELS.items():
         for name, dtype in DTYPES.items():
             weights = [torch.randn(2 * inner, hidden).to(dtype) for _ in range(NUM_LAYERS)]
-            packed = {"octavo": [linear.pack(weight) for weight in weights]}
-            if linear.has_onednn(weights[0]):
-                packed["oneDNN, packed"] = [linear.OneDnnWeight(weight) for weight in weights]
+            kernels: dict[str, list[LinearKernel]] = {}
+            if has_numba_kernel(weights[0]):
+                kernels["octavo"] = [make_linear_kernel(weight) for weight in weights]
+            if onednn.can_pack(weights[0]):
+                kernels["oneDNN, packed"] = [onednn.OneDnnLinear(weight) for weight in weights]
+            kernels["F.linear"] = [TorchLinear(weight) for weight in weights]
             for tokens in (1, 16, 64, 512):
                 x = torch.randn(tokens, hidden).to(dtype)
-                calls = {
-                    name: partial(multiply_all, x, ws) for name, ws in packed.items() if all(ws)
-                }
-                calls["F.linear"] = partial(multiply_all, x, weights)
+                calls = {name: partial(apply_all, x, each) for name, each in kernels.items()}
                 results[f"gate+up {model} {name}, {tokens} tokens"] = {
                     name: best_ms(call, rounds) / NUM_LAYERS for name, call in calls.items()
                 }
     return results
 
 
-def multiply_all(x: Tensor, weights: Sequence[Any]) -> list[Tensor]:
-    return [F.linear(x, w) if isinstance(w, Tensor) else w.multiply(x, None) for w in weights]
+def apply_all(x: Tensor, kernels: Sequence[LinearKernel]) -> list[Tensor]:
+    return [kernel.apply(x, None, Epilogue.NONE) for kernel in kernels]
 
 
 def plain_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -18,10 +18,11 @@ from gpu_harness import copy_bandwidth, device_seconds, report
 from torch import Tensor
 
 from octavo.ops.cuda.activation import silu_mul
-from octavo.ops.cuda.linear import Activation, linear, linear_parts
+from octavo.ops.cuda.linear import linear, linear_partial
 from octavo.ops.cuda.norm import layer_norm, rms_norm
 from octavo.ops.cuda.sampling import DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import best_tokens
+from octavo.ops.epilogue import Epilogue
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -29,32 +30,46 @@ WEIGHT_BYTES = 300_000_000  # per graph: several times the L2 cache
 SECONDS = 3e-3  # of device time per measurement
 EPS = 1e-5
 
-# Rows of W (of each half, if it is gated), columns of W, activation.
-Shape = tuple[int, int, Activation]
+# Rows of W (of each half, if it is gated), columns of W, epilogue.
+Shape = tuple[int, int, Epilogue]
 # name: norm, number of layers measured, shapes of qkv, output, up and down
 MODELS: dict[str, tuple[str, int, list[Shape]]] = {
     "Llama-3-8B": (
         "rms",
         8,
         [
-            (6144, 4096, None),
-            (4096, 4096, None),
-            (14336, 4096, "silu_mul"),
-            (4096, 14336, None),
+            (6144, 4096, Epilogue.NONE),
+            (4096, 4096, Epilogue.NONE),
+            (14336, 4096, Epilogue.SILU_MUL),
+            (4096, 14336, Epilogue.NONE),
         ],
     ),
     "OPT-13B": (
         "layer",
         6,
-        [(15360, 5120, None), (5120, 5120, None), (20480, 5120, "relu"), (5120, 20480, None)],
+        [
+            (15360, 5120, Epilogue.NONE),
+            (5120, 5120, Epilogue.NONE),
+            (20480, 5120, Epilogue.RELU),
+            (5120, 20480, Epilogue.NONE),
+        ],
     ),
     "Qwen3-0.6B": (
         "rms",
         28,
-        [(4096, 1024, None), (1024, 2048, None), (3072, 1024, "silu_mul"), (1024, 3072, None)],
+        [
+            (4096, 1024, Epilogue.NONE),
+            (1024, 2048, Epilogue.NONE),
+            (3072, 1024, Epilogue.SILU_MUL),
+            (1024, 3072, Epilogue.NONE),
+        ],
     ),
 }
-HEADS: list[Shape] = [(128256, 4096, None), (50272, 5120, None), (151936, 1024, None)]
+HEADS: list[Shape] = [
+    (128256, 4096, Epilogue.NONE),
+    (50272, 5120, Epilogue.NONE),
+    (151936, 1024, Epilogue.NONE),
+]
 TOKENS = (1, 8, 16, 32, 64, 128, 256)
 
 
@@ -81,8 +96,8 @@ def microseconds(work: Callable[[], object], launches: int, expected: float) -> 
 
 
 def weight_of(shape: Shape) -> Tensor:
-    rows, size, activation = shape
-    rows *= 2 if activation == "silu_mul" else 1
+    rows, size, epilogue = shape
+    rows *= 2 if epilogue.is_gated else 1
     return torch.randn(rows, size, device=DEVICE, dtype=DTYPE).mul_(size**-0.5)
 
 
@@ -90,10 +105,10 @@ def gemms() -> dict[str, dict[str, list[float]]]:
     """TB/s of weights, [octavo, cuBLAS], for every shape and number of tokens."""
     result: dict[str, dict[str, list[float]]] = {}
     for shape in [shape for _, _, shapes in MODELS.values() for shape in shapes] + HEADS:
-        rows, size, activation = shape
+        rows, size, epilogue = shape
         bytes_ = weight_of(shape).nbytes
         weights = [weight_of(shape) for _ in range(min(24, max(2, WEIGHT_BYTES // bytes_)))]
-        name = f"{size} -> {rows}" + (f" {activation}" if activation else "")
+        name = f"{size} -> {rows}" + (f" {epilogue.name.lower()}" if epilogue else "")
         result[name] = {str(count): gemm_rates(shape, weights, count) for count in TOKENS}
         cells = " | ".join(
             f"{octavo:.2f} / {cublas:.2f}" for octavo, cublas in result[name].values()
@@ -104,17 +119,17 @@ def gemms() -> dict[str, dict[str, list[float]]]:
 
 
 def gemm_rates(shape: Shape, weights: list[Tensor], num_tokens: int) -> list[float]:
-    rows, size, activation = shape
+    rows, size, epilogue = shape
     # A GEMM that a norm follows may leave its split-K partial sums to the norm.
-    norm_follows = activation is None and rows in (1024, 4096, 5120) and shape != (4096, 1024, None)
+    norm_follows = not epilogue and rows in (1024, 4096, 5120) and shape[:2] != (4096, 1024)
     x = torch.randn(num_tokens, size, device=DEVICE, dtype=DTYPE)
 
     def octavo() -> None:
         for weight in weights:
             if norm_follows:
-                linear_parts(x, weight)
+                linear_partial(x, weight)
             else:
-                linear(x, weight, None, activation)
+                linear(x, weight, None, epilogue)
 
     def cublas() -> None:
         for weight in weights:
@@ -146,7 +161,7 @@ class Layers:
     def __init__(self, model: str, weights: list[list[Tensor]], num_tokens: int) -> None:
         """`weights` holds qkv, output, up and down of each layer."""
         self._norm_kind, _, shapes = MODELS[model]
-        self._activation = shapes[2][2]
+        self._epilogue = shapes[2][2]
         self._weights = weights
         hidden_size, self._attention_size = weights[0][1].shape
         self._scale = torch.ones(hidden_size, device=DEVICE, dtype=DTYPE)
@@ -173,8 +188,8 @@ class Layers:
         hidden = self._x
         for qkv, output, up, down in self._weights:
             attended = linear(self._norm(hidden), qkv)[:, : self._attention_size]
-            hidden = linear_parts(attended, output)
-            hidden = linear_parts(linear(self._norm(hidden), up, None, self._activation), down)
+            hidden = linear_partial(attended, output)
+            hidden = linear_partial(linear(self._norm(hidden), up, None, self._epilogue), down)
 
     def _cublas(
         self, norm: Callable[[Tensor], Tensor], silu_mul: Callable[[Tensor], Tensor]
@@ -183,7 +198,7 @@ class Layers:
         for qkv, output, up, down in self._weights:
             hidden = F.linear(F.linear(norm(hidden), qkv)[:, : self._attention_size], output)
             inner = F.linear(norm(hidden), up)
-            inner = F.relu(inner) if self._activation == "relu" else silu_mul(inner)
+            inner = F.relu(inner) if self._epilogue == Epilogue.RELU else silu_mul(inner)
             hidden = F.linear(inner, down)
 
     def _norm(self, hidden: Tensor) -> Tensor:

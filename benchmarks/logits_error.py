@@ -40,13 +40,15 @@ import torch.nn.functional as F
 from attention_work import DirectStaging
 from torch import Tensor, nn
 
-from octavo.layers.linear import Linear
-from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.linear import LinearMethod, PlainLinear
+from octavo.layers.norm import LayerNorm, Norm
 from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
-from octavo.models.loader import build_model
-from octavo.ops import AttentionBatch, LayerPlace, load_backend
+from octavo.models.loader import build_model, weight_targets
+from octavo.models.registry import read_model_config
+from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, load_backend
+from octavo.ops.epilogue import Epilogue, apply_epilogue
 
 FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3")
 OUTLIER = 100.0
@@ -115,22 +117,10 @@ def model_config(family: str, scale: Scale) -> ModelConfig:
         del fields["head_dim"]
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(fields))
-        return ModelConfig.from_directory(directory)
+        return read_model_config(directory)
 
 
 # ---------------------------------------------------------------- weights
-
-
-def first_norm(layer: Any) -> Any:
-    return layer.attention_norm if hasattr(layer, "attention_norm") else layer.input_norm
-
-
-def second_norm(layer: Any) -> Any:
-    return layer.up_norm if hasattr(layer, "up_norm") else layer.post_norm
-
-
-def up_projection(layer: Any) -> Any:
-    return layer.gate_up if hasattr(layer, "gate_up") else layer.up
 
 
 def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: bool) -> CausalLM:
@@ -142,12 +132,12 @@ def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: 
         return (torch.randn(like.shape, generator=generator) * deviation).to(like)
 
     for module in model.modules():
-        if isinstance(module, Linear) and module.weight is not model.embedding.weight:
+        if isinstance(module, PlainLinear) and module.weight is not model.embedding.weight:
             assert module.weight is not None
             module.weight.copy_(normal(module.weight, module.weight.shape[1] ** -0.5))
         elif isinstance(module, nn.Module) and type(module).__name__.endswith("Embedding"):
             module.weight.copy_(normal(module.weight, 1.0))  # type: ignore[operator]
-        if isinstance(module, RMSNorm | LayerNorm) and module.weight is not None:
+        if isinstance(module, Norm) and module.weight is not None:
             module.weight.copy_(1 + normal(module.weight, 0.1))
         bias = getattr(module, "bias", None)
         if isinstance(bias, Tensor):
@@ -155,20 +145,20 @@ def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: 
     outliers = torch.randperm(config.hidden_size, generator=generator)[:NUM_OUTLIERS].to(device)
     model.embedding.weight[:, outliers] *= OUTLIER
     for layer in model.layers:  # type: ignore[union-attr]
-        for norm in (first_norm(layer), second_norm(layer)):
+        for norm in (layer.attention_norm, layer.mlp_norm):  # type: ignore[union-attr]
             norm.weight[outliers] /= OUTLIER
-        _add_outlier_pairs(up_projection(layer), layer.down, config, generator, cancels)  # type: ignore[union-attr]
+        _add_outlier_pairs(layer.mlp.up, layer.mlp.down, generator, cancels)  # type: ignore[union-attr]
     model.norm.weight[outliers] /= OUTLIER  # type: ignore[index, union-attr, operator]
     return model
 
 
 def _add_outlier_pairs(
-    up: Linear, down: Linear, config: ModelConfig, generator: torch.Generator, cancels: bool
+    up: PlainLinear, down: PlainLinear, generator: torch.Generator, cancels: bool
 ) -> None:
     """Make pairs of inner channels large, one in each half; those that cancel are nearly equal."""
     assert up.weight is not None
     assert down.weight is not None
-    size = config.intermediate_size
+    size = down.weight.shape[1]
     for _ in range(NUM_OUTLIERS):
         first = int(torch.randint(size // 2, (), generator=generator))
         second = size // 2 + int(torch.randint(size - size // 2, (), generator=generator))
@@ -205,22 +195,22 @@ class PlainTorch:
         begin = self._past[0][0].shape[2] if self._past else 0
         positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)
         hidden = F.embedding(ids, model.embedding.weight)
-        if config.rotary is None:
-            places = positions + config.learned_position_offset
+        if config.positions is not None:
+            places = positions + config.positions.offset
             hidden = hidden + F.embedding(places, model.positions.weight)
         past, self._past = self._past, []
         for i, layer in enumerate(model.layers):
             attended = self._attend(
-                i, layer, self._norm(first_norm(layer), hidden), positions, past
+                i, layer, self._norm(layer.attention_norm, hidden), positions, past
             )
-            hidden = hidden + self._linear(layer.output, attended)
-            inner = self._linear(up_projection(layer), self._norm(second_norm(layer), hidden))
-            if config.gated_mlp:
+            hidden = hidden + self._linear(layer.attention.output, attended)
+            inner = self._linear(layer.mlp.up, self._norm(layer.mlp_norm, hidden))
+            if layer.mlp.epilogue == Epilogue.SILU_MUL:
                 gate, inner = inner.chunk(2, dim=-1)
                 inner = F.silu(gate) * inner
             else:
-                inner = layer.activation(inner)
-            hidden = hidden + self._linear(layer.down, inner)
+                inner = apply_epilogue(inner, layer.mlp.epilogue)
+            hidden = hidden + self._linear(layer.mlp.down, inner)
         return self._linear(model.head.linear, self._norm(model.norm, hidden)).float()
 
     def forget(self) -> None:
@@ -245,27 +235,28 @@ class PlainTorch:
         positions: Tensor,
         past: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        config = self._config
+        spec: LayerSpec = layer.attention.spec
         num_seqs, num_new, _ = hidden.shape
-        heads = self._linear(layer.qkv, hidden).view(num_seqs, num_new, -1, config.head_dim)
-        counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        heads = self._linear(layer.attention.qkv, hidden).view(num_seqs, num_new, -1, spec.head_dim)
+        counts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         query, key, value = heads.transpose(1, 2).split(counts, dim=1)
-        if config.qk_norm:
-            query, key = self._norm(layer.query_norm, query), self._norm(layer.key_norm, key)
-        if config.rotary is not None:
+        if layer.attention.head_norms is not None:
+            query_norm, key_norm = layer.attention.head_norms
+            query, key = self._norm(query_norm, query), self._norm(key_norm, key)
+        if layer.attention.rotary is not None:
             query, key = self._rotate(query, positions), self._rotate(key, positions)
         if past:
             key = torch.cat((past[index][0], key), dim=2)
             value = torch.cat((past[index][1], value), dim=2)
         self._past.append((key, value))
-        group_size = config.num_heads // config.num_kv_heads
+        group_size = spec.num_heads // spec.num_kv_heads
         key, value = (x.repeat_interleave(group_size, 1) for x in (key, value))
         distance = positions[:, None] - torch.arange(key.shape[2], device=positions.device)
         mask = distance >= 0
-        window = config.layer_windows[index]
+        window = spec.window
         if window is not None:
             mask &= distance < window
-        scale = config.attention_scales[index]
+        scale = spec.scale
         if self._dtype == FP32:
             scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -math.inf)
             attended = scores.softmax(-1) @ value
@@ -277,8 +268,7 @@ class PlainTorch:
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         config = self._config
-        assert config.rotary is not None
-        table = rotary_table(config.rotary, config.head_dim, config.max_model_len, x.device)
+        table = rotary_table(config.rotaries[0], config.max_model_len, x.device)
         cos, sin = (
             torch.cat((half, half), dim=-1)[positions].to(x.dtype)
             for half in (table.cos, table.sin)
@@ -302,7 +292,7 @@ class TransformersTorch:
         )
         own = self._model.state_dict()
         prefixes = ("", "model.", "transformer.", "model.decoder.")
-        for name, tensor in model.weight_targets().items():
+        for name, tensor in weight_targets(model, config).items():
             full = next(prefix + name for prefix in prefixes if prefix + name in own)
             own[full].copy_(tensor)
         self._model = self._model.to(device).eval()
@@ -328,14 +318,14 @@ def _published(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        "num_attention_heads": config.layers[0].attention.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_model_len,
         "word_embed_proj_dim": config.hidden_size,
     }
     for name in ("n_inner", "ffn_dim", "intermediate_size"):
-        fields[name] = config.intermediate_size
+        fields[name] = config.layers[0].mlp.intermediate_size
     return fields | {"sliding_window": WINDOW if config.family == "mistral" else None}
 
 
@@ -350,7 +340,7 @@ class Octavo:
     ) -> None:
         self._model = copy.deepcopy(model)
         for module in self._model.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, LinearMethod):
                 module.finalize()
         self._device = model.embedding.weight.device
         layers = model.attention_layers

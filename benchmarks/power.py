@@ -20,8 +20,9 @@ from attention_work import GPU, Work
 from gpu_harness import GEMM_FLOPS, first_and_settled, report, square_gemm
 from torch import Tensor
 
-from octavo.ops.cuda.linear import linear, linear_parts
+from octavo.ops.cuda.linear import linear, linear_partial
 from octavo.ops.cuda.norm import rms_norm
+from octavo.ops.epilogue import Epilogue
 
 TOKENS, CONTEXT = 256, 1024
 HIDDEN, INNER, HEADS_AND_KV = 4096, 14336, 6144
@@ -125,9 +126,9 @@ class LayerGemms:
 
     def __call__(self, attend: Callable[[Tensor], Tensor]) -> None:
         attended = attend(linear(self.hidden, self.qkv))
-        hidden = self._normed(linear_parts(attended, self.output))
-        inner = linear(hidden, self.gate_up, None, "silu_mul")
-        self._normed(linear_parts(inner, self.down))
+        hidden = self._normed(linear_partial(attended, self.output))
+        inner = linear(hidden, self.gate_up, None, Epilogue.SILU_MUL)
+        self._normed(linear_partial(inner, self.down))
 
     def _normed(self, parts: Tensor) -> Tensor:
         return rms_norm(parts, self.scale, 1e-5, self.residual)

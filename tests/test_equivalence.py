@@ -17,7 +17,7 @@ import torch
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.core.kv.specs import group_layers
-from octavo.models.config import ModelConfig
+from octavo.models.registry import read_model_config
 
 NUM_TOKENS = 14
 MAX_MODEL_LEN = 80
@@ -53,7 +53,7 @@ def load(name: str, **options: object) -> LLM:
 
 def blocks_for_one(name: str, block_size: int, chunk: int) -> int:
     """The blocks of one sequence of MAX_MODEL_LEN, computed in chunks."""
-    config = ModelConfig.from_directory(model_zoo.model_directory(name))
+    config = read_model_config(model_zoo.model_directory(name))
     specs = group_layers(config.kv_specs()).specs
     return sum(spec.max_blocks(MAX_MODEL_LEN, block_size, chunk) for spec in specs)
 

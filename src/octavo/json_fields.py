@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import ModelError, shown
 
@@ -12,6 +13,8 @@ MAX_FILE_BYTES = 64 << 20  # the index of a thousand shards has some megabytes
 MAX_COUNT = 1 << 31
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # float32 holds them and their inverses
 _REQUIRED = object()
+
+Choice = TypeVar("Choice")
 
 
 class Fields:
@@ -55,7 +58,8 @@ class Fields:
             raise self.error(name, "it must be true or false")
         return value
 
-    def choice(self, name: str, choices: dict[str, str], default: str) -> str:
+    def choice(self, name: str, choices: Mapping[str, Choice], default: str) -> Choice:
+        """What the value stands for."""
         value = self.get(name, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(name, f"octavo knows {', '.join(sorted(choices))}")

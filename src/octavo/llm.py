@@ -15,7 +15,8 @@ from octavo.engine.local_client import LocalClient, LocalStream
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest, shown
-from octavo.models.config import ModelConfig, resolve_model
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_model_config
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
@@ -352,7 +353,7 @@ def load_engine(config: EngineConfig) -> Engine:
     """
     from octavo.executor.local import LocalExecutor
 
-    model_config = ModelConfig.from_directory(resolve_model(config.model))
+    model_config = read_model_config(resolve_model(config.model))
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
     executor = LocalExecutor(config, model_config)

@@ -243,10 +243,12 @@ def estimate_activations(
     model_config: ModelConfig, scheduler: SchedulerConfig, dtype_bytes: int
 ) -> int:
     """`activation_bytes` of the largest step that these settings allow."""
-    query_size = model_config.num_heads * model_config.head_dim
-    kv_size = 2 * model_config.num_kv_heads * model_config.head_dim
-    layer_width = (
-        4 * model_config.hidden_size + 2 * query_size + kv_size + 3 * model_config.intermediate_size
+    layer_width = max(
+        4 * model_config.hidden_size
+        + layer.attention.qkv.out_features
+        + layer.attention.output.in_features
+        + 3 * layer.mlp.intermediate_size
+        for layer in model_config.layers
     )
     return activation_bytes(
         scheduler.max_num_batched_tokens,

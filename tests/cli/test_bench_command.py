@@ -94,6 +94,12 @@ def test_mistakes(octavo: Octavo, model: list[str], trace: Path, tmp_path: Path)
 
 def test_models_command(octavo: Octavo) -> None:
     text = octavo("models").stdout
-    for word in ("llama", "Qwen3ForCausalLM", "octavo.models.gpt2", "bfloat16", "recompute"):
+    for word in (
+        "llama",
+        "Qwen3ForCausalLM",
+        "octavo.models.families.gpt2",
+        "bfloat16",
+        "recompute",
+    ):
         assert word in text
     assert json.loads(octavo("models", "--json").stdout)["opt"]["architecture"] == "OPTForCausalLM"

@@ -12,7 +12,7 @@ from octavo.core.step import SamplingSpec
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import PreparedRequest, RequestPreparer
 from octavo.errors import InvalidRequest
-from octavo.models.config import ModelConfig
+from octavo.models.registry import read_model_config
 from octavo.sampling_params import SamplingParams
 
 
@@ -37,7 +37,7 @@ def test_an_engine_checks_what_others_have_prepared(fields: dict[str, Any], fiel
 def test_a_bad_word_that_the_model_never_writes_bans_nothing() -> None:
     """Its tokenizer may know more tokens than the model has."""
     directory = model_zoo.model_directory("llama3")
-    config, tokenizer = ModelConfig.from_directory(directory), Tokenizer.from_directory(directory)
+    config, tokenizer = read_model_config(directory), Tokenizer.from_directory(directory)
     word = "fox"
     spelled = tokenizer.encode(word, add_special_tokens=False)
     params = SamplingParams(bad_words=[word])

@@ -16,7 +16,7 @@ from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, Tabl
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.executor.base import Executor
 from octavo.executor.local import LocalExecutor
-from octavo.models.config import ModelConfig
+from octavo.models.registry import read_model_config
 from octavo.worker.model_runner import ModelRunner
 
 SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
@@ -31,7 +31,7 @@ def make_executor(name: str = "llama", **options: Any) -> LocalExecutor:
         swap_space=options.pop("swap_space", 1 << 20),
     )
     config = EngineConfig(str(directory), cache=cache, scheduler=SCHEDULER, **options)
-    return LocalExecutor(config, ModelConfig.from_directory(directory))
+    return LocalExecutor(config, read_model_config(directory))
 
 
 def prompt_plan(token_ids: list[int], num_groups: int = 1) -> StepPlan:
@@ -65,7 +65,7 @@ def test_a_step_computes_what_transformers_does(name: str, backend: str) -> None
 def test_capacity_is_what_the_budget_says() -> None:
     executor: Executor = make_executor("qwen2", attention_backend="reference")
     capacity = executor.capacity
-    config = ModelConfig.from_directory(model_directory("qwen2"))
+    config = read_model_config(model_directory("qwen2"))
     layers = config.num_layers // 2  # in each of two groups
     block_bytes = layers * 2 * 8 * config.num_kv_heads * config.head_dim * 4
     assert len(capacity.layout.groups) == 2

@@ -59,8 +59,9 @@ def test_tables_equal_transformers(kind: str, theta: float) -> None:
         )
     )
     cos, sin = reference(torch.zeros(1), torch.arange(MAX_POSITIONS)[None])
-    config = read_rotary(Fields("config.json", {"rope_parameters": rope}), MAX_POSITIONS)
-    table = rotary_table(config, HEAD_DIM, MAX_POSITIONS, torch.device("cpu"))
+    fields = Fields("config.json", {"rope_parameters": rope})
+    config = read_rotary(fields, HEAD_DIM, MAX_POSITIONS)
+    table = rotary_table(config, MAX_POSITIONS, torch.device("cpu"))
     assert table.cos.dtype == table.sin.dtype == torch.float32
     assert table.rotary_dim == HEAD_DIM
     torch.testing.assert_close(table.cos, cos[0, :, : HEAD_DIM // 2], rtol=0, atol=2e-5)
@@ -68,8 +69,8 @@ def test_tables_equal_transformers(kind: str, theta: float) -> None:
 
 
 def test_which_elements_turn_together() -> None:
-    config = read_rotary(Fields("config.json", {"rope_theta": 100.0}), MAX_POSITIONS)
-    table = rotary_table(config, HEAD_DIM, 64, torch.device("cpu"))
+    config = read_rotary(Fields("config.json", {"rope_theta": 100.0}), HEAD_DIM, MAX_POSITIONS)
+    table = rotary_table(config, 64, torch.device("cpu"))
     positions = torch.tensor([0, 5, 63])
     x = torch.randn(3, 2, HEAD_DIM)
     cos = table.cos[positions].repeat(1, 2)[None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,12 +11,15 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from octavo.layers.activation import ACTIVATIONS, GATED_ACTIVATIONS
+from octavo.layers.config import LinearConfig
 from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
-from octavo.layers.linear import Linear
-from octavo.layers.norm import LayerNorm, RMSNorm, add_parts
-from octavo.models.families import GATED_ACTIVATIONS as GATED_NAMES
-from octavo.models.families import PLAIN_ACTIVATIONS as PLAIN_NAMES
+from octavo.layers.linear import PlainLinear
+from octavo.layers.mlp import GATED_EPILOGUES, PLAIN_EPILOGUES
+from octavo.layers.norm import LayerNorm, RMSNorm, add_partial
+from octavo.models.families.common import GATED_ACTIVATIONS as GATED_NAMES
+from octavo.models.families.common import PLAIN_ACTIVATIONS as PLAIN_NAMES
+from octavo.ops.cpu import row_ops
+from octavo.ops.epilogue import Epilogue, apply_epilogue
 
 DTYPES = [torch.float32, torch.bfloat16]
 ON_GPU = [
@@ -69,35 +74,41 @@ def test_layer_norm(dtype: torch.dtype, affine: bool) -> None:
 @pytest.mark.parametrize("name", PLAIN_NAMES)
 def test_activations_equal_transformers(name: str) -> None:
     x = torch.linspace(-6, 6, 101)
-    close(ACTIVATIONS[PLAIN_NAMES[name]](x), ACT2FN[name](x))
+    close(apply_epilogue(x, PLAIN_EPILOGUES[PLAIN_NAMES[name]]), ACT2FN[name](x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", GATED_NAMES)
-def test_gated_activations(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("apply", [apply_epilogue, row_ops.apply_epilogue], ids=["torch", "cpu"])
+def test_gated_activations(
+    name: str, dtype: torch.dtype, apply: Callable[[Tensor, Epilogue], Tensor]
+) -> None:
     gate, up = torch.randn(2, 3, 7).to(dtype)
     gate_up = torch.cat((gate, up), dim=-1)
     before = gate_up.clone()
-    close(GATED_ACTIVATIONS[GATED_NAMES[name]](gate_up), ACT2FN[name](gate) * up)
+    close(apply(gate_up, GATED_EPILOGUES[GATED_NAMES[name]]), ACT2FN[name](gate) * up)
     assert torch.equal(gate_up, before)
 
 
-@pytest.mark.parametrize("name", ["relu", "gelu"])
+@pytest.mark.parametrize("epilogue", [Epilogue.RELU, Epilogue.GELU])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_a_product_with_its_activation_and_in_parts(name: str, device: str) -> None:
-    linear = Linear(1024, 192, bias=True).to(device, torch.bfloat16)
+def test_a_projection_with_its_epilogue_and_in_partial_sums(
+    epilogue: Epilogue, device: str
+) -> None:
+    linear = PlainLinear(LinearConfig(1024, (192,), bias=True)).to(device, torch.bfloat16)
     assert linear.weight is not None
     assert linear.bias is not None
     linear.weight.normal_(std=1024**-0.5)
     linear.bias.normal_()
+    weight = linear.weight.float()
+    linear.finalize()
     for num_tokens in (1, 5, 200):
         x = torch.randn(num_tokens, 1024).to(device, torch.bfloat16)
-        plain = F.linear(x.float(), linear.weight.float(), linear.bias.float())
-        activation = ACTIVATIONS[name]
-        close(linear.forward_activated(x, activation), activation(plain).to(torch.bfloat16))
+        plain = F.linear(x.float(), weight, linear.bias.float())
+        close(linear.forward(x, epilogue), apply_epilogue(plain, epilogue).to(torch.bfloat16))
         residual = torch.randn(num_tokens, 192).to(device, torch.bfloat16)
         wanted = (plain + residual.float()).to(torch.bfloat16)
-        total = add_parts(residual, linear.forward_parts(x))
+        total = add_partial(residual, linear.forward_partial(x))
         assert total is residual
         close(total, wanted)
 
@@ -110,10 +121,11 @@ def test_position_embedding_offset() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_are_float32_and_tied_heads_share_memory(dtype: torch.dtype) -> None:
-    embedding, head = Embedding(40, 16).to(dtype), LMHead(16, 40).to(dtype)
+    embedding, head = Embedding(40, 16).to(dtype), LMHead(LinearConfig(16, (40,))).to(dtype)
     head.tie(embedding)
     embedding.weight.copy_(torch.randn(40, 16))
     assert head.linear.weight is embedding.weight
+    head.linear.finalize()
     hidden = torch.randn(3, 16).to(dtype)
     logits = head.forward(hidden)
     assert logits.dtype == torch.float32

@@ -36,8 +36,8 @@ class DenseHarness:
         return list(torch.split(self.logits(chunks), [len(ids) for ids in chunks.values()]))
 
     @torch.inference_mode()
-    def logits(self, chunks: dict[int, list[int]], wanted: Tensor | None = None) -> Tensor:
-        """Append tokens to sequences; the logits of all of them or of the `wanted` ones."""
+    def logits(self, chunks: dict[int, list[int]], logits_indices: Tensor | None = None) -> Tensor:
+        """Append tokens to sequences; the logits of all, or at `logits_indices`."""
         starts = {seq: self.lengths[seq] for seq in chunks}
         positions = [starts[seq] + i for seq, ids in chunks.items() for i in range(len(ids))]
         slots = []
@@ -58,5 +58,5 @@ class DenseHarness:
         )
         self.attention.plan(batch)
         token_ids = torch.tensor([token for ids in chunks.values() for token in ids])
-        hidden = self.model.forward(token_ids, batch.positions, self.attention, wanted)
+        hidden = self.model.forward(token_ids, batch.positions, self.attention, logits_indices)
         return self.model.logits(hidden)

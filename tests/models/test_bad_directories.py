@@ -21,8 +21,8 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ModelError, OutOfMemory
 from octavo.json_fields import Fields
 from octavo.layers.rotary import rotary_table
-from octavo.models.config import ModelConfig
 from octavo.models.loader import build_model, load_weights
+from octavo.models.registry import read_model_config
 
 CPU = torch.device("cpu")
 FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3")
@@ -67,10 +67,11 @@ def outcome(read: Callable[[], object]) -> str:
 
 
 def use(directory: Path) -> None:
-    config = ModelConfig.from_directory(directory)
+    config = read_model_config(directory)
     assert config.num_layers == len(config.layer_windows) <= 10_000
-    if config.weight_bytes(4) < 1 << 22 and config.rotary is not None:
-        rotary_table(config.rotary, config.head_dim, config.max_model_len, CPU)
+    if config.weight_bytes(4) < 1 << 22:
+        for rotary in config.rotaries:
+            rotary_table(rotary, config.max_model_len, CPU)
 
 
 def changes(fields: dict[str, Any], names: set[str]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -150,7 +151,7 @@ def test_every_value_in_the_index(tmp_path: Path) -> None:
     shutil.copy(source / "config.json", tmp_path)
     tensors = load_file(source / "model.safetensors")
     save_file(tensors, tmp_path / "part.safetensors")
-    config = ModelConfig.from_directory(tmp_path)
+    config = read_model_config(tmp_path)
     model = build_model(config, torch.float32, CPU)
     whole = dict.fromkeys(tensors, "part.safetensors")
     index = {"metadata": {}, "weight_map": whole}
@@ -191,7 +192,7 @@ def test_every_value_in_the_index(tmp_path: Path) -> None:
 def test_what_is_said(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     write(tmp_path / "config.json", fields_of("llama") | change)
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_a_model_of_any_size_is_weighed_before_it_is_built(tmp_path: Path) -> None:
@@ -205,4 +206,4 @@ def test_a_file_beyond_all_measure(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(1 << 40)  # a hole: it takes no room
     with pytest.raises(ModelError, match=r"config\.json is larger than 67,108,864 bytes"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)

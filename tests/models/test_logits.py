@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 import model_zoo
 from octavo.models.base import CausalLM
-from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
+from octavo.models.registry import read_model_config
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ PROMPT = model_zoo.random_token_ids(70)  # longer than the zoo's sliding windows
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(ModelConfig.from_directory(directory), dtype, CPU)
+    return load_model(read_model_config(directory), dtype, CPU)
 
 
 def expected(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
@@ -66,7 +66,7 @@ def test_sequences_in_one_batch(name: str) -> None:
     ("name", "overrides"),
     [*((name, {}) for name in model_zoo.NAMES), ("opt", {"do_layer_norm_before": False})],
 )
-def test_wanted_tokens_alone(
+def test_logits_indices(
     name: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the caller's order; the last layer computes no others, but what comes later sees all."""
@@ -75,13 +75,13 @@ def test_wanted_tokens_alone(
     model = load(directory)
     harness = DenseHarness(model, len(PROMPT), max_seqs=2)
     rows: list[int] = []
-    down = model.layers[-1].down
+    down = model.layers[-1].mlp.down
 
     def feed_forward(x: Tensor) -> Tensor:
         rows.append(len(x))
-        return type(down).forward_parts(down, x)
+        return type(down).forward_partial(down, x)
 
-    monkeypatch.setattr(down, "forward_parts", feed_forward)
+    monkeypatch.setattr(down, "forward_partial", feed_forward)
     got = harness.logits({0: PROMPT[:40], 1: PROMPT[:5]}, torch.tensor([44, 39, 12]))
     assert_equal(got, want[[4, 39, 12]])
     assert rows == [3]
@@ -143,7 +143,7 @@ def test_bfloat16(name: str) -> None:
 
 @pytest.mark.parametrize("name", model_zoo.NAMES)
 def test_declared_layers(name: str) -> None:
-    config = ModelConfig.from_directory(model_zoo.model_directory(name))
+    config = read_model_config(model_zoo.model_directory(name))
     layers = load(config.directory).attention_layers
     assert [layer.layer_id for layer in layers] == list(range(config.num_layers))
     assert tuple(layer.window for layer in layers) == config.layer_windows
@@ -151,5 +151,5 @@ def test_declared_layers(name: str) -> None:
 
 def test_declared_windows() -> None:
     for name, windows in {"llama": {None}, "mistral": {20}, "qwen2": {None, 20}}.items():
-        config = ModelConfig.from_directory(model_zoo.model_directory(name))
+        config = read_model_config(model_zoo.model_directory(name))
         assert set(config.layer_windows) == windows

@@ -13,7 +13,10 @@ import pytest
 
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
-from octavo.models.config import ModelConfig, RotaryConfig, resolve_model
+from octavo.layers.config import RotaryConfig
+from octavo.models.config import ModelConfig, PositionTable
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_model_config
 
 GPT2 = {
     "activation_function": "gelu_new",
@@ -180,7 +183,7 @@ def write(
 
 
 def read(directory: Path, fields: dict[str, Any]) -> ModelConfig:
-    return ModelConfig.from_directory(write(directory, fields))
+    return read_model_config(write(directory, fields))
 
 
 @pytest.mark.parametrize(
@@ -205,10 +208,12 @@ def test_num_parameters_of_published_models(
 def test_llama_31(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA_31_8B)
     assert (config.architecture, config.family) == ("LlamaForCausalLM", "llama")
-    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (32, 32, 8)
+    attention = config.layers[0].attention
+    assert (config.num_layers, attention.num_heads, config.num_kv_heads) == (32, 32, 8)
     assert (config.head_dim, config.max_model_len) == (128, 131072)
-    assert config.rotary == RotaryConfig(500000.0, "llama3", 8.0, 8192, 1.0, 4.0)
-    assert config.attention_scales[0] == 128**-0.5
+    assert config.rotaries == (RotaryConfig(128, 500000.0, "llama3", 8.0, 8192, 1.0, 4.0),)
+    assert attention.rotary == 0
+    assert attention.scale == 128**-0.5
     assert config.eos_token_ids == (128001, 128008, 128009)
     assert config.bos_token_id == 128000
     assert config.dtype == "bfloat16"
@@ -232,20 +237,20 @@ def test_both_spellings_of_rope_and_dtype(tmp_path: Path) -> None:
     new_fields |= {"rope_parameters": rope, "dtype": new_fields.pop("torch_dtype")}
     assert read(tmp_path, new_fields) == old
     legacy = {"type": "linear", "factor": 2.0}
-    assert read(tmp_path, LLAMA_2_7B | {"rope_scaling": legacy}).rotary == RotaryConfig(
-        10000.0, "linear", 2.0
-    )
+    rotaries = read(tmp_path, LLAMA_2_7B | {"rope_scaling": legacy}).rotaries
+    assert rotaries == (RotaryConfig(128, 10000.0, "linear", 2.0),)
 
 
 def test_opt_350m(tmp_path: Path) -> None:
     config = read(tmp_path, OPT_350M)
     assert (config.embedding_size, config.hidden_size) == (512, 1024)
-    assert config.norm_after
-    assert not config.final_norm
+    assert {layer.norm_placement for layer in config.layers} == {"post"}
+    assert config.final_norm is None
     assert config.tied_embeddings
-    assert (config.num_learned_positions, config.learned_position_offset) == (2050, 2)
+    assert config.positions == PositionTable(2050, 2)
     assert config.max_model_len == 2048
-    assert config.rotary is None
+    assert config.rotaries == ()
+    assert config.layers[0].attention.rotary is None
 
 
 def test_mistral_windows(tmp_path: Path) -> None:
@@ -277,17 +282,21 @@ def test_qwen_windows(tmp_path: Path) -> None:
 
 def test_qwen_norms_and_biases(tmp_path: Path) -> None:
     qwen2, qwen3 = read(tmp_path, QWEN25_05B), read(tmp_path, QWEN3_06B)
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (False, False, True)
+    for config, qkv_bias, head_norms in ((qwen2, True, False), (qwen3, False, True)):
+        attention = config.layers[0].attention
+        assert (attention.qkv_bias, attention.output_bias) == (qkv_bias, False)
+        assert (attention.head_norm is not None) == head_norms
     fields = {key: value for key, value in QWEN3_06B.items() if key != "head_dim"}
     assert read(tmp_path, fields).head_dim == 128  # the family's default, not 1024 / 16
 
 
 def test_gpt2_scales(tmp_path: Path) -> None:
     config = read(tmp_path, GPT2 | {"scale_attn_by_inverse_layer_idx": True})
-    assert config.attention_scales[:3] == (1 / 8, 1 / 16, 1 / 24)
-    assert read(tmp_path, GPT2 | {"scale_attn_weights": False}).attention_scales == (1.0,) * 12
-    assert read(tmp_path, GPT2 | {"n_inner": None}).intermediate_size == 3072
+    scales = [layer.attention.scale for layer in config.layers]
+    assert scales[:3] == [1 / 8, 1 / 16, 1 / 24]
+    config = read(tmp_path, GPT2 | {"scale_attn_weights": False})
+    assert {layer.attention.scale for layer in config.layers} == {1.0}
+    assert read(tmp_path, GPT2 | {"n_inner": None}).layers[0].mlp.intermediate_size == 3072
     assert read(tmp_path, GPT2).dtype == "float32"
 
 
@@ -295,21 +304,18 @@ def test_yarn(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = read(tmp_path, QWEN25_05B | {"rope_scaling": yarn})
     assert config.max_model_len == 131072
-    assert config.rotary is not None
-    assert config.rotary.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert config.rotaries[0].attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     scaled = yarn | {"mscale": 0.5, "mscale_all_dim": 2.0}
     config = read(tmp_path, QWEN25_05B | {"rope_scaling": scaled})
-    assert config.rotary is not None
     expected = (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1)
-    assert config.rotary.attention_factor == pytest.approx(expected)
+    assert config.rotaries[0].attention_factor == pytest.approx(expected)
 
 
 def test_a_null_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     """Of all optional fields, these two do not mean by it what they mean when they are missing."""
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     for value, truncates in (({}, True), ({"truncate": True}, True), ({"truncate": None}, False)):
-        rotary = read(tmp_path, QWEN25_05B | {"rope_scaling": yarn | value}).rotary
-        assert rotary is not None
+        (rotary,) = read(tmp_path, QWEN25_05B | {"rope_scaling": yarn | value}).rotaries
         assert rotary.truncate is truncates
     sliding = QWEN25_05B | {"use_sliding_window": True, "max_window_layers": 20}
     assert read(tmp_path, sliding | {"sliding_window": None}).layer_windows == (None,) * 24
@@ -325,14 +331,14 @@ def test_generation_config_wins(tmp_path: Path) -> None:
         "top_p": 0.95,
         "transformers_version": "4.51.0",
     }
-    config = ModelConfig.from_directory(write(tmp_path, QWEN3_06B, generation))
+    config = read_model_config(write(tmp_path, QWEN3_06B, generation))
     assert config.eos_token_ids == (7, 8)
     assert config.sampling_defaults == {"temperature": 0.6, "top_p": 0.95}
-    config = ModelConfig.from_directory(write(tmp_path, QWEN3_06B, {"_from_model_config": True}))
+    config = read_model_config(write(tmp_path, QWEN3_06B, {"_from_model_config": True}))
     assert config.eos_token_ids == (151645,)
     assert config.sampling_defaults == {}
     hash(config)
-    greedy = ModelConfig.from_directory(write(tmp_path, QWEN3_06B, {"temperature": 0.6}))
+    greedy = read_model_config(write(tmp_path, QWEN3_06B, {"temperature": 0.6}))
     assert greedy.sampling_defaults == {}
 
 
@@ -350,7 +356,7 @@ def test_generation_config_is_checked(
     """Else every request that leaves the field out would be told that it is wrong."""
     write(tmp_path, QWEN3_06B, {"do_sample": True} | generation)
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_end_tokens(tmp_path: Path) -> None:
@@ -373,7 +379,8 @@ def test_names_that_gpt2_has_two_of(tmp_path: Path) -> None:
     fields = {key: value for key, value in GPT2.items() if not key.startswith("n_")}
     aliases = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     config = read(tmp_path, fields | aliases | {"max_position_embeddings": 128})
-    assert (config.hidden_size, config.num_heads, config.num_layers) == (64, 4, 2)
+    num_heads = config.layers[0].attention.num_heads
+    assert (config.hidden_size, num_heads, config.num_layers) == (64, 4, 2)
     assert config.max_model_len == 128
     assert read(tmp_path, GPT2 | {"hidden_size": 768}).hidden_size == 768
 
@@ -382,7 +389,7 @@ def test_where_the_original_context_stands(tmp_path: Path) -> None:
     rope = dict(LLAMA_31_8B["rope_scaling"])
     original = rope.pop("original_max_position_embeddings")
     fields = LLAMA_31_8B | {"rope_scaling": rope, "original_max_position_embeddings": original}
-    assert read(tmp_path, fields).rotary == read(tmp_path, LLAMA_31_8B).rotary
+    assert read(tmp_path, fields).rotaries == read(tmp_path, LLAMA_31_8B).rotaries
 
 
 def test_both_forms_of_rope_that_agree(tmp_path: Path) -> None:
@@ -501,17 +508,17 @@ def test_what_is_refused(
 
 def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json: not a model directory"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
     with pytest.raises(ModelError, match=r"directory .*absent has no config\.json"):
-        ModelConfig.from_directory(tmp_path / "absent")
+        read_model_config(tmp_path / "absent")
     path = tmp_path / "config.json"
     for content in (b'{"model_type": ', b"\xff\xfe", b"[" * 100_000):
         path.write_bytes(content)
         with pytest.raises(ModelError, match=r"config\.json cannot be read: "):
-            ModelConfig.from_directory(tmp_path)
+            read_model_config(tmp_path)
     path.write_text("[]")
     with pytest.raises(ModelError, match=r"config\.json holds a list, not a JSON object"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_resolve_a_directory(tmp_path: Path) -> None:
@@ -556,8 +563,8 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from octavo.models.config import ModelConfig; import octavo.models.registry;"
-        f"ModelConfig.from_directory({str(write(tmp_path, GPT2))!r}).num_parameters();"
+        "import sys; from octavo.models.registry import read_model_config;"
+        f"read_model_config({str(write(tmp_path, GPT2))!r}).num_parameters();"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -569,5 +576,5 @@ def test_needs_no_torch(tmp_path: Path) -> None:
 )
 def test_configs_for_benchmarks(name: str, millions: float) -> None:
     directory = Path(__file__).parents[2] / "benchmarks" / "configs" / name
-    config = ModelConfig.from_directory(directory)
+    config = read_model_config(directory)
     assert config.num_parameters() / 1e6 == pytest.approx(millions, abs=0.05)

@@ -1,4 +1,4 @@
-"""Products of few tokens against float64."""
+"""GEMV and skinny GEMM kernels against float64."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops.cuda.linear import Activation, linear, linear_parts
+from octavo.ops.cuda.linear import linear, linear_partial
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
+from octavo.ops.epilogue import Epilogue
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -17,11 +18,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 SHARED_MEMORY = 227 << 10  # bytes of a multiprocessor
 
 
-def expected(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
     y = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    if activation == "relu":
+    if epilogue == Epilogue.RELU:
         return y.relu()
-    if activation == "silu_mul":
+    if epilogue == Epilogue.SILU_MUL:
         gate, up = y.chunk(2, dim=-1)
         return F.silu(gate) * up
     return y
@@ -43,49 +44,49 @@ def assert_close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert error < TOLERANCE[dtype], float(error)
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "silu_mul"])
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU, Epilogue.SILU_MUL])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_rows", "size"), [(6, 48), (34, 1100)])
 def test_one_token(
-    device: torch.device, activation: Activation, has_bias: bool, num_rows: int, size: int
+    device: torch.device, epilogue: Epilogue, has_bias: bool, num_rows: int, size: int
 ) -> None:
     x, weight, bias = operands(1, num_rows, size, torch.float32, device)
     given = bias if has_bias else None
-    actual = linear(x, weight, given, activation)
-    assert_close(actual, expected(x, weight, given, activation), torch.float32)
-    if activation is None:
-        assert torch.equal(linear_parts(x, weight, given), actual)
+    actual = linear(x, weight, given, epilogue)
+    assert_close(actual, expected(x, weight, given, epilogue), torch.float32)
+    if epilogue == Epilogue.NONE:
+        assert torch.equal(linear_partial(x, weight, given), actual)
 
 
 def test_more_tokens_on_a_cpu_are_torch() -> None:
     x, weight, bias = operands(3, 8, 16, torch.float32, torch.device("cpu"))
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
-    assert torch.equal(linear_parts(x, weight, bias), F.linear(x, weight, bias))
-    assert torch.equal(linear(x, weight, bias, "relu"), F.linear(x, weight, bias).relu())
+    assert torch.equal(linear_partial(x, weight, bias), F.linear(x, weight, bias))
+    assert torch.equal(linear(x, weight, bias, Epilogue.RELU), F.linear(x, weight, bias).relu())
 
 
 def test_tiles_fit() -> None:
     shapes = [
         *MEASURED,
-        (64, 64, 0),
-        (96, 192, 2),
-        (1024, 8192, 0),
-        (32000, 4096, 0),
-        (8192, 64, 2),
+        (64, 64, Epilogue.NONE),
+        (96, 192, Epilogue.SILU_MUL),
+        (1024, 8192, Epilogue.NONE),
+        (32000, 4096, Epilogue.NONE),
+        (8192, 64, Epilogue.SILU_MUL),
     ]
-    for num_rows, size, activation in shapes:
+    for num_rows, size, epilogue in shapes:
         for num_tokens in (2, 16, 17, 33, 100, 128, 129):
-            tiles = choose_tiles(num_tokens, num_rows, size, activation)
+            tiles = choose_tiles(num_tokens, num_rows, size, epilogue)
             if tiles is None:
                 continue
             assert num_tokens <= tiles.tokens
             assert (tiles.tokens == 64) if tiles.swap else (tiles.tokens in SIZES)
-            halves = 2 if activation == 2 else 1
+            halves = 2 if epilogue.is_gated else 1
             stage = 2 * tiles.columns * (tiles.tokens + tiles.rows * halves)
             assert (tiles.stages * stage + 1024) * tiles.per_sm <= SHARED_MEMORY
             assert tiles.stages > 1
-            assert tiles.shares <= -(-size // tiles.columns)
-    assert choose_tiles(129, 4096, 4096, 0) is None
+            assert tiles.splits <= -(-size // tiles.columns)
+    assert choose_tiles(129, 4096, 4096, Epilogue.NONE) is None
 
 
 @pytest.mark.gpu
@@ -95,27 +96,26 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("shape", MEASURED)
     @pytest.mark.parametrize("num_tokens", [1, 2, 16, 24, 33, 64, 100, 128, 200, 256])
-    def test_shapes_of_models(self, shape: tuple[int, int, int], num_tokens: int) -> None:
-        num_rows, size, code = shape
-        activation: Activation = (None, "relu", "silu_mul")[code]  # type: ignore[assignment]
-        rows = num_rows * 2 if code == 2 else num_rows
+    def test_shapes_of_models(self, shape: tuple[int, int, Epilogue], num_tokens: int) -> None:
+        num_rows, size, epilogue = shape
+        rows = num_rows * 2 if epilogue.is_gated else num_rows
         x, weight, bias = operands(num_tokens, rows, size, torch.bfloat16, self.DEVICE)
-        wanted = expected(x, weight, bias, activation)
-        assert_close(linear(x, weight, bias, activation), wanted, torch.bfloat16)
-        if activation is None:
-            parts = linear_parts(x, weight, bias)
+        wanted = expected(x, weight, bias, epilogue)
+        assert_close(linear(x, weight, bias, epilogue), wanted, torch.bfloat16)
+        if epilogue == Epilogue.NONE:
+            parts = linear_partial(x, weight, bias)
             assert_close(parts.sum(0) if parts.dim() == 3 else parts, wanted, torch.bfloat16)
 
     @pytest.mark.parametrize("shape", [(4096, 14336), (1024, 2048), (28672, 4096)])
     def test_two_products_for_one(self, shape: tuple[int, int]) -> None:
         x, weight, _ = operands(256, *shape, torch.bfloat16, self.DEVICE)
         if shape[0] > shape[1]:
-            actual = linear(x, weight, None, "silu_mul")
-            assert_close(actual, expected(x, weight, None, "silu_mul"), torch.bfloat16)
+            actual = linear(x, weight, None, Epilogue.SILU_MUL)
+            assert_close(actual, expected(x, weight, None, Epilogue.SILU_MUL), torch.bfloat16)
             return
-        parts = linear_parts(x, weight)
+        parts = linear_partial(x, weight)
         assert parts.shape[0] == 2
-        assert_close(parts.sum(0), expected(x, weight, None, None), torch.bfloat16)
+        assert_close(parts.sum(0), expected(x, weight, None, Epilogue.NONE), torch.bfloat16)
 
     @pytest.mark.parametrize("num_tokens", [16, 128, 256])
     def test_parts_that_cancel(self, num_tokens: int) -> None:
@@ -124,49 +124,51 @@ class TestOnGpu:
         x[:, 2000] = x[:, 1000]
         weight[:, 1000] *= 5000
         weight[:, 2000] = -weight[:, 1000]
-        parts = linear_parts(x, weight)
+        parts = linear_partial(x, weight)
         assert parts.dim() == 3
         assert parts.abs().max() > 100 * parts.sum(0).abs().max()
-        assert_close(parts.sum(0).bfloat16(), expected(x, weight, None, None), torch.bfloat16)
+        assert_close(
+            parts.sum(0).bfloat16(), expected(x, weight, None, Epilogue.NONE), torch.bfloat16
+        )
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("num_tokens", [1, 5, 31, 128])
-    @pytest.mark.parametrize("activation", [None, "relu", "silu_mul"])
+    @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU, Epilogue.SILU_MUL])
     @pytest.mark.parametrize(("num_rows", "size"), [(64, 64), (198, 320), (1026, 1536), (40, 100)])
     def test_other_shapes(
         self,
         dtype: torch.dtype,
         num_tokens: int,
-        activation: Activation,
+        epilogue: Epilogue,
         num_rows: int,
         size: int,
     ) -> None:
         x, weight, bias = operands(num_tokens, num_rows, size, dtype, self.DEVICE)
-        wanted = expected(x, weight, bias, activation)
-        assert_close(linear(x, weight, bias, activation), wanted, dtype)
+        wanted = expected(x, weight, bias, epilogue)
+        assert_close(linear(x, weight, bias, epilogue), wanted, dtype)
 
     @pytest.mark.parametrize("early", [False, True])
     @pytest.mark.parametrize("swap", [False, True])
-    @pytest.mark.parametrize("shares", [1, 2, 3, 5])
-    @pytest.mark.parametrize("activation", [None, "silu_mul"])
+    @pytest.mark.parametrize("splits", [1, 2, 3, 5])
+    @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
     def test_tiles(
         self,
         early: bool,
         swap: bool,
-        shares: int,
-        activation: Activation,
+        splits: int,
+        epilogue: Epilogue,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        tiles = Tiles(64, 32 if swap else 64, 64, 3, 4, shares, 2, swap, early)
+        tiles = Tiles(64, 32 if swap else 64, 64, 3, 4, splits, 2, swap, early)
         monkeypatch.setattr("octavo.ops.cuda.linear.choose_tiles", lambda *shape: tiles)
         x, weight, bias = operands(50, 680, 704, torch.bfloat16, self.DEVICE)
-        wanted = expected(x, weight, bias, activation)
+        wanted = expected(x, weight, bias, epilogue)
         for _ in range(3):  # the workspace is left as it was found
-            actual = linear(x, weight, bias, activation)
+            actual = linear(x, weight, bias, epilogue)
             assert_close(actual, wanted, torch.bfloat16)
-        assert torch.equal(linear(x, weight, bias, activation), actual)
-        if activation is None:
-            parts = linear_parts(x, weight, bias)
+        assert torch.equal(linear(x, weight, bias, epilogue), actual)
+        if epilogue == Epilogue.NONE:
+            parts = linear_partial(x, weight, bias)
             assert_close(parts.sum(0) if parts.dim() == 3 else parts, wanted, torch.bfloat16)
 
     @pytest.mark.parametrize("num_tokens", [1, 8, 16, 60, 128])
@@ -183,7 +185,7 @@ class TestOnGpu:
             x = torch.randn(num_tokens, size, device=self.DEVICE, dtype=torch.bfloat16) * 0.02
             actual = linear(x, weight)
             for rows in (slice(0, 200), slice(524_200, 524_400), slice(num_rows - 200, num_rows)):
-                wanted = expected(x, weight[rows], None, None)
+                wanted = expected(x, weight[rows], None, Epilogue.NONE)
                 assert_close(actual[:, rows], wanted, torch.bfloat16)
 
     @pytest.mark.parametrize("num_tokens", [1, 8, 64])
@@ -207,11 +209,13 @@ class TestOnGpu:
         def step() -> Tensor:
             hidden, residual = x, torch.zeros_like(x)
             for first, second, gate_up, down in weights:
-                hidden = linear_parts(
+                hidden = linear_partial(
                     linear(rms_norm(hidden, scale, 1e-5, residual), first), second
                 )
-                inside = linear(rms_norm(hidden, scale, 1e-5, residual), gate_up, None, "silu_mul")
-                hidden = linear_parts(inside, down)
+                inside = linear(
+                    rms_norm(hidden, scale, 1e-5, residual), gate_up, None, Epilogue.SILU_MUL
+                )
+                hidden = linear_partial(inside, down)
             return rms_norm(hidden, scale, 1e-5, residual)
 
         x.normal_(generator=make)

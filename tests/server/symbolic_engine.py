@@ -25,7 +25,8 @@ from octavo.engine.validation import PreparedRequest
 from octavo.errors import ModelError
 from octavo.executor.base import KVCapacity
 from octavo.memory_budget import MemoryBudget
-from octavo.models.config import ModelConfig, resolve_model
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_model_config
 from octavo.server.engine_process import loop as engine_loop
 
 FLAGS = {
@@ -113,7 +114,7 @@ def load(config: EngineConfig) -> Engine:
     executor = HarmfulExecutor(
         config.cache.block_size, int(flags.get("blocks", 200)), float(flags.get("step", 0))
     )
-    model_config = ModelConfig.from_directory(resolve_model(config.model))
+    model_config = read_model_config(resolve_model(config.model))
     return FragileEngine(config, model_config, executor)
 
 

@@ -19,7 +19,8 @@ from octavo.engine.engine import Engine
 from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
 from octavo.engine.validation import RequestPreparer
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
-from octavo.models.config import ModelConfig, resolve_model
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_model_config
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.engine_process.channel import Channel
@@ -165,7 +166,7 @@ def test_a_step_is_reported_once() -> None:
     """Also if the last request is aborted at the last moment, so that no other step is taken."""
     config = make_config("demo", block_size=BLOCK_SIZE)
     executor = HarmfulExecutor(BLOCK_SIZE, 200, 0.0)
-    model_config = ModelConfig.from_directory(resolve_model("demo"))
+    model_config = read_model_config(resolve_model("demo"))
     prepared = RequestPreparer(model_config, None, 20, 0).prepare([1, 2, 3], sampling(50), 100)
     # Asked for before and within each step.
     script = Script([Add(0, "r", prepared, 0.0)], [], [], [Abort("r")])

@@ -17,7 +17,7 @@ from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.step import StepPlan, TokenWrites
 from octavo.errors import ConfigError, OutOfMemory, RequestTooLong
 from octavo.executor.local import LocalExecutor
-from octavo.models.config import ModelConfig
+from octavo.models.registry import read_model_config
 from octavo.simulation.config import SimulationConfig
 from octavo.simulation.cost_model import PAPER_2023
 from octavo.simulation.executor import SimulatedExecutor, SimulatedStep
@@ -78,7 +78,7 @@ def real_executor(config: SimulationConfig) -> type[SimulatedExecutor]:
     class RealExecutor(SimulatedExecutor):
         def submit(self, plan: StepPlan) -> SimulatedStep:
             if not self.spans:
-                model_config = ModelConfig.from_directory(config.model)
+                model_config = read_model_config(config.model)
                 self.real = LocalExecutor(config.engine_config, model_config)
                 assert self.real.capacity.num_blocks == self.capacity.num_blocks
             step = super().submit(plan)

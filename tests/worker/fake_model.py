@@ -39,15 +39,12 @@ class FakeModel:
         self.qkv = [weights(size, size + 2 * NUM_KV_HEADS * HEAD_DIM) for _ in windows]
         self.forward_calls: list[int] = []
 
-    def weight_targets(self) -> dict[str, Tensor]:
-        return {}
-
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
         attention: AttentionBackend,
-        wanted: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Tensor:
         self.forward_calls.append(len(input_ids))
         hidden = self.embedding[input_ids] + self.positions[positions]
@@ -55,7 +52,7 @@ class FakeModel:
             heads = (hidden @ weights).view(len(hidden), -1, HEAD_DIM)
             query, key, value = heads.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
             hidden = torch.tanh(hidden + attention.forward(layer.layer_id, query, key, value))
-        return hidden if wanted is None else hidden[wanted]
+        return hidden if logits_indices is None else hidden[logits_indices]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.embedding.T

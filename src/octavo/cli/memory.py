@@ -100,10 +100,11 @@ class Budget:
         """Raises ConfigError, ModelError or OutOfMemory as the engine does."""
         from octavo.config import make_config
         from octavo.host_memory import host_memory
-        from octavo.models.config import ModelConfig, resolve_model
+        from octavo.models.hub import resolve_model
+        from octavo.models.registry import read_model_config
 
         config = make_config(model, **engine)
-        model_config = ModelConfig.from_directory(resolve_model(model, weights=False))
+        model_config = read_model_config(resolve_model(model, weights=False))
         if config.max_model_len is not None:
             model_config = model_config.with_max_model_len(config.max_model_len)
         dtype = config.dtype_for(model_config.dtype)

@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.layers.linear import Linear
+from octavo.layers.base import WeightOwner
+from octavo.layers.config import LinearConfig
+from octavo.layers.linear import PlainLinear
 
 
-class Embedding(nn.Module):
+class Embedding(WeightOwner):
     """Owns a table of vectors: [num_rows, size]."""
 
     def __init__(self, num_rows: int, size: int) -> None:
@@ -36,15 +38,15 @@ class PositionEmbedding(Embedding):
 class LMHead(nn.Module):
     """Owns the projection to the vocabulary, or shares the token embedding's table for it."""
 
-    def __init__(self, size: int, vocab_size: int) -> None:
+    def __init__(self, config: LinearConfig) -> None:
         super().__init__()
-        self.linear = Linear(size, vocab_size, bias=False)
+        self.linear = PlainLinear(config)
 
     def tie(self, embedding: Embedding) -> None:
-        """Use the embedding's table; to be called before weights are loaded."""
+        """Use the embedding's table; called before weights are loaded."""
         self.linear.weight = embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[num_rows, size] -> logits [num_rows, vocab_size]: float32; on a GPU as they come."""
+        """[num_rows, size] -> logits [num_rows, vocab_size], float32; on a GPU in its dtype."""
         logits = self.linear.forward(hidden)
         return logits if logits.device.type == "cuda" else logits.float()

@@ -1,4 +1,4 @@
-"""Layer normalisation, with the addition to the residual stream that comes before it."""
+"""Norms, each fused with the addition to the residual stream that precedes it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.layers.base import WeightOwner
+from octavo.layers.config import NormConfig
 from octavo.ops.cpu.row_ops import add_rms_norm, rms_norm
 
 
-class RMSNorm(nn.Module):
-    """Owns the scale of a root-mean-square norm (arXiv:1910.07467)."""
+class Norm(WeightOwner):
+    """Normalises rows; owns a scale, a shift, both or neither."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    eps: float
+
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(norm(hidden + residual), hidden + residual); without residual (norm(hidden), hidden).
+
+        hidden and residual: [num_tokens, size], of the same dtype. The sum is written into
+        `residual`. On a GPU hidden may be partial sums [num_splits, num_tokens, size] that are
+        added up (LinearMethod.forward_partial).
+        """
+        raise NotImplementedError
+
+
+class RMSNorm(Norm):
+    """A root-mean-square norm (arXiv:1910.07467) with a scale."""
+
+    weight: nn.Parameter
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -18,11 +39,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(hidden + residual), hidden + residual); without residual (norm(hidden), hidden).
-
-        hidden and residual: [num_tokens, size], of the same dtype. The sum is written into
-        `residual`. On a GPU hidden may come in parts that are added up (Linear.forward_parts).
-        """
+        """See Norm.forward."""
         if hidden.device.type == "cuda":
             from octavo.ops.cuda import norm
 
@@ -33,8 +50,8 @@ class RMSNorm(nn.Module):
         return add_rms_norm(hidden, residual, self.weight, self.eps), residual
 
 
-class LayerNorm(nn.Module):
-    """Owns the scale and shift of a layer norm; neither when `affine` is off."""
+class LayerNorm(Norm):
+    """A layer norm with scale and shift; with neither unless it is `affine`."""
 
     def __init__(self, size: int, eps: float, affine: bool = True) -> None:
         super().__init__()
@@ -44,7 +61,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if affine else None
 
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm(hidden + residual), hidden + residual), as RMSNorm.forward."""
+        """See Norm.forward."""
         if hidden.device.type == "cuda":
             from octavo.ops.cuda import norm
 
@@ -55,6 +72,13 @@ class LayerNorm(nn.Module):
         return F.layer_norm(hidden, self.shape, self.weight, self.bias, self.eps), hidden
 
 
-def add_parts(residual: Tensor, hidden: Tensor) -> Tensor:
-    """residual + hidden, written into residual; hidden may be in parts (Linear.forward_parts)."""
+def make_norm(config: NormConfig) -> Norm:
+    """The norm that a model's description asks for, with uninitialised weights."""
+    if config.kind == "rms":
+        return RMSNorm(config.size, config.eps)
+    return LayerNorm(config.size, config.eps, config.affine)
+
+
+def add_partial(residual: Tensor, hidden: Tensor) -> Tensor:
+    """residual + hidden, written into residual; hidden may be partial sums (see Norm.forward)."""
     return residual.add_(hidden.sum(0) if hidden.dim() == 3 else hidden)

@@ -1,4 +1,4 @@
-"""Tables of the rotary position embedding (RoFormer, arXiv:2104.09864), made once a model.
+"""Tables of the rotary position embedding (RoFormer, arXiv:2104.09864), made once per model.
 
 The arithmetic is float32 throughout, as in the code that the models were trained with: at long
 contexts float32 angles differ visibly from exact ones, and the weights are used to the former.
@@ -11,23 +11,22 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.models.config import RotaryConfig
+from octavo.layers.config import RotaryConfig
 from octavo.ops import RotaryTable
 
 
-def rotary_table(
-    config: RotaryConfig, rotary_dim: int, max_positions: int, device: torch.device
-) -> RotaryTable:
-    """cos and sin, float32 [max_positions, rotary_dim / 2], of every position on `device`."""
-    frequencies = _frequencies(config, rotary_dim)
+def rotary_table(config: RotaryConfig, max_positions: int, device: torch.device) -> RotaryTable:
+    """cos and sin of every position on `device`: float32 [max_positions, config.dim / 2]."""
+    frequencies = _frequencies(config)
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, frequencies)
     scale = config.attention_factor
     return RotaryTable((angles.cos() * scale).to(device), (angles.sin() * scale).to(device))
 
 
-def _frequencies(config: RotaryConfig, dim: int) -> Tensor:
+def _frequencies(config: RotaryConfig) -> Tensor:
     """Radians that each pair of elements turns by from a position to the next: [dim / 2]."""
+    dim = config.dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
     frequencies = 1.0 / config.theta**exponents
     match config.kind:
@@ -40,7 +39,7 @@ def _frequencies(config: RotaryConfig, dim: int) -> Tensor:
         case "llama3":
             return _llama3(config, frequencies)
         case "yarn":
-            return _yarn(config, frequencies, dim)
+            return _yarn(config, frequencies)
 
 
 def _llama3(config: RotaryConfig, frequencies: Tensor) -> Tensor:
@@ -54,8 +53,9 @@ def _llama3(config: RotaryConfig, frequencies: Tensor) -> Tensor:
     return (1 - kept) * frequencies / config.factor + kept * frequencies
 
 
-def _yarn(config: RotaryConfig, frequencies: Tensor, dim: int) -> Tensor:
+def _yarn(config: RotaryConfig, frequencies: Tensor) -> Tensor:
     """YaRN's (arXiv:2309.00071, section 3.2): the same idea, with a ramp over dimensions."""
+    dim = config.dim
 
     def dimension(turns: float) -> float:
         """Where in the head the frequency makes so many turns in the original context."""

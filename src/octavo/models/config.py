@@ -1,116 +1,115 @@
-"""What a model is: its shapes, windows, rotary embedding and token ids, read from `config.json`.
+"""What a model computes, as a description: its layers, norms, rotary embeddings and token ids.
 
-Imports no torch, so that memory budgets and schedulers can be made without it.
+Families write these descriptions from `config.json` (families/); decoder.py builds modules from
+them. Imports no torch.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow
-from octavo.errors import ConfigError, ModelError, shown
+from octavo.errors import ConfigError
+from octavo.layers.config import (
+    AttentionConfig,
+    LinearConfig,
+    MLPConfig,
+    NormConfig,
+    RotaryConfig,
+)
 
-RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-NormKind = Literal["rms", "layer"]
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB_FILES = ["*.json", "*.jinja"]
-HUB_WEIGHTS = ["*.safetensors"]
-# Files in subdirectories (other formats), and a second copy of the weights some repositories keep.
-HUB_EXCLUDED = ["*/*", "consolidated*"]
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryConfig:
-    """How the frequencies of the rotary embedding follow from the position."""
-
-    theta: float
-    kind: RotaryKind = "default"
-    factor: float = 1.0  # how many times the context was extended
-    original_max_positions: int = 0  # llama3 and yarn: the context before the extension
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 1.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+NormPlacement = Literal["pre", "post"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A model's architecture in octavo's words, whatever names its family uses in config.json."""
+class LayerConfig:
+    """Attention and a feed-forward block, each with a norm.
 
-    directory: Path
-    architecture: str  # the class in config.json, such as "LlamaForCausalLM"
-    family: str  # config.json's model_type
+    norm_placement: "pre" normalises the input of each block; "post" normalises the residual stream
+    after each block (OPT-350m).
+    """
+
+    attention: AttentionConfig
+    mlp: MLPConfig
+    norm: NormConfig
+    norm_placement: NormPlacement = "pre"
+
+    @property
+    def num_parameters(self) -> int:
+        blocks = self.attention.num_parameters + self.mlp.num_parameters
+        return blocks + 2 * self.norm.num_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class PositionTable:
+    """Learned positions: position p is row p + offset."""
+
+    num_rows: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A decoder-only language model, whatever names its family uses in config.json."""
+
     vocab_size: int
     hidden_size: int
-    embedding_size: int  # of a token's embedding; OPT-350m projects it to hidden_size
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
     max_model_len: int  # tokens, prompt and output together
-    # One entry a layer: the query at p reads keys p - window + 1 .. p; None: all keys up to p.
-    # A window as long as the model's context is no window, and is kept as None.
-    layer_windows: tuple[int | None, ...]
-    attention_scales: tuple[float, ...]  # one a layer
-    activation: str  # a name in octavo.layers.activation
-    gated_mlp: bool
-    norm: NormKind
-    norm_eps: float
-    norm_affine: bool = True  # norms have parameters
-    norm_after: bool = False  # OPT-350m: a norm follows each block, on the residual itself
-    final_norm: bool = True
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    rotary: RotaryConfig | None = None  # None: learned positions
-    num_learned_positions: int = 0  # rows of the table of learned positions
-    learned_position_offset: int = 0  # its row for position 0
+    layers: tuple[LayerConfig, ...]
+    rotaries: tuple[RotaryConfig, ...] = ()
+    positions: PositionTable | None = None
+    final_norm: NormConfig | None
+    embedding_size: int | None = None  # None: hidden_size; OPT-350m projects its embeddings to it
     tied_embeddings: bool = False
-    dtype: str = "float32"  # of the weights in the files
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        assert len(self.layer_windows) == len(self.attention_scales) == self.num_layers
-        windows = tuple(
-            None if window is None or window >= self.max_model_len else window
-            for window in self.layer_windows
-        )
-        object.__setattr__(self, "layer_windows", windows)
+        attentions = [layer.attention for layer in self.layers]
+        kv_shapes = {(attention.num_kv_heads, attention.head_dim) for attention in attentions}
+        assert len(kv_shapes) == 1, "blocks of the KV cache have one shape in all layers"
+        layers = tuple(_within_context(layer, self.max_model_len) for layer in self.layers)
+        object.__setattr__(self, "layers", layers)
 
-    @classmethod
-    def from_directory(cls, path: str | Path) -> ModelConfig:
-        """Read `config.json` (and `generation_config.json`) in `path`; weights are not looked at.
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
-        Raises ModelError for a missing or broken file, a family that octavo does not serve,
-        quantised weights, and options in config.json that would change the result if octavo did
-        not ignore them: those of the served families, and those of others that it knows of.
-        """
-        # Imported here because the readers make ModelConfigs.
-        from octavo.models.families import read_model_config
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of every layer."""
+        return self.layers[0].attention.num_kv_heads
 
-        return read_model_config(Path(path))
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head in every layer."""
+        return self.layers[0].attention.head_dim
 
-    def with_max_model_len(self, max_model_len: int) -> ModelConfig:
-        """The same model kept to shorter sequences; ConfigError beyond what it was made for."""
-        if max_model_len > self.max_model_len:
-            raise ConfigError(
-                "max_model_len",
-                f"{max_model_len} is more than the {self.max_model_len} positions of "
-                f"{self.directory}",
-            )
-        return replace(self, max_model_len=max_model_len)
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window in tokens; None: full attention."""
+        return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def project_in(self) -> LinearConfig | None:
+        """From embeddings to hidden states, where their sizes differ."""
+        if self.embedding_size is None or self.embedding_size == self.hidden_size:
+            return None
+        return LinearConfig(self.embedding_size, (self.hidden_size,))
+
+    @property
+    def project_out(self) -> LinearConfig | None:
+        """From hidden states to what the head takes, where their sizes differ."""
+        projection = self.project_in
+        if projection is None:
+            return None
+        return LinearConfig(self.hidden_size, (projection.in_features,))
+
+    @property
+    def head(self) -> LinearConfig:
+        """From the final hidden states to logits."""
+        return LinearConfig(self.embedding_size or self.hidden_size, (self.vocab_size,))
 
     def kv_specs(self) -> list[KVSpec]:
         """Which tokens' KV each layer keeps."""
@@ -119,79 +118,50 @@ class ModelConfig:
             for window in self.layer_windows
         ]
 
+    def num_lookup_parameters(self) -> int:
+        """Parameters of tables of which a step reads only the rows of its tokens and positions."""
+        positions = 0 if self.positions is None else self.positions.num_rows * self.hidden_size
+        return positions + (0 if self.tied_embeddings else self.head.num_parameters)
+
     def num_parameters(self) -> int:
-        """Weights in the model, from the shapes alone; tied embeddings count once."""
-        embeddings = self.vocab_size * self.embedding_size
-        total = embeddings if self.tied_embeddings else 2 * embeddings
-        total += self.num_learned_positions * self.hidden_size
-        if self.embedding_size != self.hidden_size:  # projections in and out
-            total += 2 * self.embedding_size * self.hidden_size
-        total += self.num_layers * self._num_layer_parameters()
-        if self.final_norm:
-            total += self._num_norm_parameters(self.hidden_size)
-        return total
+        """Weights in the model, from the declared shapes alone; tied embeddings count once."""
+        parts = (self.head, self.project_in, self.project_out, self.final_norm, *self.layers)
+        declared = sum(part.num_parameters for part in parts if part is not None)
+        return declared + self.num_lookup_parameters()
 
     def weight_bytes(self, dtype_bytes: int) -> int:
-        """What the weights take, and the rotary table, which is float32 whatever they are."""
-        table = 0 if self.rotary is None else 4 * self.max_model_len * self.head_dim
-        return self.num_parameters() * dtype_bytes + table
-
-    def _num_norm_parameters(self, size: int) -> int:
-        if not self.norm_affine:
-            return 0
-        return size if self.norm == "rms" else 2 * size
-
-    def _num_layer_parameters(self) -> int:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        query_size = self.num_heads * self.head_dim
-        qkv_size = query_size + 2 * self.num_kv_heads * self.head_dim
-        up_size = 2 * inner if self.gated_mlp else inner
-        total = hidden * (qkv_size + query_size + up_size + inner)
-        total += qkv_size if self.qkv_bias else 0
-        total += hidden if self.output_bias else 0
-        total += up_size + hidden if self.mlp_bias else 0
-        total += 2 * self.head_dim if self.qk_norm else 0
-        return total + 2 * self._num_norm_parameters(hidden)
+        """Bytes of the weights and of the rotary tables, which are float32 whatever the weights."""
+        tables = sum(4 * self.max_model_len * rotary.dim for rotary in self.rotaries)
+        return self.num_parameters() * dtype_bytes + tables
 
 
-def resolve_model(name: str, weights: bool = True) -> Path:
-    """The directory of a model: "demo", a local directory, or a hub id that is fetched.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(ModelDescription):
+    """A model in a directory: its description, and what its files say about serving it."""
 
-    Without `weights`, they are not fetched. Raises ModelError that says what was looked for.
-    """
-    if name == "demo":
-        # The demo model's weights are unpacked only when somebody asks for them.
-        from octavo.demo import demo_model_path
+    directory: Path
+    architecture: str  # the class in config.json, such as "LlamaForCausalLM"
+    family: str  # config.json's model_type
+    dtype: str = "float32"  # of the weights in the files
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-        return Path(demo_model_path())
-    try:
-        path = Path(name).expanduser()
-        is_directory, exists = path.is_dir(), path.exists()
-    except (OSError, RuntimeError) as error:  # too long a name, or an unknown user's home
-        reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"no model {shown(name)}: {reason}") from error
-    if is_directory:
-        return path
-    if exists:
-        raise ModelError(f"{name} is a file; give the directory that holds config.json")
-    if HUB_ID.fullmatch(name):
-        return _fetch_from_hub(name, HUB_WEIGHTS + HUB_FILES if weights else HUB_FILES)
-    raise ModelError(
-        f"no model {name!r}: it is not a directory ({path.absolute()}), not 'demo', and not a hub "
-        "id of the form organisation/name"
-    )
+    def with_max_model_len(self, max_model_len: int) -> ModelConfig:
+        """The same model limited to shorter sequences; ConfigError beyond its own limit."""
+        if max_model_len > self.max_model_len:
+            raise ConfigError(
+                "max_model_len",
+                f"{max_model_len} is more than the {self.max_model_len} positions of "
+                f"{self.directory}",
+            )
+        return replace(self, max_model_len=max_model_len)
 
 
-def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(
-            snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=HUB_EXCLUDED)
-        )
-    except Exception as error:  # its errors have no common base; all mean that there is no model
-        reason = str(error).strip().splitlines()
-        raise ModelError(
-            f"no model {hub_id!r}: there is no such directory, and it could not be fetched from "
-            f"the hub ({reason[0] if reason else type(error).__name__})"
-        ) from error
+def _within_context(layer: LayerConfig, max_model_len: int) -> LayerConfig:
+    """A window as long as the model's context is full attention."""
+    window = layer.attention.window
+    if window is None or window < max_model_len:
+        return layer
+    return replace(layer, attention=replace(layer.attention, window=None))

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,17 +18,18 @@ from torch import Tensor, nn
 from octavo.config import LoadFormat
 from octavo.errors import ModelError, shown
 from octavo.json_fields import read_json
-from octavo.layers.linear import Linear, MergedLinear
-from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.base import WeightOwner, WeightTargets
+from octavo.layers.linear import LinearMethod
+from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
-from octavo.models.registry import MODELS
+from octavo.models.registry import FAMILIES
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DUMMY_STD = 0.02
-# Dummy weights repeat one stretch of noise; a prime length keeps rows of a matrix different.
+# Dummy weights repeat one run of noise; a prime length keeps rows of a matrix different.
 NOISE_LENGTH = 1_000_003
 
 
@@ -50,15 +50,17 @@ def load_model(
     else:
         load_weights(model, config)
     for module in model.modules():
-        if isinstance(module, Linear | MergedLinear):
+        if isinstance(module, LinearMethod):
             module.finalize()
     return model
 
 
 def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """The model with uninitialised weights, before any `finalize`."""
+    module_name, _, class_name = FAMILIES[config.family].model_class.partition(":")
+    model_class = getattr(import_module(module_name), class_name)
     with torch.device("meta"):  # shapes only, until dtype and device are set
-        model: CausalLM = _module(config).Model(config, device)
+        model: CausalLM = model_class(config, device)
     # Not Module.to_empty: copying from "meta" imports a second of symbolic algebra.
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -75,12 +77,12 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     Raises ModelError that names the tensor and the file: missing, unknown, wrong shape or dtype,
     two different values for one parameter, unreadable file.
     """
-    module = _module(config)
-    targets = model.weight_targets()
-    loaded: set[int] = set()  # ids of targets; tied ones have two names
+    names = FAMILIES[config.family].weights
+    targets = weight_targets(model, config)
+    loaded: set[int] = set()  # ids of targets; tied weights have two names
     unknown: list[str] = []
     for path, name, tensor in _read_tensors(config.directory):
-        key = _without_prefix(name, module.PREFIXES)
+        key = _without_prefix(name, names.prefixes)
         target = targets.get(key)
         if target is not None:
             where = f"{path}: {name}"
@@ -90,7 +92,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
             elif not tensor.to(target).allclose(target, rtol=0, atol=0, equal_nan=True):
                 raise ModelError(f"{where} {_contradiction(target is model.embedding.weight)}")
             loaded.add(id(target))
-        elif not any(re.fullmatch(pattern, key) for pattern in module.IGNORED):
+        elif not any(re.fullmatch(pattern, key) for pattern in names.ignored):
             unknown.append(f"{name} ({path.name})")
     if unknown:
         raise ModelError(
@@ -99,6 +101,20 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     missing = [name for name, target in targets.items() if id(target) not in loaded]
     if missing:
         raise ModelError(f"{config.directory}: the weights lack {_few(missing)}")
+
+
+def weight_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
+    """Where the checkpoint's tensors go, by their names without prefix."""
+    names = FAMILIES[config.family].weights
+    targets: WeightTargets = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, WeightOwner):
+            continue
+        own = module.targets(names.of(path))
+        if names.transposed and path.startswith("layers.") and isinstance(module, LinearMethod):
+            own = {name: target.t() for name, target in own.items()}
+        targets |= own
+    return targets
 
 
 def fill_with_noise(model: CausalLM, seed: int) -> None:
@@ -116,12 +132,8 @@ def fill_with_noise(model: CausalLM, seed: int) -> None:
             done += part.numel()
             position = (position + part.numel()) % NOISE_LENGTH
     for module in model.modules():
-        if isinstance(module, RMSNorm | LayerNorm) and module.weight is not None:
+        if isinstance(module, Norm) and module.weight is not None:
             module.weight.fill_(1.0)
-
-
-def _module(config: ModelConfig) -> ModuleType:
-    return import_module(MODELS[config.architecture])
 
 
 def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:

@@ -1,12 +1,124 @@
-"""Which module implements which architecture: one line a model. Imports no torch by itself."""
+"""The families that octavo serves, and how a model directory is matched with its family."""
 
 from __future__ import annotations
 
-MODELS = {
-    "GPT2LMHeadModel": "octavo.models.gpt2",
-    "OPTForCausalLM": "octavo.models.opt",
-    "LlamaForCausalLM": "octavo.models.llama",
-    "MistralForCausalLM": "octavo.models.llama",
-    "Qwen2ForCausalLM": "octavo.models.llama",
-    "Qwen3ForCausalLM": "octavo.models.llama",
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import InvalidRequest, ModelError, shown
+from octavo.json_fields import Fields, read_json
+from octavo.models.config import ModelConfig, ModelDescription
+from octavo.models.families import gpt2, llama, mistral, opt, qwen2, qwen3
+from octavo.models.family import Family
+from octavo.sampling_params import SamplingParams
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY for module in (gpt2, opt, llama, mistral, qwen2, qwen3)
 }
+DTYPES = ("float32", "bfloat16", "float16")
+# What generation_config.json may set for requests that do not.
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Options of other families, or of a model's own code, that change the result and leave no trace in
+# the weights, each with the value that turns it off. No answer is better than a wrong one.
+UNSERVED = {
+    "is_causal": True,
+    "use_bidirectional_attention": False,
+    "dual_chunk_attention_config": None,
+    "attention_chunk_size": None,
+    "use_logn_attn": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "query_pre_attn_scalar": None,
+    "attention_multiplier": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "clip_qkv": None,
+    "alibi": False,
+    "no_rope_layers": None,
+    "use_mrope": False,
+    "rope_interleave": False,
+    "rotary_pct": 1.0,
+}
+
+
+def read_model_config(directory: str | Path) -> ModelConfig:
+    """Read `config.json` and `generation_config.json` in `directory`; weights are not looked at.
+
+    Raises:
+        ModelError: a missing or broken file, a family that octavo does not serve, quantised
+            weights, or options in config.json that change the result and that octavo does not
+            implement, whether of the served families or of others that it knows of.
+    """
+    directory = Path(directory)
+    config = read_json(directory / "config.json")
+    family = _family_of(config)
+    _refuse_quantised(config)
+    for name, harmless in UNSERVED.items():
+        config.refuse(name, harmless)
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else Fields("", {})
+    description = family.read(config)
+    return ModelConfig(
+        **{each.name: getattr(description, each.name) for each in fields(ModelDescription)},
+        directory=directory,
+        architecture=family.architecture,
+        family=family.model_type,
+        dtype=_dtype(config),
+        bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
+        eos_token_ids=_end_tokens(config, generation, family, description.vocab_size),
+        sampling_defaults=_sampling_defaults(generation),
+    )
+
+
+def _family_of(config: Fields) -> Family:
+    model_type = config.get("model_type", None)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise config.error("model_type", f"octavo serves {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    if family.architecture not in config.names("architectures", [family.architecture]):
+        raise config.error("architectures", f"of {model_type}, octavo serves {family.architecture}")
+    return family
+
+
+def _refuse_quantised(config: Fields) -> None:
+    quantization = config.get("quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        kind = "unknown method" if method is None else shown(method)
+        raise ModelError(
+            f"{config.where}: the weights are quantised ({kind}); octavo serves {', '.join(DTYPES)}"
+        )
+
+
+def _end_tokens(
+    config: Fields, generation: Fields, family: Family, vocab_size: int
+) -> tuple[int, ...]:
+    """The tokens that end a text, without ids that are not in the vocabulary (such as -1)."""
+    ends = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
+    if "eos_token_id" not in config.values | generation.values and family.eos_token_id is not None:
+        ends = (family.eos_token_id,)
+    return tuple(token_id for token_id in ends if 0 <= token_id < vocab_size)
+
+
+def _sampling_defaults(generation: Fields) -> dict[str, Any]:
+    """What the model asks for; invalid values are refused here rather than in each request."""
+    if not generation.flag("do_sample", False):
+        return {}
+    asked = {name: generation.get(name, None) for name in SAMPLING_DEFAULTS}
+    defaults = {name: value for name, value in asked.items() if value is not None}
+    try:
+        SamplingParams(**defaults)
+    except InvalidRequest as error:
+        raise ModelError(f"{generation.where}: {error}") from error
+    return defaults
+
+
+def _dtype(config: Fields) -> str:
+    name = "dtype" if config.get("dtype", None) is not None else "torch_dtype"
+    value = config.get(name, "float32")
+    if value not in DTYPES:
+        raise config.error(name, f"octavo serves {', '.join(DTYPES)}")
+    return str(value)

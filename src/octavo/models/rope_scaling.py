@@ -1,7 +1,7 @@
 """How the rotary embedding is spelled in `config.json`, in its old and new forms.
 
-Fields are those of transformers' configuration classes. A field that the kind of scaling does not
-use is refused, for somebody meant something by it.
+Fields are those of transformers' configuration classes. Fields that the kind of scaling does not
+use are refused, because their author expects them to have an effect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.errors import ModelError, shown
 from octavo.json_fields import Fields
-from octavo.models.config import RotaryConfig
+from octavo.layers.config import RotaryConfig
 
 _YARN_FIELDS = {
     *("factor", "attention_factor", "mscale", "mscale_all_dim"),
@@ -32,11 +32,17 @@ _COMMON_FIELDS = {
 }
 
 
-def read_rotary(config: Fields, max_positions: int) -> RotaryConfig:
-    """From rope_parameters (transformers 5), or rope_theta and rope_scaling (before)."""
-    config.refuse("partial_rotary_factor", 1.0)
+def read_rotary(
+    config: Fields, head_dim: int, max_positions: int, partial: bool = False
+) -> RotaryConfig:
+    """From rope_parameters (transformers 5), or rope_theta and rope_scaling (before).
+
+    partial: whether the model may rotate less than whole heads (partial_rotary_factor).
+    """
     rope = _rope_fields(config)
-    rope.refuse("partial_rotary_factor", 1.0)
+    if not partial:
+        config.refuse("partial_rotary_factor", 1.0)
+        rope.refuse("partial_rotary_factor", 1.0)
     kind = rope.get(rope.either("rope_type", "type"), "default")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ModelError(
@@ -46,16 +52,28 @@ def read_rotary(config: Fields, max_positions: int) -> RotaryConfig:
         if rope.get(name, None) is not None:
             raise rope.error(name, f"rope_type {kind!r} has no such field")
 
+    dim = _rotary_dim(config, rope, head_dim)
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     original = _original_positions(config, rope, max_positions)
     match kind:
         case "linear" | "dynamic":
-            return RotaryConfig(theta, kind, factor=rope.number("factor"))
+            return RotaryConfig(dim, theta, kind, factor=rope.number("factor"))
         case "llama3":
-            return _read_llama3(rope, theta, original)
+            return _read_llama3(rope, dim, theta, original)
         case "yarn":
-            return _read_yarn(rope, theta, original, max_positions)
-    return RotaryConfig(theta)
+            return _read_yarn(rope, dim, theta, original, max_positions)
+    return RotaryConfig(dim, theta)
+
+
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int) -> int:
+    """How many elements of a head are rotated."""
+    name = "partial_rotary_factor"
+    dim = int(head_dim * rope.number(name, config.number(name, 1.0)))
+    if dim % 2 or not 2 <= dim <= head_dim:
+        raise rope.error(
+            name, f"it must leave an even number of a head's {head_dim} elements, not {dim}"
+        )
+    return dim
 
 
 def _rope_fields(config: Fields) -> Fields:
@@ -89,11 +107,12 @@ def _original_positions(config: Fields, rope: Fields, max_positions: int) -> int
     return original
 
 
-def _read_llama3(rope: Fields, theta: float, original: int) -> RotaryConfig:
+def _read_llama3(rope: Fields, dim: int, theta: float, original: int) -> RotaryConfig:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if low >= high:
         raise rope.error("low_freq_factor", f"it must be less than high_freq_factor ({high})")
     return RotaryConfig(
+        dim,
         theta,
         "llama3",
         factor=rope.number("factor"),
@@ -103,7 +122,9 @@ def _read_llama3(rope: Fields, theta: float, original: int) -> RotaryConfig:
     )
 
 
-def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) -> RotaryConfig:
+def _read_yarn(
+    rope: Fields, dim: int, theta: float, original: int, max_positions: int
+) -> RotaryConfig:
     """YaRN (arXiv:2309.00071): equation 22 gives the attention factor if none is set."""
     if theta == 1:  # all frequencies are the same: there is no dimension where the ramp begins
         raise ModelError(f"{rope.where}: rope_theta is 1; yarn needs another base")
@@ -116,6 +137,7 @@ def _read_yarn(rope: Fields, theta: float, original: int, max_positions: int) ->
     if rope.get("mscale", 0) and rope.get("mscale_all_dim", 0):
         inferred = magnitude(rope.number("mscale")) / magnitude(rope.number("mscale_all_dim"))
     return RotaryConfig(
+        dim,
         theta,
         "yarn",
         factor=factor,

@@ -65,10 +65,11 @@ class SimulationConfig:
         gpu = find_gpu(self.gpu)
         if self.max_model_len is not None:
             model = model.with_max_model_len(self.max_model_len)
-        if model.num_heads % self.num_gpus:
-            raise ConfigError(
-                "num_gpus", f"{model.num_heads} heads cannot be divided among {self.num_gpus}"
-            )
+        for num_heads in {layer.attention.num_heads for layer in model.layers}:
+            if num_heads % self.num_gpus:
+                raise ConfigError(
+                    "num_gpus", f"{num_heads} heads cannot be divided among {self.num_gpus}"
+                )
         dtype = model.dtype if self.dtype == "auto" else self.dtype
         size = ModelSize.of(model, dtype)
         return Machine(

@@ -113,15 +113,15 @@ class ModelSize:
     @classmethod
     def of(cls, model: ModelConfig, dtype: str) -> ModelSize:
         dtype_bytes = DTYPE_BYTES[dtype]
-        embeddings = model.vocab_size * model.embedding_size
-        looked_up = 0 if model.tied_embeddings else embeddings
+        embeddings = model.head.num_parameters
         layer_bytes = 2 * model.num_kv_heads * model.head_dim * dtype_bytes
-        read = model.num_parameters() - looked_up - model.num_learned_positions * model.hidden_size
+        read = model.num_parameters() - model.num_lookup_parameters()
+        query_sizes = [layer.attention.output.in_features for layer in model.layers]
         return cls(
             weight_bytes=read * dtype_bytes,
             token_flops=2.0 * (read - embeddings),
             logit_flops=2.0 * embeddings,
-            pair_flops=4.0 * model.num_layers * model.num_heads * model.head_dim,
+            pair_flops=4.0 * sum(query_sizes),
             kv_token_bytes=model.num_layers * layer_bytes,
             block_token_bytes=group_layers(model.kv_specs()).layers_per_group * layer_bytes,
             hidden_bytes=model.hidden_size * dtype_bytes,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from octavo.errors import ModelError
-from octavo.models.config import ModelConfig, resolve_model
+from octavo.models.config import ModelConfig
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_model_config
 
 DIRECTORY = Path(__file__).parent / "models"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -22,9 +24,9 @@ def find_model(name: str) -> ModelConfig:
         ModelError: there is none; the message lists the names. Or its config.json is refused.
     """
     if name in model_names():
-        return ModelConfig.from_directory(DIRECTORY / name)
+        return read_model_config(DIRECTORY / name)
     try:
         directory = resolve_model(name, weights=False)
     except ModelError as error:
         raise ModelError(f"{error}, nor one of {', '.join(model_names())}") from error
-    return ModelConfig.from_directory(directory)
+    return read_model_config(directory)

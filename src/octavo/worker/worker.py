@@ -181,7 +181,7 @@ def plan_cpu_memory(
     weights = model_config.weight_bytes(dtype_bytes)
     if model_config.tied_embeddings:
         # A table to look up, and the same once more packed for the projection to logits.
-        weights += model_config.vocab_size * model_config.embedding_size * dtype_bytes
+        weights += model_config.head.num_parameters * dtype_bytes
     fixed = FixedMemory(weights, estimate_activations(model_config, config.scheduler, dtype_bytes))
     total = host_memory()
     default = min(CPU_CACHE_LIMIT, int(CPU_CACHE_SHARE * (total - fixed.total)))

@@ -1,9 +1,8 @@
-"""A projection's weight in the order in which our kernel reads it.
+"""Projections whose weight is packed in the order in which our kernel reads it.
 
 Sixteen outputs lie side by side: [tiles of 16 outputs, in_features / pair, 16, pair], with `pair`
 neighbours in a 32-bit word (1 in float32, 2 in bfloat16). So one load serves sixteen outputs, and
-an output is one chain of multiply-adds: a token's result is the same to the bit whatever else is in
-the batch.
+an output is one chain of multiply-adds: results are batch-invariant, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from torch import Tensor
 from octavo.ops.cpu.attention_tiles import TILE_ROWS
 from octavo.ops.cpu.jit import host_has
 from octavo.ops.cpu.linear_kernel import BLOCK, JOB, compile_linear
+from octavo.ops.cpu.row_ops import apply_epilogue
 from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.cpu.vectors import LANES
+from octavo.ops.epilogue import Epilogue
 
 # Fewer multiply-adds than this are not worth waking a thread for. (To read a weight takes as long
 # as to multiply it with 8 tokens.)
@@ -40,8 +41,10 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-class PackedWeight:
+class PackedLinear:
     """Owns a packed copy of W [out_features, in_features]."""
+
+    keeps_weight = False
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
@@ -59,8 +62,13 @@ class PackedWeight:
         self._num_blocks = -(-self.out_features // BLOCK)
         self._run = _runner(weight.dtype)
 
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + bias: [num_tokens, in_features] -> [num_tokens, out_features]."""
+    def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """See LinearKernel.apply."""
+        y = self.apply_partial(x, bias)
+        return apply_epilogue(y, epilogue) if epilogue else y
+
+    def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See LinearKernel.apply_partial."""
         if x.stride(1) != 1 or x.stride(0) % self._pair or x.data_ptr() % 4:
             x = x.contiguous()
         num_tokens = x.shape[0]

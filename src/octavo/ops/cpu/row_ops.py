@@ -19,10 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.ops import epilogue as epilogues
 from octavo.ops.cpu.threads import Runner, make_runner
+from octavo.ops.epilogue import Epilogue
 
 PIECE = 16384  # elements that a thread takes at once
-WORTH_SHARING = 4 * PIECE  # below this, waking a thread costs more than it saves
+WORTH_SHARING = 4 * PIECE  # elements; below this, waking a thread costs more than it saves
 _Args = c_int64 * 11  # ctypes takes a fraction of the time of a numpy array
 
 
@@ -49,12 +51,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [num_tokens, 2 * size], gate first -> [num_tokens, size]."""
     kernel = _silu_mul_kernel(gate_up.dtype) if _is_plain(gate_up) else None
     if kernel is None:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return epilogues.apply_epilogue(gate_up, Epilogue.SILU_MUL)
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty((num_tokens, size))
     _run(kernel, gate_up, 0, 0, output, 0.0, (num_tokens, 1, size))
     return output
+
+
+def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
+    """epilogue.apply_epilogue, with our kernels where there are any."""
+    if epilogue == Epilogue.SILU_MUL:
+        return silu_mul(y)
+    return epilogues.apply_epilogue(y, epilogue)
 
 
 def _normalise(
@@ -76,7 +84,7 @@ def _run(
     eps: float,
     shape: tuple[int, int, int],
 ) -> None:
-    """Fill in the arguments that cpu_kernels.py names, in its order."""
+    """Call a kernel with its arguments in the order of row_kernels.py."""
     total = shape[0] * shape[1] * shape[2]
     args = _Args(
         *(0, x.data_ptr(), residual, weight, output.data_ptr()),
@@ -100,9 +108,9 @@ def _compile(name: str, dtype: torch.dtype) -> Runner | None:
     elements = {torch.float32: np.float32, torch.bfloat16: np.uint16}
     if dtype not in elements or find_spec("numba") is None:
         return None
-    from octavo.ops.cpu import row_kernels as cpu_kernels
+    from octavo.ops.cpu import row_kernels
 
-    compile_kernel: Callable[..., Any] = getattr(cpu_kernels, name)
+    compile_kernel: Callable[..., Any] = getattr(row_kernels, name)
     return make_runner(compile_kernel(np.dtype(elements[dtype])))
 
 

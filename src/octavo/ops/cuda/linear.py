@@ -1,18 +1,19 @@
-"""y = x W^T for the few tokens of a decode step, where reading W is what takes the time.
+"""y = x W^T on NVIDIA GPUs: GEMV, skinny GEMM on Hopper, cuBLAS.
 
-One token: linear_one.py. Some tokens, on Hopper: linear_hopper.py with the tiles that
-linear_table.py chooses. Everything else (many tokens, float32, other GPUs) is cuBLAS, for some
-shapes by two products rather than one.
+One token is a GEMV (linear_gemv.py). Up to 128 tokens on Hopper are a skinny GEMM
+(linear_hopper.py) with the tiles that linear_table.py chooses; both are bound by reading W.
+Everything else (more tokens, float32, other GPUs) is cuBLAS, for some shapes by two products rather
+than one.
 
-What holds for a token's result: it depends on the kernel and the tiles, which follow from the
-number of tokens padded as linear_table.py does, never on the values of the other tokens. Sums of
-shares of K are added in a fixed order, so the same call gives the same bits.
+A token's result depends on the kernel and its tiles, which follow from the number of tokens padded
+as in linear_table.py, but never on the values of the other tokens. Split-K partial sums are added
+in a fixed order, so the same call gives the same bits.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,90 +22,112 @@ from torch import Tensor
 
 from octavo.ops.cuda.activation import silu_mul
 from octavo.ops.cuda.linear_gemv import linear_one
-from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_in_halves, pays_in_two_parts
+from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits, pays_in_halves
 from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.epilogue import Epilogue, apply_epilogue
 
-Activation = Literal["relu", "silu_mul"] | None
-ACTIVATION_CODES: dict[Activation, int] = {None: 0, "relu": 1, "silu_mul": 2}
-
-# Parts may cancel each other: rounded to bfloat16 each, they would then lose more than their sum
-# does when it is rounded (benchmarks/logits_error.py).
-PARTS_DTYPE = torch.float32
+# Partial sums may cancel each other: rounded to bfloat16 each, they would then lose more than their
+# sum does when it is rounded (benchmarks/logits_error.py).
+PARTIAL_DTYPE = torch.float32
 
 _WORKSPACE_BYTES = 32 << 20
 _MAX_TILES = 1 << 14
-_REGISTERS = 65536  # of a multiprocessor
+_REGISTERS = 65536  # per SM
+_FUSED = (Epilogue.NONE, Epilogue.RELU, Epilogue.SILU_MUL)  # that our kernels have
+# cuBLAS's product with bias and ReLU; it has no public name, and a torch may lack the private one.
+_addmm_activation = getattr(torch, "_addmm_activation", None)
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
 
 
+class CudaLinear:
+    """Reads a weight where it lies."""
+
+    keeps_weight = True
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """See LinearKernel.apply."""
+        return linear(x, self._weight, bias, epilogue)
+
+    def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See LinearKernel.apply_partial."""
+        return linear_partial(x, self._weight, bias)
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = Epilogue.NONE,
 ) -> Tensor:
-    """activation(x W^T + b).
+    """epilogue(x W^T + b).
 
     Args:
         x: [num_tokens, in_features], bfloat16, float16 or float32; the last dimension dense.
         weight: [out_features, in_features], dense, of x's dtype.
         bias: [out_features].
-        activation: "silu_mul" takes the first half of the outputs as gates of the second.
+        epilogue: fused into our kernels if they have it, else a kernel of its own.
 
     Returns:
-        [num_tokens, out_features], half as wide for "silu_mul".
+        [num_tokens, out_features], half as wide for a gated epilogue.
     """
+    if epilogue not in _FUSED:
+        return apply_epilogue(linear(x, weight, bias), epilogue)
     num_tokens, size = x.shape
-    code = ACTIVATION_CODES[activation]
-    num_rows = weight.shape[0] // 2 if activation == "silu_mul" else weight.shape[0]
+    num_rows = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0]
     if num_tokens == 1 and _is_dense(x, weight):
         out = x.new_empty((1, num_rows))
-        linear_one(x, weight, bias, out, code)
+        linear_one(x, weight, bias, out, epilogue)
         return out
-    tiles = choose_tiles(num_tokens, num_rows, size, code) if _is_fast(x, weight) else None
+    tiles = choose_tiles(num_tokens, num_rows, size, epilogue) if _is_fast(x, weight) else None
     if tiles is None:
-        return _plain(x, weight, bias, activation)
+        return _plain(x, weight, bias, epilogue)
     out = x.new_empty((num_tokens, num_rows))
-    _launch(x, weight, bias, out, code, tiles, parts=False)
+    _launch(x, weight, bias, out, epilogue, tiles, is_partial=False)
     return out
 
 
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, perhaps in parts: [num_parts, num_tokens, out_features] to be added up.
+def linear_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, or its split-K partial sums [num_splits, num_tokens, out_features].
 
-    For a norm that adds them up: where K is cut into shares, none of them waits for the others.
-    Parts are of PARTS_DTYPE.
+    For a norm that adds them up: then no split waits for the others. Partial sums are of
+    PARTIAL_DTYPE.
     """
     num_tokens, size = x.shape
     num_rows = weight.shape[0]
     if num_tokens == 1 or not _is_fast(x, weight):
         return linear(x, weight, bias)
-    tiles = choose_tiles(num_tokens, num_rows, size, 0)
-    if tiles is None and bias is None and pays_in_two_parts(num_tokens, num_rows, size):
-        shares = (2, size // 2)
+    tiles = choose_tiles(num_tokens, num_rows, size, Epilogue.NONE)
+    if tiles is None and bias is None and pays_as_two_splits(num_tokens, num_rows, size):
+        splits = (2, size // 2)
         return torch.bmm(
-            x.view(num_tokens, *shares).transpose(0, 1),
-            weight.view(num_rows, *shares).permute(1, 2, 0),
-            out_dtype=PARTS_DTYPE,
+            x.view(num_tokens, *splits).transpose(0, 1),
+            weight.view(num_rows, *splits).permute(1, 2, 0),
+            out_dtype=PARTIAL_DTYPE,
         )
-    if tiles is None or tiles.shares == 1:
+    if tiles is None or tiles.splits == 1:
         return linear(x, weight, bias)
-    out = x.new_empty((tiles.shares, num_tokens, num_rows), dtype=PARTS_DTYPE)
-    _launch(x, weight, bias, out, 0, tiles, parts=True)
+    out = x.new_empty((tiles.splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE)
+    _launch(x, weight, bias, out, Epilogue.NONE, tiles, is_partial=True)
     return out
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    if activation == "relu" and bias is not None:
-        # cuBLAS takes both along in the product; there is no public name for it.
-        return torch._addmm_activation(bias, x, weight.t())
-    if activation == "silu_mul" and bias is None and pays_in_halves(len(x), *weight.shape):
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+    if epilogue == Epilogue.RELU and bias is not None and _addmm_activation is not None:
+        result: Tensor = _addmm_activation(bias, x, weight.t())
+        return result
+    if epilogue == Epilogue.SILU_MUL and bias is None and pays_in_halves(len(x), *weight.shape):
         return silu_mul(_halves(x, weight))
     y = F.linear(x, weight, bias)
-    if activation == "relu":
+    if epilogue == Epilogue.RELU:
         return y.relu_()
-    return silu_mul(y) if activation == "silu_mul" else y
+    return silu_mul(y) if epilogue == Epilogue.SILU_MUL else y
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T by a product for each half of W."""
+    """x W^T by one product per half of W."""
     y = x.new_empty((len(x), len(weight)))
     for rows, out in zip(weight.chunk(2), y.chunk(2, dim=1), strict=True):
         torch.mm(x, rows.t(), out=out)
@@ -116,7 +139,7 @@ def _is_dense(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_fast(x: Tensor, weight: Tensor) -> bool:
-    """Whether linear_hopper.py takes such operands: the copy engine wants 16-byte rows."""
+    """Whether linear_hopper.py takes such operands: TMA needs rows aligned to 16 bytes."""
     return (
         x.dtype in _FAST_DTYPES
         and x.device.type == "cuda"
@@ -136,7 +159,10 @@ def _is_hopper(device: torch.device) -> bool:
 
 @cache
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sums of shares, and how many have arrived (0 between kernels). For one stream."""
+    """Split-K partial sums, and how many splits of each tile are done (0 between kernels).
+
+    For one stream.
+    """
     assert not torch.cuda.is_current_stream_capturing(), "run a step before capturing it"
     sums = torch.empty(_WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
     return sums, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
@@ -147,9 +173,9 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    activation: int,
+    epilogue: Epilogue,
     tiles: Tiles,
-    parts: bool,
+    is_partial: bool,
 ) -> None:
     """Run linear_hopper's kernel."""
     from octavo.ops.cuda.linear_hopper import linear_kernel
@@ -159,13 +185,13 @@ def _launch(
     grid = (
         triton.cdiv(num_tokens, tiles.tokens),
         triton.cdiv(num_rows, tiles.rows),
-        tiles.shares,
+        tiles.splits,
     )
-    reduces = tiles.shares > 1 and not parts
+    reduces = tiles.splits > 1 and not is_partial
     sums, arrivals = _workspace(x.device)
-    width = tiles.tokens * tiles.rows * (2 if activation == ACTIVATION_CODES["silu_mul"] else 1)
+    width = tiles.tokens * tiles.rows * (2 if epilogue.is_gated else 1)
     assert not reduces or grid[0] * grid[1] <= _MAX_TILES
-    assert not reduces or grid[0] * grid[1] * tiles.shares * width <= sums.numel()
+    assert not reduces or grid[0] * grid[1] * tiles.splits * width <= sums.numel()
     linear_kernel[grid](
         _descriptor(x, tiles.tokens, tiles.columns),
         _descriptor(weight, tiles.rows, tiles.columns),
@@ -176,12 +202,12 @@ def _launch(
         num_tokens,
         num_rows,
         size,
-        tiles.shares,
+        tiles.splits,
         STAGES=tiles.stages,
-        SPLIT=tiles.shares if reduces else 1,
-        PARTS=parts,
+        SPLITS=tiles.splits if reduces else 1,
+        PARTIAL=is_partial,
         SWAP=tiles.swap,
-        ACTIVATION=activation,
+        EPILOGUE=int(epilogue),
         HAS_BIAS=bias is not None,
         EARLY=tiles.early,
         num_warps=tiles.warps,
@@ -191,7 +217,7 @@ def _launch(
 
 
 def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
-    """What the copy engine needs to fetch blocks [rows, columns] of `matrix`."""
+    """The TMA descriptor for fetching blocks [rows, columns] of `matrix`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = _block_layout(rows, columns, matrix.dtype)

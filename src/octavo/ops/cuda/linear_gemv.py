@@ -1,8 +1,8 @@
-"""y = x W^T for one token: each weight is read once and used once, so no matrix units.
+"""GEMV, y = x W^T of one token: each weight is read and used once, so tensor cores do not help.
 
-A program holds a few rows of W and adds up in registers. Programs are small and many: while some
-wait for memory, others compute. The first piece of W is fetched before the kernels before have
-ended (pdl.py).
+A program holds a few rows of W and accumulates in registers. Programs are small and many: while
+some wait for memory, others compute. The first columns of W are loaded before the preceding kernels
+have ended (pdl.py).
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.cuda.epilogues import RELU, SILU_MUL
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
-
-RELU = tl.constexpr(1)
-SILU_MUL = tl.constexpr(2)
+from octavo.ops.epilogue import Epilogue
 
 
 def shape_of_programs(num_rows: int, size: int) -> dict[str, Any]:
-    """Rows of W and columns that a program takes at once.
+    """Rows and columns of W that a program takes at once.
 
     Measured on 2026-11-20 on one H200, Triton 3.6, bfloat16: 2 to 16 rows by 512 to 2,048 columns
     on the shapes of linear_table.py.
@@ -35,9 +34,9 @@ def shape_of_programs(num_rows: int, size: int) -> dict[str, Any]:
 
 
 def linear_one(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, activation: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, epilogue: Epilogue
 ) -> None:
-    """Write the product of x [1, size] into out [1, num_rows]."""
+    """Write epilogue(x W^T + b) of x [1, size] to out [1, num_rows]."""
     num_rows, size = out.shape[1], x.shape[1]
     shape = shape_of_programs(num_rows, size)
     _linear_one_kernel[(triton.cdiv(num_rows, shape["ROWS"]),)](
@@ -48,7 +47,7 @@ def linear_one(
         num_rows,
         size,
         **shape,
-        ACTIVATION=activation,
+        EPILOGUE=int(epilogue),
         HAS_BIAS=bias is not None,
         num_warps=4,
         **launch_options(x.device),
@@ -65,7 +64,7 @@ def _linear_one_kernel(
     size,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -78,27 +77,27 @@ def _linear_one_kernel(
     places = weight + rows.to(tl.int64)[:, None] * size + columns[None, :]
     up_places = places + num_rows.to(tl.int64) * size
     piece = tl.load(places, mask=inside[None, :], other=0.0)
-    if ACTIVATION == SILU_MUL:
+    if EPILOGUE == SILU_MUL:
         up_piece = tl.load(up_places, mask=inside[None, :], other=0.0)
     wait_previous(PDL)
     values = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     acc = piece.to(tl.float32) * values
-    if ACTIVATION == SILU_MUL:
+    if EPILOGUE == SILU_MUL:
         up_acc = up_piece.to(tl.float32) * values
     for start in range(BLOCK, size, BLOCK):
         inside = columns < size - start
         piece = tl.load(places + start, mask=inside[None, :], other=0.0)
         values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         acc += piece.to(tl.float32) * values
-        if ACTIVATION == SILU_MUL:
+        if EPILOGUE == SILU_MUL:
             up_piece = tl.load(up_places + start, mask=inside[None, :], other=0.0)
             up_acc += up_piece.to(tl.float32) * values
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         y += tl.load(bias + rows).to(tl.float32)
-    if ACTIVATION == RELU:
+    if EPILOGUE == RELU:
         y = tl.maximum(y, 0.0)
-    if ACTIVATION == SILU_MUL:
+    if EPILOGUE == SILU_MUL:
         up = tl.sum(up_acc, 1)
         if HAS_BIAS:
             up += tl.load(bias + num_rows + rows).to(tl.float32)

@@ -1,13 +1,13 @@
-"""Products of few tokens with a large weight matrix on Hopper: y = x W^T, bound by reading W.
+"""Skinny GEMM on Hopper: y = x W^T of few tokens with a large weight, bound by reading W.
 
-A program owns `BN` rows of W (with a gate: the same rows of both halves) and a share of K. One warp
-fetches tiles of W and x by the bulk copy engine, STAGES deep; the other warps multiply them by
-wgmma. The fetching warp starts on W before the kernels before it have ended (pdl.py): W depends on
-none of them. By default rows of W fill the 64 rows of a wgmma and the tokens are its columns, so
-that few tokens cost little; swapped, the tokens fill the 64 rows, and BN may be less than 64.
+A program owns `BN` rows of W (with a gate: the same rows of both halves) and a split of K. One warp
+loads tiles of W and x by TMA, STAGES deep; the other warps multiply them by wgmma. The loading warp
+starts on W before the preceding kernels have ended (pdl.py), because W depends on none of them. By
+default rows of W fill the 64 rows of a wgmma and the tokens are its columns, so that few tokens
+cost little; swapped, the tokens fill the 64 rows, and BN may be less than 64.
 
-A long K may be cut into SPLIT shares, whose sums are added in a fixed order: as float32 by the
-program of a tile that ends last, or by the kernel that reads them next (`PARTS`).
+A long K may be cut into SPLITS splits, whose float32 partial sums are added in a fixed order: by
+the program of a tile that finishes last, or by the kernel that reads them next (`PARTIAL`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-RELU = gl.constexpr(1)
-SILU_MUL = gl.constexpr(2)
+from octavo.ops.cuda.epilogues import RELU, SILU_MUL
+
 # Names that changed between Triton 3.6 and 3.9.
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -72,7 +72,7 @@ def _produce(
         _fetch_weights(weight, tiles, up_tiles, ready, stage, row, up_row, column, GATED)
         _fetch_tile(x, [token, column], ready.index(stage), x_tiles.index(stage))
     if PDL and not EARLY:
-        # All of W is on its way: only now may the next kernel's weights compete with ours.
+        # All loads of W are issued: only now may the next kernel's weights compete with ours.
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -108,7 +108,7 @@ def _consume(
             acc, up = warpgroup_mma_wait(2, deps=[acc, up])
         else:
             acc = warpgroup_mma_wait(1, deps=[acc])
-        # The products of the stage before are done: it may be filled again.
+        # The products of the previous stage are done: it may be loaded again.
         mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
     if GATED:
         acc, up = warpgroup_mma_wait(0, deps=[acc, up])
@@ -119,12 +119,13 @@ def _consume(
 
 @gluon.jit
 def _by_row(values, SWAP: gl.constexpr):
-    """values of the rows of W, broadcast over tokens."""
+    """Values per row of W, broadcast over tokens."""
     return values[None, :] if SWAP else values[:, None]
 
 
 @gluon.jit
 def _by_token(values, SWAP: gl.constexpr):
+    """Values per token, broadcast over rows of W."""
     return values[:, None] if SWAP else values[None, :]
 
 
@@ -137,10 +138,10 @@ def _finish(
     shape,
     adds_bias,
     SWAP: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    EPILOGUE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
-    """Bias, activation, and then the tile to its place in out [num_tokens, num_rows]."""
+    """Add the bias, apply the epilogue, and store the tile to out [num_tokens, num_rows]."""
     token, row, num_tokens, num_rows = shape
     ROWS: gl.constexpr = acc.shape[1] if SWAP else acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[0] if SWAP else acc.shape[1]
@@ -150,12 +151,12 @@ def _finish(
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
         shift = gl.load(bias + rows, mask=(rows < num_rows) & adds_bias, other=0.0)
         acc += _by_row(shift.to(gl.float32), SWAP)
-        if ACTIVATION == SILU_MUL:
+        if EPILOGUE == SILU_MUL:
             shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
             up += _by_row(shift.to(gl.float32), SWAP)
-    if ACTIVATION == RELU:
+    if EPILOGUE == RELU:
         acc = gl.maximum(acc, 0.0)
-    if ACTIVATION == SILU_MUL:
+    if EPILOGUE == SILU_MUL:
         acc = acc / (1 + gl.exp(-acc)) * up
     # From here on neighbouring threads hold neighbouring rows of W, which are adjacent in out.
     WARPS: gl.constexpr = gl.num_warps()
@@ -173,7 +174,7 @@ def _finish(
     gl.store(out + places, values, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_shares"])
+@gluon.jit(do_not_specialize=["num_tokens", "num_splits"])
 def linear_kernel(
     x,
     weight,
@@ -184,27 +185,27 @@ def linear_kernel(
     num_tokens,
     num_rows,
     size,
-    num_shares,
+    num_splits,
     STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PARTS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    PARTIAL: gl.constexpr,
     SWAP: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    EPILOGUE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """x W^T, activated, into out [num_tokens, num_rows].
+    """epilogue(x W^T + b) into out [num_tokens, num_rows].
 
     Args:
         x, weight: descriptors of [num_tokens, size] and of W [num_rows or 2 * num_rows, size].
-        out: with PARTS [num_shares, num_tokens, num_rows].
-        sums: float32 workspace of SPLIT > 1.
-        arrivals: int32, 0 for every tile; left so.
+        out: with PARTIAL [num_splits, num_tokens, num_rows].
+        sums: float32 workspace, for SPLITS > 1.
+        arrivals: int32, 0 for every tile before and after the kernel.
     """
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    GATED: gl.constexpr = ACTIVATION == SILU_MUL
+    GATED: gl.constexpr = EPILOGUE == SILU_MUL
     BN: gl.constexpr = weight.block_type.shape[0]
     BK: gl.constexpr = weight.block_type.shape[1]
     BM: gl.constexpr = x.block_type.shape[0]
@@ -214,12 +215,12 @@ def linear_kernel(
     )
     token = gl.program_id(0) * BM
     tile = gl.program_id(1)
-    share = gl.program_id(2)
+    split = gl.program_id(2)
     row = tile * BN
     num_columns = gl.cdiv(size, BK)
-    per_share = gl.cdiv(num_columns, num_shares)
-    first = share * per_share
-    count = gl.minimum(first + per_share, num_columns) - first
+    per_split = gl.cdiv(num_columns, num_splits)
+    first = split * per_split
+    count = gl.minimum(first + per_split, num_columns) - first
 
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], weight.layout)
     if GATED:
@@ -248,11 +249,11 @@ def linear_kernel(
     )
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if SPLIT == 1:
-        if PARTS:
-            out += share.to(gl.int64) * num_tokens * num_rows
+    if SPLITS == 1:
+        if PARTIAL:
+            out += split.to(gl.int64) * num_tokens * num_rows
         shape = (token, row, num_tokens, num_rows)
-        _finish(acc, up, bias, out, shape, share == 0, SWAP, ACTIVATION, HAS_BIAS)
+        _finish(acc, up, bias, out, shape, split == 0, SWAP, EPILOGUE, HAS_BIAS)
     else:
         ROW_AXIS: gl.constexpr = 0 if SWAP else 1
         rows = gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
@@ -262,20 +263,20 @@ def linear_kernel(
         )
         SIZE: gl.constexpr = BM * BN
         slot = tile * gl.num_programs(0) + gl.program_id(0)
-        base = sums + slot.to(gl.int64) * (SPLIT * SIZE * (2 if GATED else 1)) + inner
-        gl.store(base + share * SIZE, acc)
+        base = sums + slot.to(gl.int64) * (SPLITS * SIZE * (2 if GATED else 1)) + inner
+        gl.store(base + split * SIZE, acc)
         if GATED:
-            gl.store(base + (SPLIT + share) * SIZE, up)
+            gl.store(base + (SPLITS + split) * SIZE, up)
         _barrier()
         seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
-        if seen == SPLIT - 1:
+        if seen == SPLITS - 1:
             acc = gl.load(base)
-            for i in gl.static_range(1, SPLIT):
+            for i in gl.static_range(1, SPLITS):
                 acc += gl.load(base + i * SIZE)
             if GATED:
-                up = gl.load(base + SPLIT * SIZE)
-                for i in gl.static_range(1, SPLIT):
-                    up += gl.load(base + (SPLIT + i) * SIZE)
+                up = gl.load(base + SPLITS * SIZE)
+                for i in gl.static_range(1, SPLITS):
+                    up += gl.load(base + (SPLITS + i) * SIZE)
             shape = (token, row, num_tokens, num_rows)
-            _finish(acc, up, bias, out, shape, True, SWAP, ACTIVATION, HAS_BIAS)
+            _finish(acc, up, bias, out, shape, True, SWAP, EPILOGUE, HAS_BIAS)
             gl.store(arrivals + slot, 0)

@@ -1,18 +1,20 @@
-"""Which tiles a product of few tokens takes (linear_hopper.py).
+"""Which tiles a skinny GEMM takes (linear_hopper.py).
 
 Measured on 2026-11-20 on one NVIDIA H200, torch 2.11, Triton 3.6, bfloat16: the fastest few of some
 40 tiles per shape, then, one product after the other, the one with which 4 to 16 layers (norms and
-products with weights of their own, in one CUDA graph) took least. None: cuBLAS was faster there.
-Tokens are padded to 16, 32, 64 or 128; beyond, cuBLAS has always been faster.
+products with different weights, in one CUDA graph) were fastest. None: cuBLAS was faster there.
+Tokens are padded to 16, 32, 64 or 128; with more, cuBLAS was always faster.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.ops.epilogue import Epilogue
+
 SIZES = (16, 32, 64, 128)  # what tokens are padded to
-_SHARED_MEMORY = 222_000  # bytes of a multiprocessor that tiles may fill
-_MULTIPROCESSORS = 132
+_SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
+_NUM_SMS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,99 +26,99 @@ class Tiles:
     columns: int  # BK
     stages: int
     warps: int = 4  # that multiply
-    shares: int = 1  # of K
-    per_sm: int = 1  # programs that fit into a multiprocessor
+    splits: int = 1  # of K
+    per_sm: int = 1  # programs that fit on one SM
     swap: bool = False  # tokens fill wgmma's 64 rows
-    early: bool = False  # let the next kernel in from the start
+    early: bool = False  # PDL: the next kernel may start from the beginning
 
 
-# (rows of W or of each half, columns of W, activation) -> padded tokens -> tiles
-MEASURED: dict[tuple[int, int, int], dict[int, Tiles | None]] = {
-    (6144, 4096, 0): {  # Llama-3-8B qkv
+# (rows of W or of each half, columns of W, epilogue) -> padded tokens -> tiles
+MEASURED: dict[tuple[int, int, Epilogue], dict[int, Tiles | None]] = {
+    (6144, 4096, Epilogue.NONE): {  # Llama-3-8B qkv
         16: Tiles(16, 64, 128, 10),
         32: Tiles(32, 64, 128, 9),
         64: Tiles(64, 32, 128, 4, per_sm=2, swap=True, early=True),
         128: Tiles(128, 64, 64, 9),
     },
-    (4096, 4096, 0): {  # Llama-3-8B o
-        16: Tiles(16, 64, 256, 5, shares=2),
-        32: Tiles(32, 64, 128, 9, shares=2),
+    (4096, 4096, Epilogue.NONE): {  # Llama-3-8B o
+        16: Tiles(16, 64, 256, 5, splits=2),
+        32: Tiles(32, 64, 128, 9, splits=2),
         64: Tiles(64, 32, 128, 9, swap=True),
         128: None,
     },
-    (14336, 4096, 2): {  # Llama-3-8B gate_up
+    (14336, 4096, Epilogue.SILU_MUL): {  # Llama-3-8B gate_up
         16: Tiles(16, 64, 128, 3, per_sm=2, early=True),
         32: Tiles(32, 64, 128, 5),
         64: Tiles(64, 64, 64, 4, per_sm=2, early=True),
         128: Tiles(128, 64, 64, 3, per_sm=2),
     },
-    (4096, 14336, 0): {  # Llama-3-8B down
-        16: Tiles(16, 64, 128, 5, shares=4, per_sm=2),
-        32: Tiles(32, 64, 128, 9, shares=2),
-        64: Tiles(64, 64, 128, 6, shares=2),
-        128: Tiles(128, 64, 64, 9, shares=2),
+    (4096, 14336, Epilogue.NONE): {  # Llama-3-8B down
+        16: Tiles(16, 64, 128, 5, splits=4, per_sm=2),
+        32: Tiles(32, 64, 128, 9, splits=2),
+        64: Tiles(64, 64, 128, 6, splits=2),
+        128: Tiles(128, 64, 64, 9, splits=2),
     },
-    (128256, 4096, 0): {  # Llama-3-8B logits
+    (128256, 4096, Epilogue.NONE): {  # Llama-3-8B logits
         16: Tiles(16, 128, 128, 3, per_sm=2, early=True),
         32: Tiles(32, 128, 128, 2, warps=8, per_sm=2, early=True),
         64: Tiles(64, 128, 128, 2, warps=8, per_sm=2, early=True),
         128: Tiles(128, 256, 64, 4, warps=8),
     },
-    (15360, 5120, 0): {  # OPT-13B qkv
+    (15360, 5120, Epilogue.NONE): {  # OPT-13B qkv
         16: None,
         32: Tiles(32, 64, 128, 4, per_sm=2, early=True),
         64: Tiles(64, 64, 128, 3, per_sm=2, early=True),
         128: None,
     },
-    (5120, 5120, 0): {  # OPT-13B out
+    (5120, 5120, Epilogue.NONE): {  # OPT-13B out
         16: None,
         32: None,
         64: None,
         128: None,
     },
-    (20480, 5120, 1): {  # OPT-13B fc1
+    (20480, 5120, Epilogue.RELU): {  # OPT-13B fc1
         16: Tiles(16, 128, 128, 3, per_sm=2),
         32: Tiles(32, 64, 128, 9),
         64: Tiles(64, 128, 64, 4, warps=8, per_sm=2, early=True),
         128: None,
     },
-    (5120, 20480, 0): {  # OPT-13B fc2
-        16: Tiles(16, 64, 128, 5, shares=3, per_sm=2, early=True),
-        32: Tiles(32, 64, 128, 4, shares=3, per_sm=2, early=True),
-        64: Tiles(64, 128, 128, 4, warps=8, shares=3),
-        128: Tiles(128, 128, 64, 6, shares=3),
+    (5120, 20480, Epilogue.NONE): {  # OPT-13B fc2
+        16: Tiles(16, 64, 128, 5, splits=3, per_sm=2, early=True),
+        32: Tiles(32, 64, 128, 4, splits=3, per_sm=2, early=True),
+        64: Tiles(64, 128, 128, 4, warps=8, splits=3),
+        128: Tiles(128, 128, 64, 6, splits=3),
     },
-    (50272, 5120, 0): {  # OPT-13B logits
+    (50272, 5120, Epilogue.NONE): {  # OPT-13B logits
         16: Tiles(16, 64, 128, 5, per_sm=2, early=True),
         32: Tiles(32, 64, 128, 3, per_sm=3),
         64: Tiles(64, 128, 128, 4, warps=8),
         128: None,
     },
-    (4096, 1024, 0): {  # Qwen3-0.6B qkv
+    (4096, 1024, Epilogue.NONE): {  # Qwen3-0.6B qkv
         16: Tiles(16, 128, 128, 6),
         32: Tiles(32, 128, 64, 10),
         64: Tiles(64, 64, 128, 6),
         128: Tiles(128, 64, 64, 9),
     },
-    (1024, 2048, 0): {  # Qwen3-0.6B o
-        16: Tiles(16, 64, 256, 2, shares=4, per_sm=2),
-        32: Tiles(32, 64, 128, 4, shares=4, per_sm=2, early=True),
-        64: Tiles(64, 64, 128, 4, shares=4),
-        128: Tiles(128, 64, 64, 8, shares=4),
+    (1024, 2048, Epilogue.NONE): {  # Qwen3-0.6B o
+        16: Tiles(16, 64, 256, 2, splits=4, per_sm=2),
+        32: Tiles(32, 64, 128, 4, splits=4, per_sm=2, early=True),
+        64: Tiles(64, 64, 128, 4, splits=4),
+        128: Tiles(128, 64, 64, 8, splits=4),
     },
-    (3072, 1024, 2): {  # Qwen3-0.6B gate_up
+    (3072, 1024, Epilogue.SILU_MUL): {  # Qwen3-0.6B gate_up
         16: Tiles(16, 64, 128, 6),
         32: Tiles(32, 64, 128, 5),
         64: Tiles(64, 64, 64, 9),
         128: Tiles(128, 64, 64, 6),
     },
-    (1024, 3072, 0): {  # Qwen3-0.6B down
-        16: Tiles(16, 64, 256, 3, shares=4),
-        32: Tiles(32, 64, 128, 6, shares=4),
-        64: Tiles(64, 64, 128, 6, shares=4),
-        128: Tiles(128, 64, 64, 9, shares=4),
+    (1024, 3072, Epilogue.NONE): {  # Qwen3-0.6B down
+        16: Tiles(16, 64, 256, 3, splits=4),
+        32: Tiles(32, 64, 128, 6, splits=4),
+        64: Tiles(64, 64, 128, 6, splits=4),
+        128: Tiles(128, 64, 64, 9, splits=4),
     },
-    (151936, 1024, 0): {  # Qwen3-0.6B logits
+    (151936, 1024, Epilogue.NONE): {  # Qwen3-0.6B logits
         16: Tiles(16, 128, 128, 3, per_sm=2, early=True),
         32: Tiles(32, 64, 128, 3, per_sm=3),
         64: Tiles(64, 64, 64, 6, per_sm=2, early=True),
@@ -125,10 +127,10 @@ MEASURED: dict[tuple[int, int, int], dict[int, Tiles | None]] = {
 }
 
 
-# Where cuBLAS computes. (rows of W, columns) -> up to how many tokens two shares of K, as a batch
-# of products, and the norm that adds them up take 2 to 20% less than one product and the norm.
-# OPT-13B's out gains nothing; its fc2 has a bias, which a batch would have to add by itself.
-_IN_TWO_PARTS = {
+# Where cuBLAS computes. (rows of W, columns) -> up to how many tokens two splits of K, as a batched
+# product, and the norm that adds them up take 2 to 20% less than one product and the norm.
+# OPT-13B's out gains nothing; its fc2 has a bias, which the batched product would not add.
+_AS_TWO_SPLITS = {
     (4096, 4096): 384,  # Llama-3-8B o
     (4096, 14336): 384,  # Llama-3-8B down
     (1024, 2048): 512,  # Qwen3-0.6B o
@@ -140,9 +142,9 @@ _IN_HALVES = {(28672, 4096): (256, 448)}  # Llama-3-8B gate_up
 _HALVES_STEP = 32
 
 
-def pays_in_two_parts(num_tokens: int, num_rows: int, size: int) -> bool:
-    """Whether a product with W [num_rows, size] should be cut along K, if a norm follows."""
-    return num_tokens <= _IN_TWO_PARTS.get((num_rows, size), 0)
+def pays_as_two_splits(num_tokens: int, num_rows: int, size: int) -> bool:
+    """Whether a product with W [num_rows, size] should be split along K if a norm follows."""
+    return num_tokens <= _AS_TWO_SPLITS.get((num_rows, size), 0)
 
 
 def pays_in_halves(num_tokens: int, num_rows: int, size: int) -> bool:
@@ -151,33 +153,33 @@ def pays_in_halves(num_tokens: int, num_rows: int, size: int) -> bool:
     return padded in _IN_HALVES.get((num_rows, size), ())
 
 
-def choose_tiles(num_tokens: int, num_rows: int, size: int, activation: int) -> Tiles | None:
-    """The tiles of a product, None if F.linear is to be taken.
+def choose_tiles(num_tokens: int, num_rows: int, size: int, epilogue: Epilogue) -> Tiles | None:
+    """The tiles of a product; None: cuBLAS is faster.
 
     Args:
-        num_rows: outputs; W has twice as many rows if the activation is gated.
+        num_rows: results per token; W has twice as many rows if the epilogue is gated.
         size: columns of W, a multiple of 64.
-        activation: as in linear.py; 2 is gated.
+        epilogue: one that linear_hopper.py has.
     """
     padded = next((tokens for tokens in SIZES if num_tokens <= tokens), None)
     if padded is None:
         return None
-    measured = MEASURED.get((num_rows, size, activation))
-    return measured[padded] if measured else _usual_tiles(padded, num_rows, size, activation)
+    measured = MEASURED.get((num_rows, size, epilogue))
+    return measured[padded] if measured else _usual_tiles(padded, num_rows, size, epilogue)
 
 
-def _usual_tiles(tokens: int, num_rows: int, size: int, activation: int) -> Tiles | None:
-    """For other shapes: what most of the measured ones take."""
+def _usual_tiles(tokens: int, num_rows: int, size: int, epilogue: Epilogue) -> Tiles | None:
+    """For shapes not measured: what most of the measured ones take."""
     rows = 64
     num_tiles = -(-num_rows // rows)
-    # Few tiles: one program to a multiprocessor, all of K in flight. Many: two, in turns.
-    per_sm = 1 if num_tiles <= _MULTIPROCESSORS else 2
+    # Few tiles: one program per SM, with all of K in flight. Many: two that take turns.
+    per_sm = 1 if num_tiles <= _NUM_SMS else 2
     if tokens == SIZES[-1] and per_sm > 1:
         return None
     columns = 64 if tokens == SIZES[-1] or size % 128 else 128
-    shares = max(1, min(8, _MULTIPROCESSORS // num_tiles, size // (2 * columns)))
-    halves = 2 if activation == 2 else 1
+    splits = max(1, min(8, _NUM_SMS // num_tiles, size // (2 * columns)))
+    halves = 2 if epilogue.is_gated else 1
     stage_bytes = 2 * columns * (rows * halves + tokens)
-    stages = min(_SHARED_MEMORY // per_sm // stage_bytes, -(-size // columns // shares), 12)
+    stages = min(_SHARED_MEMORY // per_sm // stage_bytes, -(-size // columns // splits), 12)
     stages = max(2, stages)
-    return Tiles(tokens, rows, columns, stages, shares=shares, per_sm=per_sm)
+    return Tiles(tokens, rows, columns, stages, splits=splits, per_sm=per_sm)

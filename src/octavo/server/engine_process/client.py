@@ -15,7 +15,8 @@ from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Params, PreparedRequest, Prompt, RequestPreparer
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
-from octavo.models.config import ModelConfig, resolve_model
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_model_config
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
@@ -72,7 +73,7 @@ class EngineClient:
         """
         directory = resolve_model(config.model)
         self.config = config
-        self.model_config = ModelConfig.from_directory(directory)
+        self.model_config = read_model_config(directory)
         if config.max_model_len is not None:
             self.model_config = self.model_config.with_max_model_len(config.max_model_len)
         # None: the model has none; prompts are token ids.

@@ -1,0 +1,37 @@
+"""Feed-forward blocks."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from octavo.layers.config import Activation, MLPConfig
+from octavo.layers.linear import make_linear
+from octavo.ops.epilogue import Epilogue
+
+PLAIN_EPILOGUES: dict[Activation, Epilogue] = {
+    "relu": Epilogue.RELU,
+    "gelu": Epilogue.GELU,
+    "gelu_tanh": Epilogue.GELU_TANH,
+    "silu": Epilogue.SILU,
+}
+GATED_EPILOGUES: dict[Activation, Epilogue] = {"silu": Epilogue.SILU_MUL}
+
+
+class DenseMLP(nn.Module):
+    """Owns two projections with an activation between them; `up` of a gated one is merged."""
+
+    def __init__(self, config: MLPConfig) -> None:
+        super().__init__()
+        epilogues = GATED_EPILOGUES if config.kind == "gated" else PLAIN_EPILOGUES
+        self.up = make_linear(config.up)
+        self.epilogue = epilogues[config.activation]
+        self.down = make_linear(config.down)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> the same, or partial sums (LinearMethod.forward_partial)."""
+        return self.down.forward_partial(self.up.forward(hidden, self.epilogue))
+
+
+def make_mlp(config: MLPConfig) -> DenseMLP:
+    """The block that a model's description asks for, with uninitialised weights."""
+    return DenseMLP(config)

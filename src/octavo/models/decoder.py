@@ -1,0 +1,147 @@
+"""The decoder-only transformer that a ModelDescription describes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from octavo.layers.attention import Attention
+from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
+from octavo.layers.linear import make_linear
+from octavo.layers.mlp import make_mlp
+from octavo.layers.norm import add_partial, make_norm
+from octavo.layers.rotary import rotary_table
+from octavo.models.base import CausalLM
+from octavo.models.config import LayerConfig, ModelDescription, NormPlacement
+from octavo.ops import AttentionBackend, RotaryTable
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward block, each with a norm."""
+
+    def __init__(self, config: LayerConfig, layer_id: int, rotaries: Sequence[RotaryTable]) -> None:
+        super().__init__()
+        rotary = None if config.attention.rotary is None else rotaries[config.attention.rotary]
+        self.attention_norm = make_norm(config.norm)
+        self.attention = Attention(config.attention, layer_id, rotary)
+        self.mlp_norm = make_norm(config.norm)
+        self.mlp = make_mlp(config.mlp)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        backend: AttentionBackend,
+        indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer's step.
+
+        Args:
+            hidden: [num_tokens, hidden_size], still to be added to the residual; on a GPU perhaps
+                partial sums (LinearMethod.forward_partial).
+            residual: [num_tokens, hidden_size], or None if there is nothing to add to.
+            backend: has been given the step's metadata.
+            indices: int64, the tokens that go on behind the attention; None: all.
+
+        Returns:
+            The same two, for the next layer.
+        """
+        raise NotImplementedError
+
+
+class PreNormLayer(DecoderLayer):
+    """Each block's input is normalised (GPT-2, OPT, Llama)."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        backend: AttentionBackend,
+        indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See DecoderLayer.forward."""
+        hidden, residual = self.attention_norm.forward(hidden, residual)
+        attended = self.attention.forward(hidden, backend)
+        if indices is not None:
+            attended, residual = attended[indices], residual[indices]
+        hidden = self.attention.output.forward_partial(attended)
+        hidden, residual = self.mlp_norm.forward(hidden, residual)
+        return self.mlp.forward(hidden), residual
+
+
+class PostNormLayer(DecoderLayer):
+    """The residual stream is normalised after each block (OPT-350m)."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        backend: AttentionBackend,
+        indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See DecoderLayer.forward; between such layers, hidden is complete and residual None."""
+        attended = self.attention.forward(hidden, backend)
+        if indices is not None:
+            attended, hidden = attended[indices], hidden[indices]
+        branch = self.attention.output.forward_partial(attended)
+        hidden, _ = self.attention_norm.forward(branch, hidden)
+        hidden, _ = self.mlp_norm.forward(self.mlp.forward(hidden), hidden)
+        return hidden, None
+
+
+LAYERS: dict[NormPlacement, type[DecoderLayer]] = {"pre": PreNormLayer, "post": PostNormLayer}
+
+
+class Decoder(CausalLM):
+    """Owns the weights and the rotary tables."""
+
+    def __init__(self, config: ModelDescription, device: torch.device) -> None:
+        super().__init__()
+        rotaries = [rotary_table(each, config.max_model_len, device) for each in config.rotaries]
+        hidden_size, positions = config.hidden_size, config.positions
+        project_in, project_out, norm = config.project_in, config.project_out, config.final_norm
+        self.embedding = Embedding(config.vocab_size, config.head.in_features)
+        self.positions = (
+            None
+            if positions is None
+            else PositionEmbedding(positions.num_rows, hidden_size, positions.offset)
+        )
+        self.project_in = None if project_in is None else make_linear(project_in)
+        layers = [
+            LAYERS[layer.norm_placement](layer, layer_id, rotaries)
+            for layer_id, layer in enumerate(config.layers)
+        ]
+        self.attention_layers = [layer.attention.spec for layer in layers]
+        self.layers = nn.ModuleList(layers)
+        self.norm = None if norm is None else make_norm(norm)
+        self.project_out = None if project_out is None else make_linear(project_out)
+        self.head = LMHead(config.head)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        logits_indices: Tensor | None = None,
+    ) -> Tensor:
+        """See CausalLM.forward."""
+        hidden, residual = self.embedding.forward(input_ids), None
+        if self.project_in is not None:
+            hidden = self.project_in.forward(hidden)
+        if self.positions is not None:
+            hidden = hidden.add_(self.positions.forward(positions))
+        *layers, last = self.layers
+        for layer in layers:
+            hidden, residual = layer.forward(hidden, residual, attention)
+        hidden, residual = last.forward(hidden, residual, attention, logits_indices)
+        if self.norm is not None:
+            return self.norm.forward(hidden, residual)[0]
+        return hidden if residual is None else add_partial(residual, hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See CausalLM.logits."""
+        if self.project_out is not None:
+            hidden = self.project_out.forward(hidden)
+        return super().logits(hidden)

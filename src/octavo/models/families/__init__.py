@@ -1,0 +1,1 @@
+"""Families of models: each module describes one and imports no torch."""

@@ -1,0 +1,34 @@
+"""Mistral (arXiv:2310.06825): a Llama with a sliding window in all layers."""
+
+from __future__ import annotations
+
+from octavo.json_fields import Fields
+from octavo.models.config import ModelDescription
+from octavo.models.families import llama
+from octavo.models.families.common import (
+    check_layer_types,
+    read_gated_decoder,
+    read_num_layers,
+    read_window,
+)
+from octavo.models.family import Family
+
+
+def read(config: Fields) -> ModelDescription:
+    """From config.json of a MistralForCausalLM."""
+    config.refuse("attention_bias", False)
+    config.refuse("mlp_bias", False)
+    window = read_window(config)
+    check_layer_types(config, window)
+    windows = [window] * read_num_layers(config)
+    return read_gated_decoder(config, windows=windows, num_kv_heads=8)
+
+
+FAMILY = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    note="Mistral 7B; sliding window",
+    read=read,
+    weights=llama.WEIGHTS,
+    eos_token_id=2,
+)

@@ -1,0 +1,55 @@
+"""What a family of models consists of. One module in families/ describes one family."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from octavo.json_fields import Fields
+from octavo.models.config import ModelDescription
+
+_LAYER_MODULE = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightNames:
+    """What a family's checkpoints call the modules of decoder.py.
+
+    `model` and `layer` map a module's path, in the model or in a layer, to the checkpoint's name of
+    it. Where a module merges several projections, they are named in the order of its out_sizes, or
+    by one name if the checkpoint has merged them, too. Entries for modules that a variant of the
+    family does not have are not used.
+    """
+
+    model: Mapping[str, str | tuple[str, ...]]
+    layers: str  # the list of layers
+    layer: Mapping[str, str | tuple[str, ...]]
+    prefixes: tuple[str, ...]  # of all names; some checkpoints leave them out
+    ignored: tuple[str, ...] = ()  # patterns of tensors that are no weights, without prefixes
+    transposed: bool = False  # layers keep projections as [in_features, out_features]
+
+    def of(self, path: str) -> tuple[str, ...]:
+        """The checkpoint's names, without prefix, of the module at `path` in the model."""
+        match = _LAYER_MODULE.fullmatch(path)
+        if match is None:
+            return _as_tuple(self.model[path])
+        names = _as_tuple(self.layer[match[2]])
+        return tuple(f"{self.layers}.{match[1]}.{name}" for name in names)
+
+
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One `model_type` of config.json."""
+
+    model_type: str
+    architecture: str  # the class in config.json that octavo serves
+    note: str  # what `octavo models` says of the variants that are served
+    read: Callable[[Fields], ModelDescription]  # from config.json; raises ModelError
+    weights: WeightNames
+    eos_token_id: int | None = None  # where config.json does not mention it
+    model_class: str = "octavo.models.decoder:Decoder"  # a CausalLM; its module is imported late

@@ -1,0 +1,80 @@
+"""Kernels of projections: one interface, and which kernel a weight gets.
+
+torch keeps a weight as the checkpoint has it, and on a CPU rearranges it in every call. There are
+two ways to pack it once, of which the first that the machine has is taken: our own kernel
+(cpu/linear.py: Numba, AVX-512), and the private ops by which torch's compiler packs for oneDNN when
+it freezes a model (cpu/onednn.py). Without either, a projection is F.linear. Measured on one Zen 5
+core (benchmarks/cpu_kernels.py), in multiples of our kernel's time for 1, 16, 64 and 512 tokens,
+1,024 by 6,144 weights from memory:
+  oneDNN, packed   fp32 1.2, 1.1, 1.1, 1.0   bf16 1.3, 1.2, 1.1, 1.0
+  F.linear         fp32 2.4, 3.1, 2.7, 2.4   bf16 3.1, 2.0, 1.4, 1.1
+Ours fetches the next weights while it computes with these, and its sums are batch-invariant.
+
+On a GPU a weight stays as it is: cuda/linear.py chooses between our kernels and cuBLAS.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.ops.cpu import onednn
+from octavo.ops.epilogue import Epilogue, apply_epilogue
+
+
+class LinearKernel(Protocol):
+    """Computes y = x W^T + b, where it holds W [out_features, in_features] in some order."""
+
+    keeps_weight: bool
+    """Whether it reads the given weight; otherwise it holds a packed copy."""
+
+    def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """epilogue(y) of x [num_tokens, in_features] and bias [out_features]."""
+
+    def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """y, or float32 partial sums [num_splits, num_tokens, out_features] of a split-K kernel.
+
+        For a norm that follows and adds them up.
+        """
+
+
+class TorchLinear:
+    """Reads the weight by F.linear: for any device and dtype."""
+
+    keeps_weight = True
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """See LinearKernel.apply."""
+        return apply_epilogue(F.linear(x, self._weight, bias), epilogue)
+
+    def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See LinearKernel.apply_partial."""
+        return F.linear(x, self._weight, bias)
+
+
+def make_linear_kernel(weight: Tensor) -> LinearKernel:
+    """The fastest kernel for W [out_features, in_features] on its device."""
+    if weight.device.type == "cuda":
+        from octavo.ops.cuda.linear import CudaLinear
+
+        return CudaLinear(weight)
+    if has_numba_kernel(weight):
+        from octavo.ops.cpu.linear import PackedLinear
+
+        return PackedLinear(weight)
+    return onednn.OneDnnLinear(weight) if onednn.can_pack(weight) else TorchLinear(weight)
+
+
+def has_numba_kernel(weight: Tensor) -> bool:
+    """Whether cpu/linear.py serves such a weight on this machine."""
+    if weight.device.type != "cpu" or find_spec("numba") is None:
+        return False
+    from octavo.ops.cpu.linear import can_pack
+
+    return can_pack(weight)
