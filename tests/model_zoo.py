@@ -105,6 +105,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {**_LLAMA, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
     ),
+    "phi3": (
+        "Phi3",
+        {
+            **_LLAMA,
+            "num_key_value_heads": 2,
+            "sliding_window": SLIDING_WINDOW,
+            "original_max_position_embeddings": MAX_POSITIONS,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "factor": 4.0,
+                "short_factor": [1.0, 1.2, 1.5],
+                "long_factor": [2.0, 5.0, 30.0],
+            },
+        },
+    ),
 }
 NAMES = tuple(MODELS)
 

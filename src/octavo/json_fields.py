@@ -12,6 +12,7 @@ from octavo.errors import ModelError, shown
 MAX_FILE_BYTES = 64 << 20  # the index of a thousand shards has some megabytes
 MAX_COUNT = 1 << 31
 MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # float32 holds them and their inverses
+_RANGE = f"from {MIN_NUMBER:g} to {MAX_NUMBER:g}"
 _REQUIRED = object()
 
 Choice = TypeVar("Choice")
@@ -45,12 +46,20 @@ class Fields:
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         """A positive number that float32 holds; Python's JSON reads infinities, too."""
         value = self.get(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not MIN_NUMBER <= value <= MAX_NUMBER:
-            raise self.error(
-                name, f"it must be a positive number, from {MIN_NUMBER:g} to {MAX_NUMBER:g}"
-            )
+        if not _is_number(value):
+            raise self.error(name, f"it must be a positive number, {_RANGE}")
         return float(value)
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of `length` positive numbers."""
+        values = self.get(name)
+        if (
+            not isinstance(values, list)
+            or len(values) != length
+            or not all(map(_is_number, values))
+        ):
+            raise self.error(name, f"it must be a list of {length} positive numbers, {_RANGE}")
+        return tuple(map(float, values))
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
@@ -93,6 +102,11 @@ class Fields:
         if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
             raise self.error(name, "it must be a token id or a list of token ids")
         return tuple(ids)
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and MIN_NUMBER <= value <= MAX_NUMBER
 
 
 def read_json(path: Path) -> Fields:

@@ -36,6 +36,20 @@ KINDS: dict[str, dict[str, Any]] = {
         "beta_slow": 2.0,
         "attention_factor": 1.5,
     },
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 8.0,
+        "original_max_position_embeddings": 128,
+        "short_factor": [1.0] * (HEAD_DIM // 2),
+        "long_factor": [1.0 + i for i in range(HEAD_DIM // 2)],
+    },
+    "longrope-attention": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": MAX_POSITIONS,
+        "attention_factor": 1.25,
+        "short_factor": [1.0 + i for i in range(HEAD_DIM // 2)],
+        "long_factor": [50.0] * (HEAD_DIM // 2),
+    },
     "yarn-mscale": {
         "rope_type": "yarn",
         "factor": 8.0,

@@ -25,7 +25,7 @@ from octavo.models.loader import build_model, load_weights
 from octavo.models.registry import read_model_config
 
 CPU = torch.device("cpu")
-FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3")
 LONG_INTEGER = "an integer of 5,000 digits"  # which json.dumps would not write
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 1.5, 10**9, 10**400, 1e308, 1e-320, LONG_INTEGER),
@@ -39,6 +39,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0, "truncate": True, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7}
     | {"mscale_all_dim": 0.9, "attention_factor": 1.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.5] * 6, "long_factor": [2.0] * 6},
 }
 SHARED_ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64}
 

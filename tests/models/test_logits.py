@@ -89,6 +89,12 @@ def test_logits_indices(
 
 
 LLAMA_BIAS = {"attention_bias": True, "mlp_bias": True}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -117,6 +123,9 @@ YARN = {
         ("qwen2", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
         ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
         ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
+        ("phi3", {"original_max_position_embeddings": 32}),  # less than PROMPT
+        ("phi3", {"sliding_window": None, "rope_parameters": {"rope_theta": 1e6}}),
+        ("phi3", {"tie_word_embeddings": True, "rope_parameters": LONGROPE | {"factor": None}}),
         (
             "qwen3",
             {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
@@ -127,6 +136,17 @@ def test_options(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     directory = model_zoo.write_model(name, tmp_path, **overrides)
     want = expected(model_zoo.load_reference(directory), PROMPT)
     assert_equal(DenseHarness(load(directory), len(PROMPT)).run({0: PROMPT})[0], want)
+
+
+def test_longrope_within_the_original_context(tmp_path: Path) -> None:
+    """A model limited to it has the frequencies that transformers takes for short sequences."""
+    directory = model_zoo.write_model("phi3", tmp_path, original_max_position_embeddings=128)
+    reference = model_zoo.load_reference(directory)
+    config = read_model_config(directory)
+    for limit, prompt in ((128, PROMPT), (512, model_zoo.random_token_ids(129))):
+        model = load_model(config.with_max_model_len(limit), torch.float32, CPU)
+        got = DenseHarness(model, len(prompt)).run({0: prompt})[0]
+        assert_equal(got, expected(reference, prompt))
 
 
 @pytest.mark.parametrize("name", model_zoo.NAMES)

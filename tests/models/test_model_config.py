@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import RotaryConfig
 from octavo.models.config import ModelConfig, PositionTable
 from octavo.models.hub import resolve_model
+from octavo.models.loader import build_model
 from octavo.models.registry import read_model_config
 
 GPT2 = {
@@ -172,6 +174,42 @@ QWEN3_06B = {
     "vocab_size": 151936,
 }
 
+PHI_35_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [1.0 + i for i in range(48)],
+        "short_factor": [1.0] * 48,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32064,
+}
+PHI_4_MINI = {
+    **PHI_35_MINI,
+    "eos_token_id": 199999,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+
 
 def write(
     directory: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None
@@ -197,12 +235,32 @@ def read(directory: Path, fields: dict[str, Any]) -> ModelConfig:
         pytest.param(MISTRAL_7B, 7_241_732_096, id="mistral-7b"),
         pytest.param(QWEN25_05B, 494_032_768, id="qwen2.5-0.5b"),
         pytest.param(QWEN3_06B, 596_049_920, id="qwen3-0.6b"),
+        pytest.param(PHI_35_MINI, 3_821_079_552, id="phi-3.5-mini"),
+        pytest.param(PHI_4_MINI, 3_836_021_760, id="phi-4-mini"),
     ],
 )
 def test_num_parameters_of_published_models(
     tmp_path: Path, fields: dict[str, Any], num_parameters: int
 ) -> None:
-    assert read(tmp_path, fields).num_parameters() == num_parameters
+    """Declared shapes count the same as the published weights, and as the modules made of them."""
+    config = read(tmp_path, fields)
+    assert config.num_parameters() == num_parameters
+    model = build_model(config, torch.bfloat16, torch.device("meta"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+
+
+def test_phi_rotary(tmp_path: Path) -> None:
+    config = read(tmp_path, PHI_35_MINI)
+    (rotary,) = config.rotaries
+    assert (rotary.kind, rotary.dim, rotary.factor) == ("longrope", 96, 32.0)
+    assert rotary.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
+    assert config.kv_specs() == [FullAttention()] * 32  # the window is longer than the context
+    (partial,) = read(tmp_path, PHI_4_MINI).rotaries
+    assert partial.dim == 96  # of heads of 128
+    su = PHI_35_MINI["rope_scaling"] | {"type": "su"}  # type: ignore[operator]
+    assert read(tmp_path, PHI_35_MINI | {"rope_scaling": su}).rotaries == (rotary,)
+    without = {key: value for key, value in PHI_35_MINI.items() if "original" not in key}
+    assert read(tmp_path, without).rotaries == (rotary,)  # 4,096 is the family's default
 
 
 def test_llama_31(tmp_path: Path) -> None:
@@ -479,7 +537,16 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
             {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"low_freq_factor": 4.0}},
             r"low_freq_factor is 4.0; it must be less than high_freq_factor \(4.0\)",
         ),
-        (LLAMA_2_7B, {"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'; octavo"),
+        (LLAMA_2_7B, {"rope_scaling": {"type": "proportional"}}, "is 'proportional'; octavo knows"),
+        (
+            PHI_4_MINI,
+            {"partial_rotary_factor": 0.76},
+            "is 0.76; .* number of a head's 128 .* not 97",
+        ),
+        (PHI_35_MINI, {"partial_rotary_factor": 0.5}, "it must be a list of 24 positive numbers"),
+        (PHI_35_MINI, {"original_max_position_embeddings": 1}, "an original context of 2 or more"),
+        (PHI_35_MINI, {"attention_bias": True}, "attention_bias is True; octavo does not"),
+        (PHI_35_MINI, {"sliding_window": 0}, "sliding_window is 0; it must be a positive"),
         (
             LLAMA_2_7B,
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},

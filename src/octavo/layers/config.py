@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 NormKind = Literal["rms", "layer"]
 MLPKind = Literal["plain", "gated"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -23,13 +23,17 @@ class RotaryConfig:
     theta: float
     kind: RotaryKind = "default"
     factor: float = 1.0  # by how much the context was extended
-    original_max_positions: int = 0  # llama3, yarn: the context before the extension
+    original_max_positions: int = 0  # llama3, yarn, longrope: the context before that
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 1.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
-    attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin
+    # longrope: divisors of the frequencies [dim / 2] of a model that is limited to its original
+    # context, and of one that is not.
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

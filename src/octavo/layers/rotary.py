@@ -16,15 +16,19 @@ from octavo.ops import RotaryTable
 
 
 def rotary_table(config: RotaryConfig, max_positions: int, device: torch.device) -> RotaryTable:
-    """cos and sin of every position on `device`: float32 [max_positions, config.dim / 2]."""
-    frequencies = _frequencies(config)
+    """cos and sin of every position on `device`: float32 [max_positions, config.dim / 2].
+
+    Where frequencies depend on the context, it is `max_positions`, not the length of each sequence:
+    keys are cached as rotated, and other sequences may share them.
+    """
+    frequencies = _frequencies(config, max_positions)
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, frequencies)
     scale = config.attention_factor
     return RotaryTable((angles.cos() * scale).to(device), (angles.sin() * scale).to(device))
 
 
-def _frequencies(config: RotaryConfig) -> Tensor:
+def _frequencies(config: RotaryConfig, max_positions: int) -> Tensor:
     """Radians that each pair of elements turns by from a position to the next: [dim / 2]."""
     dim = config.dim
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
@@ -40,6 +44,10 @@ def _frequencies(config: RotaryConfig) -> Tensor:
             return _llama3(config, frequencies)
         case "yarn":
             return _yarn(config, frequencies)
+        case "longrope":
+            is_long = max_positions > config.original_max_positions
+            factors = config.long_factors if is_long else config.short_factors
+            return 1.0 / (torch.tensor(factors, device="cpu") * config.theta**exponents)
 
 
 def _llama3(config: RotaryConfig, frequencies: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ KINDS = {
     "dynamic": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": _YARN_FIELDS,
+    "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
 }
+_ALIASES = {"su": "longrope"}  # in the first checkpoints of Phi-3
 # Fields of any kind. Whether the weights were tuned for the scaling ("finetuned") changes nothing.
 _COMMON_FIELDS = {
     *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"),
@@ -44,7 +46,7 @@ def read_rotary(
         config.refuse("partial_rotary_factor", 1.0)
         rope.refuse("partial_rotary_factor", 1.0)
     kind = rope.get(rope.either("rope_type", "type"), "default")
-    if not isinstance(kind, str) or kind not in KINDS:
+    if not isinstance(kind, str) or (kind := _ALIASES.get(kind, kind)) not in KINDS:
         raise ModelError(
             f"{rope.where}: rope_type is {shown(kind)}; octavo knows {', '.join(sorted(KINDS))}"
         )
@@ -62,16 +64,19 @@ def read_rotary(
             return _read_llama3(rope, dim, theta, original)
         case "yarn":
             return _read_yarn(rope, dim, theta, original, max_positions)
+        case "longrope":
+            return _read_longrope(rope, dim, theta, original, max_positions)
     return RotaryConfig(dim, theta)
 
 
 def _rotary_dim(config: Fields, rope: Fields, head_dim: int) -> int:
     """How many elements of a head are rotated."""
     name = "partial_rotary_factor"
-    dim = int(head_dim * rope.number(name, config.number(name, 1.0)))
+    holder = config if rope.get(name, None) is None else rope
+    dim = int(head_dim * holder.number(name, 1.0))
     if dim % 2 or not 2 <= dim <= head_dim:
-        raise rope.error(
-            name, f"it must leave an even number of a head's {head_dim} elements, not {dim}"
+        raise holder.error(
+            name, f"it must rotate an even number of a head's {head_dim} elements, not {dim}"
         )
     return dim
 
@@ -147,4 +152,26 @@ def _read_yarn(
         # The one field whose null is no default in transformers: it is false.
         truncate="truncate" not in rope.values or rope.flag("truncate", False),
         attention_factor=rope.number("attention_factor", inferred),
+    )
+
+
+def _read_longrope(
+    rope: Fields, dim: int, theta: float, original: int, max_positions: int
+) -> RotaryConfig:
+    """LongRoPE (arXiv:2402.13753), with Phi-3's attention factor if none is set."""
+    factor = rope.number("factor", max_positions / original)
+    inferred = 1.0
+    if factor > 1:
+        if original == 1:
+            raise ModelError(f"{rope.where}: longrope needs an original context of 2 or more")
+        inferred = math.sqrt(1 + math.log(factor) / math.log(original))
+    return RotaryConfig(
+        dim,
+        theta,
+        "longrope",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=rope.number("attention_factor", inferred),
+        short_factors=rope.numbers("short_factor", dim // 2),
+        long_factors=rope.numbers("long_factor", dim // 2),
     )
