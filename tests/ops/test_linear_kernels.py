@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.ops.cuda import linear as cuda_linear
 from octavo.ops.cuda.linear import linear, linear_partial
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
 from octavo.ops.epilogue import Epilogue
@@ -63,6 +64,20 @@ def test_more_tokens_on_a_cpu_are_torch() -> None:
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
     assert torch.equal(linear_partial(x, weight, bias), F.linear(x, weight, bias))
     assert torch.equal(linear(x, weight, bias, Epilogue.RELU), F.linear(x, weight, bias).relu())
+
+
+def test_relu_without_the_private_op_of_torch(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cuda_linear._addmm_activation is not None, "this torch tests only the fallback"
+    # On a GPU, more tokens than our kernels take.
+    x, weight, bias = operands(200, 64, 96, torch.float32, device)
+    with_op = linear(x, weight, bias, Epilogue.RELU)
+    monkeypatch.setattr(cuda_linear, "_addmm_activation", None)
+    without = linear(x, weight, bias, Epilogue.RELU)
+    assert (without == 0).any()
+    torch.testing.assert_close(without, with_op)
+    assert_close(without, expected(x, weight, bias, Epilogue.RELU), torch.float32)
 
 
 def test_tiles_fit() -> None:
