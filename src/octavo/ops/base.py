@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634  # multiplies scores for a softmax in powers of 2
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:

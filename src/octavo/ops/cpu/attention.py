@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops.base import AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
+from octavo.ops.base import LOG2_E, AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
 from octavo.ops.cpu.threads import Runner, make_runner
 
 try:
@@ -40,7 +40,6 @@ except ModuleNotFoundError as error:
 
 ITEM_ROWS = 96  # queries x heads per work item: amortises a pass over K and V
 WRITE_TOKENS = 64
-LOG2_E = 1.4426950408889634
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -30,12 +30,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import LOG2_E
 from octavo.ops.cuda.attention_decode import Scratch
 from octavo.ops.cuda.attention_prefill import attend
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
-    LOG2_E,
     LOWEST,
     MEMBER_FIELDS,
     precision_of,

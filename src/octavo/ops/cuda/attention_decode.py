@@ -35,10 +35,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import LOG2_E
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
-    LOG2_E,
     LOWEST,
     key_offsets,
     precision_of,

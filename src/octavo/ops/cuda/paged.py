@@ -12,7 +12,6 @@ import triton.language as tl
 
 ITEM_FIELDS = 8  # int32s per work item
 MEMBER_FIELDS = 4  # int32s per member of a cascade segment
-LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that rows which see no key yet make no NaN
 
 
