@@ -147,17 +147,13 @@ def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: 
     for layer in model.layers:  # type: ignore[union-attr]
         for norm in (layer.attention_norm, layer.mlp_norm):  # type: ignore[union-attr]
             norm.weight[outliers] /= OUTLIER
-        _add_outlier_pairs(layer.mlp.up, layer.mlp.down, config, generator, cancels)  # type: ignore[union-attr]
+        _add_outlier_pairs(layer.mlp.up, layer.mlp.down, generator, cancels)  # type: ignore[union-attr]
     model.norm.weight[outliers] /= OUTLIER  # type: ignore[index, union-attr, operator]
     return model
 
 
 def _add_outlier_pairs(
-    up: PlainLinear,
-    down: PlainLinear,
-    config: ModelConfig,
-    generator: torch.Generator,
-    cancels: bool,
+    up: PlainLinear, down: PlainLinear, generator: torch.Generator, cancels: bool
 ) -> None:
     """Make pairs of inner channels large, one in each half; those that cancel are nearly equal."""
     assert up.weight is not None
@@ -257,8 +253,9 @@ class PlainTorch:
         key, value = (x.repeat_interleave(group_size, 1) for x in (key, value))
         distance = positions[:, None] - torch.arange(key.shape[2], device=positions.device)
         mask = distance >= 0
-        if spec.window is not None:
-            mask &= distance < spec.window
+        window = spec.window
+        if window is not None:
+            mask &= distance < window
         scale = spec.scale
         if self._dtype == FP32:
             scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -math.inf)

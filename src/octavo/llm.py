@@ -16,6 +16,7 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest, shown
 from octavo.models.hub import resolve_model
+from octavo.models.registry import read_model_config
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
@@ -351,7 +352,6 @@ def load_engine(config: EngineConfig) -> Engine:
         ConfigError, ModelError, OutOfMemory: as `LLM`.
     """
     from octavo.executor.local import LocalExecutor
-    from octavo.models.registry import read_model_config
 
     model_config = read_model_config(resolve_model(config.model))
     if config.max_model_len is not None:

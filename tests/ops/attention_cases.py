@@ -58,7 +58,7 @@ def rotary_table(rotary_dim: int, device: str = "cpu") -> RotaryTable:
 
 
 class DeviceStaging:
-    """Brings each array to the device by itself."""
+    """Uploads each array by itself."""
 
     max_num_seqs, max_num_tokens = 256, 1 << 17
 

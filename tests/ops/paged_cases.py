@@ -1,4 +1,4 @@
-"""A scattered cache for the attention kernels, and their judge in float64."""
+"""A scattered cache for the attention kernels, and their reference in float64."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ CASES = [
     Case(MIXED, block_size=1, head_dim=16, group=1, num_kv_heads=3),
     Case(MIXED, block_size=8, head_dim=80, group=4, rotary_dim=80),
     Case(MIXED, block_size=32, head_dim=128, group=3, rotary_dim=128),
+    Case(MIXED, block_size=16, head_dim=128, group=3, rotary_dim=96),
     Case(MIXED, block_size=256, head_dim=256, group=16, num_kv_heads=1),
     Case(MIXED, block_size=16, head_dim=100, group=7, window=33, rotary_dim=40),
     Case(MIXED, block_size=8, head_dim=64, group=1, window=20, num_kv_heads=5),
@@ -52,12 +53,14 @@ def describe(case: Case) -> str:
 @pytest.mark.parametrize("case", CASES, ids=describe)
 def test_cpu_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     case = replace(case, dtype=dtype)
-    bench, judge = Bench("cpu", case), Bench("reference", case)
-    for got, expected in zip(bench.run(), judge.run(), strict=True):
+    bench, reference = Bench("cpu", case), Bench("reference", case)
+    for got, expected in zip(bench.run(), reference.run(), strict=True):
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     for seq, (cached, new) in enumerate(case.sequences):
         for token in (0, cached + new - 1):
-            for got, expected in zip(bench.read(seq, token), judge.read(seq, token), strict=True):
+            for got, expected in zip(
+                bench.read(seq, token), reference.read(seq, token), strict=True
+            ):
                 torch.testing.assert_close(got, expected)
 
 
@@ -145,7 +148,7 @@ def test_groups_of_layers_have_their_own_blocks() -> None:
 
 
 def test_reference_is_softmax_attention() -> None:
-    """The judge itself, against torch's own attention on a prompt in order."""
+    """The reference itself, against torch's own attention on a prompt in order."""
     case = Case(((0, 50),), head_dim=64, group=3)
     bench = Bench("reference", case)
     fused = bench._tokens(0, 0, 50).transpose(0, 1)

@@ -101,8 +101,8 @@ def test_all_keys_are_read_once_for_each_sequence(
         assert end - begin >= MIN_KEYS
         assert begin % BLOCK == end % BLOCK == 0
         assert (end < contexts[members]).all(), "the new token's block is nobody else's"
-        stretch = tables[members, begin // BLOCK : end // BLOCK]
-        assert (stretch == stretch[0]).all()
+        segment = tables[members, begin // BLOCK : end // BLOCK]
+        assert (segment == segment[0]).all()
         saved += (len(members) - 1) * (end - begin)
     assert saved >= contexts.sum() * MIN_SAVING
     check_work(tables, contexts, found, tile, members_per_item, num_splits)
@@ -125,7 +125,7 @@ def check_work(
     reads: dict[int, list[tuple[int, int]]] = {token: [] for token in range(len(contexts))}
     places: Counter[int] = Counter()
     arrivals: Counter[int] = Counter()
-    for count, row, begin, end, first, piece, *_ in work.items.tolist():
+    for count, row, begin, end, first, split, *_ in work.items.tolist():
         if not count:
             continue
         assert count <= members_per_item
@@ -135,7 +135,7 @@ def check_work(
             assert position == contexts[token] - 1
             assert (tables[seqs.rows == row, blocks] == tables[token, blocks]).all()
             reads[token].append((begin, end))
-            places[place + piece] += 1
+            places[place + split] += 1
             arrivals[first_place] += 1
     for token, _, begin, end, position, split, num_splits, first_place in decodes.items.tolist():
         if token < 0:
@@ -146,9 +146,9 @@ def check_work(
         if num_splits > 1:
             places[first_place + split] += 1
             arrivals[first_place] += 1
-    for token, stretches in reads.items():
-        ends = [0, *(end for _, end in sorted(stretches))]
-        assert [begin for begin, _ in sorted(stretches)] == ends[:-1], "a gap, or a key twice"
+    for token, segments in reads.items():
+        ends = [0, *(end for _, end in sorted(segments))]
+        assert [begin for begin, _ in sorted(segments)] == ends[:-1], "a gap, or a key twice"
         assert ends[-1] == contexts[token] - 1
     assert set(places.values()) <= {1}, "two results in one place"
     for *_, num_splits, first_place in decodes.items[decodes.items[:, 6] > 1].tolist():
@@ -162,10 +162,10 @@ def test_a_gang_a_common_prefix_and_strangers() -> None:
     )
     found = find_shared_keys(tables, contexts, BLOCK)
     assert found is not None
-    stretches = sorted(
+    segments = sorted(
         zip(found.begins.tolist(), found.ends.tolist(), np.diff(found.starts).tolist(), strict=True)
     )
-    assert stretches == [(0, 128, 7), (128, 320, 3)]
+    assert segments == [(0, 128, 7), (128, 320, 3)]
 
 
 def test_nothing_is_shared_where_it_would_not_pay() -> None:
@@ -186,9 +186,9 @@ def test_where_results_find_no_room_nothing_is_cut() -> None:
     assert not work.counts.any()
 
 
-def test_stretches_of_odd_sizes_that_lie_in_each_other() -> None:
-    """Two members an item: a stretch of three takes two items, and of nine sequences there are
-    fifteen, where a stretch of two members has one."""
+def test_segments_of_odd_sizes_that_lie_in_each_other() -> None:
+    """Two members an item: a segment of three takes two items, and of nine sequences there are
+    fifteen, where a segment of two members has one."""
     depth, own = 8, 5
     sharers = [(0, 24), (0, 24), (0, 16), (3, 24), (0, 8), (5, 24), (5, 24), (5, 16)]
     parents = [

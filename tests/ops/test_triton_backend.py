@@ -26,6 +26,7 @@ SMALL = ((0, 1), (15, 1), (150, 1), (0, 20), (13, 19))
 SMALL_CASES = [
     Case(SMALL, head_dim=16, group=2, num_kv_heads=2, rotary_dim=16),
     Case(SMALL, head_dim=20, group=3, num_kv_heads=1, block_size=8, window=30, head_norm=True),
+    Case(SMALL[2:], head_dim=32, group=3, num_kv_heads=1, rotary_dim=24),
     Case(SMALL[2:], head_dim=17, group=1, num_kv_heads=1, block_size=48, rotary_dim=8),
     Case(((3, 1), (40, 1)), head_dim=32, group=16, num_kv_heads=1, block_size=256, head_norm=True),
     Case(SMALL[3:], head_dim=16, group=4, num_kv_heads=1, block_size=1, window=1),
@@ -47,6 +48,7 @@ LARGE_CASES = [
         (16, 4, 1, 128, None, None, False),
         (16, 2, 2, 128, None, 128, True),
         (8, 2, 3, 64, 50, 64, False),
+        (16, 8, 3, 128, None, 96, False),
         (32, 1, 16, 256, None, 64, True),
         (256, 2, 7, 128, 300, 128, False),
         (128, 2, 5, 80, None, 80, False),
@@ -63,13 +65,15 @@ def describe(case: Case) -> str:
 
 
 def check(case: Case, device: str) -> None:
-    bench, judge = Bench("triton", case, device=device), Bench("reference", case, device=device)
+    bench, reference = Bench("triton", case, device=device), Bench("reference", case, device=device)
     tolerance = TOLERANCE[case.dtype]
-    for got, expected in zip(bench.run(), judge.run(), strict=True):
+    for got, expected in zip(bench.run(), reference.run(), strict=True):
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
     for seq, (cached, new) in enumerate(case.sequences):
         for token in {0, cached + new - 1}:
-            for got, expected in zip(bench.read(seq, token), judge.read(seq, token), strict=True):
+            for got, expected in zip(
+                bench.read(seq, token), reference.read(seq, token), strict=True
+            ):
                 torch.testing.assert_close(got, expected)
 
 

@@ -1,4 +1,4 @@
-"""The pieces of work that the Triton kernels get: all keys once, none too many."""
+"""The work items that the Triton kernels get: all keys once, none too many."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Model families. A model file holds only what differs from its kin."""
+"""Models: descriptions of families, the decoder built from them, and the loader of weights."""

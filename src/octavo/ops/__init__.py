@@ -1,4 +1,7 @@
-"""Attention over a paged KV cache. A new backend is one file and one line in `BACKENDS`."""
+"""Kernels by device, and the interface of attention over a paged KV cache.
+
+A new attention backend is one class and one line in `BACKENDS`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,11 @@ BACKENDS = {
 
 
 def load_backend(name: str) -> type[AttentionBackend]:
-    """The backend of that name; its module, and what that needs, is imported only now."""
+    """The backend of that name; its module and its dependencies are imported only now.
+
+    Raises:
+        ValueError: there is no such backend; the message names them all.
+    """
     if name not in BACKENDS:
         raise ValueError(
             f"unknown attention backend {name!r}; there are: {', '.join(sorted(BACKENDS))}"

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634  # multiplies scores for a softmax in powers of 2
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -87,7 +89,7 @@ class HeadNorm(Protocol):
 
 
 class Staging(Protocol):
-    """Brings a step's small arrays to the device, all in one copy before the step computes."""
+    """Uploads a step's small arrays to the device, all in one copy before the step computes."""
 
     max_num_seqs: int
     max_num_tokens: int
@@ -101,7 +103,7 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """For backends that compute where the arrays are."""
+    """For backends that compute on the host: nothing is copied."""
 
     max_num_seqs = max_num_tokens = 1 << 30
 
@@ -134,7 +136,7 @@ class CascadeSegments(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PaddedSizes:
-    """What a captured step of prompts and decodes is padded to; it may hold less of each."""
+    """Sizes that a captured step of prompts and decodes is padded to."""
 
     num_tokens: int
     num_singles: int  # sequences with one new token
@@ -145,7 +147,7 @@ class PaddedSizes:
 class AttentionBatch:
     """Host metadata of one step: dense CPU tensors; chunks and decodes in any order.
 
-    No sequence reads in a step what another one writes in it.
+    No sequence reads what another one writes in the same step.
     """
 
     query_lens: Tensor  # int32 [num_seqs]: new tokens, at least 1
@@ -154,7 +156,7 @@ class AttentionBatch:
     context_lens: Tensor
     query_starts: Tensor  # int32 [num_seqs + 1]: where each sequence's tokens begin
     positions: Tensor  # int64 [num_tokens]: for the rotary embedding
-    # One tensor a KV group. Block 0 is the null block, which is never read.
+    # One tensor per KV group. Block 0 is the null block, which is never read.
     block_tables: Sequence[Tensor]  # int32 [num_seqs, max_blocks]
     slots: Sequence[Tensor]  # int64 [num_tokens]: block_id * block_size + offset
     # On a GPU the tables stay on the device, as int32 [num_rows, max_blocks], and `slots` is empty:
@@ -184,7 +186,7 @@ class AttentionBackend(Protocol):
         """Shape of one layer's K and V inside one block."""
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Take in the step's metadata: host work, once a step, before the first `forward`."""
+        """Prepare a step: host work, once per step, before the first `forward`."""
 
     def forward(
         self,

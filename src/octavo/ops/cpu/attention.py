@@ -8,10 +8,10 @@ Measured on one Zen 5 core (benchmarks/cpu_kernels.py; 64 decodes of 32-767 toke
 What made the difference: K kept transposed in tiles of 16 tokens; register tiles, in which the
 query heads of a KV head share each load; the CPU's own product of bf16 pairs; and fetching ahead,
 because scattered blocks stop the CPU's prefetcher (a third of the decode time). Prompts without
-cached tokens gain nothing from a way of their own.
+cached tokens would gain nothing from a kernel of their own.
 
-Work is cut into small pieces that threads take from a counter, so that one which loses its core to
-another program holds up the others by one piece at most.
+Work is cut into small items that threads take from a counter, so that a thread which loses its core
+to another program delays the others by one item at most.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops.base import AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
+from octavo.ops.base import LOG2_E, AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
 from octavo.ops.cpu.threads import Runner, make_runner
 
 try:
@@ -38,15 +38,14 @@ except ModuleNotFoundError as error:
         "the reference backend does without"
     ) from error
 
-ITEM_ROWS = 96  # of queries x heads in one piece of work: amortises a pass over K and V
+ITEM_ROWS = 96  # queries x heads per work item: amortises a pass over K and V
 WRITE_TOKENS = 64
-LOG2_E = 1.4426950408889634
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class CpuBackend:
-    """Owns the numbers of one kernel call a layer; a block holds [num_kv_heads, K or V, ...] tiles.
+    """Owns the arguments of a kernel call per layer; a block is [num_kv_heads, K or V, ...] tiles.
 
     Limits: float32 and bfloat16; any head size, block size and ratio of heads. Block sizes that are
     no multiple of 16 work, but cost a copy of each block that is read.
@@ -85,7 +84,7 @@ class CpuBackend:
     def plan(self, batch: AttentionBatch) -> None:
         _check(batch)
         query_lens, context_lens = batch.query_lens.numpy(), batch.context_lens.numpy()
-        writes = _write_pieces(batch)
+        writes = _write_items(batch)
         self._held = [batch, writes]
         steps = self._steps
         steps["positions"] = batch.positions.data_ptr()
@@ -99,11 +98,11 @@ class CpuBackend:
             steps["tables"][rows] = table.data_ptr()
             steps["table_stride"][rows] = table.stride(0)
         for (ratio, kv_heads), rows in self._rows_by_heads.items():
-            items = _attention_pieces(query_lens, context_lens, ratio, kv_heads)
+            items = _attention_items(query_lens, context_lens, ratio, kv_heads)
             self._held.append(items)
             steps["items"][rows] = items.ctypes.data
             steps["num_items"][rows] = len(items)
-            steps["max_rows"][rows] = _most_rows(items, ratio)
+            steps["max_rows"][rows] = _max_rows(items, ratio)
 
     def forward(
         self,
@@ -183,30 +182,30 @@ def _check(batch: AttentionBatch) -> None:
     assert all(x.stride(-1) == 1 or x.numel() == 1 for x in (*int32s, *int64s)), "not dense"
 
 
-def _write_pieces(batch: AttentionBatch) -> NDArray[np.int32]:
-    """[begin, end) of the prompt tokens whose K and V one thread writes, before any prompt's piece.
+def _write_items(batch: AttentionBatch) -> NDArray[np.int32]:
+    """[begin, end) of prompt tokens whose K and V one thread writes, before any prompt's item.
 
-    A decode's own piece writes its token.
+    A decode's work item writes its own token.
     """
     lens, starts = batch.query_lens.numpy(), batch.query_starts.tolist()
     slots = batch.slots[0].numpy()
-    pieces = []
+    items = []
     for seq in np.flatnonzero(lens > 1).tolist():
         cuts = np.arange(starts[seq], starts[seq + 1], WRITE_TOKENS)
-        # A token at an even slot clears its neighbour's half of a bf16 pair: never part the two.
+        # A token at an even slot clears its neighbour's half of a bf16 pair: never separate them.
         cuts[1:] += slots[cuts[1:]] & 1
         ends = np.append(cuts[1:], starts[seq + 1])
-        pieces += [(begin, end) for begin, end in zip(cuts, ends, strict=True) if begin < end]
-    return np.array(pieces, np.int32).reshape(-1, 2)
+        items += [(begin, end) for begin, end in zip(cuts, ends, strict=True) if begin < end]
+    return np.array(items, np.int32).reshape(-1, 2)
 
 
-def _attention_pieces(
+def _attention_items(
     query_lens: NDArray[np.int32], context_lens: NDArray[np.int32], group: int, num_kv_heads: int
 ) -> NDArray[np.int32]:
     """Rows of (sequence, first query, end of queries, first KV head, end of KV heads).
 
-    Large pieces first, so that threads end together. Which piece computes a query changes nothing
-    in its result.
+    Large items first, so that threads end together. A query's result does not depend on which item
+    computes it.
     """
     chunk = max(1, ITEM_ROWS // group)
     prompts = [
@@ -217,7 +216,7 @@ def _attention_pieces(
     ]
     decodes = np.flatnonzero(query_lens == 1)
     decodes = decodes[np.argsort(-context_lens[decodes], kind="stable")].tolist()
-    # All KV heads of a block lie in one stretch of memory, but few sequences must share the work.
+    # All KV heads of a block are contiguous in memory, but a few sequences must share the work.
     heads = num_kv_heads if len(decodes) >= 4 * torch.get_num_threads() else 1
     singles = [
         (seq, 0, 1, head, min(head + heads, num_kv_heads))
@@ -227,12 +226,12 @@ def _attention_pieces(
     return np.array(singles + prompts, np.int32).reshape(-1, 5)
 
 
-def _most_rows(items: NDArray[np.int32], group: int) -> int:
+def _max_rows(items: NDArray[np.int32], group: int) -> int:
     queries, heads = items[:, 2] - items[:, 1], items[:, 4] - items[:, 3]
     return int((queries * heads).max(initial=0)) * group
 
 
 @cache
 def _layer_runner(dtype: torch.dtype) -> Runner:
-    """The kernel for one dtype: compiled on first use, then kept on disk."""
+    """The kernel for one dtype: compiled on first use, then cached on disk."""
     return make_runner(compile_layer(bf16=dtype == torch.bfloat16))

@@ -2,7 +2,7 @@
 
 Tokens are taken 16 at a time (a tile). When the block size is a multiple of 16, a tile lies in one
 block and is read where it is; otherwise 64 tokens at a time are first copied to a scratch in the
-same layout. In words of one fp32 or two bf16 numbers (`pair` = 1 or 2, see cpu_tiles.py) a tile is
+same layout. In words of one fp32 or two bf16 numbers (`pair` is 1 or 2), a tile is
   K  [head_dim / pair, 16 tokens]     the scores of 16 tokens add up in one vector
   V  [16 tokens / pair, padded_dim]   padded_dim is head_dim rounded up to 16
 """

@@ -211,7 +211,8 @@ def _store_output(
 def run_layer(steps: Any, words: Any, elements: Any) -> None:
     """Take work on a layer until none is left; any number of threads may run this at once.
 
-    `words` and `elements` are empty arrays: their dtypes choose the arithmetic (cpu_tiles.py).
+    `words` and `elements` are empty arrays: their dtypes choose the arithmetic
+    (attention_tiles.py).
     """
     step = steps[0]
     next_write, next_item = step.counters + NEXT_WRITE, step.counters + NEXT_ITEM

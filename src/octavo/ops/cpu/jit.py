@@ -14,16 +14,16 @@ from llvmlite.binding import get_host_cpu_features
 from numba import cfunc, njit, types
 from numba.core import config
 
-# Not kept one by one: `compile_kernel` keeps the whole.
+# Not cached one by one: `compile_kernel` caches the whole kernel.
 jit = njit(nogil=True, error_model="numpy")
-# For what holds large vector loops: otherwise each caller's caller compiles them once more.
+# For functions with large vector loops: otherwise each caller's caller compiles them once more.
 inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
 def compile_kernel(function: Callable[[int], None]) -> Any:
     """`function` as a C function of an address; its own is in `.address`.
 
-    Kept on disk if a place can be written: __pycache__ beside its module, or else the user's cache
+    Cached on disk in a writable place: __pycache__ beside its module, or else the user's cache
     directory.
     """
     options: dict[str, Any] = {"error_model": "numpy"}
@@ -37,9 +37,9 @@ def compile_kernel(function: Callable[[int], None]) -> Any:
 
 
 def digest_of(*modules: ModuleType) -> str:
-    """Of their sources: Numba's cache notices changes only in the file of the function it keeps.
+    """A digest of their sources: Numba's cache notices changes only in the file of its function.
 
-    A kernel that mentions the digest is compiled anew when any of them has changed.
+    A kernel that mentions the digest is compiled again when any of them has changed.
     """
     sources = [Path(str(module.__file__)).read_bytes() for module in modules]
     return sha256(b"".join(sources)).hexdigest()

@@ -1,4 +1,4 @@
-"""The product of a batch with a packed weight; see cpu_linear.py."""
+"""The product of a batch with a packed weight; see linear.py."""
 
 # mypy: disable-error-code="attr-defined, call-arg, no-untyped-def, var-annotated"
 
@@ -41,8 +41,8 @@ def _multiply_rows(
         rows = begin + (group + 1) * (end - begin) // groups - first
         for v in range(SPAN):
             tiles[v] = job.weight + (block * SPAN + v) * tile_bytes
-            # The groups of rows share the fetching of the next block. One alone reads in order, as
-            # the CPU fetches by itself.
+            # The groups of rows share the prefetching of the next block. A single group reads in
+            # order, which the CPU prefetches by itself.
             fetches = (
                 groups > 1 and v * groups // SPAN == group and (block + 1) * SPAN + v < num_tiles
             )

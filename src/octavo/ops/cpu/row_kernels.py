@@ -1,4 +1,4 @@
-"""Numba kernels of the small operations between projections; see cpu_ops.py.
+"""Numba kernels of the small operations between projections; see row_ops.py.
 
 Each works on rows that threads take from a counter. A row's result depends on that row alone.
 """
@@ -27,7 +27,7 @@ from octavo.ops.cpu.vectors import (
 NEXT_ROW, SOURCE, RESIDUAL, WEIGHT, OUTPUT, EPS, TOKENS, HEADS, SIZE, STRIDE, CHUNK = range(11)
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
 
-# The sum of a row may be taken in any order, but always in the same.
+# The sum of a row may be taken in any order, as long as it is always the same.
 sum_jit = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 
 

@@ -23,8 +23,8 @@ from octavo.ops import epilogue as epilogues
 from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.epilogue import Epilogue
 
-PIECE = 16384  # elements that a thread takes at once
-WORTH_SHARING = 4 * PIECE  # elements; below this, waking a thread costs more than it saves
+CHUNK = 16384  # elements that a thread takes at once
+WORTH_SHARING = 4 * CHUNK  # elements; below this, waking a thread costs more than it saves
 _Args = c_int64 * 11  # ctypes takes a fraction of the time of a numpy array
 
 
@@ -88,7 +88,7 @@ def _run(
     total = shape[0] * shape[1] * shape[2]
     args = _Args(
         *(0, x.data_ptr(), residual, weight, output.data_ptr()),
-        *(_bits(eps), *shape, x.stride(0), max(1, PIECE // shape[2])),
+        *(_bits(eps), *shape, x.stride(0), max(1, CHUNK // shape[2])),
     )
     kernel(addressof(args), torch.get_num_threads() if total >= WORTH_SHARING else 1)
 

@@ -12,10 +12,10 @@ Runner = Callable[[int, int], None]
 
 
 def make_runner(kernel: Any) -> Runner:
-    """run(argument, num_threads): a kernel of cpu_compile.py, on several threads at once.
+    """run(argument, num_threads): a kernel of jit.py, on several threads at once.
 
-    All of them get the same argument, and the kernel shares the work among them. Python's lock is
-    free meanwhile.
+    All of them get the same argument, and the kernel shares the work among them. The GIL is
+    released meanwhile.
     """
     alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
 

@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs; each has its judge in plain PyTorch."""
+"""Triton kernels for NVIDIA GPUs; each is tested against a reference in plain PyTorch."""

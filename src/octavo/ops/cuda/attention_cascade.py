@@ -1,13 +1,13 @@
-"""Attention of many decodes to keys that they have in the same blocks, which are read only once.
+"""Cascade attention: decodes attend to keys in blocks that they share, which are read only once.
 
-A piece of work is (a stretch of keys, some sequences that share it): one program a KV head computes
-it for all query heads of that KV head of all of them: row r of its tile is head r % group of member
-r // group. Each leaves an unfinished result, as the splits of attention_decode.py do, and counts as
-one of them; the decode kernel comes after it and adds them up.
-Judge: `ReferenceBackend`, which reads every key for every sequence.
+A work item is (a split of a shared segment of keys, some of the sequences that share it). One
+program per KV head computes it for all query heads of that KV head of all these sequences: row r of
+its tile is head r % group of member r // group. It leaves a partial result for each, as the splits
+of attention_decode.py do, and counts as one of them; the decode kernel that follows combines them.
+Reference: `ReferenceBackend`, which reads every key for every sequence.
 
-Measured on one H200 (bf16, heads of 128, blocks of 16): microseconds of attention where every
-sequence reads all its keys, and with this kernel (rows, keys a tile, warps, tiles in flight):
+Measured on one H200 (bf16, heads of 128, blocks of 16): microseconds of attention if every sequence
+reads all its keys, and with this kernel (rows, keys per tile, warps, tiles in flight):
                                      40 / 40, apart  16, 16, 1, 3  64, 64, 4, 3
   64 x 6 beams, 128 + 32 own tokens             167           161           197
   64 x 4 beams, 512 + 32                        344           225           251
@@ -30,12 +30,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import LOG2_E
 from octavo.ops.cuda.attention_decode import Scratch
 from octavo.ops.cuda.attention_prefill import attend
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
-    LOG2_E,
     LOWEST,
     MEMBER_FIELDS,
     precision_of,
@@ -45,23 +45,23 @@ from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.rotary import load_rows
 from octavo.ops.cuda.tile_sizes import power_of_2
 
-MAX_PROGRAMS = 1056  # that any configuration cuts the keys for
+MAX_PROGRAMS = 1056  # the most that any configuration splits the keys for
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeConfig:
-    """What is compiled in: rows and keys of a tile, warps a program, tiles in flight."""
+    """Compile-time choices: rows and keys per tile, warps per program, tiles in flight."""
 
     rows: int
     tile: int
     num_warps: int
     num_stages: int
-    num_programs: int  # that the keys are cut for
+    num_programs: int  # that the keys are split for
 
 
 @cache
 def cascade_config(dtype: torch.dtype, head_dim: int, group: int) -> CascadeConfig | None:
-    """group: query heads a KV head. None: a tile has no room for two sequences."""
+    """group: query heads per KV head. None: a tile has no room for two sequences."""
     padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
         rows = max(16, 2 * power_of_2(group))
@@ -118,7 +118,7 @@ def _cascade_kernel(
     begin = tl.load(item + 2)
     end = tl.load(item + 3)
     first_member = tl.load(item + 4)
-    piece = tl.load(item + 5)
+    split = tl.load(item + 5)
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
     wait_previous(PDL)
     if count > 0:
@@ -135,14 +135,14 @@ def _cascade_kernel(
         )  # fmt: skip
         keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
         values = keys + BLOCK_SIZE * HEAD_DIM
-        last = tl.zeros([ROWS], tl.int32) + (end - 1)  # all rows see all keys of the stretch
+        last = tl.zeros([ROWS], tl.int32) + (end - 1)  # all rows see all keys of the segment
 
         top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
         whole = begin + (end - begin) // TILE * TILE
         for first in tl.range(begin, whole, TILE):
-            # A tile ahead, so that fetching keys never waits for the table.
+            # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
                 top, total, acc, q, last, keys, values, blocks, first, end, block_stride, scale,
@@ -155,7 +155,7 @@ def _cascade_kernel(
                 True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, PRECISION,
             )  # fmt: skip
 
-        place = tl.load(member + 2, mask=inside, other=0).to(tl.int64) + piece
+        place = tl.load(member + 2, mask=inside, other=0).to(tl.int64) + split
         result = (place * NUM_KV_HEADS + head) * GROUP + row % GROUP
         tl.store(stats + result * 2, top, mask=inside)
         tl.store(stats + result * 2 + 1, total, mask=inside)
@@ -177,7 +177,7 @@ def cascade_attention(
     scale: float,
     config: CascadeConfig,
 ) -> None:
-    """Attend to shared keys; the results are splits that `decode_attention` adds to its own.
+    """Attend to shared keys; partial results are splits that `decode_attention` combines.
 
     Args:
         query: [num_tokens, num_heads, head_dim], tokens strided, before the head norm and rotary
@@ -185,11 +185,11 @@ def cascade_attention(
         layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
         table: int32 [num_rows, max_blocks].
         items: int32 [num_items * ITEM_FIELDS], each (members, table row of any of them, first key,
-            end of keys, first member, number of the piece, 0, 0); no members: no work. The first
+            end of keys, first member, index of the split, 0, 0); no members: no work. The first
             key is a multiple of `tile_alignment(config.tile, block_size)`, and
             members * group <= config.rows.
-        members: int32, MEMBER_FIELDS each (token, its position, place of the stretch's first
-            result, place of the sequence's first result).
+        members: int32, MEMBER_FIELDS each (token, its position, place of the segment's first
+            partial result, place of the sequence's first partial result).
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]

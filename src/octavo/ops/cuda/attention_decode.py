@@ -1,13 +1,13 @@
-"""Attention of sequences with one new token, split over the context.
+"""Split-KV decode: attention of sequences with one new token, split over the context.
 
-A piece of work is (a sequence, a stretch of its keys): one program a KV head computes it for all
-query heads of that KV head, which fill the rows of one tile. The program of a sequence's last
-stretch also writes the new token's K and V, so a decode is one kernel. Where a sequence has several
-pieces, each leaves an unfinished result, and the program that comes last adds them up in their
-order: same lengths, same bits. Judge: `ReferenceBackend`.
+A work item is (a sequence, a split of its keys): one program per KV head computes it for all query
+heads of that KV head, which fill the rows of one tile. The program of a sequence's last split also
+writes the new token's K and V, so a decode is one kernel. If a sequence has several splits, each
+leaves a partial result, and the program that finishes last combines them in their order: equal
+lengths give equal bits. Reference: `ReferenceBackend`.
 
-Measured on one H200 (bf16, heads of 128, blocks of 16; microseconds of keys a tile, warps, tiles in
-flight):
+Measured on one H200 (bf16, heads of 128, blocks of 16; microseconds for keys per tile, warps, tiles
+in flight):
                           32, 2, 4   32, 2, 2   32, 1, 2   16, 1, 2   16, 1, 3   64, 4, 2
   40 / 40: 256 x 33             92         63         57         48         52        103
            512 x 65            236        184        173        170        170        218
@@ -17,12 +17,12 @@ flight):
            1,024 x 65          109         83         78         76         75        108
            64 x 1,024           71         79         69         69         75         69
            256 x 1,024         255        260        249        251        255        256
-Short contexts cost the latency of a program, not bytes: small programs, of which ten or eleven find
-room on a multiprocessor, take half the time there and lose nothing elsewhere. For 1 x 8,192 one
-program a multiprocessor with 128 keys a tile leaves less to add up. The first tiles asked for
-(prefetch) before the kernel before has ended: 0.90 to 1.00 of the rate.
-Ids of blocks are carried from tile to tile: loaded in the same round, Triton would bring them
-through shared memory, 4 bytes a copy and as many copies as the keys themselves need.
+Short contexts cost the latency of a program, not bytes: small programs, of which ten or eleven fit
+on an SM, take half the time there and lose nothing elsewhere. For 1 x 8,192, one program per SM
+with 128 keys per tile leaves less to combine. Prefetching the first tiles before the preceding
+kernel has ended gave 0.90 to 1.00 of the speed.
+Block ids are carried from tile to tile: loaded in the same iteration, Triton would copy them
+through shared memory, 4 bytes per copy and as many copies as the keys themselves need.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import LOG2_E
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
-    LOG2_E,
     LOWEST,
     key_offsets,
     precision_of,
@@ -48,24 +48,24 @@ from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.rotary import load_heads
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 
-MAX_PROGRAMS = 1056  # that any configuration cuts the keys for
-_SMS = 132  # multiprocessors that the configurations were measured on
-_COMBINED = 32  # elements of unfinished results that a thread holds at once
+MAX_PROGRAMS = 1056  # the most that any configuration splits the keys for
+_SMS = 132  # of the GPU that the configurations were measured on
+_COMBINED = 32  # elements of partial results that a thread holds at once
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """What is compiled in: keys a tile, warps a program, tiles in flight."""
+    """Compile-time choices: keys per tile, warps per program, tiles in flight."""
 
     tile: int
     num_warps: int
     num_stages: int
-    num_programs: int  # that the keys are cut for
+    num_programs: int  # that the keys are split for
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Unfinished results; a kernel leaves the counters at 0 for the next one."""
+    """Partial results; a kernel leaves the counters at 0 for the next one."""
 
     sums: Tensor  # float32 [num_places, num_kv_heads, group, head_dim], flat
     stats: Tensor  # float32 [num_places, num_kv_heads, group, 2], flat: maximum (log2) and sum
@@ -80,8 +80,11 @@ def decode_config(
     num_pairs: int,
     shared_memory: int = MUCH_SHARED_MEMORY,
 ) -> DecodeConfig:
-    """group: query heads a KV head; num_pairs: sequences times KV heads; shared_memory: bytes that
-    a program may take."""
+    """The configuration for a step.
+
+    group: query heads per KV head; num_pairs: sequences times KV heads; shared_memory: bytes that a
+    program may take.
+    """
     padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
         return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MAX_PROGRAMS)
@@ -109,7 +112,7 @@ def _combine(
     DIM_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Add up the splits of one sequence and KV head; `place`: the first one's first result."""
+    """Combine the splits of one sequence and KV head; `place`: the first one's first result."""
     row = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     inside = (row[:, None] < GROUP) & (dim[None, :] < HEAD_DIM)
@@ -120,7 +123,7 @@ def _combine(
         split = first + tl.arange(0, CHUNK)
         result = place + split[:, None] * STRIDE + row[None, :]
         there = (split < num_splits)[:, None] & (row < GROUP)[None, :]
-        # Past the L1 cache, which knows nothing of what other programs wrote.
+        # Bypassing the L1 cache, which does not see what other programs wrote.
         high = tl.load(stats + result * 2, mask=there, other=LOWEST, cache_modifier=".cg")
         part = tl.load(stats + result * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
         x = tl.load(
@@ -227,12 +230,12 @@ def _decode_kernel(
             total = total + 1.0
             acc = acc + v_new.to(tl.float32)
         for first in tl.range(begin, end, TILE):
-            # A tile ahead, so that fetching keys never waits for the table.
+            # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             offsets = key_offsets(blocks, first, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
             places = offsets[:, None] + dim[None, :]
             written = first + lane < end
-            # Values that nothing was written to may be NaN, which no weight of 0 removes.
+            # Values never written may be NaN, which a weight of 0 does not remove.
             if DIM_PAD == HEAD_DIM:
                 k = tl.load(keys + places)
                 v = tl.load(values + places, mask=written[:, None], other=0.0)
@@ -304,8 +307,8 @@ def decode_attention(
     """Write K and V of the tokens that `items` names, attend, and write their rows of `output`.
 
     Args:
-        query, key, value: [num_tokens, num_heads or num_kv_heads, head_dim]; tokens strided, alike
-            in key and value.
+        query, key, value: [num_tokens, num_heads or num_kv_heads, head_dim]; tokens strided, in
+            the same way in key and value.
         layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
         table: int32 [num_rows, max_blocks].
         items: int32 [num_items * ITEM_FIELDS], each (token, table row, first key, end of keys, the
@@ -317,7 +320,7 @@ def decode_attention(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
     group = num_heads // num_kv_heads
-    assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V are strided alike"
+    assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V have the same strides"
     group_pad = power_of_2(group)
     dim_pad = max(16, power_of_2(head_dim))
     _decode_kernel[(num_kv_heads, len(items) // ITEM_FIELDS)](

@@ -1,18 +1,18 @@
 """Attention of prompts and their chunks: new tokens over cached and new keys, all in blocks.
 
-A piece of work is some new tokens of one sequence; one program a KV head computes it for all query
+A work item is some new tokens of one sequence; one program per KV head computes it for all query
 heads of that KV head: row r of its tile is head r % group of token r // group.
-Judge: `ReferenceBackend`.
+Reference: `ReferenceBackend`.
 
 Measured on one H200 (bf16, heads of 128, blocks of 16, 8 x 512 to 1 x 8,192 tokens; TFLOP/s), as
-rows x keys x warps, 2 tiles in flight; the first is kept for heads that share K and V, the second
+rows x keys x warps, 2 tiles in flight; the first is used for heads that share K and V, the second
 for heads that do not:
             64 x 64 x 4    128 x 32 x 8    128 x 64 x 8    64 x 32 x 4    128 x 128 x 8
   32 / 8     209 to 453      194 to 353      202 to 455     199 to 351       171 to 467
   40 / 40    174 to 443      215 to 408      169 to 391     171 to 343       170 to 380
 With 64 x 64 x 4, 40 heads fall to 290 at 4 x 2,048, where 128 x 32 x 8 has 345. Three tiles in
-flight leave no second program on a multiprocessor: 0.6. All pieces of one KV head before the next
-head's: 1.05 at best, 0.7 to 0.87 at 1 x 2,048.
+flight leave no room for a second program on an SM: 0.6 of the speed. All items of one KV head
+before those of the next: 1.05 at best, 0.7 to 0.87 at 1 x 2,048.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import LOG2_E
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
-    LOG2_E,
     LOWEST,
     key_offsets,
     precision_of,
@@ -36,12 +36,12 @@ from octavo.ops.cuda.paged import (
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
 
-_MAX_ITEMS = 65_535  # of a launch: CUDA's limit for the second dimension of a grid
+_MAX_ITEMS = 65_535  # per launch: CUDA's limit for the second dimension of a grid
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """What is compiled in: rows and keys of a tile, warps a program, tiles in flight."""
+    """Compile-time choices: rows and keys per tile, warps per program, tiles in flight."""
 
     rows: int
     tile: int
@@ -53,12 +53,12 @@ class PrefillConfig:
 def prefill_config(
     dtype: torch.dtype, head_dim: int, group: int, shared_memory: int = MUCH_SHARED_MEMORY
 ) -> PrefillConfig:
-    """group: query heads a KV head; shared_memory: bytes that a program may take."""
+    """group: query heads per KV head; shared_memory: bytes that a program may take."""
     padded = max(16, power_of_2(head_dim))
     if dtype == torch.float32:
         rows = max(16, power_of_2(group))
         return PrefillConfig(rows, tile=max(16, 2048 // padded), num_warps=4, num_stages=1)
-    rows = max(128, power_of_2(group))  # a tile has room for one token at least
+    rows = max(128, power_of_2(group))  # a tile has room for at least one token
     if padded > 128 and shared_memory < MUCH_SHARED_MEMORY:
         rows, tile = (64, 32) if group <= 64 else (rows, 16)
         return PrefillConfig(rows, tile, num_warps=8, num_stages=2)
@@ -91,7 +91,7 @@ def attend(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take one tile of keys into the rows' running softmax."""
+    """Add one tile of keys to the rows' online softmax."""
     dim = tl.arange(0, DIM_PAD)
     lane = tl.arange(0, TILE)
     offsets = key_offsets(blocks, first, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
@@ -112,7 +112,7 @@ def attend(
     old_weight = tl.exp2(top - new_top)
     total = total * old_weight + tl.sum(weights, 1)
     acc = acc * old_weight[:, None]
-    # Values that nothing was written to may be NaN, which no weight of 0 removes.
+    # Values never written may be NaN, which a weight of 0 does not remove.
     if MASKED:
         v = tl.load(values + places, mask=(first + lane < end)[:, None] & in_head, other=0.0)
     elif DIM_PAD == HEAD_DIM:
@@ -179,7 +179,7 @@ def _prefill_kernel(
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
     if WINDOW == 0:
         for first in tl.range(begin, seen_by_all, TILE):
-            # A tile ahead, so that fetching keys never waits for the table.
+            # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
                 top, total, acc, q, position, keys, values, blocks, first, end, block_stride, scale,

@@ -15,7 +15,7 @@ Int32s = NDArray[np.int32]
 MIN_SPLIT = 128  # keys: a shorter split costs more to start than to read
 MAX_CASCADE_RESULTS = 4096  # partial results of cascades, with those they are added to
 # Lengths of a split to try, in multiples of an even share.
-_STRETCHES = (1.0, 1.07, 1.15, 1.25, 1.35, 1.5)
+_SPLIT_SIZES = (1.0, 1.07, 1.15, 1.25, 1.35, 1.5)
 
 
 class Sequences(NamedTuple):
@@ -221,12 +221,12 @@ def _split(lens: Int32s, tile: int, num_splits: int) -> tuple[Int32s | None, Int
     short = -(-2 * even // 3)
     if max(short, MIN_SPLIT) >= int(lens.max()):
         return None, lens
-    splits = _cut(padded, even * _STRETCHES[-1], tile)
+    splits = _cut(padded, even * _SPLIT_SIZES[-1], tile)
     if int(splits.sum()) > num_splits:
         splits = _cut(padded, short, tile)
     else:
-        for stretch in _STRETCHES[:-1]:
-            finer = _cut(padded, even * stretch, tile)
+        for factor in _SPLIT_SIZES[:-1]:
+            finer = _cut(padded, even * factor, tile)
             if int(finer.sum()) <= num_splits:
                 splits = finer
                 break

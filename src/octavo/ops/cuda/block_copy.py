@@ -1,4 +1,7 @@
-"""Batched copy of the filled part of KV blocks (copy-on-write). Judge: slices copied in PyTorch."""
+"""Batched copy of the filled part of KV blocks (copy-on-write).
+
+Reference: slices copied in PyTorch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Head norms, rotary embedding, and the writing of new K and V into blocks, in one kernel.
 
-For the tokens of prompts; the decode kernel does the same for its own. Judge: `ReferenceBackend`.
+For the tokens of prompts; the decode kernel does the same for its own.
+Reference: `ReferenceBackend`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.rotary import load_heads
 from octavo.ops.cuda.tile_sizes import power_of_2
 
-_HEADS_TILE = 8  # heads of one program
+_HEADS_TILE = 8  # heads per program
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ def write_kv(
     """Write K and V of new tokens into their slots; return the query with its changes.
 
     Args:
-        query, key, value: [num_tokens, num_heads or num_kv_heads, head_dim]; tokens strided, alike
-            in key and value.
+        query, key, value: [num_tokens, num_heads or num_kv_heads, head_dim]; tokens strided, in
+            the same way in key and value.
         tokens: int32 [num_tokens * 2], each table row and position; position -1: not this token.
         table: int32 [num_rows, max_blocks].
         layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
@@ -131,7 +132,7 @@ def write_kv(
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V are strided alike"
+    assert key.stride(0) == value.stride(0) or len(key) == 1, "K and V have the same strides"
     rotated = query.new_empty(query.shape) if changes.any else query
     query_parts = -(-num_heads // _HEADS_TILE) if changes.any else 0
     kv_parts = -(-num_kv_heads // _HEADS_TILE)

@@ -1,6 +1,6 @@
 """RMS norm and layer norm of rows, with the addition to the residual stream that comes before.
 
-One program a row, one pass over memory; computed in float32 and rounded once.
+One program per row, one pass over memory; computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
 
-MAX_SIZE = 16384  # of a row, which one program holds in registers
-MANY_ROWS = 640  # five a multiprocessor: they fill it with fewer warps each
+MAX_SIZE = 16384  # elements per row, which one program holds in registers
+MANY_ROWS = 640  # five per SM: they fill it with fewer warps each
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -22,12 +22,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     Args:
         x: floating [num_rows, (heads,) size], the last dimension dense. With `residual` it may also
-            be [num_parts, num_rows, size], dense: parts that are to be added up (linear.py).
+            be [num_splits, num_rows, size], dense: partial sums that are added up (linear.py).
         weight: [size].
         residual: [num_rows, size]. x is added to it in place, and the sum is normed.
 
     Returns:
-        Dense, without the dimension of parts, of the residual's dtype, or of x's.
+        Dense, without the dimension of splits, of the residual's dtype, or of x's.
     """
     return _norm(x, weight, None, eps, residual, is_rms=True)
 
@@ -53,10 +53,10 @@ def _norm(
 ) -> Tensor:
     size = x.shape[-1]
     assert size <= MAX_SIZE, f"rows of {size} are longer than {MAX_SIZE}"
-    num_parts, heads = 1, 1
+    num_splits, heads = 1, 1
     if residual is not None:
         assert residual.is_contiguous()
-        num_parts = x.shape[0] if x.dim() == 3 else 1
+        num_splits = x.shape[0] if x.dim() == 3 else 1
         out = torch.empty_like(residual)
     else:
         heads = x.shape[1] if x.dim() == 3 else 1
@@ -71,7 +71,7 @@ def _norm(
         weight,
         bias,
         out,
-        x.stride(0) if num_parts > 1 else 0,
+        x.stride(0) if num_splits > 1 else 0,
         x.stride(-2) if residual is not None or x.dim() == 2 else x.stride(0),
         x.stride(1) if heads > 1 else 0,
         heads,
@@ -80,34 +80,36 @@ def _norm(
         BLOCK=block,
         IS_RMS=is_rms,
         ADDS=residual is not None,
-        PARTS=num_parts,
+        SPLITS=num_splits,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
-        num_warps=_num_warps(block, num_rows, num_parts),
+        num_warps=_num_warps(block, num_rows, num_splits),
         **launch_options(x.device),
     )
     return out
 
 
-def _num_warps(block: int, num_rows: int, num_parts: int) -> int:
-    """Microseconds on one H200 with half as many warps, as many, and twice as many as rows without
-    parts take: 128 x 5,120 2.95, 2.44, 2.91, in three parts 3.72, 3.97, 3.03; 256 x 4,096 in two
-    parts 3.68, 3.21, 2.48; 64 x 1,024 in four 1.41, 1.30, 1.10; 1,940 x 5,120 22.3, 25.2, 28.9.
+def _num_warps(block: int, num_rows: int, num_splits: int) -> int:
+    """More warps for partial sums, fewer where there are many rows.
+
+    Microseconds on one H200 with half as many warps, as many, and twice as many as rows without
+    partial sums take: 128 x 5,120 2.95, 2.44, 2.91, in three splits 3.72, 3.97, 3.03; 256 x 4,096
+    in two 3.68, 3.21, 2.48; 64 x 1,024 in four 1.41, 1.30, 1.10; 1,940 x 5,120 22.3, 25.2, 28.9.
     """
     few = min(16, max(1, block // 256))
-    if num_parts > 1:
+    if num_splits > 1:
         return 2 * few
     return max(1, few // 2) if num_rows > MANY_ROWS else few
 
 
-@triton.jit(do_not_specialize=["heads", "part_stride"])
+@triton.jit(do_not_specialize=["heads", "split_stride"])
 def _norm_kernel(
     x,
     residual,
     weight,
     bias,
     out,
-    part_stride,
+    split_stride,
     row_stride,
     head_stride,
     heads,
@@ -116,7 +118,7 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     IS_RMS: tl.constexpr,
     ADDS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -132,11 +134,11 @@ def _norm_kernel(
     wait_previous(PDL)
     start = x + (row // heads) * row_stride + (row % heads) * head_stride
     values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        more = tl.load(start + part * part_stride + columns, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        more = tl.load(start + split * split_stride + columns, mask=inside, other=0.0)
         values += more.to(tl.float32)
     if ADDS:
-        # The sum is rounded before it is normed: what comes after sees the same numbers.
+        # The sum is rounded before it is normalised: later layers see the same numbers.
         places = residual + row * size + columns
         values += tl.load(places, mask=inside, other=0.0).to(tl.float32)
         total = values.to(residual.dtype.element_ty)

@@ -1,7 +1,7 @@
 """What the attention kernels have in common: where keys lie in a paged cache, and their softmax.
 
 A block of one layer is [num_kv_heads, K or V, block_size, head_dim], so that what one KV head reads
-of a block is one contiguous piece.
+of a block is contiguous.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-ITEM_FIELDS = 8  # int32s of a piece of work
-MEMBER_FIELDS = 4  # of a sequence that shares keys with others
-LOG2_E = 1.4426950408889634
+ITEM_FIELDS = 8  # int32s per work item
+MEMBER_FIELDS = 4  # int32s per member of a cascade segment
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that rows which see no key yet make no NaN
 
 

@@ -1,16 +1,16 @@
-"""Programmatic dependent launch: a kernel starts while the one before it is still at work.
+"""Programmatic dependent launch (PDL): a kernel starts while the preceding one is still running.
 
-Launched this way (NVIDIA sm_90 and later), the programs of a kernel move into the multiprocessors
-as soon as all programs of the kernel before it have called `allow_next` or ended. What needs no
-result of an earlier kernel (fetching weights above all) is done before `wait_previous`, which
-returns when the kernel before has ended and its writes are visible.
+Launched this way (NVIDIA sm_90 and later), the programs of a kernel move to the SMs as soon as all
+programs of the preceding kernel have called `allow_next` or ended. Work that needs no result of an
+earlier kernel (loading weights above all) is done before `wait_previous`, which returns when the
+preceding kernel has ended and its writes are visible.
 
 The rule, for every kernel that is launched with `launch_options()`:
-  1. Each program calls `wait_previous` once, on every path, also if it has nothing to do.
+  1. Each program calls `wait_previous` once, on every path, even if it has no work.
   2. Before it: no store, no atomic, no load from memory that any kernel writes. Weights, rotary
-     tables and other constants may be read or fetched into the L2 cache.
-  3. `allow_next` may come first of all: it moves no result, it only says that the next kernel may
-     take the room that is left. It pays early, unless the next kernel's programs would hinder ours.
+     tables and other constants may be read or prefetched into the L2 cache.
+  3. `allow_next` may come first of all: it publishes no result, it only lets the next kernel take
+     the resources that are left. Early is best, unless the next kernel's programs slow ours down.
 Then all kernels of a stream are safe, not only neighbours: a kernel ends after its own
 `wait_previous`, so when it has ended, all kernels before it have ended, too. Buffers may be
 reused as if kernels ran one after another. Kernels launched without the option (cuBLAS, torch)
@@ -36,7 +36,7 @@ def wait_previous(PDL: tl.constexpr):
 
 @triton.jit
 def allow_next(PDL: tl.constexpr):
-    """The next kernel of the stream may start as soon as every program has come here or ended."""
+    """The next kernel of the stream may start once every program has got here or ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -39,10 +39,10 @@ def _keep_tokens(token_ids, rows, last_tokens, num_tokens, BLOCK: tl.constexpr):
 
 
 def keep_tokens(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
-    """last_tokens[rows[i]] becomes token_ids[i], 0 where that is negative; only row 0, which is
-    nobody's, may repeat.
+    """last_tokens[rows[i]] becomes token_ids[i], or 0 where that is negative.
 
-    token_ids int64 [n], rows int32 [n], last_tokens int64 [num_rows], all dense.
+    Only row 0, which belongs to no sequence, may repeat. token_ids: int64 [n], rows: int32 [n],
+    last_tokens: int64 [num_rows], all dense.
     """
     n = len(token_ids)
     _keep_tokens[(triton.cdiv(n, _BLOCK),)](token_ids, rows, last_tokens, n, BLOCK=_BLOCK)

@@ -1,6 +1,6 @@
 """Head norm and rotary embedding of a few heads, inside other kernels.
 
-Judge: RMSNorm and RotaryTable in PyTorch.
+Reference: RMSNorm and RotaryTable in PyTorch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def load_heads(
 ):
     """[len(row), DIM_PAD]: heads `row` of the dense heads at `heads`, normalised and rotated.
 
-    In their own dtype, rounded after the norm and after the rotation; 0 where there is nothing.
+    In their own dtype, rounded after the norm and after the rotation; 0 outside.
     """
     dim = tl.arange(0, DIM_PAD)
     c = tl.full([DIM_PAD], 1.0, tl.float32)

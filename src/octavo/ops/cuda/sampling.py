@@ -72,7 +72,7 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     if not draws.is_greedy:
         limited = draws.is_limited
         if limited:
-            # Few draws have a multiprocessor each; of many, two share one.
+            # A few draws have an SM each; many share one in pairs.
             warps = 16 if num_draws <= 128 else 8
             find_limits[(num_draws,)](
                 *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),

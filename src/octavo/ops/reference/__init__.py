@@ -1,1 +1,1 @@
-"""Plain torch: what every other backend is compared with."""
+"""Plain torch: the reference that every other backend is compared with."""

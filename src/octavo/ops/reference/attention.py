@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, one sequence at a time, in fp32: slow; the judge of the others."""
+"""Attention in plain PyTorch, one sequence at a time, in fp32: the reference for the others."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ReferenceBackend:
         for i, context_len in enumerate(batch.context_lens.tolist()):
             start, end = batch.query_starts[i : i + 2].tolist()
             first = context_len - (end - start)  # position in the sequence of its first new token
-            # Keys that no query sees may lie in blocks already given back: never read them.
+            # Keys that no query sees may lie in blocks already freed: never read them.
             first_key = 0 if layer.window is None else max(0, first - layer.window + 1)
             keys = torch.arange(first_key, context_len, device=query.device)
             table = batch.block_tables[place.group][i].to(query.device)
@@ -101,9 +101,9 @@ def _attend(
     key_positions: Tensor,
 ) -> Tensor:
     """One sequence: query [q, num_heads, dim], key, value [k, num_kv_heads, dim] -> like query."""
-    group = layer.num_heads // layer.num_kv_heads
-    k = key.float().repeat_interleave(group, dim=1)
-    v = value.float().repeat_interleave(group, dim=1)
+    ratio = layer.num_heads // layer.num_kv_heads
+    k = key.float().repeat_interleave(ratio, dim=1)
+    v = value.float().repeat_interleave(ratio, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query.float(), k) * layer.scale
     distance = query_positions[:, None] - key_positions[None, :]
     visible = distance >= 0
