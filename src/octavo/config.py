@@ -56,7 +56,14 @@ def _check_types(options: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache: the size of a block, how many there are, and the swap tier."""
+    """The KV cache: the size of a block, how many there are, and the swap tier.
+
+    Raises:
+        ConfigError: an option has a value that cannot be; `field` names it.
+
+    Example:
+        >>> LLM("demo", block_size=32, num_blocks=1024, swap_space=0)
+    """
 
     block_size: int = 16
     """Tokens in a block, 1 to 256."""
@@ -108,7 +115,14 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Who runs, and how much of it, in one step."""
+    """Who runs, and how much of it, in one step.
+
+    Raises:
+        ConfigError: an option has a value that cannot be; `field` names it.
+
+    Example:
+        >>> LLM("demo", max_num_seqs=64, max_num_batched_tokens=1024, policy="priority")
+    """
 
     max_num_seqs: int = 256
     """Sequences that run at once; each sample and each beam counts as one."""
@@ -145,7 +159,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that an engine needs to know before it starts."""
+    """Everything that an engine needs to know before it starts; `make_config` makes one.
+
+    Raises:
+        ConfigError: an option has a value that cannot be; `field` names it.
+
+    Example:
+        >>> LLM("Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=4096, num_threads=4)
+    """
 
     model: str
     """A directory in Hugging Face format, "demo", or a hub id."""
@@ -178,7 +199,9 @@ class EngineConfig:
     has_usual_steps: bool = False
     """`max_num_seqs` and `max_num_batched_tokens` were not asked for, and may follow the device."""
     cache: CacheConfig = field(default_factory=CacheConfig)
+    """The options of the KV cache."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """The options of the scheduler."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -208,10 +231,20 @@ class EngineConfig:
 
 
 def make_config(model: str | PathLike[str], **options: Any) -> EngineConfig:
-    """An EngineConfig from flat options: the fields of all three classes, which do not overlap.
+    """An EngineConfig from flat options. What LLM() takes.
 
-    A memory policy that cannot reuse prefixes turns prefix caching off, unless it is asked for.
-    Raises ConfigError for an unknown option, with its likely spelling, or a bad value.
+    Args:
+        model: a directory in Hugging Face format, "demo", or a hub id.
+        **options: fields of EngineConfig, CacheConfig and SchedulerConfig, which do not overlap. A
+            memory policy that cannot reuse prefixes turns prefix caching off, unless it is asked
+            for.
+
+    Raises:
+        ConfigError: an option does not exist (the message has its likely spelling), or has a value
+            that cannot be; `field` names it.
+
+    Example:
+        >>> make_config("demo", block_size=32, policy="priority")
     """
     policy = options.get("memory_policy", "paged")
     if isinstance(policy, str) and policy != "paged":

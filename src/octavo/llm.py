@@ -1,4 +1,4 @@
-"""The offline API: prompts in, finished outputs back."""
+"""The offline API: prompts in, outputs back."""
 
 from __future__ import annotations
 
@@ -27,13 +27,19 @@ P = TypeVar("P", SamplingParams, BeamSearchParams)
 class LLM:
     """A model, its KV cache and an engine, in this process.
 
-    Calls share the engine, from one thread: a stream goes on while `generate` runs.
+    Calls share the engine, and must come from one thread at a time: a stream goes on while
+    `generate` runs.
 
     Example:
         >>> with LLM("demo") as llm:
         ...     [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=40))
         ...     output.outputs[0].text
     """
+
+    engine: Engine
+    """Schedules requests in token ids; its `kv`, `scheduler` and `executor` show how it stands."""
+    client: LocalClient
+    """Requests and their text, for programs that run steps themselves."""
 
     def __init__(self, model: str | PathLike[str] = "demo", **options: Any) -> None:
         """Load a model.
@@ -46,7 +52,7 @@ class LLM:
             **options: the fields of EngineConfig, CacheConfig and SchedulerConfig.
 
         Raises:
-            ConfigError: an option does not exist, or has a value that cannot be.
+            ConfigError: an option does not exist, or has a value that cannot be; `field` names it.
             ModelError: the directory cannot be served; the message says why.
             OutOfMemory: the settings do not fit; the message names some that would.
 
@@ -60,7 +66,11 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's; None if it has none, and prompts are token ids."""
+        """The model's tokenizer. None: it has none; prompts are token ids and outputs have no text.
+
+        Example:
+            >>> llm.tokenizer.encode("Once upon a time")
+        """
         return self.client.tokenizer
 
     def generate(
@@ -89,9 +99,12 @@ class LLM:
             there was; the other prompts are as they would be without it.
 
         Raises:
-            InvalidRequest: an argument cannot be; `field` names it, and the message which prompt.
+            InvalidRequest: an argument has a value that cannot be; `field` names it, and of several
+                prompts the message says which.
             RequestTooLong: a prompt leaves no room for output, or can never fit into the KV cache.
             EngineFailed, EngineClosed: there is no engine any more.
+            KeyboardInterrupt: Ctrl-C, once the step is over; the requests are aborted, and the
+                engine goes on.
 
         Example:
             >>> params = SamplingParams(n=2, temperature=0.8, max_tokens=40)
@@ -111,11 +124,14 @@ class LLM:
         priority: int | Sequence[int] = 0,
         cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Find the best continuations of each prompt.
+        """Find the best continuations of each prompt. All are checked before the first one runs.
 
         Args:
-            prompts, use_tqdm, priority, cache_salt: as for `generate`.
-            params: for all prompts, or a list with one for each.
+            prompts: one prompt (text or token ids) or a list of prompts.
+            params: how to search: for all prompts, or a list with one for each.
+            use_tqdm: show a progress bar on stderr.
+            priority: with the "priority" policy, smaller runs first: for all prompts, or a list.
+            cache_salt: prompts reuse only what was cached under an equal salt.
 
         Returns:
             One output for each prompt, in their order, with its beams, best first; `score` is what
@@ -146,7 +162,11 @@ class LLM:
         Args:
             messages: one conversation (a list of messages with "role" and "content") or a list of
                 conversations.
-            params, use_tqdm, priority, cache_salt: as for `generate`.
+            params: how tokens are drawn: for all conversations, or a list with one for each. None:
+                the defaults of SamplingParams.
+            use_tqdm: show a progress bar on stderr.
+            priority: with the "priority" policy, smaller runs first: for all, or a list.
+            cache_salt: conversations reuse only what was cached under an equal salt.
             **template_variables: handed to the template (`tools`, `enable_thinking`, ...).
 
         Returns:
@@ -173,6 +193,13 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
         """The token ids of a conversation that the assistant is to continue.
+
+        Args:
+            messages: one conversation: a list of messages with "role" and "content".
+            **template_variables: handed to the template (`tools`, `enable_thinking`, ...).
+
+        Returns:
+            A prompt for `generate` or `stream`.
 
         Raises:
             InvalidRequest: `messages` is no conversation, the model has no chat template, or its
@@ -203,8 +230,11 @@ class LLM:
         early, or closing it, aborts the request.
 
         Args:
-            prompt, params, priority, cache_salt: as for `generate`. Beams are known only when all
-                of them have ended, so there is no stream of them.
+            prompt: text or token ids.
+            params: how tokens are drawn. None: the defaults of SamplingParams. Beams are known only
+                when all of them have ended, so there is no stream of them.
+            priority: with the "priority" policy, smaller runs first.
+            cache_salt: only what was cached under an equal salt is reused.
 
         Yields:
             What each step adds to each sample; `text` may be empty while a character is incomplete.
@@ -227,12 +257,12 @@ class LLM:
         """Compute a prefix that many prompts will share, and keep it in the cache for good.
 
         Args:
-            prefix: text or token ids; of it, whole blocks are kept.
-            name: for `unpin_prefix`. None: one that is free.
+            prefix: text or token ids; whole blocks of it are kept.
+            name: for `unpin_prefix`. None: a new one.
             cache_salt: that of the prompts which are to find it.
 
         Returns:
-            Its name.
+            The name.
 
         Raises:
             InvalidRequest: the prefix is shorter than a block, the name is taken, or prefix
@@ -253,18 +283,34 @@ class LLM:
     def unpin_prefix(self, name: str) -> None:
         """Let a pinned prefix be evicted again, like any other cached block.
 
+        Args:
+            name: what `pin_prefix` has returned.
+
         Raises:
             InvalidRequest: none of that name is pinned; the message lists those that are.
-            EngineClosed: after `close`.
+            EngineFailed, EngineClosed: there is no engine any more.
+
+        Example:
+            >>> llm.unpin_prefix(name)
         """
         self.engine.unpin_prefix(name)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is cached for later prompts, except pinned prefixes."""
+        """Forget what is cached for later prompts, except pinned prefixes.
+
+        Requests that run go on with the blocks that they hold.
+
+        Example:
+            >>> llm.reset_prefix_cache()  # the next prompts are computed from their first token
+        """
         self.engine.kv.reset_prefix_cache()
 
     def close(self) -> None:
-        """Give the memory back; nothing can be generated after that. A second call does nothing."""
+        """Give the memory back; nothing can be generated after that. A second call does nothing.
+
+        Example:
+            >>> llm.close()  # or: with LLM("demo") as llm: ...
+        """
         self.engine.close()
 
     def __enter__(self) -> LLM:

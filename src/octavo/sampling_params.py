@@ -201,7 +201,8 @@ class SamplingParams(_Parameters):
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the output, beside the model's own end tokens."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string at the end of the text."""
+    """Keep the stop string, or the text of the token that ended the output, at the end of the
+    text."""
     ignore_eos: bool = False
     """Go on after the model's end tokens, up to `max_tokens`."""
     seed: int | None = None

@@ -142,12 +142,22 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: of the token itself, and of the most likely ones."""
+    """Log-probabilities at one position: of the token itself, and of the most likely ones.
+
+    Example:
+        >>> [output] = llm.generate("Once upon a time", SamplingParams(logprobs=2))
+        >>> for entry in output.outputs[0].logprobs:
+        ...     print(entry.token_id, entry.logprob, entry.top)
+    """
 
     token_id: int
+    """The token at this position."""
     logprob: float
-    rank: int  # 1 is the most likely token
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+    """Natural logarithm of its probability."""
+    rank: int
+    """Its place by probability: 1 is the most likely token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the most likely tokens, best first; as many as asked for."""
 
 
 class Candidates(NamedTuple):

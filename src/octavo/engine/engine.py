@@ -147,13 +147,12 @@ class Engine:
         """End a sample whose text has come to the stop string `stop`; nothing happens if it has
         ended. True if that was the request's last: no `Finished` is reported of it then."""
         request = self.scheduler.requests.get(request_id)
-        if request is None:
-            return False
-        for seq in [seq for seq in request.sequences if seq.sample_index == index]:
-            self.scheduler.finish_by_stop_string(seq, stop)
-        if request.is_finished:
-            self._forget(request)
-        return request.is_finished
+        alive = [] if request is None else request.sequences
+        seq = next((seq for seq in alive if seq.sample_index == index), None)
+        ended = None if seq is None else self.scheduler.finish_by_stop_string(seq, stop)
+        if ended is not None:
+            self._forget(ended)
+        return ended is not None
 
     def abort_request(self, request_id: str) -> bool:
         """End a request at once; its blocks are free when this returns, and nothing more is

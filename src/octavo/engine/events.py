@@ -38,7 +38,7 @@ class Gauges(msgspec.Struct, array_like=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """A request got its first blocks. Sent for every request, whether or not anybody watches.
+    """A request got its first blocks. Sent for every request, whether or not there is a watcher.
 
     `lookup_end` says why the prefix cache gave no more than `num_hit_tokens`:
     "complete": all of the prompt but the token that must be computed; "unknown": the next block has
@@ -69,21 +69,21 @@ class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
 
 
 class Copied(msgspec.Struct, frozen=True, tag="copied"):
-    """Blocks copied before they were written (copy-on-write). Sent if somebody watches."""
+    """Blocks copied before they were written (copy-on-write). Sent while there is a watcher."""
 
     time: float
     blocks: list[tuple[int, int]]  # source, destination
 
 
 class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
-    """Cached blocks that nobody held were taken. Sent if somebody watches."""
+    """Cached blocks that no request held were taken. Sent while there is a watcher."""
 
     time: float
     block_ids: list[int]
 
 
 class Swapped(msgspec.Struct, frozen=True, tag="swapped"):
-    """Blocks moved between the tiers, (source, destination). Sent if somebody watches."""
+    """Blocks moved between the tiers, (source, destination). Sent while there is a watcher."""
 
     time: float
     direction: str  # "out" of the device or back "in"
@@ -91,7 +91,7 @@ class Swapped(msgspec.Struct, frozen=True, tag="swapped"):
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):
-    """Sequences that came to share all blocks of another one. Sent if somebody watches."""
+    """Sequences that came to share all blocks of another one. Sent while there is a watcher."""
 
     time: float
     pairs: list[tuple[int, int]]  # ids of parent and child

@@ -12,7 +12,7 @@ class InterruptsAfter:
 
     A step that stops halfway would leave scheduler and worker with different ideas of what runs. So
     SIGINT is noted, and KeyboardInterrupt is raised when the context is left. A program's own
-    handler stays in place: it is none of our business.
+    handler stays in place, because interrupts are then that program's to decide on.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ class LocalStream(OutputStream):
     ) -> None:
         super().__init__(request, params, tokenizer, prompt)
         self.request = request
-        # What each step adds, if somebody reads it piece by piece.
+        # What each step adds, for a reader that wants it piece by piece.
         self.deltas: deque[SequenceDelta] | None = None
 
 

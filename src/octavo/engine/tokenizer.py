@@ -42,7 +42,7 @@ class Detokenizer(ABC):
     """Turns one sequence's output tokens into text, piece by piece.
 
     Not `tokenizers.decoders.DecodeStream`: it decodes neighbouring byte tokens all or not at all,
-    holds broken bytes back for ever, repeats the prompt's ending, and takes longer.
+    holds broken bytes back forever, repeats the prompt's ending, and takes longer.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], ending: list[int]) -> None:

@@ -41,7 +41,7 @@ class BeamSpec:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request in token ids. The same values give the same tokens, whoever computes them."""
+    """A request in token ids. The same values give the same tokens in every engine."""
 
     prompt_token_ids: list[int]
     sampling: SamplingSpec

@@ -56,7 +56,7 @@ class RequestStream(OutputStream):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, found in the prefix cache; known before the first delta is."""
+        """Tokens of the prompt found in the prefix cache; known before the first delta is."""
         return self.entry.num_cached_tokens
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:

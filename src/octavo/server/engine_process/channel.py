@@ -1,7 +1,7 @@
 """The wire between the two processes: a pair of connected sockets; each message after its length.
 
-A pair has no name, so nobody else can connect; it is closed by the system when either process ends,
-however it ends; and what was sent before the end can still be read after it.
+A pair has no name, so no other process can connect; it is closed by the system when either process
+ends, however it ends; and what was sent before the end can still be read after it.
 """
 
 from __future__ import annotations

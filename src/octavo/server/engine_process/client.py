@@ -123,7 +123,7 @@ class EngineClient:
 
     @property
     def info(self) -> EngineInfo:
-        """Of the engine process that runs, or ran last. Only after `start`."""
+        """What the engine process that runs, or ran last, is like. Only after `start`."""
         info = self._delivery.info
         assert info is not None, "start() has not returned"
         return info
@@ -255,8 +255,8 @@ class EngineClient:
         >>> async with client.events() as batches:
         ...     async for batch in batches: ...
 
-        While nobody subscribes, the engine sends only admissions and preemptions. A subscriber that
-        does not keep up loses the oldest batches. The iterator ends when the client is closed.
+        While there is no subscriber, the engine sends only admissions and preemptions. A subscriber
+        that does not keep up loses the oldest batches. The iterator ends when the client is closed.
         """
         subscription = Subscription()
         subscriptions = self._delivery.subscriptions

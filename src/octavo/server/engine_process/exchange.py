@@ -14,7 +14,7 @@ from octavo.errors import OctavoError, RequestFailed, Unavailable
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.process import Death, EngineProcess
-from octavo.server.engine_process.quarantine import Suspects
+from octavo.server.engine_process.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ RETRY_SECONDS = 1.0  # when an engine that is being replaced may answer again
 
 
 class Owner(Protocol):
-    """Who is told what the engine processes say and what becomes of them."""
+    """Is told what the engine processes say and what becomes of them."""
 
     def engine_ready(self, info: m.EngineInfo) -> None: ...
 
@@ -50,7 +50,7 @@ class Exchange:
         self._journal = journal
         self._owner = owner
         self._process: EngineProcess | None = None
-        self._suspects = Suspects(journal)
+        self._quarantine = Quarantine(journal)
         self._is_watched = False
         self._tickets = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
@@ -88,10 +88,10 @@ class Exchange:
 
     def blame(self, death: Death) -> bool:
         """Learn from the process's death. True if what caused it is not tried again."""
-        convicted = self._suspects.note_death(death)
-        if convicted is not None:
-            self._fail_convicted(convicted, death)
-        is_blamed = convicted is not None
+        killer = self._quarantine.note_death(death)
+        if killer is not None:
+            self._fail_killer(killer, death)
+        is_blamed = killer is not None
         for pin in self._pinning.values():
             if pin.computed.done():
                 continue  # an earlier engine has computed it without harm
@@ -126,20 +126,22 @@ class Exchange:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._journal.add(entry)
         self._accepted[entry.request_id] = future
-        if self._process is not None and self._suspects.first is None:
+        if self._process is not None and self._quarantine.first is None:
             self._send_request(self._process, entry)
         return future
 
     def drop(self, entry: OpenRequest) -> None:
-        """A request has ended, or nobody wants it any more."""
+        """A request has ended, or its client has left."""
         if self._journal.requests.get(entry.request_id) is not entry:
             return  # refused while its client was leaving
         self._journal.remove(entry)
         future = self._accepted.pop(entry.request_id, None)
-        if future is not None and not future.done():  # ended by somebody else than who waits
+        if (
+            future is not None and not future.done()
+        ):  # ended by another caller than the one who waits
             future.set_exception(Unavailable("the request was ended before it was accepted"))
         self._searching.pop(entry.request_id, None)
-        self._go_on_with_suspects()
+        self._release_from_quarantine()
 
     def tell(self, command: m.Abort | m.FinishSample) -> None:
         """A command without an answer. An engine that is not there need not be told."""
@@ -183,9 +185,9 @@ class Exchange:
     # ---------------------------------------------------------------- what the process gets
 
     def _send_requests(self, process: EngineProcess) -> None:
-        """Send what has not been sent: all, or the first of the suspects alone."""
-        suspect = self._suspects.first
-        for entry in list(self._journal.requests.values()) if suspect is None else [suspect]:
+        """Send what has not been sent: all, or the first quarantined request alone."""
+        alone = self._quarantine.first
+        for entry in list(self._journal.requests.values()) if alone is None else [alone]:
             if not entry.is_sent:
                 self._send_request(process, entry)
 
@@ -200,8 +202,8 @@ class Exchange:
         self._pinning[ticket] = pin
         process.send(m.Pin(ticket, pin.name, pin.token_ids, pin.cache_salt))
 
-    def _go_on_with_suspects(self) -> None:
-        if self._suspects.acquit() and self._process is not None:
+    def _release_from_quarantine(self) -> None:
+        if self._quarantine.release() and self._process is not None:
             self._send_requests(self._process)
 
     # ---------------------------------------------------------------- what the process says
@@ -228,7 +230,7 @@ class Exchange:
         for entry in self._searching.values():
             entry.num_steps += 1
         self._owner.reported(report)
-        self._go_on_with_suspects()
+        self._release_from_quarantine()
 
     def _take_admission(self, admitted: Admitted) -> None:
         entry = self._journal.requests.get(admitted.request_id)
@@ -277,7 +279,7 @@ class Exchange:
     def _resolve(self, ticket: int, value: Any, error: Exception | None) -> None:
         future = self._asked.pop(ticket, None)
         if future is None or future.done():
-            return  # nobody waits any longer
+            return  # its caller has left
         if error is None:
             future.set_result(value)
         else:
@@ -289,7 +291,7 @@ class Exchange:
         if not pin.computed.done():
             pin.computed.set_exception(error)
 
-    def _fail_convicted(self, entry: OpenRequest, death: Death) -> None:
+    def _fail_killer(self, entry: OpenRequest, death: Death) -> None:
         error = RequestFailed(
             f"the engine process died {entry.num_deaths} times in the same place while it computed "
             f"request {entry.request_id!r} ({death.cause}); the request is not tried again"

@@ -1,4 +1,4 @@
-"""What the dashboard sees: pictures of the pool and events, for as long as somebody looks.
+"""What the dashboard sees: pictures of the pool and events, for as long as a page is open.
 
 One task asks the engine for a snapshot ten times a second while there is a viewer, and not at all
 otherwise. Each viewer gets what changed since its last frame; one that is slow skips frames.

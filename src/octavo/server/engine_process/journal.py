@@ -33,7 +33,7 @@ class OpenRequest:
     num_steps: int = 0  # since then
     # Engine processes in a row that died while it was running, without its getting any further.
     num_deaths: int = 0
-    num_deaths_alone: int = 0  # of these, while no other suspect was running
+    num_deaths_alone: int = 0  # of these, while no other quarantined request was running
     position_at_death: int = -1
 
     @property
@@ -46,7 +46,7 @@ class OpenRequest:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, found in the prefix cache; known before the first token is."""
+        """Tokens of the prompt found in the prefix cache; known before the first token is."""
         return 0 if self.admission is None else self.admission.num_hit_tokens
 
     @property
@@ -59,7 +59,7 @@ class OpenRequest:
         return self.num_steps if self.request.beam is not None else self.num_output_tokens
 
     @property
-    def is_suspect(self) -> bool:
+    def is_quarantined(self) -> bool:
         """Whether it may be what kills engine processes."""
         return self.num_deaths >= 2
 

@@ -90,7 +90,7 @@ class Look(msgspec.Struct, tag=True):
 
 
 class Watch(msgspec.Struct, tag=True):
-    """Whether somebody wants all events, or only those that are always sent."""
+    """Whether all events are wanted, or only those that are always sent."""
 
     on: bool
 

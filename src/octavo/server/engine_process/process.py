@@ -77,7 +77,7 @@ class EngineProcess:
             self.kill()
             await self.end()
             raise EngineFailed(f"it was not ready within start_seconds ({seconds:g})") from None
-        except BaseException:  # also if nobody waits any longer
+        except BaseException:  # also if the caller has left
             self.kill()
             await self.end()
             raise

@@ -1,4 +1,4 @@
-"""Which request kills engine processes: found by running those in question one at a time."""
+"""Finds the request that kills engine processes, by running the possible ones one at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MAX_KILLS_ALONE = 3
 MAX_CRASHES_ALONE = 1
 
 
-class Suspects:
-    """Owns the order of the trials. A request is suspected when two processes in a row died while
-    it was running and it had got no further in between."""
+class Quarantine:
+    """Owns the queue of requests that run alone. A request is quarantined when two processes in a
+    row died while it was running and it had got no further in between."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -23,11 +23,11 @@ class Suspects:
 
     @property
     def first(self) -> OpenRequest | None:
-        """Whose turn it is to run without the other suspects, and without new requests."""
+        """The quarantined request that runs now, without the others and without new requests."""
         return self._queue[0] if self._queue else None
 
     def note_death(self, death: Death) -> OpenRequest | None:
-        """A process has died. Returns the request that must not be tried again, if one is found."""
+        """A process has died. Returns the request that must not be run again, if one is found."""
         entries = self._journal.requests.values()
         # Requests are accepted in their order: the first that was not may be what it died of.
         in_hand = next((e for e in entries if e.is_sent and not e.is_accepted), None)
@@ -37,18 +37,18 @@ class Suspects:
         alone = running[0] if len(running) == 1 else self.first
         for entry in entries:
             entry.note_death()
-        convicted = None
-        if alone in running and alone.is_suspect:
+        killer = None
+        if alone in running and alone.is_quarantined:
             alone.num_deaths_alone += 1
             limit = MAX_KILLS_ALONE if death.is_kill_from_outside else MAX_CRASHES_ALONE
-            convicted = alone if alone.num_deaths_alone >= limit else None
-        self._queue = deque(e for e in entries if e.is_suspect and e is not convicted)
-        return convicted
+            killer = alone if alone.num_deaths_alone >= limit else None
+        self._queue = deque(e for e in entries if e.is_quarantined and e is not killer)
+        return killer
 
-    def acquit(self) -> bool:
-        """Whether the first has ended, or got past the place where processes died; it is no suspect
-        any more, and another one is first."""
-        was_acquitted = False
+    def release(self) -> bool:
+        """Release the first if it has ended, or got past the place where processes died. True if
+        any was released: another one is first now, or all requests may run."""
+        was_released = False
         while self._queue:
             entry = self._queue[0]
             is_open = self._journal.requests.get(entry.request_id) is entry
@@ -56,5 +56,5 @@ class Suspects:
                 break
             self._queue.popleft()
             entry.num_deaths = entry.num_deaths_alone = 0
-            was_acquitted = True
-        return was_acquitted
+            was_released = True
+        return was_released

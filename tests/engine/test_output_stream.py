@@ -1,0 +1,178 @@
+"""What becomes of the engine's results: text, stop strings, ends and whole outputs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+import model_zoo
+from octavo import SamplingParams
+from octavo.core.decoding import Sampling
+from octavo.core.sequence import Request
+from octavo.core.step import SamplingSpec, TokenLogprobs
+from octavo.engine.local_client import LocalClient
+from octavo.engine.output_stream import OutputStream
+from octavo.engine.results import (
+    Finished,
+    NewTokens,
+    PromptScores,
+    Result,
+    error_of,
+    pack_logprobs,
+    report_of,
+)
+from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import InvalidRequest, LogitsNotFinite, RequestTooLong
+from octavo.llm import LLM
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(model_zoo.model_directory("gpt2"))
+
+
+def new_stream(tokenizer: Tokenizer | None, **fields: Any) -> OutputStream:
+    params = SamplingParams(**fields)
+    method = Sampling(params.n, 100, frozenset(), frozenset())
+    request = Request("r", PROMPT, method, SamplingSpec(), arrival_time=1.0)
+    request.first_token_time, request.num_cached_tokens, request.num_preemptions = 2.0, 16, 3
+    return OutputStream(request, params, tokenizer, "the prompt")
+
+
+def one_by_one(token_ids: list[int], index: int = 0) -> list[NewTokens]:
+    return [NewTokens("r", index, [token_id]) for token_id in token_ids]
+
+
+def test_a_stop_string_ends_a_sample_that_the_engine_goes_on_with(tokenizer: Tokenizer) -> None:
+    stream = new_stream(tokenizer, stop="quick", max_tokens=99)
+    token_ids = tokenizer.encode("the quick brown fox")
+    text, num_taken = "", 0
+    for result in one_by_one(token_ids):
+        delta = stream.take(result)
+        if delta is None:
+            continue
+        assert not text.endswith("q"), "what may begin a stop string is held back"
+        text += delta.text
+        num_taken += 1
+        ended = delta.finish_reason, delta.stop_reason
+    assert text == "the "
+    assert ended == ("stop", "quick")
+    assert stream.has_ended
+    output = stream.conclude(9.0).outputs[0]
+    assert output.token_ids == token_ids[:num_taken]
+    assert "quick" in tokenizer.decode(output.token_ids)
+    assert "quick" not in tokenizer.decode(output.token_ids[:-1])
+    assert (output.text, output.finish_reason, output.stop_reason) == ("the ", *ended)
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_the_engines_own_end_and_a_stop_string_in_one_step(
+    tokenizer: Tokenizer, reason: str
+) -> None:
+    """A stop string in the last token that may come is what counts; an end token has no text."""
+    token_ids = tokenizer.encode("fox")
+    stream = new_stream(tokenizer, stop=tokenizer.decode(token_ids[-1:]))
+    results = one_by_one(token_ids)
+    results[-1].finish_reason = reason
+    results[-1].stop_reason = 5 if reason == "stop" else None
+    deltas = [stream.take(result) for result in results]
+    assert deltas[-1] is not None
+    assert deltas[-1].finish_reason == "stop"
+    expected = 5 if reason == "stop" else tokenizer.decode(token_ids[-1:])
+    assert deltas[-1].stop_reason == expected
+    assert stream.conclude(9.0).outputs[0].text == tokenizer.decode(token_ids[:-1])
+
+
+def test_results_stay_as_they_are(tokenizer: Tokenizer) -> None:
+    score = TokenLogprobs(5, -0.5, 1, ((5, -0.5),))
+    results: list[Result] = [
+        PromptScores("r", [score] * 2),
+        NewTokens("r", 0, tokenizer.encode("fox"), logprobs=[pack_logprobs(score)] * 2),
+        NewTokens("r", 0, [6], "length", logprobs=[pack_logprobs(score)]),
+        NewTokens("r", 0, [7]),
+        Finished("r"),
+    ]
+    before = copy.deepcopy(results)
+    stream = new_stream(tokenizer, logprobs=1, prompt_logprobs=1)
+    for result in results:
+        stream.take(result)
+    output = stream.conclude(9.0)
+    assert output.outputs[0].logprobs is None
+    stream.add_logprobs()
+    assert output.outputs[0].logprobs == [score] * len(stream.samples[0].logprobs)
+    assert output.prompt_logprobs == [None, score, score]
+    assert results == before
+
+
+def test_an_output_says_what_is_known_of_its_request() -> None:
+    stream = new_stream(None, n=2)
+    stream.take(NewTokens("r", 1, [8], "length"))
+    assert not stream.has_ended
+    stream.take(NewTokens("r", 0, [9], "stop", 9))
+    assert stream.has_ended
+    output = stream.conclude(9.0)
+    assert [(each.index, each.token_ids, each.text) for each in output.outputs] == [
+        (0, [9], ""),
+        (1, [8], ""),
+    ]
+    assert (output.request_id, output.prompt, output.prompt_token_ids) == (
+        "r",
+        "the prompt",
+        PROMPT,
+    )
+    assert (output.num_cached_tokens, output.num_preemptions) == (16, 3)
+    assert (output.arrival_time, output.first_token_time, output.finish_time) == (1.0, 2.0, 9.0)
+
+
+def test_samples_that_are_cut_off_give_what_they_hold_back(tokenizer: Tokenizer) -> None:
+    stream = new_stream(tokenizer, n=2, stop="never there")
+    stream.take(NewTokens("r", 0, tokenizer.encode("fox"), "length"))
+    first = stream.take(NewTokens("r", 1, tokenizer.encode("nev")))
+    assert first is not None
+    assert first.text == ""
+    [delta] = stream.cut_off()
+    assert (delta.index, delta.text, delta.finish_reason) == (1, "nev", "abort")
+    reasons = [each.finish_reason for each in stream.conclude(9.0).outputs]
+    assert reasons == ["length", "abort"]
+
+
+def test_a_failure_ends_the_samples_that_go_on(tokenizer: Tokenizer) -> None:
+    stream = new_stream(tokenizer, n=2)
+    stream.take(NewTokens("r", 1, [8], "length"))
+    error = LogitsNotFinite("the logits are not finite numbers")
+    stream.take(Finished("r", error=report_of(error)))
+    assert stream.has_ended
+    output = stream.conclude(9.0)
+    assert [each.finish_reason for each in output.outputs] == ["error", "length"]
+    assert output.error == str(stream.error) == str(error)
+    assert type(stream.error) is LogitsNotFinite
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("n", "0 is less than 1"), RequestTooLong("prompt", "9 tokens")]
+)
+def test_errors_are_the_same_after_they_were_reported(error: InvalidRequest) -> None:
+    twin = error_of(report_of(error))
+    assert (type(twin), str(twin), vars(twin)) == (type(error), str(error), vars(error))
+    assert str(error_of(report_of(KeyError("x")))) == "KeyError: 'x'"
+
+
+def test_a_request_that_is_aborted_has_what_there_is() -> None:
+    with LLM(str(model_zoo.model_directory("llama3")), num_blocks=16) as llm:
+        client: LocalClient = llm.client
+        stream = client.make_request(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
+        assert client.abort_request(stream) is None, "it was not queued"
+        client.add_request(stream)
+        for _ in range(3):
+            assert client.step() == []
+        output = client.abort_request(stream)
+        assert output is stream.output is not None
+        [sample] = output.outputs
+        assert (len(sample.token_ids), sample.finish_reason) == (3, "abort")
+        assert client.abort_request(stream) is None
+        assert (client.num_open, client.has_unfinished, client.step()) == (0, False, [])
+        assert llm.engine.kv.pool.num_held == 0
