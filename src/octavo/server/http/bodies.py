@@ -96,13 +96,14 @@ class Refused:
 
 
 class _WholeFloats:
-    """Annotates integers: 1.0 is one, too, because clients without integers write it so."""
+    """Annotates integers and lists of them: 1.0 is one, too, because clients whose language has no
+    integers write it so."""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         exact = handler(source)
-        rounded = core_schema.no_info_before_validator_function(_as_integer, exact)
+        rounded = core_schema.no_info_before_validator_function(_as_integers, exact)
         return core_schema.union_schema([exact, rounded], mode="left_to_right")
 
 
@@ -166,7 +167,9 @@ def same_json(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-def _as_integer(value: Any) -> Any:
+def _as_integers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_integers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

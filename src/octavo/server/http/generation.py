@@ -29,8 +29,11 @@ INT64_MAX = (1 << 63) - 1
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], FAIL_FAST]
 ShortText = Annotated[str, Field(max_length=MAX_SALT)]
-TokenId = Annotated[int, Field(ge=0), WHOLE_FLOATS]
+# The engine checks that they are in the vocabulary: a constraint on the items would double the time
+# that a list takes, and a body may have a million of them.
+TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0})]
 TokenIds = Annotated[list[TokenId], FAIL_FAST]
+NonEmptyIds = Annotated[list[TokenId], Field(min_length=1), FAIL_FAST]
 # Validated by SamplingParams: pydantic would list an error for every bad entry.
 Biases = Annotated[
     dict[str, Any],
@@ -121,8 +124,7 @@ class GenerationBody(Body):
         ),
     ] = None
     allowed_token_ids: Annotated[
-        Annotated[TokenIds, Field(min_length=1)] | None,
-        Field(description="Draw from these tokens alone."),
+        NonEmptyIds | None, Field(description="Draw from these tokens alone."), WHOLE_FLOATS
     ] = None
     bad_words: Annotated[Texts | None, Field(description="Words that must not come up.")] = None
     seed: Annotated[
@@ -134,9 +136,9 @@ class GenerationBody(Body):
         Text | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None,
         Field(description="End at one of these strings."),
     ] = None
-    stop_token_ids: Annotated[TokenIds | None, Field(description="End at one of these tokens.")] = (
-        None
-    )
+    stop_token_ids: Annotated[
+        TokenIds | None, Field(description="End at one of these tokens."), WHOLE_FLOATS
+    ] = None
     include_stop_str_in_output: Annotated[
         bool | None, Field(description="Keep the stop string or token in the text.")
     ] = None

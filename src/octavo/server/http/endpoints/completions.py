@@ -21,10 +21,10 @@ from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order
 from octavo.server.http.errors import refused
 from octavo.server.http.generation import (
     GenerationBody,
+    NonEmptyIds,
     Params,
     Text,
     Texts,
-    TokenIds,
     generation_params,
 )
 from octavo.server.http.replies import (
@@ -43,12 +43,11 @@ router = APIRouter(tags=["OpenAI"])
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0.7}
 
-PromptIds = Annotated[TokenIds, Field(min_length=1)]
 Prompt = (
     Text
-    | PromptIds
+    | NonEmptyIds
     | Annotated[Texts, Field(min_length=1)]
-    | Annotated[list[PromptIds], Field(min_length=1), FAIL_FAST]
+    | Annotated[list[NonEmptyIds], Field(min_length=1), FAIL_FAST]
 )
 
 
@@ -58,6 +57,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[
         Prompt,
         Field(union_mode="left_to_right", description="Text, token ids, or a list of either."),
+        WHOLE_FLOATS,
     ]
     echo: Annotated[bool | None, Field(description="Put the prompt in front of the output.")] = None
     logprobs: Annotated[

@@ -12,10 +12,10 @@ from pydantic import Field
 
 from octavo.errors import InvalidRequest
 from octavo.server.engine_process.client import PinnedPrefix as Pin
-from octavo.server.http.bodies import Body
+from octavo.server.http.bodies import WHOLE_FLOATS, Body
 from octavo.server.http.context import context_of, reply, tenant_of
 from octavo.server.http.errors import ApiError
-from octavo.server.http.generation import ShortText, Text, TokenIds
+from octavo.server.http.generation import NonEmptyIds, ShortText, Text
 from octavo.server.http.keys import Tenant
 from octavo.server.http.schema import PREFIX_EXAMPLE, documented
 
@@ -29,8 +29,9 @@ class PrefixBody(Body):
 
     model: str | None = None
     prefix: Annotated[
-        Text | Annotated[TokenIds, Field(min_length=1)],
+        Text | NonEmptyIds,
         Field(description="Text or token ids; whole blocks of it are kept."),
+        WHOLE_FLOATS,
     ]
     name: Annotated[
         str | None, Field(pattern=NAME, description="Not given: the server makes one.")

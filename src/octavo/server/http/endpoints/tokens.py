@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from octavo.errors import InvalidRequest
-from octavo.server.http.bodies import Body
+from octavo.server.http.bodies import WHOLE_FLOATS, Body
 from octavo.server.http.context import Context, context_of, reply
 from octavo.server.http.conversations import Messages, conversation_prompt
 from octavo.server.http.errors import refused
@@ -42,7 +42,7 @@ class DetokenizeBody(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: Annotated[TokenIds, Field(description="Token ids.")]
+    tokens: Annotated[TokenIds, Field(description="Token ids."), WHOLE_FLOATS]
     skip_special_tokens: Annotated[bool | None, Field(description="Not given: false.")] = None
 
 
@@ -115,7 +115,7 @@ async def detokenize(request: Request) -> Response:
     tokenizer = context.tokenizer("tokens")
     vocab_size = context.client.info.vocab_size
     for token_id in body.tokens:
-        if token_id >= vocab_size:
+        if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
             )
