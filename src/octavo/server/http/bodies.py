@@ -53,6 +53,7 @@ class Body(BaseModel):
         strict=True,
         extra="allow",
         allow_inf_nan=False,
+        use_attribute_docstrings=True,
         json_schema_extra={"additionalProperties": False},
     )
 
@@ -102,9 +103,20 @@ class _WholeFloats:
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        exact = handler(source)
-        rounded = core_schema.no_info_before_validator_function(_as_integers, exact)
-        return core_schema.union_schema([exact, rounded], mode="left_to_right")
+        return _or_whole_floats(handler(source))
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """Annotates an integer within bounds; 1.0 is one, too."""
+
+    least: int | None = None
+    most: int | None = None
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return _or_whole_floats(core_schema.int_schema(strict=True, ge=self.least, le=self.most))
 
 
 class _FailFast:
@@ -165,6 +177,11 @@ def decode_body(data: bytes, kind: type[B], ignore_unknown: bool = False) -> B:
 def same_json(value: Any, other: Any) -> bool:
     """Whether two values are equal as JSON: 1 and 1.0 are, 0 and false are not."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _or_whole_floats(exact: CoreSchema) -> CoreSchema:
+    rounded = core_schema.no_info_before_validator_function(_as_integers, exact)
+    return core_schema.union_schema([exact, rounded], mode="left_to_right")
 
 
 def _as_integers(value: Any) -> Any:

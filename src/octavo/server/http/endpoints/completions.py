@@ -22,6 +22,7 @@ from octavo.server.http.errors import refused
 from octavo.server.http.generation import (
     GenerationBody,
     NonEmptyIds,
+    NonNegative,
     Params,
     Text,
     Texts,
@@ -54,21 +55,14 @@ Prompt = (
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: Annotated[
-        Prompt,
-        Field(union_mode="left_to_right", description="Text, token ids, or a list of either."),
-        WHOLE_FLOATS,
-    ]
-    echo: Annotated[bool | None, Field(description="Put the prompt in front of the output.")] = None
-    logprobs: Annotated[
-        int | None,
-        Field(ge=0, description="Score the output's tokens, with the k likeliest at each."),
-        WHOLE_FLOATS,
-    ] = None
-    add_special_tokens: Annotated[
-        bool | None,
-        Field(description="Begin text prompts with what the model expects, such as BOS."),
-    ] = None
+    prompt: Annotated[Prompt, Field(union_mode="left_to_right"), WHOLE_FLOATS]
+    """Text, token ids, or a list of either."""
+    echo: bool | None = None
+    """Put the prompt in front of the output."""
+    logprobs: NonNegative | None = None
+    """Score the output's tokens, with the k likeliest at each."""
+    add_special_tokens: bool | None = None
+    """Begin text prompts with what the model expects, such as BOS."""
 
     suffix: Annotated[object, Refused("octavo does not fill in the middle", ("",))] = None
     prompt_embeds: Annotated[object, Refused("give text or token ids")] = None

@@ -28,18 +28,13 @@ class PrefixBody(Body):
     """POST /v1/prefixes: a prefix to compute once and keep in the cache."""
 
     model: str | None = None
-    prefix: Annotated[
-        Text | NonEmptyIds,
-        Field(description="Text or token ids; whole blocks of it are kept."),
-        WHOLE_FLOATS,
-    ]
-    name: Annotated[
-        str | None, Field(pattern=NAME, description="Not given: the server makes one.")
-    ] = None
+    prefix: Annotated[Text | NonEmptyIds, WHOLE_FLOATS]
+    """Text or token ids; whole blocks of it are kept."""
+    name: Annotated[str, Field(pattern=NAME)] | None = None
+    """Not given: the server makes one."""
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[
-        ShortText | None, Field(description="As in the requests that are to find it.")
-    ] = None
+    cache_salt: ShortText | None = None
+    """As in the requests that are to find it."""
 
 
 class PinnedPrefix(msgspec.Struct, kw_only=True):
