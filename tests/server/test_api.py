@@ -50,7 +50,9 @@ def events_of(server: LiveServer, path: str, body: dict[str, Any]) -> list[dict[
     response = server.post(path, {**body, "stream": True})
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
-    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    events = [
+        line.removeprefix("data: ") for line in response.text.split("\n\n") if line[:1] == "d"
+    ]
     assert events.pop() == "[DONE]"
     return [json.loads(event) for event in events]
 
@@ -414,7 +416,7 @@ def test_pinned_prefixes(server: LiveServer) -> None:
         ({"prompt": STORY, "beam_width": 2, "n": 0}, "n"),
         ({"prompt": STORY, "beam_width": 2, "length_penalty": 1e300}, "length_penalty"),
         ({"prompt": [1, 2, 1_000_000]}, "prompt"),
-        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [-1]}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[1], []]}, "prompt[1]"),
@@ -587,7 +589,7 @@ def test_a_stream_outlives_the_engine_process(server: LiveServer) -> None:
         tasks = Path(f"/proc/{pid}/task").iterdir()
         [engine] = [each for task in tasks for each in (task / "children").read_text().split()]
         os.kill(int(engine), signal.SIGKILL)
-        events = [line.removeprefix("data: ") for line in (text, *lines) if line]
+        events = [line.removeprefix("data: ") for line in (text, *lines) if line[:1] == "d"]
     assert events.pop() == "[DONE]"
     assert text_of([json.loads(event) for event in events]) == whole
     assert server.get("/health").status_code == 200

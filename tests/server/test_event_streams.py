@@ -53,6 +53,8 @@ class Client:
 
     async def send(self, message: Message) -> None:
         await self.reads.wait()
+        if message["type"] == "http.response.start":
+            self.headers = {name: value.decode() for name, value in message["headers"]}
         if message.get("body"):
             self.pieces.append(message["body"])
             self.has_begun.set()
@@ -91,6 +93,9 @@ def test_a_slow_request_gets_pings(path: str, ping_seconds: float) -> None:
             client = Client(**body)
             await client.ask(create_app(http, settings), path)
             assert (PING in client.pieces) == (ping_seconds > 0)
+            assert client.headers[b"content-type"].startswith("text/event-stream")
+            assert client.headers[b"x-accel-buffering"] == "no"
+            assert b"connection" not in client.headers
             assert client.pieces[-1] != PING, "nothing follows the end"
             if path == PATHS[0]:
                 tokens = [t for e in client.events for c in e["choices"] for t in c["token_ids"]]

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
-from pydantic import Field
 
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.server.batch import post
 from octavo.server.http.app import create_app
-from octavo.server.http.bodies import WHOLE_FLOATS
+from octavo.server.http.bodies import Integer
 from octavo.server.http.context import Context
 from octavo.server.http.dialect import Dialect, Writer, in_order
 from octavo.server.http.generation import GenerationBody, Params, generation_params
@@ -32,7 +31,8 @@ router = APIRouter(tags=["Counting"])
 class CountBody(GenerationBody):
     """POST /count: a number instead of a prompt."""
 
-    number: Annotated[int, Field(ge=1, le=999, description="The only token."), WHOLE_FLOATS]
+    number: Annotated[int, Integer(1, 999)]
+    """The only token."""
 
 
 class Count(msgspec.Struct, kw_only=True):
@@ -124,6 +124,7 @@ def test_an_endpoint_from_outside_is_one_module_and_one_argument() -> None:
             assert body["application/json"]["schema"] == {"$ref": "#/components/schemas/CountBody"}
             number = description["components"]["schemas"]["CountBody"]["properties"]["number"]
             assert (number["minimum"], number["maximum"]) == (1, 999)
+            assert number["description"] == "The only token."
             assert "CountBody" in description["components"]["schemas"]
             assert client.open_requests == {}
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from octavo.server.run import _serve, allow_files, bind, signals
+from octavo.server.run import _serve, allow_files, bind, new_event_loop, signals
 from octavo.server.settings import ConnectionLimits, Listening
 from server.clients import run
 
@@ -83,3 +83,14 @@ def test_fewer_connections_than_files_may_be_asked_for() -> None:
         assert allow_files(ConnectionLimits(7)).max_connections == 7
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_uvloop_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    loop = new_event_loop()
+    assert isinstance(loop, uvloop.Loop)
+    loop.close()
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # an import of it raises
+    loop = new_event_loop()
+    assert type(loop).__module__.startswith("asyncio.")
+    loop.close()

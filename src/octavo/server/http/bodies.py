@@ -53,6 +53,7 @@ class Body(BaseModel):
         strict=True,
         extra="allow",
         allow_inf_nan=False,
+        use_attribute_docstrings=True,
         json_schema_extra={"additionalProperties": False},
     )
 
@@ -96,14 +97,26 @@ class Refused:
 
 
 class _WholeFloats:
-    """Annotates integers: 1.0 is one, too, because clients without integers write it so."""
+    """Annotates integers and lists of them: 1.0 is one, too, because clients whose language has no
+    integers write it so."""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        exact = handler(source)
-        rounded = core_schema.no_info_before_validator_function(_as_integer, exact)
-        return core_schema.union_schema([exact, rounded], mode="left_to_right")
+        return _or_whole_floats(handler(source))
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """Annotates an integer within bounds; 1.0 is one, too."""
+
+    least: int | None = None
+    most: int | None = None
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return _or_whole_floats(core_schema.int_schema(strict=True, ge=self.least, le=self.most))
 
 
 class _FailFast:
@@ -166,7 +179,14 @@ def same_json(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-def _as_integer(value: Any) -> Any:
+def _or_whole_floats(exact: CoreSchema) -> CoreSchema:
+    rounded = core_schema.no_info_before_validator_function(_as_integers, exact)
+    return core_schema.union_schema([exact, rounded], mode="left_to_right")
+
+
+def _as_integers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_integers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -41,7 +41,9 @@ def _check_is_text(kind: str) -> str:
 class _Lenient(BaseModel):
     """What clients send back as other servers have given it to them: unknown fields are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class ContentPart(_Lenient):
@@ -51,29 +53,21 @@ class ContentPart(_Lenient):
         str,
         AfterValidator(_check_is_text),
         WithJsonSchema({"type": "string", "const": "text"}),
-        Field(description="octavo reads text alone."),
     ]
-    text: Annotated[str, Field(description="The text.")]
+    """octavo reads text alone."""
+    text: str
+    """The text."""
 
 
 class ChatMessage(_Lenient):
     """One message of a conversation. Fields that octavo does not know are ignored."""
 
-    role: Annotated[
-        str,
-        Field(
-            min_length=1,
-            max_length=MAX_ROLE,
-            description="Which roles there are is for the model's chat template to say.",
-        ),
-    ]
-    content: Annotated[
-        str | Annotated[list[ContentPart], Field(min_length=1), FAIL_FAST] | None,
-        Field(
-            description="Text, or parts of type text; only an assistant's message may have none."
-        ),
-    ] = None
-    name: Annotated[str | None, Field(description="For templates that show it.")] = None
+    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE)]
+    """Which roles there are is for the model's chat template to say."""
+    content: str | Annotated[list[ContentPart], Field(min_length=1), FAIL_FAST] | None = None
+    """Text, or parts of type text; only an assistant's message may have none."""
+    name: str | None = None
+    """For templates that show it."""
 
     tool_calls: Annotated[object, Refused(_NO_TOOLS, ([],))] = None
     tool_call_id: Annotated[object, Refused(_NO_TOOLS)] = None

@@ -18,7 +18,7 @@ from octavo.sampling_params import (
     BeamSearchParams,
     SamplingParams,
 )
-from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Body, Refused, same_json
+from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Body, Integer, Refused, same_json
 from octavo.server.http.errors import refused
 from octavo.server.http.keys import MAX_SALT
 
@@ -26,11 +26,16 @@ Params = SamplingParams | BeamSearchParams
 
 INT64_MAX = (1 << 63) - 1
 
+NonNegative = Annotated[int, Integer(0)]
+Int64 = Annotated[int, Integer(-INT64_MAX - 1, INT64_MAX)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], FAIL_FAST]
 ShortText = Annotated[str, Field(max_length=MAX_SALT)]
-TokenId = Annotated[int, Field(ge=0), WHOLE_FLOATS]
+# The engine checks that they are in the vocabulary: a constraint on the items would double the time
+# that a list takes, and a body may have a million of them.
+TokenId = Annotated[int, Field(json_schema_extra={"minimum": 0})]
 TokenIds = Annotated[list[TokenId], FAIL_FAST]
+NonEmptyIds = Annotated[list[TokenId], Field(min_length=1), FAIL_FAST]
 # Validated by SamplingParams: pydantic would list an error for every bad entry.
 Biases = Annotated[
     dict[str, Any],
@@ -53,145 +58,76 @@ _STATELESS = "octavo keeps no requests"
 
 
 class StreamOptions(Body):
-    include_usage: Annotated[
-        bool | None, Field(description="Send a last chunk with the usage and no choices.")
-    ] = None
-    continuous_usage_stats: Annotated[
-        bool | None,
-        Field(description="Send the usage so far with every chunk; needs include_usage."),
-    ] = None
+    include_usage: bool | None = None
+    """Send a last chunk with the usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """Send the usage so far with every chunk; needs include_usage."""
 
 
 class GenerationBody(Body):
     """The fields that every endpoint that generates text has."""
 
-    model: Annotated[
-        str | None, Field(description="A name in /v1/models; not given: the model served.")
-    ] = None
-    max_tokens: Annotated[
-        int | None, Field(ge=0, description="The longest output, in tokens."), WHOLE_FLOATS
-    ] = None
-    min_tokens: Annotated[
-        int | None, Field(ge=0, description="No end before this many tokens."), WHOLE_FLOATS
-    ] = None
-    n: Annotated[
-        int | None,
-        Field(ge=1, le=MAX_SEQUENCES, description="How many outputs of each prompt."),
-        WHOLE_FLOATS,
-    ] = None
-    temperature: Annotated[
-        float | None, Field(ge=0, le=MAX_TEMPERATURE, description="0 is greedy.")
-    ] = None
-    top_p: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1,
-            description="Draw from the likeliest tokens that have this probability together.",
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        Field(ge=-1, description="Draw from the k likeliest; 0 or -1: all."),
-        WHOLE_FLOATS,
-    ] = None
-    min_p: Annotated[
-        float | None,
-        Field(
-            ge=0, le=1, description="Draw from tokens this likely, relative to the likeliest one."
-        ),
-    ] = None
-    presence_penalty: Annotated[
-        float | None,
-        Field(ge=-2, le=2, description="Against tokens that the output has already."),
-    ] = None
-    frequency_penalty: Annotated[
-        float | None,
-        Field(ge=-2, le=2, description="The same, once for each time that the output has them."),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        Field(gt=0, description="Divides the scores of tokens seen in prompt and output."),
-    ] = None
-    logit_bias: Annotated[
-        Biases | None,
-        Field(
-            description="Token id -> what is added to its score, "
-            f"at most {MAX_LOGIT_BIAS:.0f} either way."
-        ),
-    ] = None
-    allowed_token_ids: Annotated[
-        Annotated[TokenIds, Field(min_length=1)] | None,
-        Field(description="Draw from these tokens alone."),
-    ] = None
-    bad_words: Annotated[Texts | None, Field(description="Words that must not come up.")] = None
-    seed: Annotated[
-        int | None,
-        Field(ge=-INT64_MAX - 1, le=INT64_MAX, description="Makes draws repeatable."),
-        WHOLE_FLOATS,
-    ] = None
-    stop: Annotated[
-        Text | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None,
-        Field(description="End at one of these strings."),
-    ] = None
-    stop_token_ids: Annotated[TokenIds | None, Field(description="End at one of these tokens.")] = (
-        None
-    )
-    include_stop_str_in_output: Annotated[
-        bool | None, Field(description="Keep the stop string or token in the text.")
-    ] = None
-    ignore_eos: Annotated[
-        bool | None, Field(description="Go on after the end-of-sequence token.")
-    ] = None
-    skip_special_tokens: Annotated[
-        bool | None, Field(description="Leave special tokens out of the text; not given: true.")
-    ] = None
-    prompt_logprobs: Annotated[
-        int | None,
-        Field(ge=0, description="Score the prompt's tokens, with the k likeliest at each."),
-        WHOLE_FLOATS,
-    ] = None
-    beam_width: Annotated[
-        int | None,
-        Field(ge=1, le=MAX_SEQUENCES, description="Beam search with this many beams."),
-        WHOLE_FLOATS,
-    ] = None
-    length_penalty: Annotated[
-        float | None,
-        Field(
-            ge=-MAX_LENGTH_PENALTY,
-            le=MAX_LENGTH_PENALTY,
-            description="Beam search: above 0 favours long outputs. Not given: 1.",
-        ),
-    ] = None
-    early_stopping: Annotated[
-        bool | Literal["never"] | None,
-        Field(description="Beam search: when to stop looking for better ones."),
-    ] = None
-    stream: Annotated[bool | None, Field(description="Send the output as server-sent events.")] = (
-        None
-    )
+    model: str | None = None
+    """A name in /v1/models; not given: the model served."""
+    max_tokens: NonNegative | None = None
+    """The longest output, in tokens."""
+    min_tokens: NonNegative | None = None
+    """No end before this many tokens."""
+    n: Annotated[int, Integer(1, MAX_SEQUENCES)] | None = None
+    """How many outputs of each prompt."""
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Draw from the likeliest tokens that have this probability together."""
+    top_k: Annotated[int, Integer(-1)] | None = None
+    """Draw from the k likeliest; 0 or -1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Draw from tokens this likely, relative to the likeliest one."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Against tokens that the output has already."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """The same, once for each time that the output has them."""
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    """Divides the scores of tokens seen in prompt and output."""
+    logit_bias: Biases | None = None
+    """Token id -> what is added to its score, from -100 to 100."""
+    allowed_token_ids: Annotated[NonEmptyIds | None, WHOLE_FLOATS] = None
+    """Draw from these tokens alone."""
+    bad_words: Texts | None = None
+    """Words that must not come up."""
+    seed: Int64 | None = None
+    """Makes draws repeatable."""
+    stop: Text | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None = None
+    """End at one of these strings."""
+    stop_token_ids: Annotated[TokenIds | None, WHOLE_FLOATS] = None
+    """End at one of these tokens."""
+    include_stop_str_in_output: bool | None = None
+    """Keep the stop string or token in the text."""
+    ignore_eos: bool | None = None
+    """Go on after the end-of-sequence token."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text; not given: true."""
+    prompt_logprobs: NonNegative | None = None
+    """Score the prompt's tokens, with the k likeliest at each."""
+    beam_width: Annotated[int, Integer(1, MAX_SEQUENCES)] | None = None
+    """Beam search with this many beams."""
+    length_penalty: (
+        Annotated[float, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None
+    ) = None
+    """Beam search: above 0 favours long outputs. Not given: 1."""
+    early_stopping: bool | Literal["never"] | None = None
+    """Beam search: when to stop looking for better ones."""
+    stream: bool | None = None
+    """Send the output as server-sent events."""
     stream_options: StreamOptions | None = None
-    priority: Annotated[
-        int | None,
-        Field(
-            ge=-INT64_MAX - 1,
-            le=INT64_MAX,
-            description="Smaller runs first; for the priority policy.",
-        ),
-        WHOLE_FLOATS,
-    ] = None
-    cache_salt: Annotated[
-        ShortText | None,
-        Field(description="Share cached prefixes only with requests of the same salt."),
-    ] = None
-    return_token_ids: Annotated[
-        bool | None, Field(description="Also give the token ids of prompt and output.")
-    ] = None
-    user: Annotated[
-        ShortText | None,
-        Field(description="Your name for the end user; goes to the request log, if it is on."),
-    ] = None
+    priority: Int64 | None = None
+    """Smaller runs first; for the priority policy."""
+    cache_salt: ShortText | None = None
+    """Share cached prefixes only with requests of the same salt."""
+    return_token_ids: bool | None = None
+    """Also give the token ids of prompt and output."""
+    user: ShortText | None = None
+    """Your name for the end user; goes to the request log, if it is on."""
 
     response_format: Annotated[object, Refused(_UNCONSTRAINED, ({"type": "text"},))] = None
     best_of: Annotated[object, Refused("use n, or beam_width for beam search", (1,))] = None

@@ -19,7 +19,7 @@ from octavo.core.kv.specs import FullAttention
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec
 from octavo.errors import InvalidRequest, shown
-from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Body
+from octavo.server.http.bodies import FAIL_FAST, Body, Integer
 
 BLOCK_SIZE = 16  # tokens
 NUM_BLOCKS = 64
@@ -42,7 +42,7 @@ class New(Body):
 class Append(Body):
     op: Literal["append"]
     sequence: str
-    tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE_FLOATS]
+    tokens: Annotated[int, Integer(1, MAX_TOKENS)]
 
 
 class Fork(Body):
@@ -50,7 +50,7 @@ class Fork(Body):
 
     op: Literal["fork"]
     sequence: str
-    times: Annotated[int, Field(ge=1, le=MAX_SEQUENCES), WHOLE_FLOATS]
+    times: Annotated[int, Integer(1, MAX_SEQUENCES)]
 
 
 class Rewrite(Body):

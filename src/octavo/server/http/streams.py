@@ -142,6 +142,7 @@ class EventStream(EventSourceResponse):
             on_end: is called when the stream has ended, for whatever reason.
         """
         super().__init__(events, ping=ping_seconds, ping_message_factory=_ping)
+        del self.headers["connection"]  # whether it is kept alive is for the server to say
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

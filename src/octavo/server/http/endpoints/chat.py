@@ -8,18 +8,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, Meta, UnsetType
-from pydantic import Field
 
 from octavo.core.step import TokenLogprobs
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.server.engine_process.client import RequestStream
-from octavo.server.http.bodies import WHOLE_FLOATS, Refused
+from octavo.server.http.bodies import Integer, Refused
 from octavo.server.http.context import Context
 from octavo.server.http.conversations import Messages, conversation_prompt
 from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order
 from octavo.server.http.errors import refused
-from octavo.server.http.generation import GenerationBody, Params, generation_params
+from octavo.server.http.generation import GenerationBody, NonNegative, Params, generation_params
 from octavo.server.http.replies import (
     FINISH,
     STOPPED_BY,
@@ -44,32 +43,20 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: Annotated[
-        int | None,
-        Field(ge=1, description="The newer name of max_tokens; not given: what the context holds."),
-        WHOLE_FLOATS,
-    ] = None
-    logprobs: Annotated[bool | None, Field(description="Score the output's tokens.")] = None
-    top_logprobs: Annotated[
-        int | None,
-        Field(ge=0, description="With logprobs: also the k likeliest tokens at each place."),
-        WHOLE_FLOATS,
-    ] = None
-    add_generation_prompt: Annotated[
-        bool | None,
-        Field(description="End the prompt where the assistant begins; not given: true."),
-    ] = None
-    continue_final_message: Annotated[
-        bool | None, Field(description="Continue the last message instead of answering it.")
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        Field(description="A Jinja template for this request; only where the server allows it."),
-    ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None,
-        Field(description="Variables for the template, such as enable_thinking."),
-    ] = None
+    max_completion_tokens: Annotated[int, Integer(1)] | None = None
+    """The newer name of max_tokens; not given: what the context holds."""
+    logprobs: bool | None = None
+    """Score the output's tokens."""
+    top_logprobs: NonNegative | None = None
+    """With logprobs: also the k likeliest tokens at each place."""
+    add_generation_prompt: bool | None = None
+    """End the prompt where the assistant begins; not given: true."""
+    continue_final_message: bool | None = None
+    """Continue the last message instead of answering it."""
+    chat_template: str | None = None
+    """A Jinja template for this request; only where the server allows it."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the template, such as enable_thinking."""
 
     tools: Annotated[object, Refused(_NO_TOOLS, ([],))] = None
     tool_choice: Annotated[object, Refused(_NO_TOOLS, ("none", "auto"))] = None

@@ -21,10 +21,11 @@ from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order
 from octavo.server.http.errors import refused
 from octavo.server.http.generation import (
     GenerationBody,
+    NonEmptyIds,
+    NonNegative,
     Params,
     Text,
     Texts,
-    TokenIds,
     generation_params,
 )
 from octavo.server.http.replies import (
@@ -43,32 +44,25 @@ router = APIRouter(tags=["OpenAI"])
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0.7}
 
-PromptIds = Annotated[TokenIds, Field(min_length=1)]
 Prompt = (
     Text
-    | PromptIds
+    | NonEmptyIds
     | Annotated[Texts, Field(min_length=1)]
-    | Annotated[list[PromptIds], Field(min_length=1), FAIL_FAST]
+    | Annotated[list[NonEmptyIds], Field(min_length=1), FAIL_FAST]
 )
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: Annotated[
-        Prompt,
-        Field(union_mode="left_to_right", description="Text, token ids, or a list of either."),
-    ]
-    echo: Annotated[bool | None, Field(description="Put the prompt in front of the output.")] = None
-    logprobs: Annotated[
-        int | None,
-        Field(ge=0, description="Score the output's tokens, with the k likeliest at each."),
-        WHOLE_FLOATS,
-    ] = None
-    add_special_tokens: Annotated[
-        bool | None,
-        Field(description="Begin text prompts with what the model expects, such as BOS."),
-    ] = None
+    prompt: Annotated[Prompt, Field(union_mode="left_to_right"), WHOLE_FLOATS]
+    """Text, token ids, or a list of either."""
+    echo: bool | None = None
+    """Put the prompt in front of the output."""
+    logprobs: NonNegative | None = None
+    """Score the output's tokens, with the k likeliest at each."""
+    add_special_tokens: bool | None = None
+    """Begin text prompts with what the model expects, such as BOS."""
 
     suffix: Annotated[object, Refused("octavo does not fill in the middle", ("",))] = None
     prompt_embeds: Annotated[object, Refused("give text or token ids")] = None

@@ -12,10 +12,10 @@ from pydantic import Field
 
 from octavo.errors import InvalidRequest
 from octavo.server.engine_process.client import PinnedPrefix as Pin
-from octavo.server.http.bodies import Body
+from octavo.server.http.bodies import WHOLE_FLOATS, Body
 from octavo.server.http.context import context_of, reply, tenant_of
 from octavo.server.http.errors import ApiError
-from octavo.server.http.generation import ShortText, Text, TokenIds
+from octavo.server.http.generation import NonEmptyIds, ShortText, Text
 from octavo.server.http.keys import Tenant
 from octavo.server.http.schema import PREFIX_EXAMPLE, documented
 
@@ -28,17 +28,13 @@ class PrefixBody(Body):
     """POST /v1/prefixes: a prefix to compute once and keep in the cache."""
 
     model: str | None = None
-    prefix: Annotated[
-        Text | Annotated[TokenIds, Field(min_length=1)],
-        Field(description="Text or token ids; whole blocks of it are kept."),
-    ]
-    name: Annotated[
-        str | None, Field(pattern=NAME, description="Not given: the server makes one.")
-    ] = None
+    prefix: Annotated[Text | NonEmptyIds, WHOLE_FLOATS]
+    """Text or token ids; whole blocks of it are kept."""
+    name: Annotated[str, Field(pattern=NAME)] | None = None
+    """Not given: the server makes one."""
     add_special_tokens: bool | None = None
-    cache_salt: Annotated[
-        ShortText | None, Field(description="As in the requests that are to find it.")
-    ] = None
+    cache_salt: ShortText | None = None
+    """As in the requests that are to find it."""
 
 
 class PinnedPrefix(msgspec.Struct, kw_only=True):

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
-from pydantic import Field
 
 from octavo.errors import InvalidRequest
-from octavo.server.http.bodies import Body
+from octavo.server.http.bodies import WHOLE_FLOATS, Body
 from octavo.server.http.context import Context, context_of, reply
 from octavo.server.http.conversations import Messages, conversation_prompt
 from octavo.server.http.errors import refused
@@ -26,24 +25,23 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: Annotated[
-        bool | None,
-        Field(description="Not given: true for a prompt, false for a conversation."),
-    ] = None
+    add_special_tokens: bool | None = None
+    """Not given: true for a prompt, false for a conversation."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: Annotated[
-        bool | None, Field(description="Also give each token as text.")
-    ] = None
+    return_token_strs: bool | None = None
+    """Also give each token as text."""
 
 
 class DetokenizeBody(Body):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: Annotated[TokenIds, Field(description="Token ids.")]
-    skip_special_tokens: Annotated[bool | None, Field(description="Not given: false.")] = None
+    tokens: Annotated[TokenIds, WHOLE_FLOATS]
+    """Token ids."""
+    skip_special_tokens: bool | None = None
+    """Not given: false."""
 
 
 class Tokens(msgspec.Struct):
@@ -115,7 +113,7 @@ async def detokenize(request: Request) -> Response:
     tokenizer = context.tokenizer("tokens")
     vocab_size = context.client.info.vocab_size
     for token_id in body.tokens:
-        if token_id >= vocab_size:
+        if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 "tokens", f"token id {token_id} is outside the vocabulary of {vocab_size}"
             )
