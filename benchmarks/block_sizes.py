@@ -182,13 +182,13 @@ def setting(arguments: Any, kind: str) -> str:
     """How the rows of one kind were measured, for captions."""
     count, rate = arguments.num_requests, f"{arguments.rate:g} requests/s"
     return {
-        "attention-kernel": "a layer's decode in blocks of 16 tokens, beside PyTorch's attention "
-        "over dense keys and values; bfloat16",
-        "block-size": f"{count} requests of ShareGPT at {rate}, then as many of Alpaca at "
-        f"{arguments.alpaca_rate:g}, with all of the pool, once at each block size",
-        "preemption-cost": f"{NUM_TOKENS} tokens, in blocks from anywhere in the pool; medians",
-        "preemption": f"{count} requests of ShareGPT at {rate}, with {arguments.short_blocks:,} "
-        "slots left of the pool, once at each block size",
+        "attention-kernel": "one layer's decode attention with blocks of 16 tokens, compared with "
+        "PyTorch's attention over dense keys and values; bfloat16",
+        "block-size": f"{count} ShareGPT requests at {rate}, then as many Alpaca requests at "
+        f"{arguments.alpaca_rate:g}, with the whole pool, once for each block size",
+        "preemption-cost": f"{NUM_TOKENS} tokens in blocks scattered over the pool; medians",
+        "preemption": f"{count} ShareGPT requests at {rate}, with a pool of "
+        f"{arguments.short_blocks:,} slots, once for each block size",
     }[kind]
 
 

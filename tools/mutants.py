@@ -45,7 +45,7 @@ class Defect:
 DEFECTS = (
     Defect(
         "a late step indexes the blocks that a preempted sequence holds by then",
-        "outcomes.py",
+        "scheduler.py",
         "if seq.table is table:",
         "if seq.table is not None:",
     ),
@@ -58,18 +58,18 @@ DEFECTS = (
     Defect(
         "a swapped request comes back without room to grow",
         "scheduler.py",
-        "needed += len(held) * len(self.kv.specs) + self._admission.num_reserved_blocks",
+        "needed += len(held) * len(self.kv.specs) + self._num_reserved_blocks",
         "pass",
     ),
     Defect(
         "the watermark is ignored",
-        "admission.py",
-        "return self._watermark if self._is_crowded else 0",
+        "scheduler.py",
+        "return 0 if self.queues.is_idle else self._watermark",
         "return 0",
     ),
     Defect(
         "what a preempted request finds in the cache counts as cached before it came",
-        "admission.py",
+        "scheduler.py",
         "if request.num_preemptions == 0:",
         "if True:",
     ),

@@ -1,7 +1,7 @@
-"""Other people's clients against a real server: `make test-clients`.
+"""Third-party clients against a real server: `make test-clients`.
 
-Each client has an environment of its own, made at the first run under OCTAVO_CLIENT_ENVIRONMENTS
-(.venv/clients if it is not set). Needs a package index, and for OpenAI's other client node and npm.
+Each client has its own environment, created on the first run under OCTAVO_CLIENT_ENVIRONMENTS
+(default: .venv/clients). Needs a package index, and node and npm for OpenAI's JavaScript client.
 Prints a line for each client; the exit status is 1 if one of them failed.
 """
 
@@ -20,13 +20,13 @@ sys.path.insert(0, str(HERE.parent))
 from octavo.demo import demo_model_path  # noqa: E402
 from server.live_server import live_server  # noqa: E402
 
-SECONDS = 600  # for one client's test
-LAST_LINES = 25  # of what a failed one has said
+SECONDS = 600  # time limit of one client's test
+LAST_LINES = 25  # of the output of a failed one
 
 
 @dataclass(frozen=True)
 class Client:
-    """A client library, and the program that tries it; it gets a URL and the model directory."""
+    """A client library, and the program that tests it with a URL and the model directory."""
 
     name: str
     script: str
@@ -40,21 +40,21 @@ class Client:
 CLIENTS = (
     Client("openai (node)", "openai_node.mjs", ("openai@^7.55.0",)),
     Client("langchain-openai", "use_langchain.py", ("langchain-openai>=1.7,<2",)),
-    # Later ones want a certifi that not every index has.
+    # Later versions need a certifi that not every index has.
     Client("litellm", "use_litellm.py", ("litellm>=1.100,<1.107",)),
     Client("lm-eval", "use_lm_eval.py", ("lm-eval[api]>=0.4.13,<0.5", "transformers>=5")),
-    # torch first: a bare guidellm takes the build for GPUs, where the index has that one.
+    # torch first: guidellm alone would install the build for GPUs if the index has it.
     Client("guidellm", "use_guidellm.py", ("torch==2.13.0", "guidellm>=0.8.1,<0.9")),
 )
 
 
 def prepare(client: Client, environments: Path) -> list[str]:
-    """The command that runs the client's program; its environment is made if it is not there."""
+    """Create the client's environment if necessary; returns the command that runs its program."""
     place = environments / Path(client.script).stem
     done = place / f"installed {' '.join(client.requirements)}".replace("/", "_")
     if client.is_node:
         place.mkdir(parents=True, exist_ok=True)
-        # node looks for libraries beside the program.
+        # node looks for libraries next to the program.
         program = place / client.script
         program.write_text((HERE / client.script).read_text(encoding="utf-8"), encoding="utf-8")
         if not done.exists():
@@ -90,14 +90,14 @@ def main() -> int:
                     text=True,
                     timeout=SECONDS,
                 )
-                said, ok = run.stdout + run.stderr, run.returncode == 0
+                output, ok = run.stdout + run.stderr, run.returncode == 0
             except (OSError, subprocess.SubprocessError) as error:
-                said, ok = str(error), False
+                output, ok = str(error), False
             num_failed += not ok
             last = run.stdout.strip().splitlines()[-1:] if ok else []
             print(f"{client.name:<18}{'ok' if ok else 'FAILED':<8}{''.join(last)}", flush=True)
             if not ok:
-                print("\n".join(f"    {line}" for line in said.splitlines()[-LAST_LINES:]))
+                print("\n".join(f"    {line}" for line in output.splitlines()[-LAST_LINES:]))
     return 1 if num_failed else 0
 
 

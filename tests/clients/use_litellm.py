@@ -1,4 +1,4 @@
-"""litellm: its `openai` and `hosted_vllm` providers, whole and streamed."""
+"""litellm: its `openai` and `hosted_vllm` providers, with and without streaming."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it is downloaded
 
 import litellm
 

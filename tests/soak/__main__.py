@@ -1,13 +1,13 @@
-"""Hours of trouble in one: `make soak`.
+"""A soak test in three parts: `make soak`.
 
-Three parts, one after the other. *Kills*: `kill -9` of the engine process at random moments, under
-load with every decoding method; no answer may be lost or altered. *Malformed*: requests that no
-client should send, through raw sockets; no answer may be 5xx, and none may hang. *Offline*: random
-work with pins, swaps and aborts; no block may leak, and the memory must stay flat.
+*Kills*: `kill -9` of the engine process at random moments, under load with every decoding method;
+no answer may be lost or altered. *Malformed*: requests that no client should send, through raw
+sockets; no answer may be 5xx, and none may hang. *Offline*: random work with pins, swaps and
+aborts; no block may leak, and memory must stay flat.
 
-All random choices follow from the seed, as far as the clock lets them. Prints progress, and last
-one JSON line; the exit status is 1 if anything was violated, or not finished within its share of
-the time. Everything stays on this machine's loopback, and all processes end with the run.
+All random choices follow from the seed, except for timing. Prints progress, and one JSON line at
+the end; the exit status is 1 if anything was violated, or if a part did not finish its work in
+time. All connections are to the loopback address, and all processes end with the run.
 """
 
 from __future__ import annotations
@@ -24,24 +24,28 @@ from soak.report import Report
 MINUTES = 60.0
 NUM_KILLS = 100
 NUM_MALFORMED = 100_000
-# Of the time; the first two parts are over sooner if they have done all they should.
-SHARES = {"kills": 0.5, "malformed": 0.33, "offline": 0.17}
+# Fractions of the time; the first two parts end sooner if they have finished their work.
+TIME_FRACTIONS = {"kills": 0.5, "malformed": 0.33, "offline": 0.17}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description="See tests/soak/__main__.py.")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the time and of all counts")
-    parser.add_argument("--minutes", type=float, help=f"the most it may take; {MINUTES:g} x scale")
-    parser.add_argument("--kills", type=int, help=f"{NUM_KILLS} x scale")
-    parser.add_argument("--malformed", type=int, help=f"{NUM_MALFORMED} x scale")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="factor of the time and of all counts"
+    )
+    parser.add_argument("--minutes", type=float, help=f"time limit; default: {MINUTES:g} x scale")
+    parser.add_argument("--kills", type=int, help=f"default: {NUM_KILLS} x scale")
+    parser.add_argument("--malformed", type=int, help=f"default: {NUM_MALFORMED} x scale")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES))
+    parser.add_argument("--parts", nargs="+", choices=TIME_FRACTIONS, default=list(TIME_FRACTIONS))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers are ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that servers are stopped
     minutes = MINUTES * args.scale if args.minutes is None else args.minutes
     num_kills = round(NUM_KILLS * args.scale) if args.kills is None else args.kills
     count = round(NUM_MALFORMED * args.scale) if args.malformed is None else args.malformed
-    seconds = {part: 60 * minutes * share for part, share in SHARES.items()}
+    seconds = {part: 60 * minutes * fraction for part, fraction in TIME_FRACTIONS.items()}
     parts: dict[str, Callable[[], Report]] = {
         "kills": lambda: kills.run(args.seed, num_kills, seconds["kills"]),
         "malformed": lambda: malformed.run(args.seed, count, seconds["malformed"]),

@@ -1,4 +1,4 @@
-"""The engine process is killed at random moments under load: no answer may be lost or altered."""
+"""Kills the engine process at random moments under load: no answer may be lost or altered."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ import httpx
 from server.live_server import LiveServer, live_server
 from soak.report import Report
 
-NUM_REQUESTS = 54  # different ones; they are asked again and again
+NUM_REQUESTS = 54  # different requests, which are sent repeatedly
 CONCURRENCY = 12
-TIMEOUT = 300.0  # of one answer, with restarts in between
+TIMEOUT = 300.0  # for one answer, restarts included
 PREFIX = "The old wizard of the tower had a blue hat and a small grey cat. " * 4
 STARTS = ("Once upon a time", "One morning, a little girl", "The dog sees the house. =>", "A king")
 # Few blocks, so that requests wait, are preempted and swapped. float32: compared exactly.
 OPTIONS = ("--num-blocks", "160", "--swap-space", "4MiB", "--max-num-seqs", "24", "--dtype=float32")
-LOGPROB_TOLERANCE = 1e-3  # recomputed keys and values are the same sums in another order
-MAX_EVENTS = 1000  # that arrive between a restart and the next kill
-NEWBORN_SHARE = 0.15  # of the kills hit a process that has just been started
-# A beam search begins again in every new process, and would never end if none lived long enough:
-# when a request has outlived so many kills, the next one waits until it is answered.
-MOST_OUTLIVED = 5
+LOGPROB_TOLERANCE = 1e-3  # recomputation adds up the same sums in another order
+MAX_EVENTS = 1000  # stream events between a restart and the next kill
+EARLY_KILLS = 0.15  # fraction of kills that hit a process which has just been started
+# A beam search starts again in every new process, and would never end if none lived long enough:
+# when a request has survived this many kills, the next kill waits until it is answered.
+MAX_SURVIVED_KILLS = 5
 
 
 @dataclass
 class Choice:
-    """All that a client has learned of one choice."""
+    """Everything that a client has received of one choice."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Choice:
         pairs = list(zip(self.logprobs, other.logprobs, strict=False))
         far = [pair for pair in pairs if abs(pair[0] - pair[1]) > LOGPROB_TOLERANCE]
         if far or len(self.logprobs) != len(other.logprobs):
-            return f"logprobs: {far[:1] or 'of another number'}"
+            return f"logprobs: {far[:1] or 'another number of them'}"
         return None
 
 
@@ -57,7 +57,7 @@ Answer = dict[int, Choice]
 
 
 def make_requests(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
-    """Every decoding method, in random sizes."""
+    """Requests with every decoding method, of random sizes."""
     methods: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.9, "top_p": 0.9},
@@ -88,14 +88,14 @@ def make_requests(rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
     return requests
 
 
-def take_in(answer: Answer, reply: dict[str, Any]) -> None:
-    """Add a whole reply, or one event of a stream."""
+def add_reply(answer: Answer, reply: dict[str, Any]) -> None:
+    """Add a complete reply, or one event of a stream, to `answer`."""
     if "error" in reply:
         raise RuntimeError(reply["error"]["message"])
     for each in reply["choices"]:
         choice = answer.setdefault(each["index"], Choice())
-        said = each.get("message") or each.get("delta") or each
-        choice.text += said.get("text") or said.get("content") or ""
+        content = each.get("message") or each.get("delta") or each
+        choice.text += content.get("text") or content.get("content") or ""
         choice.token_ids += each.get("token_ids") or []
         scores = each.get("logprobs") or {}
         chat_scores = [entry["logprob"] for entry in scores.get("content") or []]
@@ -105,17 +105,17 @@ def take_in(answer: Answer, reply: dict[str, Any]) -> None:
 
 
 class Load:
-    """Clients that ask all requests in random order, and compare what they get."""
+    """Clients that send all requests in random order, and compare the answers."""
 
     def __init__(self, server: LiveServer, rng: random.Random, report: Report) -> None:
         self.server = server
         self.report = report
         self.requests = make_requests(rng)
         self.expected: list[Answer] = []
-        self.num_events = 0  # pieces of streams that have arrived
+        self.num_events = 0  # stream events received
         self.num_kills = 0
         self.is_over = False
-        self._asked_at: dict[object, int] = {}  # open requests: how many kills there were before
+        self._kills_at_start: dict[object, int] = {}  # number of kills before each open request
         self._rng = rng
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits)
@@ -125,7 +125,7 @@ class Load:
         answer: Answer = {}
         if not is_stream:
             reply = await self._http.post(path, json=body)
-            take_in(answer, reply.json())
+            add_reply(answer, reply.json())
             return answer
         is_done = False
         async with self._http.stream("POST", path, json=body | {"stream": True}) as reply:
@@ -135,13 +135,13 @@ class Load:
                 self.num_events += 1
                 is_done = is_done or line == "data: [DONE]"
                 if line.startswith("data: {"):
-                    take_in(answer, json.loads(line.removeprefix("data: ")))
+                    add_reply(answer, json.loads(line.removeprefix("data: ")))
         if not is_done:
-            raise RuntimeError("the stream has no end")
+            raise RuntimeError("the stream ended without [DONE]")
         return answer
 
     async def learn(self) -> None:
-        """What each request gets undisturbed."""
+        """Get the undisturbed answer of each request."""
         slots = asyncio.Semaphore(CONCURRENCY)
 
         async def ask(number: int) -> Answer:
@@ -151,28 +151,28 @@ class Load:
         self.expected = await asyncio.gather(*map(ask, range(len(self.requests))))
 
     @property
-    def is_worn(self) -> bool:
-        """Whether an open request has outlived so many kills that it should be let through."""
-        oldest = min(self._asked_at.values(), default=self.num_kills)
-        return self.num_kills - oldest >= MOST_OUTLIVED
+    def should_pause_kills(self) -> bool:
+        """Whether an open request has survived so many kills that it should now finish."""
+        oldest = min(self._kills_at_start.values(), default=self.num_kills)
+        return self.num_kills - oldest >= MAX_SURVIVED_KILLS
 
     async def client(self) -> None:
         me = object()
         for number in self._order():
             is_stream = self._rng.random() < 0.7
-            kills = self._asked_at[me] = self.num_kills
+            kills = self._kills_at_start[me] = self.num_kills
             try:
                 answer = await self.ask(number, is_stream)
-            except Exception as error:  # whatever it is, the answer is lost
+            except Exception as error:  # of any kind: the answer is lost
                 self.report.violate(f"request {number} is lost: {type(error).__name__} {error}")
                 await asyncio.sleep(1)
                 continue
             finally:
-                del self._asked_at[me]
+                del self._kills_at_start[me]
             self._compare(number, answer)
-            self.report.count("streams" if is_stream else "plain")
+            self.report.count("streams" if is_stream else "whole_replies")
             if self.num_kills > kills:
-                self.report.count("outlived_kills")
+                self.report.count("survived_kills")
 
     def _order(self) -> Iterator[int]:
         numbers = list(range(len(self.requests)))
@@ -208,21 +208,21 @@ def engine_pid(server: LiveServer) -> int | None:
     return found[0] if found else None
 
 
-async def kill_again_and_again(load: Load, rng: random.Random, num_kills: int) -> None:
+async def kill_repeatedly(load: Load, rng: random.Random, num_kills: int) -> None:
     report, server = load.report, load.server
     while report.counts.get("kills", 0) < num_kills and not report.is_late:
         target = load.num_events + rng.randrange(1, MAX_EVENTS)
-        while load.num_events < target or load.is_worn:
+        while load.num_events < target or load.should_pause_kills:
             if report.is_late or server.process.poll() is not None:
                 return
             await asyncio.sleep(0.005)
         victim = await asyncio.wait_for(_kill(load, None), TIMEOUT)
-        if rng.random() < NEWBORN_SHARE:
+        if rng.random() < EARLY_KILLS:
             await asyncio.wait_for(_kill(load, victim, rng.uniform(0, 2)), TIMEOUT)
 
 
 async def _kill(load: Load, old: int | None, delay: float = 0.0) -> int:
-    """SIGKILL the engine process, once it is another than `old`."""
+    """SIGKILL the engine process, once it is not `old` any more."""
     while (pid := engine_pid(load.server)) in (None, old):
         await asyncio.sleep(0.005)
     await asyncio.sleep(delay)
@@ -245,7 +245,7 @@ async def soak(load: Load, rng: random.Random, num_kills: int) -> None:
         report.count("different_requests", len(load.expected))
         clients = [asyncio.create_task(load.client()) for _ in range(CONCURRENCY)]
         try:
-            await kill_again_and_again(load, rng, num_kills)
+            await kill_repeatedly(load, rng, num_kills)
         except TimeoutError:
             report.violate(f"no engine process for {TIMEOUT:.0f} s")
         load.is_over = True
@@ -266,7 +266,7 @@ def run(seed: int, num_kills: int, seconds: float) -> Report:
         pin.raise_for_status()
         asyncio.run(soak(Load(server, rng, report), rng, num_kills))
         report.require("kills", num_kills)
-        # A request that ends alone has the engine's last step; nothing else holds blocks then.
+        # A request that runs alone makes the engine's last step, after which only pins hold blocks.
         server.complete("Once", max_tokens=1)
         held = blocks_held(server)
         if held != pin.json()["num_blocks"]:

@@ -14,12 +14,12 @@ from soak.report import Memory, Report
 
 CONCURRENCY = 16
 TIMEOUT = 60.0  # for one answer
-PATIENCE = 0.3  # seconds until the client of an incomplete request says that no more will come
-CHECK_EVERY = 1000  # requests: a good one must be answered, and the memory is looked at
+PATIENCE = 0.3  # seconds until the client of an incomplete request ends its side
+CHECK_EVERY = 1000  # requests between two checks by a valid request and a memory sample
 MAX_GROWTH_MIB = 48.0  # of the API process
-# A short context bounds what a request may ask for that turns out to be well-formed.
+# A short context bounds the work of requests that turn out to be well-formed.
 OPTIONS = ("--max-model-len", "96", "--max-num-seqs", "32")
-LONGEST = 200_000  # bytes of a body
+MAX_BODY = 200_000  # bytes
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -96,14 +96,14 @@ def scalar(rng: random.Random) -> str:
     if kind == 0:
         return "[" * depth + "]" * (depth if rng.random() < 0.5 else 0)
     if kind == 1:
-        return '{"a":' * min(depth, LONGEST // 6) + "1" + "}" * min(depth, LONGEST // 6)
+        return '{"a":' * min(depth, MAX_BODY // 6) + "1" + "}" * min(depth, MAX_BODY // 6)
     if kind == 2:
         return json.dumps(rng.choice(("a ", "\u00e9", "[", '"', "\U0001f600")) * min(depth, 20_000))
     return "[" + ",".join([rng.choice(SCALARS)] * min(depth, 20_000)) + "]"
 
 
 def changed(value: Any, rng: random.Random) -> str:
-    """JSON of a value in which something is wrong, or not."""
+    """JSON of a value with random changes, which may make it invalid."""
     if rng.random() < 0.15:
         return scalar(rng)
     if isinstance(value, dict) and value:
@@ -122,7 +122,7 @@ def changed(value: Any, rng: random.Random) -> str:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """The same bytes, cut short, turned over, or in another encoding."""
+    """The same bytes, truncated, with bits flipped, or in another encoding."""
     kind = rng.randrange(8)
     place = rng.randrange(len(data) + 1)
     if kind == 0:
@@ -147,7 +147,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 def with_wrong_body(rng: random.Random) -> bytes:
     path, body = rng.choice(BODIES)
-    data = changed(body, rng).encode(errors="surrogatepass")[:LONGEST]
+    data = changed(body, rng).encode(errors="surrogatepass")[:MAX_BODY]
     if rng.random() < 0.3:
         data = damaged(data, rng)
     return framed("POST", path, ["Content-Type: application/json"], data)
@@ -179,7 +179,7 @@ def with_wrong_head(rng: random.Random) -> bytes:
 
 
 def with_wrong_framing(rng: random.Random) -> bytes:
-    """Lengths and chunks that do not fit what is sent; the client then sends no more."""
+    """Lengths and chunks that do not match the data; the client then stops sending."""
     path, body = rng.choice(BODIES)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -199,7 +199,7 @@ def with_wrong_framing(rng: random.Random) -> bytes:
     return whole[: rng.randrange(len(whole))]
 
 
-def no_http(rng: random.Random) -> bytes:
+def not_http(rng: random.Random) -> bytes:
     return damaged(with_wrong_head(rng)[:2000], rng)
 
 
@@ -213,13 +213,16 @@ KINDS: list[tuple[Callable[[random.Random], bytes], float]] = [
     (with_wrong_body, 0.7),
     (with_wrong_head, 0.15),
     (with_wrong_framing, 0.1),
-    (no_http, 0.05),
+    (not_http, 0.05),
 ]
 
 
 async def send(port: int, data: bytes, is_whole: bool) -> bytes:
-    """All that comes back. The client of a request that may not be whole ends its side after a
-    while; a server takes that for the end of the connection, and may close it without a reply."""
+    """The whole reply.
+
+    If the request may be incomplete, the client ends its side after a while; the server takes that
+    as the end of the connection, and may close it without a reply.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
@@ -251,7 +254,7 @@ async def soak(server: LiveServer, seed: int, count: int, report: Report) -> Non
             except TimeoutError:
                 report.violate(f"request {number} ({make.__name__}) hangs: {data[:300]!r}")
                 continue
-            except ConnectionError:  # refused before it was read to its end
+            except ConnectionError:  # refused before it was read completely
                 reply = b""
             report.count("malformed_requests")
             reply = reply.removeprefix(CONTINUE)
@@ -264,15 +267,15 @@ async def soak(server: LiveServer, seed: int, count: int, report: Report) -> Non
                     f"request {number} ({make.__name__}): {reply[:400]!r} {data[:300]!r}"
                 )
             if number % CHECK_EVERY == 0:
-                memory.look()
+                memory.sample()
                 good = framed("POST", *_GOOD)
                 answer = await send(port, good, is_whole=True)
                 if b" 200 OK" not in answer[:20]:
-                    report.violate(f"after request {number} a good one got {answer[:300]!r}")
+                    report.violate(f"after request {number} a valid one got {answer[:300]!r}")
 
     await asyncio.gather(*(client() for _ in range(CONCURRENCY)))
-    memory.look()
-    memory.judge(report)
+    memory.sample()
+    memory.check_growth(report)
 
 
 _GOOD = (

@@ -16,7 +16,7 @@ from soak.report import Memory, Report
 MAX_GROWTH_MIB = 24.0
 MAX_PINS = 3
 VOCABULARY = 4000  # token ids that the demo model knows
-# Few blocks, so that requests are preempted, swapped and evicted all the time.
+# Few blocks, so that requests are preempted and swapped, and blocks evicted, all the time.
 OPTIONS: dict[str, Any] = {
     "num_blocks": 48,
     "max_model_len": 256,
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def prompt(rng: random.Random) -> list[int]:
-    """Some share their beginning: a family has the same tokens up to a random length."""
+    """A prompt of one of five families, which share their tokens up to a random length."""
     family = random.Random(rng.randrange(5))
     tokens = [family.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 120))]
     return tokens + [rng.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, 40))]
@@ -54,7 +54,7 @@ def params(rng: random.Random) -> SamplingParams | BeamSearchParams:
 
 
 class Round:
-    """Some requests in the engine at once; a part of them is aborted at random moments."""
+    """Some concurrent requests, a few of which are aborted at random moments."""
 
     def __init__(self, llm: LLM, rng: random.Random, report: Report) -> None:
         self._client = llm.client
@@ -101,17 +101,17 @@ def change_pins(llm: LLM, rng: random.Random, pins: list[str], report: Report) -
         llm.reset_prefix_cache()
 
 
-def look(llm: LLM, report: Report) -> None:
-    """While nothing runs, only pins hold blocks."""
-    picture = take_snapshot(llm.engine, 0)
-    pinned = {block for pin in picture.pins for group in pin.block_ids for block in group}
-    held = {number + 1 for number, count in enumerate(picture.device.ref_counts) if count}
+def check_blocks(llm: LLM, report: Report) -> None:
+    """While nothing runs, only pins may hold blocks."""
+    snapshot = take_snapshot(llm.engine, 0)
+    pinned = {block for pin in snapshot.pins for group in pin.block_ids for block in group}
+    held = {number + 1 for number, count in enumerate(snapshot.device.ref_counts) if count}
     if held != pinned:
         report.violate(
             f"blocks {sorted(held ^ pinned)} are held and not pinned, or pinned and free"
         )
-    if picture.swap.num_free != picture.swap.num_blocks:
-        report.violate(f"{picture.swap.num_blocks - picture.swap.num_free} swap blocks are held")
+    if snapshot.swap.num_free != snapshot.swap.num_blocks:
+        report.violate(f"{snapshot.swap.num_blocks - snapshot.swap.num_free} swap blocks are held")
     check_scheduler(llm.engine.scheduler)
 
 
@@ -124,12 +124,12 @@ def run(seed: int, seconds: float) -> Report:
         while not report.is_late:
             change_pins(llm, rng, pins, report)
             Round(llm, rng, report).run()
-            look(llm, report)
-            memory.look()
+            check_blocks(llm, report)
+            memory.sample()
             report.count("rounds")
         for mode, number in llm.engine.scheduler.num_preemptions.items():
             report.counts[f"{mode}_preemptions"] = number
     report.require("requests", 1)
-    memory.judge(report)
+    memory.check_growth(report)
     report.show()
     return report

@@ -1,22 +1,23 @@
-"""What a part of the soak has done, and what went wrong."""
+"""The counts and violations of one part of the soak test."""
 
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MAX_KEPT = 20  # violations that are shown in full
+MAX_SHOWN = 20  # violations that are shown in full
 PROGRESS_SECONDS = 15.0
 
 
 @dataclass
 class Report:
-    """One part. It is over when it has done its share of work or its time is up."""
+    """One part, which ends when its work is done or its time is up."""
 
     part: str
-    seconds: float  # that it may take
+    seconds: float  # time limit
     counts: dict[str, float] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
     num_violations: int = 0
@@ -39,15 +40,15 @@ class Report:
 
     def violate(self, message: str) -> None:
         self.num_violations += 1
-        if len(self.violations) < MAX_KEPT:
+        if len(self.violations) < MAX_SHOWN:
             self.violations.append(message)
             print(f"{self.part}: VIOLATION: {message}", flush=True)
 
-    def require(self, name: str, wanted: int) -> None:
-        """A part that did less than it should have is no pass."""
+    def require(self, name: str, minimum: int) -> None:
+        """Report a violation if a part did less work than it should have."""
         done = self.counts.get(name, 0)
-        if done < wanted:
-            self.violate(f"only {done:.0f} of {wanted} {name} in {self.elapsed:.0f} s")
+        if done < minimum:
+            self.violate(f"only {done:.0f} of {minimum} {name} in {self.elapsed:.0f} s")
 
     def show(self) -> None:
         counts = ", ".join(f"{value:g} {name}" for name, value in self.counts.items())
@@ -63,29 +64,26 @@ class Report:
 
 
 class Memory:
-    """Watches the resident memory of a process; it may grow by so much once it is warm."""
+    """Samples the resident memory of a process, which may grow by `bound_mib` after its warm-up."""
 
     def __init__(self, pid: int | str, bound_mib: float) -> None:
         self._pid = pid
         self._bound = bound_mib
         self.samples: list[tuple[float, float]] = []  # time, MiB
 
-    def look(self) -> None:
+    def sample(self) -> None:
         status = Path(f"/proc/{self._pid}/status").read_text()
         [kib] = re.findall(r"^VmRSS:\s+(\d+)", status, re.M)
         self.samples.append((time.monotonic(), int(kib) / 1024))
 
-    def judge(self, report: Report) -> None:
-        """The slope of the last two thirds by least squares, times their duration."""
+    def check_growth(self, report: Report) -> None:
+        """Growth is the slope of a line through the last two thirds, times their duration."""
         warm = self.samples[len(self.samples) // 3 :]
         report.counts["rss_mib"] = round(self.samples[-1][1], 1)
         if len(warm) < 3:
             return
         times, sizes = zip(*warm, strict=True)
-        mean_time, mean_size = sum(times) / len(times), sum(sizes) / len(sizes)
-        spread = sum((t - mean_time) ** 2 for t in times)
-        slope = sum((t - mean_time) * (s - mean_size) for t, s in warm) / spread
-        growth = slope * (times[-1] - times[0])
+        growth = statistics.linear_regression(times, sizes).slope * (times[-1] - times[0])
         report.counts["rss_growth_mib"] = round(growth, 2)
         if growth > self._bound:
             report.violate(f"memory grew by {growth:.1f} MiB, more than {self._bound} MiB")

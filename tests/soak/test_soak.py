@@ -1,4 +1,4 @@
-"""The soak itself must notice what it looks for."""
+"""The soak test itself must notice the violations that it looks for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from soak.kills import Answer, Choice, make_requests, take_in
+from soak.kills import Answer, Choice, add_reply, make_requests
 from soak.malformed import KINDS
 from soak.report import Memory, Report
 
@@ -14,11 +14,11 @@ from soak.report import Memory, Report
 def answer_of(*replies: dict[str, object]) -> Answer:
     answer: Answer = {}
     for reply in replies:
-        take_in(answer, reply)
+        add_reply(answer, reply)
     return answer
 
 
-def test_a_stream_and_a_plain_answer_compare_by_what_they_say() -> None:
+def test_a_stream_and_a_whole_reply_compare_by_their_content() -> None:
     scores = {"token_logprobs": [-0.5, -1.0]}
     whole = {"index": 0, "text": "ab", "token_ids": [1, 2], "logprobs": scores}
     ending = {"finish_reason": "length", "stop_reason": None}
@@ -39,7 +39,7 @@ def test_a_stream_and_a_plain_answer_compare_by_what_they_say() -> None:
         answer_of({"error": {"message": "gone"}})
 
 
-def test_every_decoding_method_is_asked_for() -> None:
+def test_every_decoding_method_is_used() -> None:
     fields = {name for _, body in make_requests(random.Random(0)) for name in body}
     assert fields >= {
         "beam_width",
@@ -59,7 +59,7 @@ def test_a_seed_makes_the_same_requests() -> None:
         assert len(set(made[0])) > 100
 
 
-def test_work_that_was_not_done_is_a_violation() -> None:
+def test_unfinished_work_is_a_violation() -> None:
     report = Report("part", 10.0)
     report.count("kills", 99)
     report.require("kills", 99)
@@ -68,10 +68,10 @@ def test_work_that_was_not_done_is_a_violation() -> None:
     assert report.num_violations == 1
 
 
-@pytest.mark.parametrize(("mib_per_look", "num_violations"), [(0.0, 0), (0.1, 0), (1.0, 1)])
-def test_memory_that_grows_is_a_violation(mib_per_look: float, num_violations: int) -> None:
+@pytest.mark.parametrize(("mib_per_sample", "num_violations"), [(0.0, 0), (0.1, 0), (1.0, 1)])
+def test_memory_that_grows_is_a_violation(mib_per_sample: float, num_violations: int) -> None:
     memory, report = Memory("self", 10.0), Report("part", 10.0)
-    # What is taken at the beginning does not count.
-    memory.samples = [(float(t), 100 * (t > 5) + mib_per_look * t) for t in range(60)]
-    memory.judge(report)
+    # Growth at the beginning does not count.
+    memory.samples = [(float(t), 100 * (t > 5) + mib_per_sample * t) for t in range(60)]
+    memory.check_growth(report)
     assert report.num_violations == num_violations
