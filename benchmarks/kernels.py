@@ -29,8 +29,9 @@ from octavo.ops.cuda.attention_prefill import prefill_attention, prefill_config
 from octavo.ops.cuda.attention_work_items import Sequences, prefill_items
 from octavo.ops.cuda.block_copy import copy_blocks
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
-from octavo.worker.device_kv_cache import DeviceKVCache
-from octavo.worker.staging import DeviceStaging
+from octavo.worker.device.cuda import CudaDevice
+from octavo.worker.kv_cache import KVCache
+from octavo.worker.staging import UploadStaging
 
 DECODES = [(64, 1024), (64, 4096), (64, 8192), (256, 1024), (256, 4096), (1, 8192)]
 SMALL_DECODES = [(1, 1024), (8, 1024)]
@@ -173,8 +174,7 @@ def measure_swaps() -> Table:
     for model, (_, kv_heads, layers, _) in MODELS.items():
         shape = (layers, kv_heads, 2, BLOCK_SIZE, HEAD_DIM)
         count = 1024 // BLOCK_SIZE
-        staging = DeviceStaging(GPU, max_num_seqs=16, max_num_tokens=1024)
-        cache = DeviceKVCache(4 * count, 4 * count, shape, torch.bfloat16, staging, GPU)
+        cache = KVCache(4 * count, 4 * count, shape, torch.bfloat16, CudaDevice(GPU))
         num_bytes = count * cache.blocks[0].nbytes
         rng = np.random.default_rng(0)
         on_device, on_host = (1 + rng.permutation(4 * count)[:count] for _ in range(2))
@@ -190,10 +190,9 @@ def measure_swaps() -> Table:
     return results
 
 
-def _swap_rate(cache: DeviceKVCache, num_bytes: int, **moves: list[tuple[int, int]]) -> float:
+def _swap_rate(cache: KVCache, num_bytes: int, **moves: list[tuple[int, int]]) -> float:
     plan = StepPlan(0, [], [], [], [], **moves)
-    cache.stage(plan)
-    return _rate(lambda: cache.move(plan), num_bytes)
+    return _rate(lambda: cache.move(plan, []), num_bytes)
 
 
 def _rate(move: Callable[[], object], num_bytes: int) -> float:
@@ -215,7 +214,7 @@ def measure_plan() -> Table:
         work = Work("llama-3-8b 32/8", num_seqs, 1024, new=1)
         lens = np.random.default_rng(0).integers(1, 1024, num_seqs).astype(np.int32)
         work.batch.context_lens.copy_(torch.from_numpy(lens))
-        staging = DeviceStaging(GPU, 256, 8192)
+        staging = UploadStaging(GPU, 256, 8192)
         batch = replace(work.batch, staging=staging)
         times = []
         for _ in range(50):

@@ -26,7 +26,7 @@ from octavo.errors import (
     OutOfMemory,
     RequestTooLong,
 )
-from octavo.worker import worker
+from octavo.worker.device import cpu
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -374,8 +374,8 @@ def test_the_program_around_an_llm_stays_as_it_was(monkeypatch: pytest.MonkeyPat
     """What octavo tunes in processes of its own is another program's business, if it is not asked
     for; a number of threads holds while octavo computes."""
     kept: list[bool] = []
-    monkeypatch.setattr(worker, "keep_freed_memory", lambda: kept.append(True))
-    monkeypatch.setattr(worker, "num_cpus", lambda: 2)
+    monkeypatch.setattr(cpu, "keep_freed_memory", lambda: kept.append(True))
+    monkeypatch.setattr(cpu, "num_cpus", lambda: 2)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
 

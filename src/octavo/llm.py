@@ -397,12 +397,12 @@ def load_engine(config: EngineConfig) -> Engine:
     Raises:
         ConfigError, ModelError, OutOfMemory: as `LLM`.
     """
-    from octavo.executor.local import LocalExecutor
+    from octavo.executor import make_executor
 
     model_config = read_model_config(resolve_model(config.model))
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
-    executor = LocalExecutor(config, model_config)
+    executor = make_executor(config, model_config)
     return Engine(executor.config, model_config, executor)
 
 

@@ -140,7 +140,7 @@ def test_what_free_blocks_hold_is_never_read(
             preemption_mode="swap",
             **options,
         )
-        kv_cache = client.engine.executor._worker._kv_cache  # type: ignore[attr-defined]
+        kv_cache = client.engine.executor._worker.runner.kv_cache  # type: ignore[attr-defined]
         kv_cache.blocks.fill_(filler)
         kv_cache.swapped.fill_(filler)
         outputs = run(client, asks)

@@ -12,12 +12,12 @@ import torch
 
 from model_zoo import model_directory, random_token_ids, reference_model
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
-from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, TableWrite
+from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, TableWrite
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.executor.base import Executor
 from octavo.executor.local import LocalExecutor
 from octavo.models.registry import read_model_config
-from octavo.worker.model_runner import ModelRunner
+from octavo.worker.input_batch import InputBatch
 
 SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
 
@@ -118,8 +118,9 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from octavo.worker import worker
+    from octavo.worker.device import cpu
 
-    monkeypatch.setattr(worker, "host_memory", lambda: 100_000)
+    monkeypatch.setattr(cpu, "host_memory", lambda: 100_000)
     monkeypatch.setattr(worker, "load_model", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(
         OutOfMemory, match=r"of 97\.66 KiB, weights take .* which leaves 0 B.* free"
@@ -143,9 +144,9 @@ def test_too_many_blocks_are_refused() -> None:
     ],
 )
 def test_dtypes(asked: str, stored: str, dtype: torch.dtype) -> None:
-    from octavo.worker.worker import resolve_dtype
+    from octavo.worker.device.cpu import CpuDevice
 
-    assert resolve_dtype(asked, stored) == dtype
+    assert CpuDevice().resolve_dtype(asked, stored) == dtype
 
 
 def test_bfloat16_runs() -> None:
@@ -158,20 +159,20 @@ def test_bfloat16_runs() -> None:
 def test_the_number_of_threads_holds_while_octavo_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from octavo.worker import worker
+    from octavo.worker.device import cpu
 
-    monkeypatch.setattr(worker, "num_cpus", lambda: 3)
+    monkeypatch.setattr(cpu, "num_cpus", lambda: 3)
     executor = make_executor(num_threads=3)
     before = torch.get_num_threads()
     assert before != 3
     seen = []
-    execute = ModelRunner.execute
+    model_input = InputBatch.model_input
 
-    def noted(runner: ModelRunner, plan: StepPlan) -> StepResult:
+    def noted(*args: Any) -> Any:
         seen.append(torch.get_num_threads())
-        return execute(runner, plan)
+        return model_input(*args)
 
-    monkeypatch.setattr(ModelRunner, "execute", noted)
+    monkeypatch.setattr(InputBatch, "model_input", noted)
     executor.submit(prompt_plan(random_token_ids(5)))
     assert seen == [3]
     assert torch.get_num_threads() == before
@@ -232,6 +233,6 @@ def test_gpus_that_are_not_served_are_refused_before_anything_is_loaded(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "octavo.worker.gpu_worker", raising=False)
+    monkeypatch.delitem(sys.modules, "octavo.worker.device.cuda", raising=False)
     with pytest.raises(ConfigError, match=words):
         make_executor(device="cuda")

@@ -1,4 +1,4 @@
-"""The sampler's kernels draw what worker/sampler.py draws."""
+"""The sampler's kernels draw what a CPU draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.ops.cuda import sampling
 from octavo.ops.cuda import sampling_candidates as candidates
 from octavo.ops.cuda.sampling import NO_TOKEN, DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import best_tokens
-from octavo.worker import sampler
+from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.sampler import SamplingBatch
 from worker.test_sampler import SPECS, make_batch, random_specs
 
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype) -
         logits = (torch.randn(len(ROWS), vocab_size, generator=generator) * 2).to(dtype)
         seeds = list(range(50, 50 + len(ROWS)))
         batch = make_batch(ROWS, seeds, positions=seeds, num_draws=[1, 3] + [1] * (len(ROWS) - 2))
-        wanted, _ = sampler.draw(logits.float(), batch)
+        wanted = CpuDrawer().draw(logits.float(), batch)
         # Rows may have a stride.
         wide = torch.empty(len(ROWS), vocab_size + 8, dtype=dtype)
         wide[:, :vocab_size] = logits
@@ -76,7 +76,7 @@ def test_draws_without_limits_are_those_of_the_cpu(device: torch.device) -> None
     for seed in range(4):
         batch = make_batch(specs, [seed] * len(specs))
         draws = replace(to_device(batch, device), is_limited=False)
-        assert torch.equal(sample(logits.to(device), draws).cpu(), sampler.draw(logits, batch)[0])
+        assert torch.equal(sample(logits.to(device), draws).cpu(), CpuDrawer().draw(logits, batch))
 
 
 def test_the_limits_keep_ties(device: torch.device) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from octavo.core.kv.specs import FullAttention, SlidingWindow, group_layers
+from octavo.config import make_config
+from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, TableWrite
 from octavo.ops import AttentionBackend, LayerSpec, load_backend
-from octavo.worker.input_batch import InputBatch
+from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.model_runner import ModelRunner
-from octavo.worker.worker import make_backend
 
 VOCAB_SIZE = 50
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -38,6 +39,19 @@ class FakeModel:
         self.positions = weights(512, size)
         self.qkv = [weights(size, size + 2 * NUM_KV_HEADS * HEAD_DIM) for _ in windows]
         self.forward_calls: list[int] = []
+        self.config = SimpleNamespace(
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM,
+            max_model_len=512,
+            vocab_size=VOCAB_SIZE,
+            hidden_size=size,
+            kv_specs=lambda: [
+                FullAttention() if window is None else SlidingWindow(window) for window in windows
+            ],
+        )
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter([self.embedding])
 
     def forward(
         self,
@@ -82,22 +96,16 @@ def make_runner(
     num_swap_blocks: int = 50,
     backend_name: str = "reference",
 ) -> tuple[ModelRunner, KVCache]:
-    specs = [
-        FullAttention() if layer.window is None else SlidingWindow(layer.window)
-        for layer in model.attention_layers
-    ]
-    layout = group_layers(specs)
-    backend_class = load_backend(backend_name)
-    block_shape = backend_class.kv_block_shape(block_size, NUM_KV_HEADS, HEAD_DIM)
-    kv_cache = KVCache(
-        num_blocks,
-        num_swap_blocks,
-        (layout.layers_per_group, *block_shape),
-        torch.float32,
+    config = make_config("fake", block_size=block_size, max_num_seqs=16)
+    runner = ModelRunner(
+        config,
+        model.config,
+        model,
+        load_backend(backend_name),
+        (num_blocks, num_swap_blocks),
+        CpuDevice(),
     )
-    backend = make_backend(backend_class, model, layout, kv_cache.blocks, block_size)
-    input_batch = InputBatch(block_size, len(layout.groups))
-    return ModelRunner(model, backend, kv_cache, input_batch, VOCAB_SIZE), kv_cache
+    return runner, runner.kv_cache
 
 
 class Driver:
@@ -171,4 +179,4 @@ class Driver:
             table_writes=writes,
         )
         self.step_id += 1
-        return self.runner.execute(plan)
+        return self.runner.submit(plan).result()

@@ -1,4 +1,4 @@
-"""What the runner of GPUs is made of, on whatever device there is."""
+"""What a runner on a GPU is made of, on a GPU or, interpreted, on this CPU."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from octavo.core.step import BlockCopy, StepPlan
 from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
 from octavo.ops.cuda.sampling import NO_TOKEN
 from octavo.worker import cascade as shared_blocks
-from octavo.worker.block_tables import DeviceTables, HostTables
-from octavo.worker.device_kv_cache import DeviceKVCache
-from octavo.worker.gpu_sampler import Choice, GpuSampler
+from octavo.worker.block_tables import BlockTables, DeviceTables, carry_out
+from octavo.worker.device.cuda import CudaDevice
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.input_batch import InputBatch
-from octavo.worker.sampler import rows_not_finite
-from octavo.worker.staging import DeviceStaging
+from octavo.worker.kv_cache import KVCache
+from octavo.worker.sampler import Choice, Sampler, rows_not_finite
+from octavo.worker.staging import UploadStaging
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
+def device_tables(
+    block_size: int, have_windows: list[bool], num_rows: int, max_blocks: int
+) -> BlockTables:
+    on_device = DeviceTables(block_size, have_windows, num_rows, max_blocks, DEVICE)
+    return BlockTables(block_size, len(have_windows), num_rows, on_device)
+
+
 def test_staged_arrays_keep_their_addresses_and_arrive_together() -> None:
-    staging = DeviceStaging(DEVICE, max_num_seqs=4, max_num_tokens=8, num_bytes=1 << 14)
+    staging = UploadStaging(DEVICE, max_num_seqs=4, max_num_tokens=8, num_bytes=1 << 14)
     seen: dict[str, set[int]] = {"a": set(), "b": set()}
     for step in range(7):
         staging.begin()
@@ -52,7 +59,7 @@ def test_the_largest_step_finds_room_in_the_staging(
     num_seqs: int, num_tokens: int, num_shapes: int
 ) -> None:
     """Shapes of layers that differ in their windows: what the runner and its parts put."""
-    staging = DeviceStaging(DEVICE, num_seqs, num_tokens, num_shapes)
+    staging = UploadStaging(DEVICE, num_seqs, num_tokens, num_shapes)
     kind = load_backend("triton")
     windows = [None, *range(32, 31 + num_shapes)]
     layers = [LayerSpec(i, 64, 8, 16, 0.25, window=each) for i, each in enumerate(windows)]
@@ -60,9 +67,9 @@ def test_the_largest_step_finds_room_in_the_staging(
     cache = torch.zeros(2, 1, *kind.kv_block_shape(16, 8, 16), device=DEVICE)
     backend = kind(layers, places, cache, 16)
     num_rows = 2 * num_seqs + 1
-    tables = DeviceTables(16, [False, True], num_rows, 4, DEVICE, staging)
-    batch = InputBatch(16, 2, num_rows, tables, staging)
-    sampler = GpuSampler(staging)
+    tables = device_tables(16, [False, True], num_rows, 4)
+    batch = InputBatch(tables, num_rows, staging)
+    sampler = Sampler(CudaDevice(DEVICE).drawer(staging), staging)
     staging.begin()
     for lens in ([num_tokens], [1] * num_seqs):
         n = len(lens)
@@ -83,13 +90,13 @@ def test_the_largest_step_finds_room_in_the_staging(
         backend.plan(attention)
     for name in ("input_ids", "positions"):
         staging.put(name, np.zeros(num_tokens, np.int64), num_tokens)
-    for name in ("rows", "last", "sampled_rows"):
+    for name in ("rows", "logits_indices", "sampled_rows"):
         staging.put(name, np.zeros(num_seqs, np.int64), num_seqs)
     sampler.stage(batch.sampling_batch([], []))
     tables.copy(np.arange(1, num_seqs + 1), np.arange(num_seqs + 1, num_rows))
     for group in range(2):
         tables.write(group, np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
-    tables.stage()
+    tables.stage(staging)
     staging.flush()
 
 
@@ -104,9 +111,9 @@ def test_rows_that_are_not_finite_are_told_apart() -> None:
 def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
     rng = random.Random(seed)
     num_rows, columns = 9, 12
-    staging = DeviceStaging(DEVICE, num_rows, 16)
-    host = HostTables(1, 2, num_rows)
-    device = DeviceTables(16, [False, False], num_rows, columns, DEVICE, staging)
+    staging = UploadStaging(DEVICE, num_rows, 16)
+    host = BlockTables(1, 2, num_rows)
+    device = device_tables(16, [False, False], num_rows, columns)
     for _ in range(40):
         # As the worker does it: forks, new rows, then entries, of which the last one holds.
         for _ in range(rng.randrange(3)):
@@ -126,12 +133,13 @@ def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
                 host.write(group, where, column, ids)
                 device.write(group, where, column, ids)
         staging.begin()
-        updates = device.stage()
+        updates = device.stage(staging)
         staging.flush()
-        device.update(updates)
-        every = np.arange(num_rows)
-        expected = host.of_step(every, np.full(num_rows, columns))
-        for mine, theirs in zip(device.of_step(every, every), expected, strict=True):
+        carry_out(updates)
+        every, ones = np.arange(num_rows), np.ones(num_rows, np.int64)
+        step = every, ones, np.full(num_rows, columns), every, np.zeros(num_rows, np.int64)
+        expected = host.of_step(*step).block_tables
+        for mine, theirs in zip(device.of_step(*step).block_tables, expected, strict=True):
             in_use = theirs != 0  # what is left of a row's earlier owner is never read
             assert torch.equal(mine.cpu()[in_use], theirs[in_use])
 
@@ -145,9 +153,7 @@ def test_shared_keys_are_those_of_the_tables_as_they_are_now(
     monkeypatch.setattr(shared_blocks, "MIN_SAVING", 1 / 8)
     rng = random.Random(seed)
     block_size, num_rows, columns = 16, 9, 40
-    tables = DeviceTables(
-        block_size, [False], num_rows, columns, DEVICE, DeviceStaging(DEVICE, 9, 16)
-    )
+    tables = device_tables(block_size, [False], num_rows, columns)
     expected = np.zeros((num_rows, columns), np.int64)
     contexts = np.zeros(num_rows, np.int64)
     fresh = iter(range(1, 10_000))
@@ -197,7 +203,10 @@ def test_shared_keys_are_those_of_the_tables_as_they_are_now(
         lens = np.ones(len(rows), np.int64)
         if rng.random() < 0.3:
             lens[rng.randrange(len(rows))] = 3
-        for keys in tables.shared(rows, lens, contexts[rows]):
+        row_of_token = rows.repeat(lens)
+        positions = np.zeros(len(row_of_token), np.int64)
+        step = tables.of_step(rows, lens, contexts[rows], row_of_token, positions)
+        for keys in step.cascade:
             assert keys is not None
             for i, (begin, end) in enumerate(zip(keys.begins, keys.ends, strict=True)):
                 members = keys.members[keys.starts[i] : keys.starts[i + 1]]
@@ -212,8 +221,8 @@ def test_shared_keys_are_those_of_the_tables_as_they_are_now(
 
 def test_blocks_move_in_the_order_of_the_plan() -> None:
     """Out, in, copies; a copy may read what a swap or another copy has just written."""
-    staging = DeviceStaging(DEVICE, 4, 16)
-    cache = DeviceKVCache(9, 9, (2, 3, 4), torch.float32, staging, DEVICE)
+    staging = UploadStaging(DEVICE, 4, 16)
+    cache = KVCache(9, 9, (2, 3, 4), torch.float32, CudaDevice(DEVICE))
     for block in range(10):
         cache.blocks[block] = block
     plan = StepPlan(
@@ -223,9 +232,9 @@ def test_blocks_move_in_the_order_of_the_plan() -> None:
         copies=[BlockCopy(7, 1, 3), BlockCopy(1, 2, 3), BlockCopy(9, 3, 1)],
     )  # fmt: skip
     staging.begin()
-    cache.stage(plan)
+    copies = cache.stage(plan.copies, staging)
     staging.flush()
-    cache.move(plan).wait()
+    cache.move(plan, copies).wait()
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert cache.blocks[:, 0, 0, 0].tolist() == [0, 2, 2, 9, 4, 5, 6, 2, 1, 9]

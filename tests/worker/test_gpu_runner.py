@@ -1,4 +1,4 @@
-"""The runner of GPUs: the CPU's tokens, in the interpreter of Triton or on a GPU.
+"""The runner on a GPU, or on this CPU by Triton's interpreter: the same tokens as on a CPU.
 
 Steps overlap, so a step is prepared before the tokens of the one before are known.
 """
@@ -33,10 +33,16 @@ from octavo.ops.cuda.attention_cascade import cascade_attention
 from octavo.ops.cuda.sampling import DeviceDraws
 from octavo.outputs import RequestOutput
 from octavo.worker import cascade as shared_blocks
-from octavo.worker import gpu_sampler
+from octavo.worker import sampler
+from octavo.worker.device import cuda_sampling
+from octavo.worker.device.cpu_sampling import CpuDrawer
+from octavo.worker.device.cuda import CudaDevice
+from octavo.worker.device.cuda_memory import largest_steps
 from octavo.worker.graphs import Graphs
 from octavo.worker.logit_edits import EditedRow
-from octavo.worker.sampler import SamplingBatch, draw
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.sampler import SamplingBatch
+from octavo.worker.worker import _refused
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -48,22 +54,19 @@ TWO_GROUPS = ("qwen2",)
 NUM_BLOCKS, NUM_SWAP_BLOCKS = 24, 24
 
 
-class Interpreted:
-    """An executor around a runner of GPUs, on whatever device there is."""
+class CudaExecutor:
+    """An executor around a runner for GPUs, on a GPU or interpreted on this CPU."""
 
     is_asynchronous = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
-        from octavo.worker.gpu_worker import make_gpu_runner
-
         model = load_model(model_config, torch.float32, DEVICE)
         most = config.scheduler.max_num_seqs
         mixed = [PaddedSizes(n, min(n, most), 16) for n in (4, 16, 24)]
         graphs = Graphs([1, 2, 4, most], mixed, DEVICE)
         num_blocks = (config.cache.num_blocks or NUM_BLOCKS, NUM_SWAP_BLOCKS)
-        self.runner = make_gpu_runner(
-            config, model_config, model, load_backend("triton"), num_blocks, graphs, DEVICE
-        )
+        device, backend = CudaDevice(DEVICE), load_backend("triton")
+        self.runner = ModelRunner(config, model_config, model, backend, num_blocks, device, graphs)
         layout = group_layers(model_config.kv_specs())
         self.capacity = KVCapacity(*num_blocks, layout, 0, None)  # type: ignore[arg-type]
 
@@ -87,7 +90,7 @@ def plain_sample(logits: torch.Tensor, draws: DeviceDraws) -> torch.Tensor:
         positions=draws.positions.numpy(),
         num_draws=np.ones(len(draws.rows), np.int64),
     )
-    return draw(logits[draws.rows].float(), batch)[0]
+    return CpuDrawer().draw(logits[draws.rows].float(), batch)
 
 
 def plain_best(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,15 +99,15 @@ def plain_best(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.T
 
 @pytest.fixture(autouse=True)
 def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter would take minutes; tests/kernels judges these kernels by themselves.
+    """The interpreter would take minutes; tests/ops tests these kernels on their own.
 
     Programs that have nothing to do take as long there as others.
     """
     if not HAS_GPU:
         for module in (triton_backend, attention_decode, attention_cascade):
             monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
-        monkeypatch.setattr(gpu_sampler, "sample", plain_sample)
-        monkeypatch.setattr(gpu_sampler, "best_tokens", plain_best)
+        monkeypatch.setattr(cuda_sampling, "sample", plain_sample)
+        monkeypatch.setattr(cuda_sampling, "best_tokens", plain_best)
     attention_decode.decode_config.cache_clear()
     attention_cascade.cascade_config.cache_clear()
     yield
@@ -127,7 +130,7 @@ def engines(name: str, num_blocks: int, mode: str) -> tuple[Engine, Engine]:
         watermark=0.0,
     )
     plain = load_engine(config)
-    overlapped = Engine(config, plain.model_config, Interpreted(config, plain.model_config))
+    overlapped = Engine(config, plain.model_config, CudaExecutor(config, plain.model_config))
     return overlapped, plain
 
 
@@ -159,7 +162,7 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
     """Greedy, seeded, several samples, beams, stops, penalties; blocks are short, and what they
     hold before they are written is of no account."""
     overlapped, plain = engines(name, 26 if name in TWO_GROUPS else 13, mode)
-    kv_cache = overlapped.executor.runner._parts.kv_cache  # type: ignore[attr-defined]
+    kv_cache = overlapped.executor.runner.kv_cache  # type: ignore[attr-defined]
     kv_cache.blocks.fill_(torch.nan)
     kv_cache.swapped.fill_(torch.nan)
     asks = [
@@ -210,21 +213,16 @@ def test_the_steps_that_memory_is_measured_with_are_the_largest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As many tokens as a step may have, and as many draws, all from copies of their logits."""
-    from octavo.worker.gpu_worker import GpuWorker
-
     overlapped, _ = engines("llama3", 13, "recompute")
     model_config = overlapped.model_config
-    worker = GpuWorker.__new__(GpuWorker)
-    worker._config, worker._model_config = overlapped.config, model_config
-    worker.layout = group_layers(model_config.kv_specs())
     copied = []
 
     def edit(logits: torch.Tensor, rows: list[EditedRow]) -> None:
         copied.append((len(logits), logits.dtype))
 
-    monkeypatch.setattr(gpu_sampler, "edit_logits", edit)
-    runner = Interpreted(overlapped.config, model_config).runner
-    prompts, draws = worker._largest_steps()
+    monkeypatch.setattr(sampler, "edit_logits", edit)
+    runner = CudaExecutor(overlapped.config, model_config).runner
+    prompts, draws = largest_steps(overlapped.config, model_config, num_groups=1)
     for plan in (prompts, draws):
         result = runner.submit(plan).result()
         assert len(result.token_ids) == len(plan.sampled)
@@ -234,8 +232,6 @@ def test_the_steps_that_memory_is_measured_with_are_the_largest(
 
 
 def test_a_device_without_room_is_an_error_of_ours() -> None:
-    from octavo.worker.gpu_worker import _refused
-
     with (
         pytest.raises(OutOfMemory, match=r"the weights do not fit .*; use less, .* says: of 8 GiB"),
         _refused("the weights", "use less"),

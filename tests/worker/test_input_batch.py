@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite
+from octavo.ops import HostStaging
+from octavo.worker.block_tables import BlockTables
 from octavo.worker.input_batch import InputBatch
 
 BLOCK_SIZE = 4
+NUM_ROWS = 256
 SPECS = [
     SamplingSpec(),
     SamplingSpec(temperature=0.0),
@@ -168,6 +171,11 @@ class PlanMaker:
                 (plan.sampled if rng.random() < 0.7 else plan.expanded).append(seq_id)
 
 
+def make_batch(num_groups: int = 1) -> InputBatch:
+    tables = BlockTables(BLOCK_SIZE, num_groups, NUM_ROWS)
+    return InputBatch(tables, NUM_ROWS, HostStaging())
+
+
 def check(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:
     inputs = batch.model_input(plan)
     attention = inputs.attention
@@ -243,7 +251,7 @@ def check_prompt_chunks(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> 
 def test_random_plans_leave_the_rows_as_a_naive_model_has_them(seed: int) -> None:
     rng = random.Random(seed)
     num_groups = rng.choice([1, 2])
-    batch = InputBatch(BLOCK_SIZE, num_groups, num_rows=rng.choice([1, 4, 64]))
+    batch = make_batch(num_groups)
     naive = NaiveRows(num_groups)
     maker = PlanMaker(naive, rng)
     for _ in range(30):
@@ -263,7 +271,7 @@ def opened(seq_id: int, length: int, spec: SamplingSpec = SPECS[0]) -> OpenedRow
 
 
 def test_a_row_that_is_opened_again_has_an_empty_table() -> None:
-    batch = InputBatch(BLOCK_SIZE, 1)
+    batch = make_batch()
     write = TableWrite(1, 0, 0, (7, 8, 9))
     batch.apply(StepPlan(0, [], [], [], [], opened=[opened(1, 12)], table_writes=[write]))
     batch.apply(StepPlan(1, [], [], [], [], closed=[1]))
@@ -277,7 +285,7 @@ def test_a_row_that_is_opened_again_has_an_empty_table() -> None:
 
 
 def test_any_integer_is_a_seed() -> None:
-    batch = InputBatch(BLOCK_SIZE, 1)
+    batch = make_batch()
     seeds = [0, -1, (1 << 63) - 1, 1 << 63, -(1 << 63), (1 << 64) + 5]
     rows = [replace(opened(i, 1), seed=seed) for i, seed in enumerate(seeds)]
     batch.apply(StepPlan(0, [], [], [], [], opened=rows))
@@ -286,7 +294,7 @@ def test_any_integer_is_a_seed() -> None:
 
 
 def test_tensors_have_the_types_that_backends_rely_on() -> None:
-    batch = InputBatch(BLOCK_SIZE, 1)
+    batch = make_batch()
     plan = StepPlan(0, [1], [3], [1], [], opened=[opened(1, 3)])
     batch.apply(plan)
     inputs = batch.model_input(plan)
@@ -316,7 +324,7 @@ def test_tensors_have_the_types_that_backends_rely_on() -> None:
     ],
 )
 def test_only_draws_that_follow_from_the_text_wait_for_it(spec: SamplingSpec, needs: bool) -> None:
-    batch = InputBatch(BLOCK_SIZE, 1)
+    batch = make_batch()
     opened = OpenedRow(7, (1, 2), 2, 0, spec, 0, 0)
     plan = StepPlan(0, [7], [2], [7], [], opened=[opened], table_writes=[TableWrite(7, 0, 0, (1,))])
     batch.apply(plan)

@@ -69,29 +69,29 @@ def test_samples_fork_after_the_prompt_and_copy_the_shared_block_on_write() -> N
     tokens = prompt(6, 4)  # one full block, and two tokens in the second
     spec = SamplingSpec(temperature=1.0)
     row = OpenedRow(0, tuple(tokens), 6, 0, spec, seed=3, sample_index=0, num_draws=3)
-    first = runner.execute(
+    first = runner.submit(
         plan(0, seq_ids=[0], num_scheduled_tokens=[6], sampled=[0], opened=[row],
              table_writes=[TableWrite(0, 0, 0, (1, 2))])
-    )  # fmt: skip
+    ).result()  # fmt: skip
     drawn = first.draws[0]
     assert len(drawn) == 3
     assert first.token_ids == drawn[:1]
 
-    second = runner.execute(
+    second = runner.submit(
         plan(1, seq_ids=[0, 11, 12], num_scheduled_tokens=[1, 1, 1], sampled=[0, 11, 12],
              forks=[Fork(0, 11, 1), Fork(0, 12, 2)],
              token_writes=TokenWrites([11, 12], [6, 6], drawn[1:]),
              table_writes=[TableWrite(11, 0, 1, (3,)), TableWrite(12, 0, 1, (4,))],
              copies=[BlockCopy(2, 3, 2), BlockCopy(2, 4, 2)])
-    )  # fmt: skip
+    ).result()  # fmt: skip
     # Each sample alone, from the prompt and its first token, gives the same second token.
     for index, token_id in enumerate(second.token_ids):
         alone, _ = make_runner(model)
         opened = OpenedRow(9, (*tokens, drawn[index]), 6, 0, spec, seed=3, sample_index=index)
-        result = alone.execute(
+        result = alone.submit(
             plan(0, seq_ids=[9], num_scheduled_tokens=[7], sampled=[9], opened=[opened],
                  table_writes=[TableWrite(9, 0, 0, (1, 2))])
-        )  # fmt: skip
+        ).result()  # fmt: skip
         assert result.token_ids == [token_id]
 
 
@@ -100,26 +100,26 @@ def test_moves_come_before_the_computation() -> None:
     model = FakeModel()
     runner, _ = make_runner(model)
     tokens, other = prompt(8, 5), prompt(8, 6)
-    runner.execute(
+    runner.submit(
         plan(0, seq_ids=[1], num_scheduled_tokens=[8], sampled=[1],
              opened=[OpenedRow(1, tuple(tokens), 8, 0, GREEDY, 0, 0)],
              table_writes=[TableWrite(1, 0, 0, (1, 2))])
-    )  # fmt: skip
-    swapping = runner.execute(
+    ).result()  # fmt: skip
+    swapping = runner.submit(
         plan(1, seq_ids=[2], num_scheduled_tokens=[8], sampled=[2], closed=[1],
              opened=[OpenedRow(2, tuple(other), 8, 0, GREEDY, 0, 0)],
              table_writes=[TableWrite(2, 0, 0, (1, 2))], swap_out=[(1, 4), (2, 7)])
-    )  # fmt: skip
+    ).result()  # fmt: skip
     assert swapping.swap_seconds > 0
     assert swapping.compute_seconds > 0
     sequence = [*tokens, greedy_reference(model, tokens, 1)[0]]
-    back = runner.execute(
+    back = runner.submit(
         plan(2, seq_ids=[1, 2], num_scheduled_tokens=[1, 1], sampled=[1, 2],
              opened=[OpenedRow(1, tuple(sequence), 8, 8, GREEDY, 0, 0)],
              table_writes=[TableWrite(1, 0, 0, (5, 6, 7)), TableWrite(2, 0, 2, (3,)),
                            TableWrite(2, 0, 0, (8,))],
              swap_in=[(4, 5), (7, 6)], copies=[BlockCopy(1, 8, 4)])
-    )  # fmt: skip
+    ).result()  # fmt: skip
     assert back.token_ids == [
         greedy_reference(model, tokens, 2)[1],
         greedy_reference(model, other, 2)[1],
@@ -129,12 +129,17 @@ def test_moves_come_before_the_computation() -> None:
 def test_a_plan_may_only_move_blocks_or_only_change_rows() -> None:
     runner, kv_cache = make_runner(FakeModel())
     kv_cache.blocks[3] = 3
-    result = runner.execute(plan(5, copies=[BlockCopy(3, 4, 4)]))
+    result = runner.submit(plan(5, copies=[BlockCopy(3, 4, 4)])).result()
     assert (result.step_id, result.token_ids, result.compute_seconds) == (5, [], 0.0)
     assert (kv_cache.blocks[4] == 3).all()
     opened = [OpenedRow(1, (1, 2), 2, 0, GREEDY, 0, 0)]
-    assert runner.execute(plan(6, opened=opened)).token_ids == []
-    assert runner.execute(plan(7, closed=[1])).token_ids == []
+    assert runner.submit(plan(6, opened=opened)).result().token_ids == []
+    assert runner.submit(plan(7, closed=[1])).result().token_ids == []
+
+
+def test_a_step_without_swapping_takes_no_swap_time() -> None:
+    runner, _ = make_runner(FakeModel())
+    assert runner.submit(plan(0, copies=[BlockCopy(1, 2, 4)])).result().swap_seconds == 0.0
 
 
 def test_a_chunk_that_does_not_end_its_prompt_draws_nothing() -> None:
@@ -151,10 +156,10 @@ def test_expanded_rows_offer_candidates_and_append_nothing() -> None:
     tokens = prompt(5, 8)
     spec = SamplingSpec(num_candidates=4)
     row = OpenedRow(1, tuple(tokens), 5, 0, spec, 0, 0)
-    result = runner.execute(
+    result = runner.submit(
         plan(0, seq_ids=[1], num_scheduled_tokens=[5], expanded=[1], opened=[row],
              table_writes=[TableWrite(1, 0, 0, (1, 2))])
-    )  # fmt: skip
+    ).result()  # fmt: skip
     expected = model.expected_logits(tokens)[-1].log_softmax(-1).topk(4)
     assert result.token_ids == []
     assert result.candidates is not None
@@ -162,11 +167,11 @@ def test_expanded_rows_offer_candidates_and_append_nothing() -> None:
     assert result.candidates.logprobs == pytest.approx(expected.values[None].numpy(), abs=1e-4)
     # Two children of the beam, the one in its place and a fork.
     best = result.candidates.token_ids[0, :2].tolist()
-    result = runner.execute(
+    result = runner.submit(
         plan(1, seq_ids=[1, 2], num_scheduled_tokens=[1, 1], expanded=[1, 2], forks=[Fork(1, 2, 0)],
              token_writes=TokenWrites([1, 2], [5, 5], best),
              table_writes=[TableWrite(2, 0, 1, (3,))], copies=[BlockCopy(2, 3, 4)])
-    )  # fmt: skip
+    ).result()  # fmt: skip
     assert result.candidates is not None
     for offered, token in zip(result.candidates.token_ids, best, strict=True):
         expected = model.expected_logits([*tokens, token])[-1].log_softmax(-1).topk(4)

@@ -1,4 +1,4 @@
-"""The device-independent parts of the worker on a GPU: the same bits, or the same tokens."""
+"""The sampler on a GPU: the same bits, or the same tokens as on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 from octavo.core.step import SamplingSpec
 from octavo.worker.randomness import uniforms
-from octavo.worker.sampler import token_weights
 from worker.test_sampler import SPECS, make_batch, random_specs, sample
 
 pytestmark = [
@@ -25,17 +24,20 @@ def test_uniforms_have_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [50, 8_192, 151_936])
-def test_weights_are_those_of_the_cpu(vocab_size: int) -> None:
-    specs = list(SPECS.values())
+def test_every_filter_leaves_the_tokens_of_the_cpu(vocab_size: int) -> None:
+    """The same uniform numbers pick the same tokens only where the weights are the same."""
+    specs = [spec for spec in SPECS.values() for _ in range(16)]
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(len(specs), vocab_size, generator=generator) * 2
-    ours = token_weights(logits.to(GPU), make_batch(specs)).cpu().double()
-    theirs = token_weights(logits.clone(), make_batch(specs)).double()
-    torch.testing.assert_close(ours / ours.sum(-1, True), theirs / theirs.sum(-1, True))
+    logits = torch.randn(len(SPECS), vocab_size, generator=generator) * 2
+    logits = logits.repeat_interleave(16, dim=0)
+    batch = make_batch(specs, positions=list(range(len(specs))))
+    ours, theirs = sample(logits.to(GPU), batch).token_ids, sample(logits, batch).token_ids
+    # exp differs in its last bit, so a draw may fall to a neighbour once in millions.
+    assert int((ours != theirs).sum()) <= 1
 
 
 @pytest.mark.parametrize("vocab_size", [50, 8_192, 151_936])
-def test_a_row_draws_the_same_token_alone_and_in_a_crowd(vocab_size: int) -> None:
+def test_drawing_is_batch_invariant(vocab_size: int) -> None:
     n = 64
     logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(2)).to(GPU) * 2
     specs = random_specs(n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,18 +12,51 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from octavo.core.step import SamplingSpec
+from octavo.config import SchedulerConfig
+from octavo.core.step import Candidates, SamplingSpec, TokenLogprobs
+from octavo.worker.device.base import Device
+from octavo.worker.device.cpu import CpuDevice
+from octavo.worker.device.cpu_sampling import WEIGHT_BITS, invert, token_weights
 from octavo.worker.logit_edits import EditedRow
-from octavo.worker.sampler import (
-    NO_TOKEN,
-    WEIGHT_BITS,
-    Sampler,
-    SamplingBatch,
-    invert,
-    token_weights,
-)
+from octavo.worker.sampler import NO_TOKEN, Sampler, SamplingBatch, rows_not_finite
 
-sample = Sampler()
+
+@dataclass(frozen=True)
+class Sampled:
+    """What was chosen, on the host; dictionaries are keyed by row."""
+
+    token_ids: Tensor
+    draws: dict[int, list[int]]
+    logprobs: dict[int, list[TokenLogprobs]]
+    candidates: Candidates | None
+    not_finite: list[int]
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
+    """What the sampler of the logits' device chooses."""
+    device: Device = CpuDevice()
+    if logits.is_cuda:
+        from octavo.worker.device.cuda import CudaDevice
+
+        device = CudaDevice(logits.device)
+    most = int(batch.num_draws.sum()) + len(batch.num_candidates)
+    staging = device.staging(SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=most), 1)
+    sampler = Sampler(device.drawer(staging), staging)
+    with torch.inference_mode():
+        staging.begin()
+        staged = sampler.stage(batch)
+        staging.flush()
+        choice = sampler(logits, staged)
+        choice.read_back(device.to_host)
+        device.moment().wait()
+    first, candidates = choice.first_tokens(), choice.candidates()
+    return Sampled(
+        torch.from_numpy(first),
+        choice.draws(),
+        choice.logprobs,
+        candidates,
+        rows_not_finite(first, candidates),
+    )
 
 
 def make_batch(
@@ -164,7 +197,7 @@ def random_specs(n: int) -> list[SamplingSpec]:
 
 
 @pytest.mark.parametrize("vocab_size", [50, 8_192, 50_257])
-def test_a_row_draws_the_same_token_alone_and_in_a_crowd(vocab_size: int) -> None:
+def test_drawing_is_batch_invariant(vocab_size: int) -> None:
     n = 24
     logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
     specs = random_specs(n)

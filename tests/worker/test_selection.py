@@ -1,4 +1,4 @@
-"""numpy's routines and torch's own give the same."""
+"""The CPU's selections, against plain Python."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.worker import selection
-from octavo.worker.selection import argmax, largest, top_p_limits
-
-
-@pytest.fixture(params=["numpy", "torch"])
-def _routines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
-        monkeypatch.setattr(selection, "_takes_numpy", lambda values: False)
+from octavo.worker.device.cpu_sampling import argmax, largest, top_p_limits
 
 
 def values_with_ties(num_rows: int, num_columns: int) -> Tensor:
@@ -21,7 +14,6 @@ def values_with_ties(num_rows: int, num_columns: int) -> Tensor:
     return torch.randint(-20, 20, (num_rows, num_columns), generator=generator).float()
 
 
-@pytest.mark.usefixtures("_routines")
 @pytest.mark.parametrize("num_columns", [1, 7, 500, 3_000])
 def test_argmax_and_largest(num_columns: int) -> None:
     values = values_with_ties(9, num_columns)
@@ -33,7 +25,6 @@ def test_argmax_and_largest(num_columns: int) -> None:
         assert largest(values, number).tolist() == expected_rows
 
 
-@pytest.mark.usefixtures("_routines")
 @pytest.mark.parametrize("num_best", [1, 4, 60, 300])
 def test_top_p_limits_do_not_depend_on_how_many_were_looked_at_first(num_best: int) -> None:
     shares = values_with_ties(40, 300).abs() * 3.5

@@ -22,8 +22,7 @@ def show_log(quiet: bool, verbose: bool) -> None:
     logger = logging.getLogger("octavo")
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     budget_level = logging.WARNING if quiet else logging.INFO
-    for worker in ("worker", "gpu_worker"):
-        logging.getLogger(f"octavo.worker.{worker}").setLevel(budget_level)
+    logging.getLogger("octavo.worker").setLevel(budget_level)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.handlers = [handler]

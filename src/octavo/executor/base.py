@@ -1,10 +1,11 @@
-"""What the engine knows of the machinery that computes: one small interface, no torch."""
+"""What the engine knows of whatever computes: one small interface, no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from octavo.config import EngineConfig
 from octavo.core.kv.specs import KVLayout
 from octavo.core.step import PendingStep, StepPlan
 from octavo.memory_budget import MemoryBudget
@@ -37,7 +38,7 @@ class Executor(Protocol):
         """Whether `submit` returns before the step is computed."""
         ...
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def submit(self, plan: StepPlan, /) -> PendingStep:
         """Carry out one step: row changes, block moves, then the computation.
 
         Steps run in the order in which they are submitted. The next one may be submitted before
@@ -47,4 +48,13 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Give everything back. A second call does nothing."""
+        ...
+
+
+class DeviceExecutor(Executor, Protocol):
+    """An executor that owns devices."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings, with those that follow from the devices."""
         ...

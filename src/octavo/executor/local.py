@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from octavo.config import EngineConfig
 from octavo.core.step import PendingStep, StepPlan
-from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
-from octavo.host_memory import limited_spinning
 from octavo.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from octavo.worker.gpu_worker import GpuWorker
-    from octavo.worker.worker import Worker
+from octavo.worker.device import find_device
 
 
 class LocalExecutor:
-    """Owns one worker and calls it directly; `config` is what was asked for, on this device."""
+    """Owns one worker."""
+
+    submit: Callable[[StepPlan], PendingStep]
+    """See Executor.submit: the runner's own, so that a step passes no frame for nothing."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         """Load the model and take the memory.
@@ -25,7 +23,12 @@ class LocalExecutor:
         Raises:
             ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do.
         """
-        self.config, self._worker = _make_worker(config, model_config)
+        device = find_device(config)
+        from octavo.worker.worker import Worker  # loads torch, as the device wants it loaded
+
+        self.config = device.adapt(config)
+        self.is_asynchronous = device.is_asynchronous
+        self._worker = Worker(self.config, model_config, device)
         budget = self._worker.budget
         self.capacity = KVCapacity(
             num_blocks=budget.num_blocks,
@@ -34,37 +37,13 @@ class LocalExecutor:
             block_bytes=budget.block_bytes,
             budget=budget,
         )
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return self._worker.is_asynchronous
-
-    def submit(self, plan: StepPlan) -> PendingStep:
-        return self._worker.submit(plan)
+        self.submit = self._worker.runner.submit
 
     def shutdown(self) -> None:
+        """See Executor.shutdown."""
+        self.submit = _refuse
         self._worker.shutdown()
 
 
-def _make_worker(
-    config: EngineConfig, model_config: ModelConfig
-) -> tuple[EngineConfig, Worker | GpuWorker]:
-    with limited_spinning():
-        import torch
-
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise ConfigError("device", "'cuda' was asked for, but PyTorch finds no NVIDIA GPU here")
-    wants_cpu = config.device == "cpu" or config.attention_backend in ("cpu", "reference")
-    if (wants_cpu and config.device != "cuda") or not has_gpu:
-        from octavo.worker.worker import Worker
-
-        return config, Worker(config, model_config)
-    from octavo.worker.device_limits import check_gpu
-
-    check_gpu(torch.version.cuda is not None, torch.cuda.get_device_capability())
-    from octavo.worker.gpu_worker import GpuWorker  # loads Triton
-
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    config = config.for_gpu(properties.total_memory)
-    return config, GpuWorker(config, model_config)
+def _refuse(plan: StepPlan) -> PendingStep:
+    raise AssertionError(f"step {plan.step_id}: the executor was shut down")

@@ -101,11 +101,23 @@ class Staging(Protocol):
         the largest length that will ever be put under this name.
         """
 
+    def begin(self) -> None:
+        """Start a new step."""
+
+    def flush(self) -> None:
+        """Upload what was put; the device computes with it from here on."""
+
 
 class HostStaging:
-    """For backends that compute on the host: nothing is copied."""
+    """For devices that compute where the arrays are: nothing is copied."""
 
     max_num_seqs = max_num_tokens = 1 << 30
+
+    def begin(self) -> None:
+        """See Staging.begin."""
+
+    def flush(self) -> None:
+        """See Staging.flush."""
 
     def put(self, name: str, values: NDArray[Any], capacity: int) -> Tensor:
         return torch.from_numpy(values)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
-from octavo.ops import AttentionBatch, HostStaging, Staging
-from octavo.worker.block_tables import BlockTables, HostTables, widen
+from octavo.ops import AttentionBatch, Staging
+from octavo.worker.block_tables import BlockTables, Update, widen
 from octavo.worker.logit_edits import EditedRow, follows_text, has_edits
 from octavo.worker.sampler import SamplingBatch
 
@@ -77,21 +77,17 @@ def at_least_one(wanted: Tensor) -> Tensor:
 class InputBatch:
     """Owns the rows of all running sequences: their tokens, block tables and sampling."""
 
-    def __init__(
-        self,
-        block_size: int,
-        num_groups: int,
-        num_rows: int = 16,
-        tables: BlockTables | None = None,
-        staging: Staging | None = None,
-    ) -> None:
-        """Rows are added as they are needed; `tables` has `num_rows` of them to begin with."""
-        self._block_size = block_size
-        self._tables = tables or HostTables(block_size, num_groups, num_rows)
-        self._num_groups = num_groups
-        self._staging = staging or HostStaging()
+    def __init__(self, tables: BlockTables, num_rows: int, staging: Staging) -> None:
+        """
+        Args:
+            tables: of as many rows.
+            num_rows: as many as may ever be open at once, and row 0, which is padding's.
+            staging: the device's, for attention.
+        """
+        self._tables = tables
+        self._staging = staging
         self._row_of: dict[int, int] = {}
-        self._free_rows = list(range(num_rows - 1, 0, -1))  # row 0 is nobody's
+        self._free_rows = list(range(num_rows - 1, 0, -1))
         self._rows = np.zeros(num_rows, _ROW)
         self._rows["num_computed"][0] = -1  # so that a token of padding has a context of 0
         self._specs: list[SamplingSpec | None] = [None] * num_rows
@@ -127,19 +123,24 @@ class InputBatch:
         positions += (num_computed - query_starts[:-1]).repeat(query_lens)
         if num_padding:
             positions[-num_padding:] = 0
+        tables = self._tables.of_step(rows, query_lens, context_lens, row_of_token, positions)
         attention = AttentionBatch(
             query_lens=torch.from_numpy(query_lens.astype(np.int32)),
             context_lens=torch.from_numpy(context_lens.astype(np.int32)),
             query_starts=torch.from_numpy(query_starts.astype(np.int32)),
             positions=torch.from_numpy(positions),
-            block_tables=self._tables.of_step(rows, context_lens),
-            slots=self._tables.slots(row_of_token, positions),
+            block_tables=tables.block_tables,
+            slots=tables.slots,
             rows=torch.from_numpy(rows.astype(np.int32)),
             staging=self._staging,
-            cascade=self._tables.shared(rows, query_lens, context_lens),
+            cascade=tables.cascade,
         )
         token_ids = self._token_ids[row_of_token, positions].astype(np.int64)
         return ModelInput(torch.from_numpy(token_ids), attention)
+
+    def stage_tables(self) -> list[Update]:
+        """See BlockTables.stage."""
+        return self._tables.stage(self._staging)
 
     def last_tokens(self, plan: StepPlan, seq_ids: Sequence[int]) -> Tensor:
         """int64 [len(seq_ids)]: where each one's last token stands among the step's tokens."""
@@ -238,8 +239,7 @@ class InputBatch:
 
     def _take_row(self, seq_id: int) -> int:
         assert seq_id not in self._row_of, f"sequence {seq_id} already has a row"
-        if not self._free_rows:
-            self._add_rows()
+        assert self._free_rows, "a plan never opens more rows than the limits allow"
         row = self._free_rows.pop()
         self._row_of[seq_id] = row
         return row
@@ -315,7 +315,7 @@ class InputBatch:
         self._rows["num_tokens"][rows] = positions + 1
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
-        for group in range(self._num_groups):
+        for group in range(self._tables.num_groups):
             here = [write for write in writes if write.group == group]
             if not here:
                 continue
@@ -326,14 +326,6 @@ class InputBatch:
             columns = np.arange(ends[-1]) + (np.array(starts) - ends + sizes).repeat(sizes)
             block_ids = np.fromiter(chain.from_iterable(blocks), np.int64, ends[-1])
             self._tables.write(group, rows, columns, block_ids)
-
-    def _add_rows(self) -> None:
-        num_rows = len(self._rows)
-        self._free_rows += range(2 * num_rows - 1, num_rows - 1, -1)
-        self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
-        self._specs += [None] * num_rows
-        self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
-        self._tables.add_rows(num_rows)
 
     def _reserve_tokens(self, num_tokens: int) -> None:
         self._token_ids = widen(self._token_ids, num_tokens)

@@ -1,4 +1,4 @@
-"""The physical blocks of both tiers on a CPU, and their moves.
+"""The physical blocks of both tiers, and their moves.
 
 One allocation per tier, block-major: a block of all layers is contiguous, so a copy or a swap of a
 block is one large move (the paper's penalty for swapping small blocks, figure 19, disappears).
@@ -6,21 +6,21 @@ block is one large move (the paper's penalty for swapping small blocks, figure 1
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
-from math import prod
-from time import perf_counter
+from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import BlockCopy, StepPlan
-from octavo.errors import OutOfMemory
-from octavo.memory_budget import format_bytes
+from octavo.ops import Staging
+from octavo.worker.device.base import Device, Moment
 
-Move = tuple[int, int]  # (source, destination) block ids
+_FIELDS = len(BlockCopy._fields)
+_STAGED_COPIES = (
+    4096  # that are uploaded with the step's other arrays; more take an upload of theirs
+)
 
 
 class KVCache:
@@ -32,6 +32,7 @@ class KVCache:
         num_swap_blocks: int,
         block_shape: Sequence[int],
         dtype: torch.dtype,
+        device: Device,
     ) -> None:
         """Allocate both tiers.
 
@@ -42,58 +43,55 @@ class KVCache:
         Raises:
             OutOfMemory: the machine does not give so much.
         """
-        # Lazy: memory is taken when a block is first written.
-        self.blocks = _zeros((num_blocks + 1, *block_shape), dtype)
-        self.swapped = _zeros((num_swap_blocks + 1, *block_shape), dtype)
+        self._device = device
+        self.blocks = device.allocate_blocks((num_blocks + 1, *block_shape), dtype)
+        self.swapped = device.allocate_swap_blocks((num_swap_blocks + 1, *block_shape), dtype)
 
-    def move(self, plan: StepPlan) -> float:
+    def stage(self, copies: Sequence[BlockCopy], staging: Staging) -> list[Tensor]:
+        """Put the copies where the next upload takes them along: int32 [n, 3] for each run of
+        them that `move` carries out at once."""
+        if not copies:
+            return []
+        runs = independent_runs(copies)
+        fields = np.array(copies, np.int32).reshape(-1)
+        if len(copies) <= _STAGED_COPIES:
+            staged = staging.put("copies", fields, _FIELDS * _STAGED_COPIES)
+        else:
+            staged = torch.from_numpy(fields).to(self.blocks.device)
+        return list(torch.split(staged.view(-1, _FIELDS), [len(run) for run in runs]))
+
+    def move(self, plan: StepPlan, copies: Sequence[Tensor]) -> Moment:
         """Carry out a plan's moves: swap out, swap in, copy; what a later one reads, an earlier
-        one may just have written. Returns the seconds that swapping took."""
-        started = perf_counter()
-        _copy_blocks(self.blocks, self.swapped, plan.swap_out)
-        _copy_blocks(self.swapped, self.blocks, plan.swap_in)
-        swap_seconds = perf_counter() - started if plan.swap_out or plan.swap_in else 0.0
-        _copy_blocks(self.blocks, self.blocks, [(c.source, c.target) for c in plan.copies])
-        return swap_seconds
+        one may just have written. `copies` is what `stage` made of the plan's. Returns the end of
+        swapping."""
+        if plan.swap_out or plan.swap_in:
+            with self._device.swapping():
+                _copy_runs(self.blocks, self.swapped, plan.swap_out)
+                _copy_runs(self.swapped, self.blocks, plan.swap_in)
+        swapped = self._device.moment()
+        for run in copies:
+            self._device.copy_blocks(self.blocks, run)
+        return swapped
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    num_bytes = prod(shape) * dtype.itemsize
-    # Fresh anonymous pages are zero without being touched; torch.zeros would write them all.
-    try:
-        memory = mmap.mmap(-1, num_bytes)
-    except (OSError, MemoryError) as error:
-        raise OutOfMemory(
-            f"{format_bytes(num_bytes)} of host memory for KV blocks cannot be had ({error}); "
-            "lower kv_cache_memory, num_blocks or swap_space"
-        ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
-
-
-def _copy_blocks(source: Tensor, target: Tensor, moves: Sequence[Move]) -> None:
-    """Copy whole blocks in the order of `moves`."""
+def _copy_runs(source: Tensor, target: Tensor, moves: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks, (source, target) ids, in their order; those that are neighbours on both sides
+    together."""
     if not moves:
         return
-    # A block is one stretch of bytes: a plain loop of memcpy takes a half to a tenth of the time of
-    # torch's indexed copies.
-    from_bytes, to_bytes = _bytes_of(source), _bytes_of(target)
-    for source_id, target_id in moves:
-        to_bytes[target_id] = from_bytes[source_id]
-
-
-def _bytes_of(blocks: Tensor) -> NDArray[np.uint8]:
-    """uint8 [num_blocks, block_bytes], the same memory."""
-    flat: NDArray[np.uint8] = blocks.view(len(blocks), -1).view(torch.uint8).numpy()
-    return flat
+    cuts = [
+        i
+        for i, (a, b) in enumerate(pairwise(moves), start=1)
+        if (b[0] - a[0], b[1] - a[1]) != (1, 1)
+    ]
+    for first, end in pairwise([0, *cuts, len(moves)]):
+        (source_id, target_id), n = moves[first], end - first
+        part = source[source_id : source_id + n]
+        target[target_id : target_id + n].copy_(part, non_blocking=True)
 
 
 def independent_runs(copies: Sequence[BlockCopy]) -> list[list[BlockCopy]]:
-    """Cut the copies where one reads or writes what an earlier one of its run wrote.
-
-    For devices that carry out a run at once (device_kv_cache.py).
-    """
+    """Cut the copies where one reads or writes what an earlier one of its run wrote."""
     runs: list[list[BlockCopy]] = [[]]
     written: set[int] = set()
     for copy in copies:

@@ -1,80 +1,411 @@
-"""Runs one plan through the model: rows, block moves, forward, sampling, result."""
+"""Runs plans through the model: rows, uploads, block moves, forward, sampling, results.
+
+There is one way for every device. `submit` puts a step's small arrays where the device finds them,
+starts all that the step needs, and returns. On a device that computes while the host goes on (a
+GPU), drawn tokens stay there for the next step, and are copied back for the host, which asks for
+them a step later; the host waits only where a row's next token follows from its text (penalties,
+bad words) and where log-probabilities were asked for.
+"""
 
 from __future__ import annotations
 
-from time import perf_counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.step import StepPlan, StepResult
+from octavo.config import EngineConfig
+from octavo.core.kv.specs import SlidingWindow, group_layers
+from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.models.base import CausalLM
-from octavo.ops import AttentionBackend
-from octavo.worker.input_batch import InputBatch, at_least_one
+from octavo.models.config import ModelConfig
+from octavo.ops import AttentionBackend, AttentionBatch, CascadeSegments, LayerPlace, PaddedSizes
+from octavo.worker.block_tables import BlockTables, DeviceTables, carry_out
+from octavo.worker.device.base import Device, Moment
+from octavo.worker.graphs import Graphs
+from octavo.worker.input_batch import Drawn, InputBatch, at_least_one
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.prompt_scores import not_finite, score_prompts
-from octavo.worker.sampler import Sampler, SamplerOutput, logits_not_finite
+from octavo.worker.sampler import (
+    Choice,
+    DrawMode,
+    Sampler,
+    StagedSampling,
+    logits_not_finite,
+    rows_not_finite,
+)
+
+Integer = TypeVar("Integer", bound=np.integer[Any])
+
+
+class Captured(NamedTuple):
+    """Which graph computes a step."""
+
+    size: int  # sequences, if each computes one token; else tokens
+    mixed: PaddedSizes | None = None  # the padded sizes of a step with prompts
+    shares: bool = False  # keys are read for several sequences at once
+
+
+class StagedStep(NamedTuple):
+    """The inputs of one step, on the device once the staging was flushed."""
+
+    captured: Captured | None  # None: no graph computes it
+    input_ids: Tensor  # int64 [num_tokens]; negative where the device alone knows the token
+    positions: Tensor  # int64 [num_tokens]
+    rows: Tensor  # int32: rows of the sequences, those with one token first
+    # int64: where the tokens stand whose logits are needed: among the step's tokens, asked of the
+    # model, or among the hidden states that it returned. Neither: these have them alone, in order.
+    logits_indices: Tensor | None
+    hidden_indices: Tensor | None
+    sampling: StagedSampling | None  # None: no row reaches its end
+    sampled_rows: Tensor | None  # int32: rows whose tokens stay on the device, perhaps with padding
 
 
 class ModelRunner:
-    """Owns the rows of the running sequences, and computes on one device."""
+    """Owns the rows of the running sequences, the tokens drawn last and the captured graphs.
+
+    Steps run in the order of `submit`.
+    """
 
     def __init__(
         self,
+        config: EngineConfig,
+        model_config: ModelConfig,
         model: CausalLM,
-        backend: AttentionBackend,
-        kv_cache: KVCache,
-        input_batch: InputBatch,
-        vocab_size: int,
+        backend_class: type[AttentionBackend],
+        num_blocks: tuple[int, int],
+        device: Device,
+        graphs: Graphs | None = None,
     ) -> None:
-        self._model = model
-        self._backend = backend
-        self._kv_cache = kv_cache
-        self._input_batch = input_batch
-        self._vocab_size = vocab_size
-        self._sampler = Sampler()
-
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        self._input_batch.apply(plan)
-        swap_seconds = self._kv_cache.move(plan)
-        result = StepResult(plan.step_id, token_ids=[], swap_seconds=swap_seconds)
-        if plan.seq_ids:
-            started = perf_counter()
-            last = self._input_batch.last_tokens(plan, plan.ending)
-            chunks = self._input_batch.prompt_chunks(plan)
-            hidden = self._forward(plan, None if chunks else at_least_one(last))
-            if chunks:
-                scores = score_prompts(self._model, hidden, chunks, self._vocab_size)
-                result.prompt_logprobs = scores
-                result.errors = logits_not_finite(not_finite(scores))
-                hidden = hidden[last]
-            self._sample(plan, hidden, result)
-            result.compute_seconds = perf_counter() - started
-        return result
-
-    def _forward(self, plan: StepPlan, wanted: Tensor | None) -> Tensor:
-        """Hidden states of the step's tokens or of the `wanted` ones, [n, hidden_size]."""
-        inputs = self._input_batch.model_input(plan)
-        positions = inputs.attention.positions
-        self._backend.plan(inputs.attention)
-        return self._model.forward(inputs.input_ids, positions, self._backend, wanted)
-
-    def _sample(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
-        """Choose the next tokens, put them into the result, and advance the rows.
-
-        hidden: [len(plan.ending), hidden_size], of their last tokens, if there are any.
         """
-        ending = plan.ending
-        output = SamplerOutput(torch.empty(0, dtype=torch.int64), {}, {}, None, [])
+        Args:
+            model: on the device.
+            num_blocks: KV blocks on the device and in the swap tier.
+            graphs: are captured now, but for steps that read shared segments.
+        """
+        scheduler, block_size = config.scheduler, config.cache.block_size
+        layout, layers = group_layers(model_config.kv_specs()), model.attention_layers
+        dtype = next(model.parameters()).dtype
+        block_shape = backend_class.kv_block_shape(
+            block_size, model_config.num_kv_heads, model_config.head_dim
+        )
+        # While rows fork, children are there before their parents have gone; row 0 is padding.
+        num_rows = 2 * scheduler.max_num_seqs + 1
+        on_device = None
+        if device.keeps_tables:
+            max_blocks = -(-model_config.max_model_len // block_size)
+            have_windows = [isinstance(group.spec, SlidingWindow) for group in layout.groups]
+            on_device = DeviceTables(
+                block_size, have_windows, num_rows, max_blocks, device.torch_device
+            )
+        tables = BlockTables(block_size, len(layout.groups), num_rows, on_device)
+        shapes = {(x.num_heads, x.num_kv_heads, x.head_dim, x.window) for x in layers}
+        places = layout.places()
+        self._device = device
+        self._model = model
+        self._vocab_size = model_config.vocab_size
+        self._staging = device.staging(scheduler, len(shapes))
+        self.kv_cache = KVCache(*num_blocks, (layout.layers_per_group, *block_shape), dtype, device)
+        self._backend = backend_class(
+            layers,
+            [LayerPlace(*places[layer.layer_id]) for layer in layers],
+            self.kv_cache.blocks,
+            block_size,
+        )
+        self._batch = InputBatch(tables, num_rows, self._staging)
+        self._sampler = Sampler(device.drawer(self._staging), self._staging)
+        self._pending = device.pending_tokens(num_rows)
+        self._under_way: StepInFlight | None = None
+        self._graphs = graphs
+        if graphs is not None:
+            # What captured steps leave: hidden states of the last tokens, and what is drawn.
+            most, place = scheduler.max_num_seqs, device.torch_device
+            self._hidden = torch.zeros((most, model_config.hidden_size), dtype=dtype, device=place)
+            self._drawn = torch.zeros(most, dtype=torch.int64, device=place)
+            self._capture(graphs)
+
+    def submit(self, plan: StepPlan) -> StepInFlight:
+        """Start a step; see Executor.submit."""
+        device, batch, staging = self._device, self._batch, self._staging
+        with torch.inference_mode(), device.computing:
+            batch.apply(plan)
+            if self._under_way is not None and batch.needs_tokens(plan):
+                self._under_way.result()
+            staging.begin()
+            chunks = batch.prompt_chunks(plan)
+            staged = self._stage(plan, bool(chunks)) if plan.seq_ids else None
+            copies = self.kv_cache.stage(plan.copies, staging)
+            updates = batch.stage_tables()
+            staging.flush()
+            carry_out(updates)
+            started = device.moment()
+            swapped = self.kv_cache.move(plan, copies)
+            choice = Choice.nothing(device.torch_device)
+            scores: dict[int, list[TokenLogprobs]] = {}
+            if staged is not None:
+                if staged.captured is None:
+                    hidden = self._forward(staged)
+                else:
+                    hidden = self._replay(staged.captured, staged)
+                scores = score_prompts(self._model, hidden, chunks, self._vocab_size)
+                if staged.sampling is not None:
+                    choice = self._choose(plan, staged, staged.sampling, hidden)
+            drawn = batch.advance(plan)
+            choice.read_back(device.to_host)
+            moments = (started, swapped, device.moment())
+            step = StepInFlight(plan, batch, drawn, choice, scores, moments)
+            if device.is_asynchronous:
+                self._under_way = step
+            else:
+                step.result()
+        return step
+
+    # ---------------------------------------------------------------- inputs
+
+    def _stage(self, plan: StepPlan, wants_all: bool) -> StagedStep:
+        """Put the step's arrays where the next upload takes them along.
+
+        wants_all: hidden states of all tokens are needed, not of the last ones alone.
+        """
+        batch, ending = self._batch, plan.ending
+        captured = None if wants_all else self._captured_as(plan)
+        decodes = captured is not None and captured.mixed is None
+        num_padding = captured.size - len(plan.seq_ids) if captured and decodes else 0
+        inputs = batch.model_input(plan, num_padding)
+        attention = inputs.attention
+        if captured is not None:
+            if attention.cascade:
+                captured = captured._replace(shares=True)
+            if captured.mixed is not None:
+                attention = replace(attention, padded=captured.mixed)
+        input_ids, positions, rows = self._stage_inputs(inputs.input_ids, attention)
+        self._backend.plan(attention)
+        logits_indices = hidden_indices = sampling = sampled_rows = None
+        if not (plan.only_decodes and ending == plan.seq_ids):
+            indices = self._stage_indices(batch.last_tokens(plan, ending), captured)
+            if decodes or wants_all:
+                hidden_indices = indices
+            else:
+                logits_indices = indices
         if ending:
-            logits = self._model.logits(hidden)
-            batch = self._input_batch.sampling_batch(plan.sampled, plan.expanded)
-            output = self._sampler(logits, batch)
-        token_ids = output.token_ids.numpy()
-        self._input_batch.fill(self._input_batch.advance(plan), token_ids)
-        result.errors |= logits_not_finite(ending[row] for row in output.not_finite)
-        result.token_ids = token_ids.tolist()
-        result.draws = {ending[row]: drawn for row, drawn in output.draws.items()}
-        result.logprobs = {ending[row]: entries for row, entries in output.logprobs.items()}
-        result.candidates = output.candidates
+            sampling = self._sampler.stage(batch.sampling_batch(plan.sampled, plan.expanded))
+            if self._pending is not None and plan.sampled:
+                padded_rows = attention.rows if decodes and plan.sampled == plan.seq_ids else None
+                sampled_rows = self._stage_sampled_rows(plan, padded_rows, sampling)
+        return StagedStep(
+            captured,
+            input_ids,
+            positions,
+            rows,
+            logits_indices,
+            hidden_indices,
+            sampling,
+            sampled_rows,
+        )
+
+    def _stage_inputs(
+        self, input_ids: Tensor, attention: AttentionBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, positions and rows, the former padded as `attention` is."""
+        staging = self._staging
+        assert attention.rows is not None, "the rows of the block tables"
+        ids, positions = input_ids.numpy(), attention.positions.numpy()
+        rows = attention.rows.numpy()
+        if attention.padded is not None:
+            ids = _padded(ids, attention.padded.num_tokens)
+            positions = _padded(positions, attention.padded.num_tokens)
+            rows = _padded(rows, attention.padded.num_singles)
+        staged_rows = staging.put("rows", rows, staging.max_num_seqs)
+        return (
+            staging.put("input_ids", ids, staging.max_num_tokens),
+            staging.put("positions", positions, staging.max_num_tokens),
+            staged_rows,
+        )
+
+    def _stage_indices(self, indices: Tensor, captured: Captured | None) -> Tensor:
+        """Where the tokens stand whose logits are needed; at least one."""
+        values = at_least_one(indices).numpy()
+        if captured is not None and captured.mixed is not None:
+            values = _padded(values, self._num_indices(captured.mixed))
+        staging = self._staging
+        return staging.put("logits_indices", values, staging.max_num_seqs)
+
+    def _stage_sampled_rows(
+        self, plan: StepPlan, padded_rows: Tensor | None, sampling: StagedSampling
+    ) -> Tensor:
+        """The rows of `plan.sampled`; padded_rows: the same with padding, if they are known."""
+        staging = self._staging
+        if padded_rows is not None:
+            rows = padded_rows.numpy()
+        else:
+            rows = self._batch.rows_of(plan.sampled).astype(np.int32)
+            if self._graphs is not None and sampling.mode is not None:
+                rows = _padded(rows, self._graphs.size_for(len(rows)))
+        return staging.put("sampled_rows", rows, staging.max_num_seqs)
+
+    # ---------------------------------------------------------------- computation
+
+    def _forward(self, staged: StagedStep) -> Tensor:
+        """Hidden states of the step's tokens, or of those at `logits_indices`: [n, hidden_size]."""
+        if self._pending is not None:
+            # Tokens that the host does not know are single, and come first.
+            num_single = min(len(staged.rows), len(staged.input_ids))
+            self._pending.fill(staged.input_ids[:num_single], staged.rows)
+        return self._model.forward(
+            staged.input_ids, staged.positions, self._backend, staged.logits_indices
+        )
+
+    def _choose(
+        self, plan: StepPlan, staged: StagedStep, sampling: StagedSampling, hidden: Tensor
+    ) -> Choice:
+        """Draw the next tokens, and keep them where the next step finds them."""
+        n, mode, graphs = len(plan.sampled), sampling.mode, self._graphs
+        ending = hidden if staged.hidden_indices is None else hidden[staged.hidden_indices]
+        ending = ending[: n + len(plan.expanded)]
+        if mode is None or graphs is None:
+            choice = self._sampler(self._model.logits(ending), sampling)
+            if self._pending is not None and staged.sampled_rows is not None:
+                self._pending.keep(choice.first, staged.sampled_rows[:n])
+            return choice
+        if hidden is not self._hidden or staged.hidden_indices is not None:
+            self._hidden[:n] = ending
+        assert staged.sampled_rows is not None, "tokens are drawn"
+        work = partial(self._draw_captured, mode, staged.sampled_rows)
+        graphs.run((mode, len(staged.sampled_rows)), work)
+        return Choice(self._drawn[:n])
+
+    # ---------------------------------------------------------------- captured steps
+
+    def _capture(self, graphs: Graphs) -> None:
+        """Capture steps of every kind and size, the largest first: the others fit into its memory.
+
+        A step that is captured while requests are served would keep them waiting. Steps that read
+        shared keys are, but their kernels are compiled here.
+        """
+        with torch.inference_mode():
+            for mixed in reversed(graphs.mixed):
+                captured = Captured(mixed.num_tokens, mixed)
+                staged = self._stage_padding(captured)
+                graphs.prepare(captured, partial(self._forward_captured, staged))
+            for size in reversed(graphs.sizes):
+                staged = self._stage_padding(Captured(size))
+                graphs.prepare(Captured(size), partial(self._forward_captured, staged))
+                assert staged.sampled_rows is not None, "those of padding"
+                for mode in get_args(DrawMode):
+                    work = partial(self._draw_captured, mode, staged.sampled_rows)
+                    graphs.prepare((mode, size), work)
+            self._forward_captured(self._stage_padding(Captured(graphs.sizes[0], shares=True)))
+
+    def _captured_as(self, plan: StepPlan) -> Captured | None:
+        """The graph that computes the plan, padded; None if no graph does."""
+        graphs, num_seqs = self._graphs, len(plan.seq_ids)
+        if graphs is None:
+            return None
+        if plan.only_decodes:
+            return Captured(graphs.size_for(num_seqs))
+        num_chunks = sum(n > 1 for n in plan.num_scheduled_tokens)
+        wanted = PaddedSizes(plan.num_tokens, num_seqs - num_chunks, num_chunks)
+        mixed = graphs.mixed_size_for(wanted)
+        return Captured(mixed.num_tokens, mixed) if mixed else None
+
+    def _num_indices(self, mixed: PaddedSizes) -> int:
+        """Logits indices of a captured step with prompts: one per sequence, at most."""
+        most = min(mixed.num_tokens, mixed.num_singles + mixed.num_chunks)
+        return min(most, self._staging.max_num_seqs)
+
+    def _stage_padding(self, captured: Captured) -> StagedStep:
+        """Upload a step that is padding alone."""
+        batch, staging = self._batch, self._staging
+        staging.begin()
+        nothing = StepPlan(-1, [], [], [], [])
+        inputs = batch.model_input(nothing, 0 if captured.mixed else captured.size)
+        attention = replace(inputs.attention, padded=captured.mixed)
+        if captured.shares:
+            empty = [CascadeSegments.empty()] * len(attention.block_tables)
+            attention = replace(attention, cascade=empty)
+        staged_inputs = self._stage_inputs(inputs.input_ids, attention)
+        self._backend.plan(attention)
+        sampling = self._sampler.stage(batch.sampling_batch([], []))
+        rows = np.zeros(staging.max_num_seqs, np.int32)
+        sampled_rows = staging.put("sampled_rows", rows, len(rows))
+        indices = staging.put("logits_indices", rows.astype(np.int64), len(rows))
+        staging.flush()
+        return StagedStep(
+            captured,
+            *staged_inputs,
+            logits_indices=indices[: self._num_indices(captured.mixed)] if captured.mixed else None,
+            hidden_indices=None,
+            sampling=sampling,
+            sampled_rows=None if captured.mixed else sampled_rows[: captured.size],
+        )
+
+    def _replay(self, captured: Captured, staged: StagedStep) -> Tensor:
+        """Run the step's graph: hidden states as `_forward` returns them, then padding."""
+        assert self._graphs is not None, "nothing is captured without them"
+        self._graphs.run(captured, partial(self._forward_captured, staged))
+        return self._hidden
+
+    def _forward_captured(self, staged: StagedStep) -> None:
+        hidden = self._forward(staged)
+        self._hidden[: len(hidden)].copy_(hidden)
+
+    def _draw_captured(self, mode: DrawMode, rows: Tensor) -> None:
+        """A token for each hidden state; rows of padding all keep theirs in row 0."""
+        size = len(rows)
+        logits = self._model.logits(self._hidden[:size])
+        token_ids = self._sampler.drawer.draw_captured(logits, mode)
+        assert self._pending is not None, "graphs are for devices that keep tokens"
+        self._pending.keep(token_ids, rows)
+        self._drawn[:size].copy_(token_ids)
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step that was started; its result can be asked for once or more."""
+
+    _plan: StepPlan
+    _batch: InputBatch
+    _drawn: Drawn
+    _choice: Choice
+    _prompt_logprobs: dict[int, list[TokenLogprobs]]
+    _moments: tuple[Moment, Moment, Moment]  # before blocks are swapped, after that, and at the end
+    _result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """Wait for the device; the rows learn what was drawn."""
+        if self._result is None:
+            self._result = self._collect()
+        return self._result
+
+    def _collect(self) -> StepResult:
+        started, swapped, ended = self._moments
+        ended.wait()
+        plan, choice = self._plan, self._choice
+        first = choice.first_tokens()
+        self._batch.fill(self._drawn, first)
+        candidates = choice.candidates()
+        ids = plan.ending
+        failed = [ids[row] for row in rows_not_finite(first, candidates)]
+        swaps = bool(plan.swap_out or plan.swap_in)
+        return StepResult(
+            plan.step_id,
+            first.tolist(),
+            draws={ids[row]: tokens for row, tokens in choice.draws().items()},
+            candidates=candidates,
+            logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
+            prompt_logprobs=self._prompt_logprobs,
+            errors=logits_not_finite([*not_finite(self._prompt_logprobs), *failed]),
+            compute_seconds=ended.seconds_since(swapped) if plan.seq_ids else 0.0,
+            swap_seconds=swapped.seconds_since(started) if swaps else 0.0,
+        )
+
+
+def _padded(values: NDArray[Integer], length: int) -> NDArray[Integer]:
+    """The first `length` values, with zeros behind them if there are fewer."""
+    if len(values) >= length:
+        return values[:length]
+    return np.concatenate([values, np.zeros(length - len(values), values.dtype)])

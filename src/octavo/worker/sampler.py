@@ -1,21 +1,19 @@
-"""Turns logits into tokens, on the device of the logits.
+"""Turns logits into tokens, on the device of the logits, without waiting for it.
 
 Order of a row's filters: penalties, bias and masks (logit_edits.py), temperature, min_p, top_k,
-top_p. Each filter sees what the ones before it left over. Where tokens tie at a filter's limit, all
-of them stay, so that what is kept depends on the row's values alone.
+top_p. Each filter sees what the ones before it left over. Rows are drawn by the device's own
+routines (`Drawer`), which all give the same tokens; whatever surrounds that is here.
 
 A row is not finite if it holds NaN or +inf, or nothing but -inf. It gets NO_TOKEN; the others are
 drawn as if it were not there.
-
-A token is drawn by inverting the cumulative distribution at one uniform number. The weights are
-rounded to integers, whose sums are exact in any order: a row's token does not depend on which rows
-share its batch, nor on how a device adds up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,20 +22,15 @@ from torch import Tensor
 
 from octavo.core.step import Candidates, TokenLogprobs
 from octavo.errors import LogitsNotFinite, RequestFailed
+from octavo.ops import Staging
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
-from octavo.worker.randomness import uniforms
-from octavo.worker.selection import argmax, largest, top_p_limits
+
+Int64s = NDArray[np.int64]
+# Every row's most likely token; or by temperature and min_p; or by top_k and top_p besides.
+DrawMode = Literal["greedy", "random", "limited"]
 
 NO_TOKEN = -1
-# The most likely token of a row weighs 2 ** 40; 2 ** 22 tokens of that weight still fit into int64.
-WEIGHT_BITS = 40
-# exp(_NEVER) * 2 ** WEIGHT_BITS rounds to 0. exp takes several times longer where it underflows.
-_NEVER = -60.0
-_NUM_BEST = 1024  # most likely tokens that are looked at before a row is sorted
-_CHUNK = 128  # tokens that are summed up before the search; any size gives the same token
-_MAX_DRAWS_AT_ONCE = 256
-_SLICE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # logits worked on at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,138 +50,257 @@ class SamplingBatch:
     num_logprobs: dict[int, int] = field(default_factory=dict)  # row -> how many most likely tokens
     num_candidates: list[int] = field(default_factory=list)  # of each expanded row
 
+    @property
+    def owners(self) -> Int64s | None:
+        """int64 [num_draws]: the row of each draw, ascending; None if every row draws once."""
+        num_draws = self.num_draws[: self.num_sampled]
+        if (num_draws == 1).all():
+            return None
+        return np.arange(self.num_sampled).repeat(num_draws)
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """What was drawn; dictionaries are keyed by row and hold only rows that asked."""
+    @property
+    def mode(self) -> DrawMode:
+        """What it takes to draw for all sampled rows."""
+        n = self.num_sampled
+        is_random = self.temperature[:n] > 0
+        if not is_random.any():
+            return "greedy"
+        has_limits = (self.top_k[:n] > 0) | (self.top_p[:n] < 1)
+        return "limited" if (is_random & has_limits).any() else "random"
 
-    token_ids: Tensor  # int64 [num_sampled], the first draw of each row, or NO_TOKEN
-    draws: dict[int, list[int]]  # rows with several draws
-    logprobs: dict[int, list[TokenLogprobs]]  # one entry per draw
-    candidates: Candidates | None  # of the expanded rows, if there are any
-    not_finite: list[int]  # rows
+    def subset(self, rows: Int64s) -> SamplingBatch:
+        """How some of the rows are drawn, edited or not."""
+        return SamplingBatch(len(rows), *(getattr(self, name)[rows] for name in _ROW_FIELDS))
+
+
+_ROW_FIELDS = [each.name for each in fields(SamplingBatch)[1:9]]  # those with an entry per row
+
+
+class Drawer(ABC):
+    """A device's routines that draw tokens. What `stage` returns is known to the device alone."""
+
+    @abstractmethod
+    def rows_at_once(self, vocab_size: int) -> int:
+        """Into how many rows logits are cut that are copied in float32."""
+
+    @abstractmethod
+    def stage(self, batch: SamplingBatch, owners: Int64s | None, mode: DrawMode) -> Any:
+        """Put where the next upload takes it along how the sampled rows are drawn."""
+
+    @abstractmethod
+    def select(self, draws: Any, rows: Int64s, index: Tensor, owners: Int64s) -> Any:
+        """A part of what was staged, for logits of `rows` alone.
+
+        Args:
+            rows: int64 [n], ascending.
+            index: int64 [num_draws] on the device: the rows' draws.
+            owners: int64 [num_draws]: for each of them the place of its row in `rows`.
+        """
+
+    @abstractmethod
+    def draw(self, logits: Tensor, draws: Any) -> Tensor:
+        """int64 [num_draws]: row by row from logits, floating [num_rows, vocab_size], which are
+        left unchanged; NO_TOKEN for rows that are not finite."""
+
+    def draw_captured(self, logits: Tensor, mode: DrawMode) -> Tensor:
+        """A token for each row, int64 [num_rows], by what is staged when the kernels run; for
+        devices with graphs. Rows beyond those that were staged get tokens of no meaning."""
+        raise NotImplementedError
+
+    def best_tokens(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """See best_of, without edits."""
+        return best_of(logits, number)
+
+
+class StagedSampling(NamedTuple):
+    """How a step's logits become tokens, ready to be uploaded."""
+
+    batch: SamplingBatch
+    draws: Any  # the device's; None if no row draws
+    owners: Int64s | None  # see SamplingBatch
+    firsts: tuple[Int64s, Tensor] | None  # see Choice
+    mode: DrawMode | None  # None: there is more to do than to draw a token for each row
+
+
+class Choice:
+    """What a step has chosen, on the device and, after `read_back`, soon on the host."""
+
+    def __init__(self, token_ids: Tensor, firsts: tuple[Int64s, Tensor] | None = None) -> None:
+        """token_ids int64 [num_draws], row by row.
+
+        `firsts`: where each row's draws begin, on host and device; None: each row has one.
+        """
+        self._token_ids = token_ids
+        self._best: tuple[Tensor, Tensor] | None = None
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}  # one entry per draw
+        self._firsts = None if firsts is None else firsts[0]
+        self._device_firsts = None if firsts is None else firsts[1]
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> Choice:
+        """The choice of a step in which no row reaches its end."""
+        return cls(torch.zeros(0, dtype=torch.int64, device=device))
+
+    @property
+    def first(self) -> Tensor:
+        """int64 [num_sampled] on the device: the first draw of each row."""
+        if self._device_firsts is None:
+            return self._token_ids
+        return self._token_ids[self._device_firsts]
+
+    def expand(self, logprobs: Tensor, token_ids: Tensor) -> None:
+        """Keep the candidates of expanded rows, best first: [num_rows, n] each."""
+        self._best = (logprobs, token_ids)
+
+    def read_back(self, to_host: Callable[[Tensor], Tensor]) -> None:
+        """Start the copies to the host."""
+        self._token_ids = to_host(self._token_ids)
+        if self._best is not None:
+            self._best = (to_host(self._best[0]), to_host(self._best[1]))
+
+    # After `read_back`, once the device has come so far.
+
+    def first_tokens(self) -> Int64s:
+        """int64 [num_sampled]; negative for a row that is not finite."""
+        tokens: Int64s = self._token_ids.numpy()
+        return tokens if self._firsts is None else tokens[self._firsts]
+
+    def draws(self) -> dict[int, list[int]]:
+        """All draws of rows with several."""
+        if self._firsts is None:
+            return {}
+        tokens = self._token_ids.tolist()
+        ends = np.append(self._firsts[1:], len(tokens)).tolist()
+        pairs = zip(self._firsts.tolist(), ends, strict=True)
+        return {row: tokens[a:b] for row, (a, b) in enumerate(pairs) if b - a > 1}
+
+    def candidates(self) -> Candidates | None:
+        """Those of the expanded rows, if there are any.
+
+        The first log-probability of a row that is not finite is not either.
+        """
+        if self._best is None:
+            return None
+        logprobs, token_ids = self._best
+        return Candidates(token_ids.long().numpy(), logprobs.double().numpy())
 
 
 class Sampler:
-    """Holds no state: equal logits and equal batches give equal tokens."""
+    """Chooses the tokens of one step after another; equal logits and batches give equal tokens."""
 
-    @torch.inference_mode()
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+    def __init__(self, drawer: Drawer, staging: Staging) -> None:
+        self.drawer = drawer
+        self._staging = staging
+
+    def stage(self, batch: SamplingBatch) -> StagedSampling:
+        """Put where the next upload takes it along how rows of logits become tokens."""
+        if not batch.num_sampled and batch.num_candidates:
+            return StagedSampling(batch, None, None, None, None)
+        owners, mode, firsts = batch.owners, batch.mode, None
+        draws = self.drawer.stage(batch, owners, mode)
+        if owners is not None:
+            begins = np.searchsorted(owners, np.arange(batch.num_sampled))
+            firsts = (begins, self._staging.put("draws.firsts", begins, self._staging.max_num_seqs))
+        is_plain = not (
+            batch.edited or batch.num_logprobs or batch.num_candidates or owners is not None
+        )
+        return StagedSampling(batch, draws, owners, firsts, mode if is_plain else None)
+
+    def __call__(self, logits: Tensor, staged: StagedSampling) -> Choice:
         """Choose the next tokens.
 
         Args:
             logits: floating [num_rows, vocab_size], left unchanged: sampled rows, then expanded.
         """
-        token_ids, draws = self._draw(logits, batch)
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        if batch.num_logprobs:
-            rows = [row for row in batch.num_logprobs if row < batch.num_sampled]
-            num_top = [batch.num_logprobs[row] for row in rows]
-            first = token_ids.tolist()
-            chosen = [draws.get(row, [first[row]]) for row in rows]
-            logprobs = dict(zip(rows, gather_logprobs(logits, rows, chosen, num_top), strict=True))
-        candidates = self._expand(logits, batch)
-        not_finite = rows_not_finite(token_ids.cpu().numpy(), candidates)
-        return SamplerOutput(token_ids, draws, logprobs, candidates, not_finite)
+        batch, n = staged.batch, staged.batch.num_sampled
+        if staged.draws is None:
+            choice = Choice.nothing(logits.device)
+        else:
+            token_ids = self.drawer.draw(logits[:n], staged.draws)
+            edited = [edit for edit in batch.edited if edit.index < n]
+            if edited:
+                self._redraw(token_ids, logits, staged, edited)
+            choice = Choice(token_ids, staged.firsts)
+            if batch.num_logprobs:
+                choice.logprobs = _score(logits, staged, token_ids)
+        if batch.num_candidates:
+            choice.expand(*self._expand(logits[n:], batch))
+        return choice
 
-    def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, dict[int, list[int]]]:
-        n, device = batch.num_sampled, logits.device
-        several = batch.num_draws[:n] > 1
-        is_worked = (batch.temperature[:n] > 0) | several
-        is_worked[[row.index for row in batch.edited if row.index < n]] = True
-        worked = np.flatnonzero(is_worked)
-        if len(worked) == 0:
-            return most_likely(logits[:n]), {}
+    def _redraw(
+        self, token_ids: Tensor, logits: Tensor, staged: StagedSampling, edited: Sequence[EditedRow]
+    ) -> None:
+        """Draw again for rows whose logits are not taken as they are."""
+        size = self.drawer.rows_at_once(logits.shape[1])
+        for begin in range(0, len(edited), size):
+            part = edited[begin : begin + size]
+            rows = np.array([edit.index for edit in part])
+            copy = logits[torch.from_numpy(rows).to(logits.device)].float()
+            edit_logits(copy, [replace(edit, index=i) for i, edit in enumerate(part)])
+            where, places = draws_of(rows, staged.owners)
+            index = torch.from_numpy(where).to(logits.device)
+            draws = self.drawer.select(staged.draws, rows, index, places)
+            drawn = self.drawer.draw(copy, draws)
+            # No mask hides that the logits, as they were, are not finite.
+            token_ids[index] = drawn.where(token_ids[index] >= 0, token_ids[index])
 
-        token_ids = torch.empty(n, dtype=torch.int64, device=device)
-        if len(worked) < n:
-            plain = torch.from_numpy(np.flatnonzero(~is_worked)).to(device)
-            token_ids[plain] = most_likely(logits[plain])
-        draws: dict[int, list[int]] = {}
-        for rows in _slices(worked, logits):
-            sub = _select(logits, rows)
-            edit_visibly(sub, _edits_of(batch, rows))
-            drawn, owners = draw(sub, _subset(batch, rows))
-            firsts = np.searchsorted(owners, np.arange(len(rows)))
-            places = torch.from_numpy(rows).to(device)
-            token_ids[places] = drawn[torch.from_numpy(firsts).to(device)]
-            for index in np.flatnonzero(several[rows]).tolist():
-                end = firsts[index] + int(batch.num_draws[rows[index]])
-                draws[int(rows[index])] = drawn[firsts[index] : end].tolist()
-        return token_ids, draws
-
-    def _expand(self, logits: Tensor, batch: SamplingBatch) -> Candidates | None:
-        """The best next tokens of each expanded row by log-probability, best first.
-
-        As in transformers' beam search, edits act on log-probabilities, without renormalising.
-        Those of a row that is not finite are all NaN, which no mask hides.
-        """
-        if not batch.num_candidates:
-            return None
+    def _expand(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+        """See best_of, for all expanded rows."""
         number = min(max(batch.num_candidates), logits.shape[1])
-        expanded = np.arange(batch.num_sampled, batch.num_sampled + len(batch.num_candidates))
+        size = self.drawer.rows_at_once(logits.shape[1])
         found = []
-        for rows in _slices(expanded, logits):
-            scores = _select(logits, rows).log_softmax(dim=-1)
-            edit_logits(scores, _edits_of(batch, rows))
-            found.append(scores.topk(number, dim=-1))
-        values, indices = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return candidates_of(values, indices)
+        for begin in range(0, len(logits), size):
+            first = batch.num_sampled + begin
+            edits = [
+                replace(edit, index=edit.index - first)
+                for edit in batch.edited
+                if first <= edit.index < first + size
+            ]
+            part = logits[begin : begin + size]
+            found.append(
+                best_of(part, number, edits) if edits else self.drawer.best_tokens(part, number)
+            )
+        if len(found) == 1:
+            return found[0]
+        values, indices = zip(*found, strict=True)
+        return torch.cat(values), torch.cat(indices)
 
 
-def draw(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, NDArray[np.int64]]:
-    """Draw `num_draws` tokens of each row, all rows from their own distribution.
+def best_of(logits: Tensor, number: int, edits: Sequence[EditedRow] = ()) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids of each row's best next tokens, best first: [num_rows, number].
 
-    Args:
-        logits: float32 [num_rows, vocab_size], edited already.
-
-    Returns:
-        int64 [num_draws in all], and for each draw the row it belongs to, ascending. NO_TOKEN is
-        drawn of rows that are not finite.
+    As in transformers' beam search, edits act on log-probabilities, without renormalising. Those of
+    a row that is not finite are all NaN, which no mask hides.
     """
-    owners = np.repeat(np.arange(len(batch.num_draws)), batch.num_draws)
-    device = logits.device
-    is_random = batch.temperature > 0
-    if not is_random.any():
-        return most_likely(logits)[torch.from_numpy(owners).to(device)], owners
-
-    # The i-th draw of a row is the first draw of the request's i-th next sample.
-    number = np.arange(len(owners)) - np.searchsorted(owners, owners)
-    noise = uniforms(
-        torch.from_numpy(batch.seeds[owners]).to(device),
-        torch.from_numpy(batch.sample_indices[owners] + number).to(device),
-        torch.from_numpy(batch.positions[owners]).to(device),
-    )
-    owner_ids = torch.from_numpy(owners).to(device)
-    drawn = invert(token_weights(logits, batch), owner_ids, noise)
-    if not is_random.all():
-        greedy = torch.from_numpy(~is_random).to(device)
-        drawn = torch.where(greedy[owner_ids], most_likely(logits)[owner_ids], drawn)
-    return drawn, owners
+    scores = logits.float().log_softmax(dim=-1)
+    edit_logits(scores, edits)
+    best = scores.topk(number, dim=-1)
+    return best.values, best.indices
 
 
-def most_likely(logits: Tensor) -> Tensor:
-    """int64 [num_rows]: the token of each row's largest logit, the lowest of equal ones, or
-    NO_TOKEN."""
-    best = argmax(logits)
-    # A row's largest value is NaN if any of its values is, so these tell of all, at no cost.
-    is_finite = logits.gather(1, best.unsqueeze(1)).isfinite().squeeze(1)
-    return best.masked_fill_(~is_finite, NO_TOKEN)
+def draws_of(rows: Int64s, owners: Int64s | None) -> tuple[Int64s, Int64s]:
+    """Which draws belong to `rows` (ascending), and for each of them the place of its row there."""
+    if owners is None:
+        return rows, np.arange(len(rows))
+    where = np.flatnonzero(np.isin(owners, rows))
+    return where, np.searchsorted(rows, owners[where])
 
 
-def edit_visibly(logits: Tensor, edits: list[EditedRow]) -> None:
-    """`edit_logits`, but that no mask hides that a row is not finite: it is NaN afterwards."""
-    if not edits:
-        return
-    rows = torch.tensor([edit.index for edit in edits], device=logits.device)
-    is_finite = logits[rows].amax(dim=-1).isfinite()
-    edit_logits(logits, edits)
-    if not is_finite.all():
-        logits[rows[~is_finite]] = torch.nan
+def _score(
+    logits: Tensor, staged: StagedSampling, token_ids: Tensor
+) -> dict[int, list[TokenLogprobs]]:
+    """The log-probabilities of rows that asked for them; waits for what was drawn."""
+    batch = staged.batch
+    rows = [row for row in batch.num_logprobs if row < batch.num_sampled]
+    tokens = np.maximum(token_ids.cpu().numpy(), 0)
+    chosen = [tokens[draws_of(np.array([row]), staged.owners)[0]].tolist() for row in rows]
+    num_top = [batch.num_logprobs[row] for row in rows]
+    return dict(zip(rows, gather_logprobs(logits, rows, chosen, num_top), strict=True))
 
 
-def rows_not_finite(token_ids: NDArray[np.int64], candidates: Candidates | None) -> list[int]:
-    """Of what was drawn, one token a row, and of the candidates of the rows behind them."""
+def rows_not_finite(token_ids: Int64s, candidates: Candidates | None) -> list[int]:
+    """Rows that are not finite, by what was drawn, one token per row, and by the candidates of the
+    rows behind them."""
     rows: list[int] = np.flatnonzero(token_ids < 0).tolist()
     if candidates is not None:
         is_finite = np.isfinite(candidates.logprobs[:, 0])
@@ -203,127 +315,3 @@ def logits_not_finite(seq_ids: Iterable[int]) -> dict[int, RequestFailed]:
         "too large for their dtype"
     )
     return {seq_id: LogitsNotFinite(message) for seq_id in seq_ids}
-
-
-def candidates_of(logprobs: Tensor, token_ids: Tensor) -> Candidates:
-    """Of tensors [num_rows, n], best first; the first log-probability of a row that is not finite
-    is not either."""
-    return Candidates(token_ids.long().cpu().numpy(), logprobs.double().cpu().numpy())
-
-
-def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Each token's share of its row's distribution after all filters, as an integer.
-
-    Args:
-        logits: float32 [num_rows, vocab_size]; a row of temperature 0 gets weights of no meaning.
-
-    Returns:
-        int64 [num_rows, vocab_size], at most 2 ** WEIGHT_BITS each; 0 for tokens filtered out, and
-        for all tokens of a row that is not finite.
-    """
-    device = logits.device
-    temperature = np.where(batch.temperature > 0, batch.temperature, np.float32(1))
-    top = logits.amax(dim=-1, keepdim=True)
-    scaled = logits - top  # at most 0: any temperature is safe
-    scaled /= torch.from_numpy(temperature).to(device).unsqueeze(1)
-    is_finite = top.isfinite()
-    if not is_finite.all():
-        scaled.masked_fill_(~is_finite, _NEVER)
-
-    top_k = np.where(batch.top_k > 0, np.minimum(batch.top_k, logits.shape[1]), 0)
-    needs_top_p = bool((batch.top_p < 1).any())
-    best = scaled[:, :0]  # each row's largest values, in descending order
-    if top_k.any() or needs_top_p:
-        best = largest(scaled, max(_NUM_BEST, int(top_k.max())))
-    # A weight is exp(scaled), so min_p, relative to the most likely token, is a limit on scaled.
-    if top_k.any() or batch.min_p.any():
-        with np.errstate(divide="ignore"):
-            limits = torch.from_numpy(np.log(batch.min_p)).to(device).unsqueeze(1)
-        if top_k.any():
-            places = torch.from_numpy(np.maximum(top_k - 1, 0)).to(device).unsqueeze(1)
-            is_off = torch.from_numpy(top_k == 0).to(device).unsqueeze(1)
-            kth = best.gather(1, places).masked_fill_(is_off, -torch.inf)
-            limits = torch.maximum(limits, kth)
-        scaled.masked_fill_(scaled < limits, _NEVER)
-    shares = _to_shares(scaled)
-    weights = shares.to(torch.int64)
-    if needs_top_p:
-        limits = top_p_limits(shares, weights, _to_shares(best), batch.top_p)
-        weights.masked_fill_(shares < limits.unsqueeze(1), 0)
-    return weights
-
-
-def _to_shares(scaled: Tensor) -> Tensor:
-    """exp(scaled) * 2 ** WEIGHT_BITS, in place."""
-    return scaled.clamp_(min=_NEVER).exp_().mul_(2.0**WEIGHT_BITS)
-
-
-def invert(weights: Tensor, owners: Tensor, noise: Tensor) -> Tensor:
-    """The token at which the cumulative weights of its row first exceed noise * total.
-
-    Args:
-        weights: int64 [num_rows, vocab_size].
-        owners: int64 [num_draws], rows of weights.
-        noise: float64 [num_draws] in [0, 1).
-
-    Returns:
-        int64 [num_draws]; NO_TOKEN of a row without weights.
-    """
-    vocab_size = weights.shape[1]
-    padding = -vocab_size % _CHUNK
-    if padding:
-        weights = torch.nn.functional.pad(weights, (0, padding))
-    chunks = weights.view(weights.shape[0], -1, _CHUNK)
-    ends = chunks.sum(dim=-1).cumsum(dim=-1)  # [num_rows, num_chunks]
-    drawn = []
-    for first in range(0, len(owners), _MAX_DRAWS_AT_ONCE):
-        rows = owners[first : first + _MAX_DRAWS_AT_ONCE]
-        row_ends = ends[rows]
-        # Less than the total even when rounded: noise is at most 1 - 2 ** -53.
-        totals = row_ends[:, -1]
-        target = noise[first : first + _MAX_DRAWS_AT_ONCE] * totals
-        target = target.to(torch.int64).unsqueeze(1)
-        chunk = (row_ends <= target).sum(dim=-1).clamp_(max=row_ends.shape[1] - 1)
-        inside = chunks[rows, chunk].cumsum(dim=-1)  # [num_draws, _CHUNK]
-        before = row_ends.gather(1, chunk.unsqueeze(1)) - inside[:, -1:]
-        token_ids = chunk * _CHUNK + (inside <= target - before).sum(dim=-1)
-        drawn.append(token_ids.masked_fill_(totals == 0, NO_TOKEN))
-    return torch.cat(drawn)
-
-
-def _slices(rows: NDArray[np.int64], logits: Tensor) -> Iterator[NDArray[np.int64]]:
-    """The rows in parts that are small enough to be worked on at once."""
-    limit = _SLICE_ELEMENTS.get(logits.device.type, 1 << 26)
-    size = max(1, limit // logits.shape[1])
-    for first in range(0, len(rows), size):
-        yield rows[first : first + size]
-
-
-def _select(values: Tensor, rows: NDArray[np.int64]) -> Tensor:
-    """A float32 copy of the given rows."""
-    picked = values.index_select(0, torch.from_numpy(rows).to(values.device))
-    return picked.float()
-
-
-def _edits_of(batch: SamplingBatch, rows: NDArray[np.int64]) -> list[EditedRow]:
-    """The edits of the given rows (ascending), which are renumbered from 0."""
-    place = {row: index for index, row in enumerate(rows.tolist())}
-    return [
-        replace(edited, index=place[edited.index])
-        for edited in batch.edited
-        if edited.index in place
-    ]
-
-
-def _subset(batch: SamplingBatch, rows: NDArray[np.int64]) -> SamplingBatch:
-    return SamplingBatch(
-        num_sampled=len(rows),
-        temperature=batch.temperature[rows],
-        top_k=batch.top_k[rows],
-        top_p=batch.top_p[rows],
-        min_p=batch.min_p[rows],
-        seeds=batch.seeds[rows],
-        sample_indices=batch.sample_indices[rows],
-        positions=batch.positions[rows],
-        num_draws=batch.num_draws[rows],
-    )

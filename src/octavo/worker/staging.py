@@ -1,4 +1,4 @@
-"""How a step's small arrays reach the device: packed on the host, in one copy."""
+"""How a step's small arrays reach a GPU: packed on the host, in one upload."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_NUM_BUFFERS = 3  # of the host: steps that may be prepared before the first of them is copied
+_NUM_BUFFERS = 3  # on the host: steps that may be prepared before the first one is uploaded
 _ALIGNMENT = 256  # bytes
-# What is left over is never copied.
-_FIXED_BYTES = 16 << 20  # changes of tables, and what does not grow with the step
+# What is left over is never uploaded.
+_FIXED_BYTES = 16 << 20  # table updates, and what does not grow with the step
 _SEQ_BYTES = 256  # per sequence: rows, and how to draw
 _TOKEN_BYTES = 32  # per token: ids and positions
-# Attention's work items, for each shape of layers: these and a constant number.
+# Attention's work items, for each shape of layers: a constant part, and per sequence and token.
 _SHAPE_BYTES, _SHAPE_SEQ_BYTES, _SHAPE_TOKEN_BYTES = 128 << 10, 128, 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    hosts: list[NDArray[Any]]  # a pinned buffer's part each
+    hosts: list[NDArray[Any]]  # its part of each pinned buffer
     device: Tensor
     capacity: int
-    end: int  # of its bytes in the buffers
-    views: dict[int, Tensor]  # heads of `device` by their length: making one takes microseconds
+    end: int  # offset in the buffers, bytes
+    views: dict[int, Tensor]  # of the first n values, by n: making one takes microseconds
 
 
-class DeviceStaging:
-    """Owns a buffer on the device and its twins in pinned memory.
+class UploadStaging:
+    """Owns a buffer on the device and as large ones in pinned memory.
 
     A step calls `begin`, `put` for each of its arrays, and `flush`. A name keeps its place for
-    good, so captured graphs find the arrays of any step. The copy runs in the order of the stream:
-    behind the kernels of the step before, which may still read what it replaces.
+    good, so captured graphs find the arrays of any step. The upload runs in stream order: behind
+    the kernels of the step before, which may still read what it replaces.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DeviceStaging:
             device: where the arrays are needed.
             max_num_seqs, max_num_tokens: of the largest step.
             num_shapes: different shapes of attention layers, each with work items of its own.
-            num_bytes: of a buffer. None: what the arrays of the largest step take, and more.
+            num_bytes: size of a buffer. None: what the arrays of the largest step take, and more.
         """
         if num_bytes is None:
             num_bytes = (
@@ -78,7 +78,7 @@ class DeviceStaging:
         self._used = 0
 
     def begin(self) -> None:
-        """Start a new step: take the next buffer, once it is no longer being copied."""
+        """Start a new step: take the next buffer, once it is no longer being uploaded."""
         self._current = (self._current + 1) % _NUM_BUFFERS
         self._used = 0
         if self._copied:
@@ -101,13 +101,13 @@ class DeviceStaging:
         return view
 
     def padded(self, name: str, length: int) -> Tensor:
-        """The head of what has been put under `name`; beyond the last values, older ones."""
+        """The first `length` values under `name`; beyond those that were put last, older ones."""
         region = self._regions[name]
         assert length <= region.capacity, f"{name}: {length} is beyond {region.capacity}"
         return region.device[:length]
 
     def flush(self) -> None:
-        """Copy what was put; the device computes with it from here on."""
+        """See Staging.flush."""
         used = self._used
         self._device[:used].copy_(self._hosts[self._current][:used], non_blocking=True)
         if self._copied:

@@ -1,0 +1,61 @@
+"""The devices that a worker can compute on. Loads no torch until one is looked for, and no Triton
+before a GPU was found fit."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.host_memory import limited_spinning
+
+if TYPE_CHECKING:
+    from octavo.worker.device.base import Device
+
+LEAST_CAPABILITY = (8, 0)  # Ampere: Triton supports no older one, nor do these multiply bfloat16
+
+
+def find_device(config: EngineConfig) -> Device:
+    """The device that `config` asks for, or the best one of this machine.
+
+    Raises:
+        ConfigError: there is no such device, it is not supported, or it cannot do what was asked.
+    """
+    with limited_spinning():
+        import torch
+
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError("device", "'cuda' was asked for, but PyTorch finds no NVIDIA GPU here")
+    wants_cpu = config.device == "cpu" or config.attention_backend in ("cpu", "reference")
+    if (wants_cpu and config.device != "cuda") or not has_gpu:
+        from octavo.worker.device.cpu import CpuDevice
+
+        return CpuDevice(config.num_threads)
+    check_gpu(torch.version.cuda is not None, torch.cuda.get_device_capability())
+    from octavo.worker.device.cuda import CudaDevice  # loads Triton
+
+    return CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+
+
+def check_gpu(is_nvidia: bool, capability: tuple[int, int]) -> None:
+    """Check a GPU before anything is loaded.
+
+    Args:
+        is_nvidia: whether this PyTorch is built for NVIDIA's GPUs.
+        capability: the GPU's compute capability.
+
+    Raises:
+        ConfigError: it is not supported, or Triton is missing.
+    """
+    instead = "device='cpu' computes without it"
+    if not is_nvidia:
+        raise ConfigError("device", f"of GPUs only NVIDIA's are served; {instead}")
+    if capability < LEAST_CAPABILITY:
+        has, least = (".".join(map(str, numbers)) for numbers in (capability, LEAST_CAPABILITY))
+        raise ConfigError(
+            "device", f"this GPU has compute capability {has}, and {least} is needed; {instead}"
+        )
+    if find_spec("triton") is None:
+        raise ConfigError("device", "a GPU needs Triton: pip install triton")

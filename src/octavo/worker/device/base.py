@@ -1,0 +1,212 @@
+"""What differs between a CPU and a GPU. Everything else in the worker is written once."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.config import EngineConfig, SchedulerConfig
+from octavo.core.step import PendingStep, StepPlan
+from octavo.errors import ConfigError
+from octavo.memory_budget import (
+    FixedMemory,
+    KVShape,
+    MemoryBudget,
+    check_asked_length,
+    plan_memory,
+)
+from octavo.models.config import ModelConfig
+from octavo.ops import BACKENDS, AttentionBackend, HostStaging, Staging, load_backend
+from octavo.worker.graphs import Graphs
+from octavo.worker.sampler import Drawer
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """See ModelRunner."""
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """See Executor.submit."""
+        ...
+
+
+# Called with the numbers of KV blocks and swap blocks, and the graphs to capture.
+MakeRunner = Callable[[int, int, Graphs | None], Runner]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Moment:
+    """A point in the device's work: the end of what it had been given when this was made."""
+
+    __slots__ = ("_event", "_time")
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        """`event`: recorded just now; None: whatever was called is done."""
+        self._event = event
+        self._time = perf_counter()
+
+    def wait(self) -> None:
+        """Return when the device has reached it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Seconds of the device's time; both moments must have been reached."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class PendingTokens(Protocol):
+    """Owns the token drawn last for each row, where the next step finds it before the host does."""
+
+    def fill(self, input_ids: Tensor, rows: Tensor) -> None:
+        """Replace input_ids[i], int64 [n], by the token of rows[i], int32, where it is negative."""
+
+    def keep(self, token_ids: Tensor, rows: Tensor) -> None:
+        """Remember token_ids[i] for rows[i]; int64 and int32 [n]. Only row 0 may repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an engine needs memory for."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    shape: KVShape
+    dtype: torch.dtype
+
+    def plan(
+        self, fixed: FixedMemory, total: int, kv_cache: int, swap_limit: int | None = None
+    ) -> MemoryBudget:
+        """See plan_memory. Raises OutOfMemory also if no sequence of the max_model_len that was
+        asked for fits."""
+        budget = plan_memory(self.config.cache, self.shape, fixed, total, kv_cache, swap_limit)
+        check_asked_length(budget, self.shape, self.config)
+        logger.info("memory budget:\n%s", budget)
+        return budget
+
+
+class Device(ABC):
+    """One CPU or one GPU: its memory, clock and kernels, and how steps reach it.
+
+    Where nothing else is said here, a device computes in the host's memory, and is done with a step
+    when its call returns.
+    """
+
+    torch_device: torch.device
+    is_asynchronous = False
+    """Whether steps compute while the host goes on."""
+    keeps_tables = False
+    """Whether attention reads block tables that stay on the device."""
+    computing: AbstractContextManager[object] = nullcontext()
+    """To be entered around whatever computes."""
+
+    def adapt(self, config: EngineConfig) -> EngineConfig:
+        """The settings, with those that follow from the device."""
+        return config
+
+    @abstractmethod
+    def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
+        """What a model is computed in whose files are in `stored`; `asked` may be "auto".
+
+        Raises:
+            ConfigError: the device does not compute in what was asked for.
+        """
+
+    @abstractmethod
+    def resolve_backend(self, name: str) -> type[AttentionBackend]:
+        """The attention backend of that name; "auto" is the device's fastest.
+
+        Raises:
+            ConfigError: there is no such backend, or it does not run here.
+        """
+
+    # ---------------------------------------------------------------- memory
+
+    @abstractmethod
+    def plan_memory(self, demand: Demand) -> MemoryBudget | None:
+        """The budget, before anything large is taken; None if `measure_memory` decides.
+
+        Raises:
+            OutOfMemory: what is needed cannot fit; names settings that do.
+        """
+
+    def measure_memory(self, demand: Demand, make_runner: MakeRunner) -> MemoryBudget:
+        """The budget by the largest steps, run with the loaded model; raises as `plan_memory`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeroed KV blocks to compute with: [num_blocks, ...].
+
+        Raises:
+            OutOfMemory: the machine does not give so much.
+        """
+
+    def allocate_swap_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Blocks of the swap tier, in host memory; raises as `allocate_blocks`."""
+        return self.allocate_blocks(shape, dtype)
+
+    @abstractmethod
+    def settle(self, owns_process: bool) -> None:
+        """All that lives as long as the engine was made; steps follow.
+
+        owns_process: settings of the whole process may be changed for them.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give memory that was freed back to the machine."""
+
+    # ---------------------------------------------------------------- steps
+
+    def moment(self) -> Moment:
+        """The end of all that the device has been given so far."""
+        return Moment()
+
+    def staging(self, scheduler: SchedulerConfig, num_shapes: int) -> Staging:
+        """For steps of these sizes, of a model with `num_shapes` shapes of attention layers."""
+        return HostStaging()
+
+    @abstractmethod
+    def drawer(self, staging: Staging) -> Drawer:
+        """How tokens are drawn; `staging` is the device's own."""
+
+    def pending_tokens(self, num_rows: int) -> PendingTokens | None:
+        """None if the host knows each token before it submits the next step."""
+        return None
+
+    def graphs(self, scheduler: SchedulerConfig) -> Graphs | None:
+        """Graphs for steps of every size; None if the device has none."""
+        return None
+
+    def swapping(self) -> AbstractContextManager[object]:
+        """To be entered around copies between the tiers."""
+        return nullcontext()
+
+    @abstractmethod
+    def copy_blocks(self, blocks: Tensor, copies: Tensor) -> None:
+        """Carry out copies that do not depend on each other: int32 [n, 3], BlockCopy's fields."""
+
+    def to_host(self, values: Tensor) -> Tensor:
+        """A tensor of the host that holds `values` once the device has come so far."""
+        return values
+
+
+def load_named_backend(name: str) -> type[AttentionBackend]:
+    """Raises ConfigError if there is no backend of that name."""
+    if name not in BACKENDS:
+        choices = ", ".join(["auto", *sorted(BACKENDS)])
+        raise ConfigError("attention_backend", f"{name!r} is not one of {choices}")
+    return load_backend(name)

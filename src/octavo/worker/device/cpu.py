@@ -1,0 +1,121 @@
+"""A CPU: memory is taken when it is written, and a step is done when its call returns."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.errors import ConfigError, OutOfMemory
+from octavo.host_memory import host_memory, keep_freed_memory, num_cpus, return_freed_memory
+from octavo.memory_budget import (
+    CPU_CACHE_LIMIT,
+    CPU_CACHE_SHARE,
+    FixedMemory,
+    MemoryBudget,
+    estimate_activations,
+    format_bytes,
+)
+from octavo.ops import AttentionBackend, Staging
+from octavo.worker.device.base import DTYPES, Demand, Device, load_named_backend
+from octavo.worker.device.cpu_sampling import CpuDrawer
+
+
+class CpuDevice(Device):
+    """The CPUs that this process may use."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        """num_threads: with how many torch computes here; None: as many as it does anyway.
+
+        Raises:
+            ConfigError: more threads than CPUs: each would take memory and wait its turn, and
+                OpenMP ends the process where it can make no more.
+        """
+        available = num_cpus()
+        if num_threads is not None:
+            if num_threads > available:
+                raise ConfigError(
+                    "num_threads",
+                    f"{num_threads} is more than the {available} CPUs that this process may use",
+                )
+            self.computing = _TorchThreads(num_threads)
+
+    def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
+        """See Device.resolve_dtype. Where the files are in float16, "auto" is float32."""
+        if asked == "float16":
+            raise ConfigError("dtype", "float16 is not served on a CPU; use bfloat16 or float32")
+        if asked == "auto":
+            return torch.bfloat16 if stored == "bfloat16" else torch.float32
+        return DTYPES[asked]
+
+    def resolve_backend(self, name: str) -> type[AttentionBackend]:
+        if name == "triton":
+            raise ConfigError("attention_backend", "'triton' runs on a GPU, and this is a CPU")
+        return load_named_backend("cpu" if name == "auto" else name)
+
+    def plan_memory(self, demand: Demand) -> MemoryBudget:
+        """See Device.plan_memory: by an estimate; weights and both tiers share the host's RAM."""
+        model, dtype_bytes = demand.model_config, demand.dtype.itemsize
+        weights = model.weight_bytes(dtype_bytes)
+        if model.tied_embeddings:
+            # A table to look up, and the same once more packed for the projection to logits.
+            weights += model.head.num_parameters * dtype_bytes
+        activations = estimate_activations(model, demand.config.scheduler, dtype_bytes)
+        fixed, total = FixedMemory(weights, activations), host_memory()
+        default = min(CPU_CACHE_LIMIT, int(CPU_CACHE_SHARE * (total - fixed.total)))
+        return demand.plan(fixed, total, default)
+
+    def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See Device.allocate_blocks. Memory is taken when a block is first written."""
+        num_bytes = prod(shape) * dtype.itemsize
+        # Fresh anonymous pages are zero without being touched; torch.zeros would write them all.
+        try:
+            memory = mmap.mmap(-1, num_bytes)
+        except (OSError, MemoryError) as error:
+            raise OutOfMemory(
+                f"{format_bytes(num_bytes)} of host memory for KV blocks cannot be had ({error}); "
+                "lower kv_cache_memory, num_blocks or swap_space"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+    def release(self) -> None:
+        return_freed_memory()
+
+    def settle(self, owns_process: bool) -> None:
+        self.release()
+        if owns_process:
+            keep_freed_memory()
+
+    def drawer(self, staging: Staging) -> CpuDrawer:
+        return CpuDrawer()
+
+    def copy_blocks(self, blocks: Tensor, copies: Tensor) -> None:
+        # A block is one stretch of bytes: a plain loop of memcpy takes a half to a tenth of the
+        # time of torch's indexed copies.
+        block_bytes = blocks.view(len(blocks), -1).view(torch.uint8).numpy()
+        for source, target, _ in copies.tolist():
+            np.copyto(block_bytes[target], block_bytes[source])
+
+
+class _TorchThreads:
+    """A context in which torch computes with `count` threads; then with as many as before."""
+
+    def __init__(self, count: int) -> None:
+        self._count = self._before = count
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        if self._before != self._count:
+            torch.set_num_threads(self._count)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != self._count:
+            torch.set_num_threads(self._before)

@@ -1,0 +1,165 @@
+"""One GPU: steps compute while the host prepares the next ones.
+
+On a CPU the same code runs Triton's kernels through the interpreter and its graphs uncaptured, one
+call after the other. Only tests do that.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from octavo.config import EngineConfig, SchedulerConfig
+from octavo.errors import ConfigError, OutOfMemory
+from octavo.memory_budget import MemoryBudget, format_bytes
+from octavo.ops import AttentionBackend, Staging
+from octavo.ops.cuda.block_copy import copy_blocks
+from octavo.ops.cuda.pending_tokens import fill_pending, keep_tokens
+from octavo.worker.device.base import (
+    DTYPES,
+    Demand,
+    Device,
+    MakeRunner,
+    Moment,
+    load_named_backend,
+)
+from octavo.worker.device.cuda_memory import free_memory, measure_memory, release_cached
+from octavo.worker.device.cuda_sampling import CudaDrawer
+from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
+from octavo.worker.staging import UploadStaging
+
+
+class CudaDevice(Device):
+    """An NVIDIA GPU of this machine."""
+
+    is_asynchronous = True
+    keeps_tables = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._is_gpu = torch_device.type == "cuda"
+        self._total_memory = 0  # bytes that this process may take
+        self._swap_stream: torch.cuda.Stream | None = None
+        if self._is_gpu:
+            self._swap_stream = torch.cuda.Stream(torch_device)  # type: ignore[no-untyped-call]
+
+    def adapt(self, config: EngineConfig) -> EngineConfig:
+        """See Device.adapt: a large GPU takes larger steps."""
+        return config.for_gpu(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
+        return DTYPES[stored if asked == "auto" else asked]
+
+    def resolve_backend(self, name: str) -> type[AttentionBackend]:
+        backend = load_named_backend("triton" if name == "auto" else name)
+        if name not in ("auto", "triton"):
+            raise ConfigError(
+                "attention_backend", f"{name!r} does not run on a GPU; there is: triton"
+            )
+        return backend
+
+    # ---------------------------------------------------------------- memory
+
+    def plan_memory(self, demand: Demand) -> None:
+        """See Device.plan_memory: only whether the weights fit."""
+        self._total_memory = free_memory(demand.config.cache, self.torch_device)
+        weights = demand.model_config.weight_bytes(demand.dtype.itemsize)
+        if weights > self._total_memory:
+            raise OutOfMemory(
+                f"the weights take {format_bytes(weights)} in {demand.dtype}, but this process may "
+                f"take {format_bytes(self._total_memory)}; use a smaller model or dtype, raise "
+                "gpu_memory_utilization, or free memory on the device"
+            )
+
+    def measure_memory(self, demand: Demand, make_runner: MakeRunner) -> MemoryBudget:
+        graphs = self.graphs(demand.config.scheduler) if demand.config.cuda_graphs else None
+        return measure_memory(demand, make_runner, self._total_memory, self.torch_device, graphs)
+
+    def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # Kernels read whole tiles and mask what lies behind a sequence: that must be finite.
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def allocate_swap_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See Device.allocate_swap_blocks: pinned, and not zeroed."""
+        try:
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._is_gpu)
+        except RuntimeError as error:
+            size = format_bytes(torch.Size(shape).numel() * dtype.itemsize)
+            raise OutOfMemory(
+                f"{size} of pinned host memory for swapped blocks cannot be had; lower swap_space"
+            ) from error
+
+    def settle(self, owns_process: bool) -> None:
+        gc.collect()
+        if owns_process:
+            gc.freeze()  # what has been made lives as long as the engine: nothing to collect in it
+
+    def release(self) -> None:
+        release_cached()
+
+    # ---------------------------------------------------------------- steps
+
+    def moment(self) -> Moment:
+        if not self._is_gpu:
+            return Moment()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return Moment(event)
+
+    def staging(self, scheduler: SchedulerConfig, num_shapes: int) -> UploadStaging:
+        most_seqs, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        return UploadStaging(self.torch_device, most_seqs, most_tokens, num_shapes)
+
+    def drawer(self, staging: Staging) -> CudaDrawer:
+        assert isinstance(staging, UploadStaging), "the device's own"
+        return CudaDrawer(staging)
+
+    def pending_tokens(self, num_rows: int) -> CudaPendingTokens:
+        return CudaPendingTokens(num_rows, self.torch_device)
+
+    def graphs(self, scheduler: SchedulerConfig) -> Graphs:
+        sizes = graph_sizes(scheduler.max_num_seqs)
+        mixed = mixed_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        return Graphs(sizes, mixed, self.torch_device)
+
+    @contextmanager
+    def swapping(self) -> Iterator[None]:
+        """See Device.swapping: behind the steps before, which may still write these blocks, and
+        before this one, on a stream of its own."""
+        stream = self._swap_stream
+        if stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.torch_device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+    def copy_blocks(self, blocks: Tensor, copies: Tensor) -> None:
+        copy_blocks(blocks, copies)
+
+    def to_host(self, values: Tensor) -> Tensor:
+        if not self._is_gpu:
+            return values.clone()  # the next step draws into the same place
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return host.copy_(values, non_blocking=True)
+
+
+class CudaPendingTokens:
+    """See PendingTokens; row 0 is padding's."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._last = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def fill(self, input_ids: Tensor, rows: Tensor) -> None:
+        """See PendingTokens.fill."""
+        fill_pending(input_ids, rows, self._last)
+
+    def keep(self, token_ids: Tensor, rows: Tensor) -> None:
+        """See PendingTokens.keep."""
+        keep_tokens(token_ids, rows, self._last)

@@ -1,0 +1,85 @@
+"""How a GPU draws tokens: by kernels that read the logits as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.ops.cuda.sampling import DeviceDraws, sample
+from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, best_tokens
+from octavo.worker.sampler import Drawer, DrawMode, Int64s, SamplingBatch, best_of
+from octavo.worker.staging import UploadStaging
+
+# Fields of DeviceDraws that say how a token is drawn.
+_SETTINGS = ("temperature", "top_k", "top_p", "log_min_p", "seeds", "sample_indices", "positions")
+
+
+class CudaDrawer(Drawer):
+    """See Drawer; what it stages are DeviceDraws."""
+
+    def __init__(self, staging: UploadStaging) -> None:
+        self._staging = staging
+        self._each_row: Tensor | None = None
+
+    def rows_at_once(self, vocab_size: int) -> int:
+        """See Drawer.rows_at_once: all of them."""
+        return self._staging.max_num_seqs
+
+    def stage(self, batch: SamplingBatch, owners: Int64s | None, mode: DrawMode) -> DeviceDraws:
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(batch.min_p)
+        rows: Int64s = np.arange(batch.num_sampled)
+        of_draw: slice | Int64s = slice(batch.num_sampled)
+        sample_indices = batch.sample_indices[of_draw]
+        if owners is not None:
+            rows = of_draw = owners
+            # The j-th draw of a row is for its j-th next sample.
+            number = np.arange(len(owners)) - np.searchsorted(owners, owners)
+            sample_indices = batch.sample_indices[owners] + number
+        return DeviceDraws(
+            self._put("rows", rows),
+            self._put("temperature", batch.temperature[of_draw]),
+            self._put("top_k", batch.top_k[of_draw]),
+            self._put("top_p", batch.top_p[of_draw]),
+            self._put("log_min_p", log_min_p[of_draw]),
+            self._put("seeds", batch.seeds[of_draw]),
+            self._put("sample_indices", sample_indices),
+            self._put("positions", batch.positions[of_draw]),
+            is_greedy=mode == "greedy",
+            is_limited=mode == "limited",
+        )
+
+    def select(
+        self, draws: DeviceDraws, rows: Int64s, index: Tensor, owners: Int64s
+    ) -> DeviceDraws:
+        return DeviceDraws(
+            torch.from_numpy(owners).to(index.device),
+            **{name: getattr(draws, name)[index] for name in _SETTINGS},
+            is_greedy=draws.is_greedy,
+            is_limited=draws.is_limited,
+        )
+
+    def draw(self, logits: Tensor, draws: DeviceDraws) -> Tensor:
+        return sample(logits, draws)
+
+    def draw_captured(self, logits: Tensor, mode: DrawMode) -> Tensor:
+        n = len(logits)
+        if self._each_row is None:
+            self._each_row = torch.arange(self._staging.max_num_seqs, device=logits.device)
+        draws = DeviceDraws(
+            self._each_row[:n],
+            **{name: self._staging.padded(f"draws.{name}", n) for name in _SETTINGS},
+            is_greedy=mode == "greedy",
+            is_limited=mode == "limited",
+        )
+        return sample(logits, draws)
+
+    def best_tokens(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        return (best_tokens if number <= MAX_CANDIDATES else best_of)(logits, number)
+
+    def _put(self, name: str, values: NDArray[Any]) -> Tensor:
+        return self._staging.put(f"draws.{name}", values, self._staging.max_num_seqs)
