@@ -17,7 +17,6 @@ import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig, make_config
 from octavo.core.kv.specs import FullAttention, group_layers
-from octavo.core.step import PendingStep, StepPlan
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
 from octavo.errors import OutOfMemory
@@ -30,7 +29,8 @@ from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_cascade as attention_cascade
 from octavo.ops.cuda import attention_decode
 from octavo.ops.cuda.attention_cascade import cascade_attention
-from octavo.ops.cuda.sampling import DeviceDraws
+from octavo.ops.cuda.sampling import DeviceDraws, sample
+from octavo.ops.cuda.sampling_candidates import best_tokens
 from octavo.outputs import RequestOutput
 from octavo.worker import cascade as shared_blocks
 from octavo.worker import sampler
@@ -59,19 +59,19 @@ class CudaExecutor:
 
     is_asynchronous = True
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, has_graphs: bool = True
+    ) -> None:
         model = load_model(model_config, torch.float32, DEVICE)
         most = config.scheduler.max_num_seqs
         mixed = [PaddedSizes(n, min(n, most), 16) for n in (4, 16, 24)]
-        graphs = Graphs([1, 2, 4, most], mixed, DEVICE)
+        graphs = Graphs([1, 2, 4, most], mixed, DEVICE) if has_graphs else None
         num_blocks = (config.cache.num_blocks or NUM_BLOCKS, NUM_SWAP_BLOCKS)
         device, backend = CudaDevice(DEVICE), load_backend("triton")
         self.runner = ModelRunner(config, model_config, model, backend, num_blocks, device, graphs)
         layout = group_layers(model_config.kv_specs())
         self.capacity = KVCapacity(*num_blocks, layout, 0, None)  # type: ignore[arg-type]
-
-    def submit(self, plan: StepPlan) -> PendingStep:
-        return self.runner.submit(plan)
+        self.submit = self.runner.submit
 
     def shutdown(self) -> None:
         pass
@@ -183,6 +183,21 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
     assert [entry.logprob for entry in mine] == pytest.approx([e.logprob for e in theirs], rel=1e-4)
     assert sum(overlapped.scheduler.num_preemptions.values()) > 0
     assert overlapped.kv.pool.num_held == 0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_the_sampler_draws_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of each mode, an edited row and candidates, in steps that overlap."""
+    monkeypatch.setattr(cuda_sampling, "sample", sample)
+    monkeypatch.setattr(cuda_sampling, "best_tokens", best_tokens)
+    overlapped, plain = engines.__wrapped__("llama3", 24, "recompute")
+    asks = [
+        (prompt(5, 2), SamplingParams(temperature=1, seed=3, max_tokens=3)),
+        (prompt(7, 3), SamplingParams(temperature=1, seed=4, n=2, max_tokens=2, top_p=0.9)),
+        (prompt(3, 5), SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.5)),
+        (prompt(4, 4), BeamSearchParams(beam_width=2, max_tokens=2)),
+    ]
+    assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
 
 
 @pytest.mark.parametrize("name", model_zoo.NAMES if HAS_GPU else ["llama3"])
