@@ -251,7 +251,7 @@ def _lowered(message: str) -> str:
 
 def _check_num_nodes(data: bytes) -> None:
     """ApiError 400 if the body has more nodes than may be decoded at once."""
-    if sum(map(data.count, (b"[", b"{", b":"))) <= MAX_NODES:
+    if len(data) <= MAX_NODES or sum(map(data.count, (b"[", b"{", b":"))) <= MAX_NODES:
         return
     unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
     count = 0
