@@ -50,6 +50,7 @@ def step_seconds(num_seqs: int, num_blocks: int, num_steps: int) -> float:
         start = perf_counter()
         plan = scheduler.schedule()
         middle = perf_counter()
+        assert plan is not None
         result = StepResult(plan.step_id, [7] * len(plan.sampled))
         resumed = perf_counter()
         scheduler.update(plan, result)
@@ -130,7 +131,7 @@ def unseen_requests(num_cached: int) -> Scheduler:
 
 
 def side_by_side(
-    cases: dict[str, Callable[[], Scheduler]], num_rounds: int, max_steps: int
+    cases: Mapping[str, Callable[[], Scheduler]], num_rounds: int, max_steps: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each step's schedule and update, the fastest of several rounds.
 

@@ -10,12 +10,12 @@ over the seeds; where both round alike, either may be ahead by chance. Prints a 
 line; the exit status is 1 if octavo is worse in any cell.
 
     PYTHONPATH=src python benchmarks/logits_error.py                       # on this machine's CPU
-    PYTHONPATH=src python benchmarks/logits_error.py --device cuda --parts all --times
+    PYTHONPATH=src python benchmarks/logits_error.py --device cuda --partial-sums all --times
 
-`--parts` chooses how a GPU keeps the split-K partial sums that a norm adds up (ops/cuda/linear.py).
-Several choices are compared side by side: float32, bfloat16, and "halved", which is float32 with
-half as many partial sums. `--torch transformers` uses that library's models as torch's forward; by
-default the forward is written out below, with the same roundings.
+`--partial-sums` chooses how a GPU keeps the split-K partial sums that a norm adds up
+(ops/cuda/linear.py). Several choices are compared side by side: float32, bfloat16, and "halved",
+which is float32 with half as many partial sums. `--torch transformers` uses that library's models
+as torch's forward; by default the forward is written out below, with the same roundings.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BLOCK_SIZE = 16
 NUM_STANDARD_ERRORS, MARGIN = 3, 0.02
 WINDOW = 20  # Mistral's
 # Split-K partial sums: their dtype, and the divisor of their number.
-PARTS = {
+PARTIAL_SUMS = {
     "float32": (torch.float32, 1),
     "bfloat16": (torch.bfloat16, 1),
     "halved": (torch.float32, 2),
@@ -423,9 +423,9 @@ def measure_family(
             ids = torch.randint(VOCAB_SIZE, shape, generator=generator).to(device)
             expected = run_cell(reference, ids, decodes)
             rows = {"torch": run_cell(peer, ids, decodes)}
-            for part in args.parts:
-                with parts_in(part):
-                    rows[f"octavo ({part} parts)" if part else "octavo"] = run_cell(
+            for kind in args.partial_sums:
+                with partial_sums_in(kind):
+                    rows[f"octavo ({kind} partial sums)" if kind else "octavo"] = run_cell(
                         octavo, ids, decodes
                     )
             unit = 100 / expected.std().item()
@@ -437,25 +437,25 @@ def measure_family(
 
 
 @contextmanager
-def parts_in(name: str) -> Iterator[None]:
-    """Make the GPU keep split-K partial sums as PARTS says; "" for a CPU, which has none."""
+def partial_sums_in(name: str) -> Iterator[None]:
+    """Make the GPU keep split-K partial sums as PARTIAL_SUMS says; "" for a CPU, which has none."""
     if not name:
         yield
         return
     from octavo.ops.cuda import linear
 
-    dtype, divisor = PARTS[name]
-    before, choose = linear.PARTS_DTYPE, linear.choose_tiles
+    dtype, divisor = PARTIAL_SUMS[name]
+    before, choose = linear.PARTIAL_DTYPE, linear.choose_tiles
 
     def fewer(*shape: int) -> Any:
         tiles = choose(*shape)
-        return tiles and replace(tiles, shares=max(1, tiles.shares // divisor))
+        return tiles and replace(tiles, splits=max(1, tiles.splits // divisor))
 
-    linear.PARTS_DTYPE, linear.choose_tiles = dtype, fewer
+    linear.PARTIAL_DTYPE, linear.choose_tiles = dtype, fewer
     try:
         yield
     finally:
-        linear.PARTS_DTYPE, linear.choose_tiles = before, choose
+        linear.PARTIAL_DTYPE, linear.choose_tiles = before, choose
 
 
 def is_worse(ours: Sequence[float], theirs: Sequence[float]) -> bool:
@@ -487,8 +487,8 @@ def show(family: str, errors: Errors) -> int:
     return num_worse
 
 
-def layer_times(parts: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """Microseconds per layer without attention (dense_kernels.py): model -> tokens -> parts."""
+def layer_times(kinds: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
+    """Microseconds per layer without attention: model -> tokens -> kind of partial sums."""
     import dense_kernels as dense
 
     result: dict[str, dict[str, dict[str, float]]] = {}
@@ -497,9 +497,9 @@ def layer_times(parts: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
         result[model] = {}
         for count in (8, 16, 32, 64, 128, 256, 384, 512):
             times = {}
-            for part in parts:
-                with parts_in(part):
-                    times[part] = dense.Layers(model, weights, count).octavo_time()
+            for kind in kinds:
+                with partial_sums_in(kind):
+                    times[kind] = dense.Layers(model, weights, count).octavo_time()
             result[model][str(count)] = times
         print(f"{model}: {result[model]}", flush=True)
     return result
@@ -511,19 +511,26 @@ def main() -> int:
     parser.add_argument("--scale", choices=tuple(SCALES), help="default: that of the device")
     parser.add_argument("--backend", help="attention backend; default: the fast one of the device")
     parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--parts", default="float32", help=f"for cuda: {', '.join(PARTS)}, or all")
+    parser.add_argument(
+        "--partial-sums", default="float32", help=f"for cuda: {', '.join(PARTIAL_SUMS)}, or all"
+    )
     parser.add_argument("--weights", choices=("cancelling", "outliers"), default="cancelling")
     parser.add_argument("--torch", choices=("plain", "transformers"), default="plain")
     parser.add_argument("--seeds", type=int, help="at least 2; default: that of the scale")
-    parser.add_argument("--times", action="store_true", help="also print times of layers, by parts")
+    parser.add_argument(
+        "--times", action="store_true", help="also print times of layers, by kind of partial sums"
+    )
     args = parser.parse_args()
     device = torch.device(args.device)
-    parts = ",".join(PARTS) if args.parts == "all" else args.parts
-    args.parts = parts.split(",") if device.type == "cuda" else [""]
+    kinds = ",".join(PARTIAL_SUMS) if args.partial_sums == "all" else args.partial_sums
+    args.partial_sums = kinds.split(",") if device.type == "cuda" else [""]
     args.backend = args.backend or ("triton" if device.type == "cuda" else "cpu")
     scale = SCALES[args.scale or args.device]
     began, num_worse = time.monotonic(), 0
-    names = ["torch", *(f"octavo ({part} parts)" if part else "octavo" for part in args.parts)]
+    names = [
+        "torch",
+        *(f"octavo ({kind} partial sums)" if kind else "octavo" for kind in args.partial_sums),
+    ]
     print("| model | step | " + " | ".join(f"{name}: mean | largest" for name in names) + " |")
     print("|---" * (2 + 2 * len(names)) + "|")
     all_errors: dict[str, Errors] = {}
@@ -541,7 +548,7 @@ def main() -> int:
         "percent": all_errors,
     }
     if args.times:
-        facts["layer_us"] = layer_times(args.parts)
+        facts["layer_us"] = layer_times(args.partial_sums)
     print(json.dumps(facts | {"seconds": round(time.monotonic() - began, 1)}))
     return int(num_worse > 0)
 

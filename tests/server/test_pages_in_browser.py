@@ -233,13 +233,13 @@ def test_the_textbook_case_leads_on_to_a_copy_on_write(
     with opened(browser, f"{server.url}/pool") as page:
         numbers, lesson = page.locator("#pool-numbers"), page.locator("#lesson")
         page.click("#textbook")
-        expect(numbers).to_contain_text("0 copy-on-write copies")
+        expect(numbers).to_contain_text("0 copied on write")
         page.get_by_role("button", name="next: drop beam D, continue beam A twice").click()
         expect(lesson).to_contain_text("share even their last block, 5, of which 10 of 16")
         expect(page.locator(".block.shared")).to_have_count(5)
         page.get_by_role("button", name="next: append a token to E").click()
         expect(lesson).to_contain_text("5 → 8: copy-on-write")
-        expect(numbers).to_contain_text("1 copy-on-write copies")
+        expect(numbers).to_contain_text("1 copied on write")
         expect(page.locator("#happened")).to_have_text(
             "copy-on-write: E copies block 5 into block 8."
         )

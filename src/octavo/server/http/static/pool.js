@@ -96,7 +96,7 @@
     }
     const shared = state.blocks.filter((block) => block.ref_count > 1).length;
     setText(byId("pool-numbers"),
-      `${state.num_held} held · ${shared} shared · ${state.num_free} free · ${state.num_copies} copy-on-write copies`);
+      `${state.num_held} held · ${shared} shared · ${state.num_free} free · ${state.num_copies} copied on write`);
   }
 
   // ------------------------------------------------------------------ the sequences
