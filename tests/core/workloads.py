@@ -207,8 +207,10 @@ class Workload:
     def finish(self) -> None:
         for name in list(self.kv.pins):
             self.kv.unpin(name)
-        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I7: blocks are lost"
-        assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, "I7: swap blocks lost"
+        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I1: blocks are lost"
+        assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, (
+            "I1: swap blocks are lost"
+        )
         assert self.scheduler.schedule() is None, "there is nothing left to do"
         if isinstance(self.scheduler.policy, FairShare):
             assert self.scheduler.policy.num_requests() == 0, "the policy knows lost requests"
