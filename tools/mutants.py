@@ -73,6 +73,18 @@ DEFECTS = (
         "if request.num_preemptions == 0:",
         "if True:",
     ),
+    Defect(
+        "a tenant that comes back is served for all the time that it sent nothing",
+        "policies.py",
+        "tenant.counter = max(tenant.counter, self._floor)",
+        "pass",
+    ),
+    Defect(
+        "requests of the least served tenant wait until all swapped ones are back",
+        "policies.py",
+        "return tenants[waiting.tenant].counter < tenants[swapped.tenant].counter",
+        "return False",
+    ),
 )
 
 

@@ -15,7 +15,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-PolicyName = Literal["fcfs", "priority"]
+PolicyName = Literal["fcfs", "priority", "fair"]
 MemoryPolicyName = Literal["paged", "orca-max", "orca-pow2", "orca-oracle", "fastertransformer"]
 
 GIB = 1 << 30
@@ -129,7 +129,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Tokens computed in one step; at least `max_num_seqs`."""
     policy: PolicyName = "fcfs"
-    """Who runs first: the first to come ("fcfs"), or the one with the smallest `priority`."""
+    """Who runs first: requests in order of arrival ("fcfs"), those with the smallest `priority`
+    ("priority"), or those of the tenant that has received the least service ("fair")."""
     aging_seconds: float = 30.0
     """Priority policy: waiting this long raises a request one level."""
     preemption_mode: PreemptionMode = "auto"
@@ -214,8 +215,8 @@ class EngineConfig:
         _require(
             self.cache.memory_policy == "paged" or self.scheduler.policy == "fcfs",
             "policy",
-            f"{self.scheduler.policy} preempts, which memory_policy "
-            f"{self.cache.memory_policy} cannot",
+            f"memory_policy {self.cache.memory_policy} admits requests in order of arrival, and "
+            f"cannot preempt; {self.scheduler.policy} needs paged memory",
         )
 
     def for_gpu(self, memory: int) -> EngineConfig:

@@ -80,6 +80,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Continue prompts. All are checked before the first one runs.
@@ -90,6 +91,8 @@ class LLM:
                 defaults of SamplingParams.
             use_tqdm: show a progress bar on stderr.
             priority: with the "priority" policy, smaller runs first: for all prompts, or a list.
+            tenant: with the "fair" policy, whose share of the service it counts against, up to 256
+                characters: for all prompts, or a list.
             cache_salt: prompts reuse only what was cached under an equal salt; up to 4,096
                 characters.
 
@@ -112,7 +115,7 @@ class LLM:
             ...     print(output.prompt, [sample.text for sample in output.outputs])
         """
         params = SamplingParams() if params is None else params
-        streams = self._prepare(SamplingParams, prompts, params, priority, cache_salt)
+        streams = self._prepare(SamplingParams, prompts, params, priority, tenant, cache_salt)
         return self._finish(streams, use_tqdm)
 
     def beam_search(
@@ -122,6 +125,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
         cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Find the best continuations of each prompt. All are checked before the first one runs.
@@ -131,6 +135,8 @@ class LLM:
             params: how to search: for all prompts, or a list with one for each.
             use_tqdm: show a progress bar on stderr.
             priority: with the "priority" policy, smaller runs first: for all prompts, or a list.
+            tenant: with the "fair" policy, whose share of the service it counts against, up to 256
+                characters: for all prompts, or a list.
             cache_salt: prompts reuse only what was cached under an equal salt.
 
         Returns:
@@ -144,7 +150,7 @@ class LLM:
             >>> [output] = llm.beam_search("The king", BeamSearchParams(beam_width=4))
             >>> output.outputs[0].text, output.outputs[0].score
         """
-        streams = self._prepare(BeamSearchParams, prompts, params, priority, cache_salt)
+        streams = self._prepare(BeamSearchParams, prompts, params, priority, tenant, cache_salt)
         return self._finish(streams, use_tqdm)
 
     def chat(
@@ -154,6 +160,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
         cache_salt: str = "",
         **template_variables: Any,
     ) -> list[RequestOutput]:
@@ -166,6 +173,8 @@ class LLM:
                 the defaults of SamplingParams.
             use_tqdm: show a progress bar on stderr.
             priority: with the "priority" policy, smaller runs first: for all, or a list.
+            tenant: with the "fair" policy, whose share of the service it counts against: for all,
+                or a list.
             cache_salt: conversations reuse only what was cached under an equal salt.
             **template_variables: handed to the template (`tools`, `enable_thinking`, ...).
 
@@ -188,7 +197,12 @@ class LLM:
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         prompts = [self.chat_prompt(each, **template_variables) for each in conversations]
         return self.generate(
-            prompts, params, use_tqdm=use_tqdm, priority=priority, cache_salt=cache_salt
+            prompts,
+            params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
         )
 
     def chat_prompt(self, messages: Sequence[Message], **template_variables: Any) -> list[int]:
@@ -222,6 +236,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        tenant: str = "",
         cache_salt: str = "",
     ) -> Iterator[SequenceDelta]:
         """Continue one prompt, piece by piece.
@@ -234,6 +249,7 @@ class LLM:
             params: how tokens are drawn. None: the defaults of SamplingParams. Beams are known only
                 when all of them have ended, so there is no stream of them.
             priority: with the "priority" policy, smaller runs first.
+            tenant: with the "fair" policy, whose share of the service it counts against.
             cache_salt: only what was cached under an equal salt is reused.
 
         Yields:
@@ -251,7 +267,7 @@ class LLM:
         [each] = _params_for_each(
             [SamplingParams() if params is None else params], 1, SamplingParams
         )
-        return self._stream(prompt, each, priority, cache_salt)
+        return self._stream(prompt, each, priority, tenant, cache_salt)
 
     def pin_prefix(self, prefix: Prompt, name: str | None = None, cache_salt: str = "") -> str:
         """Compute a prefix that many prompts will share, and keep it in the cache for good.
@@ -330,17 +346,23 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: object,
         priority: int | Sequence[int],
+        tenant: str | Sequence[str],
         cache_salt: str,
     ) -> list[LocalStream]:
         """Check all requests before the first one runs."""
         many = _as_prompts(prompts)
         each_params = _params_for_each(params, len(many), kind)
         priorities = _for_each(priority, len(many), "priority")
+        tenants = _for_each(tenant, len(many), "tenant")
         streams: list[LocalStream] = []
         try:
-            for prompt, each, level in zip(many, each_params, priorities, strict=True):
+            for prompt, each, level, name in zip(
+                many, each_params, priorities, tenants, strict=True
+            ):
                 streams.append(
-                    self.client.make_request(prompt, each, priority=level, cache_salt=cache_salt)
+                    self.client.make_request(
+                        prompt, each, priority=level, cache_salt=cache_salt, tenant=name
+                    )
                 )
         except InvalidRequest as error:
             if len(many) > 1:
@@ -374,9 +396,11 @@ class LLM:
         return [stream.output for stream in streams if stream.output is not None]
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams, priority: int, cache_salt: str
+        self, prompt: Prompt, params: SamplingParams, priority: int, tenant: str, cache_salt: str
     ) -> Iterator[SequenceDelta]:
-        stream = self.client.make_request(prompt, params, priority=priority, cache_salt=cache_salt)
+        stream = self.client.make_request(
+            prompt, params, priority=priority, cache_salt=cache_salt, tenant=tenant
+        )
         deltas = stream.deltas = deque()
         try:
             self.client.add_request(stream)

@@ -239,6 +239,7 @@ class Ask:
     seed: int
     salt: str = ""
     priority: int = 0
+    tenant: str = ""
     early_stopping: bool | str = False
     length_penalty: float = 1.0
     stop_id: int | None = None  # ends a sample, besides EOS; beams know EOS alone
@@ -280,6 +281,7 @@ class Ask:
             arrival_time=now,
             priority=self.priority,
             cache_salt=self.salt,
+            tenant=self.tenant,
         )
 
 

@@ -94,6 +94,10 @@ def hold_blocks_and_wait(scheduler: Scheduler, first: Request, second: Request) 
     first.status = Status.WAITING
 
 
+def swap_without_moving(scheduler: Scheduler, first: Request, second: Request) -> None:
+    first.status = Status.SWAPPED
+
+
 def finish_and_stay(scheduler: Scheduler, first: Request, second: Request) -> None:
     first.status = Status.FINISHED
 
@@ -158,7 +162,8 @@ def continue_from_what_is_gone(scheduler: Scheduler, first: Request, second: Req
         (write_into_a_cached_block, r"^I3: .* may write into cached block \d\b"),
         (look_at_none, r"^a waiting request is considered never, or twice\b"),
         (look_at_the_last_first, r"^requests that are ready are out of order\b"),
-        (hold_blocks_and_wait, r"^Request\('first', .*\) waits and holds blocks\b"),
+        (hold_blocks_and_wait, r"^I7: Request\('first', .*\) waits and holds blocks\b"),
+        (swap_without_moving, r"^I7: Sequence\(.*\) holds blocks of the wrong tier\b"),
         (finish_and_stay, r"^Request\('first', .*\) is finished, yet known\b"),
         (queue_twice, r"^a request is lost or queued twice\b"),
         (reverse_the_queue, r"^a queue is out of order\b"),

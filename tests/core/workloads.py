@@ -20,6 +20,7 @@ from octavo.core.kv.invariants import check_scheduler
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import sha256_128
 from octavo.core.kv.specs import FullAttention, SlidingWindow
+from octavo.core.policies import FairShare
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request
 from octavo.core.step import StepPlan, StepResult
@@ -68,7 +69,7 @@ class Workload:
             SchedulerConfig(
                 max_num_seqs=max_seqs,
                 max_num_batched_tokens=max_tokens,
-                policy=rng.choice(["fcfs", "priority"]),
+                policy=rng.choice(["fcfs", "priority", "fair"]),
                 aging_seconds=rng.choice([1.0, 1000.0]),
                 preemption_mode=rng.choice(["auto", "swap", "recompute"]),
                 enable_chunked_prefill=chunked,
@@ -109,6 +110,7 @@ class Workload:
             seed=rng.randrange(5),
             salt=rng.choice(["", "", "tenant"]),
             priority=rng.choice([0, 0, 1, 5]),
+            tenant=rng.choice(["", "a", "a", "b"]),
             early_stopping=rng.choice([True, False, "never"]),
             length_penalty=rng.choice([0.0, 1.0, 2.0, -1.0]),
             stop_id=rng.choice([None, None, 5]),
@@ -205,9 +207,13 @@ class Workload:
     def finish(self) -> None:
         for name in list(self.kv.pins):
             self.kv.unpin(name)
-        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I7: blocks are lost"
-        assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, "I7: swap blocks lost"
+        assert self.kv.pool.num_free == self.kv.pool.num_blocks, "I1: blocks are lost"
+        assert self.kv.swap_pool.num_free == self.kv.swap_pool.num_blocks, (
+            "I1: swap blocks are lost"
+        )
         assert self.scheduler.schedule() is None, "there is nothing left to do"
+        if isinstance(self.scheduler.policy, FairShare):
+            assert self.scheduler.policy.num_requests() == 0, "the policy knows lost requests"
         still_to_close = set(self.scheduler._lifecycle.take_row_changes().closed)
         assert self.executor.rows.keys() <= still_to_close, "rows are left open on the worker"
 
@@ -218,7 +224,9 @@ class Workload:
             assert "error" in [seq.finish_reason for seq in request.finished]
             self.failed.append(ask)
             return
-        if request.finished[0].stop_reason != STOP:
+        # Where every query reads its own token alone (a window of 1), harm does not spread.
+        spreads = any(spec.first_needed_token(1) == 0 for spec in self.specs)
+        if spreads and request.finished[0].stop_reason != STOP:
             assert HARMFUL not in ask.prompt, "harm went unnoticed"
         got = [seq.output_token_ids for seq in request.finished]
         if ask.kind == "pin":

@@ -501,10 +501,11 @@ def test_what_contradicts_streaming(fields: dict[str, Any], param: str) -> None:
 
 def test_keys_are_found_by_bearer_and_by_basic() -> None:
     keys = ApiKeys(["first-key-1", "second-key-2:acme"])
-    assert keys.tenant("Bearer first-key-1") == Tenant("")
-    assert keys.tenant("bearer second-key-2") == Tenant("acme")
+    acme = Tenant("acme", "salt acme")
+    assert keys.tenant("Bearer first-key-1") == Tenant("", "key 1")
+    assert keys.tenant("bearer second-key-2") == acme
     assert keys.tenant("Basic YW55Om5lOnNlY29uZC1rZXktMg==") is None  # any:ne:second-key-2
-    assert keys.tenant("Basic YW55OnNlY29uZC1rZXktMg==") == Tenant("acme")  # any:second-key-2
+    assert keys.tenant("Basic YW55OnNlY29uZC1rZXktMg==") == acme  # any:second-key-2
     for wrong in (None, "", "Bearer", "Bearer first-key-", "first-key-1", "Bearer é"):
         assert keys.tenant(wrong) is None
     for wrong in ("Basic !", "Basic é", "Basic /w==", "Basic"):

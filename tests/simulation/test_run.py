@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ import pytest
 from model_zoo import model_directory
 from octavo.bench.throughput import Decoding
 from octavo.bench.traces import TraceRequest
-from octavo.config import CacheConfig, SchedulerConfig
+from octavo.config import CacheConfig, PolicyName, SchedulerConfig
+from octavo.core.policies import FairShare
 from octavo.core.step import StepPlan, TokenWrites
 from octavo.errors import ConfigError, OutOfMemory, RequestTooLong
 from octavo.executor.local import LocalExecutor
@@ -23,6 +24,7 @@ from octavo.simulation.cost_model import PAPER_2023
 from octavo.simulation.executor import SimulatedExecutor, SimulatedStep
 from octavo.simulation.planning import Fleet, Hopeless, Refusal, Target, fewest_gpus, highest_rate
 from octavo.simulation.report import fewest
+from octavo.simulation.result import RequestRecord
 from octavo.simulation.run import Simulation, Watcher, simulate
 
 UNCACHED = CacheConfig(num_blocks=983, enable_prefix_caching=False)
@@ -298,3 +300,80 @@ def test_nothing_finished_is_infinitely_slow() -> None:
     result = simulate(OPT, steady(1, 1.0), until=1e-9)
     assert result.normalized_latency == math.inf
     assert result.to_values()["normalized_latency"] is None
+
+
+# -------------------------------------------------------------------- fair shares
+
+
+def tenants(rate: float, seconds: float) -> tuple[list[TraceRequest], list[TraceRequest]]:
+    """One that sends slowly, and one that sends ten times as often, and longer requests."""
+    slow = [
+        TraceRequest(100 + i % 7, 60 + i % 5, 0.5 + i / rate, tenant="slow")
+        for i in range(int(rate * seconds))
+    ]
+    flood = [
+        TraceRequest(200 + i % 11, 150 + i % 13, i / (10 * rate), tenant="flood")
+        for i in range(int(10 * rate * seconds))
+    ]
+    return slow, flood
+
+
+def served(policy: PolicyName, *traffic: list[TraceRequest]) -> dict[str, list[RequestRecord]]:
+    """What became of each tenant's requests."""
+    config = replace(OPT, scheduler=SchedulerConfig(policy=policy))
+    requests = sorted(chain(*traffic), key=lambda request: request.arrival_s or 0.0)
+    by_tenant: dict[str, list[RequestRecord]] = {}
+    for record in simulate(config, Traffic(tuple(requests))).requests:
+        by_tenant.setdefault(record.tenant, []).append(record)
+    return by_tenant
+
+
+def test_a_flood_does_not_slow_another_tenant_down() -> None:
+    """Alone, the slow tenant's steps are nearly empty; with the flood they are full, so each takes
+    longer. First come, first served, its requests wait behind the whole flood."""
+    slow, flood = tenants(1.2, 30.0)
+
+    def latency(records: list[RequestRecord]) -> float:
+        return sum(record.normalized_latency for record in records) / len(records)
+
+    def first_token(records: list[RequestRecord]) -> float:
+        return sum(record.time_to_first_token for record in records) / len(records)
+
+    alone = served("fcfs", slow)["slow"]
+    fair, fcfs = served("fair", slow, flood), served("fcfs", slow, flood)
+    assert len(fair["slow"]) == len(slow)
+    assert len(fair["flood"]) == len(flood)
+    assert latency(fair["slow"]) < 3 * latency(alone)
+    assert latency(fcfs["slow"]) > 7 * latency(alone)
+    assert first_token(fair["slow"]) < 0.6
+    assert first_token(fcfs["slow"]) > 8
+    assert latency(fair["flood"]) < 1.1 * latency(fcfs["flood"])  # it pays little for that
+
+
+def test_two_floods_get_equal_service() -> None:
+    """One sends long prompts, the other wants long outputs. While requests of both wait, their
+    virtual token counters differ by at most the bound of VTC, and the service that they receive by
+    at most twice that."""
+    first = [TraceRequest(200, 150, 0.0, tenant="flood")] * 240
+    second = [TraceRequest(700, 10, 0.02 * i, tenant="second") for i in range(240)]
+    config = replace(OPT, scheduler=SchedulerConfig(policy="fair"))
+    traffic = sorted([*first, *second], key=lambda request: request.arrival_s or 0.0)
+    simulation = Simulation(config, Traffic(tuple(traffic)))
+    scheduler = simulation.engine.scheduler
+    policy = scheduler.policy
+    assert isinstance(policy, FairShare)
+    bound = max(policy.input_weight * 700, policy.output_weight * 983 * 16)
+    counters: list[dict[str, float]] = []
+
+    def observe(*_: object) -> None:
+        if {request.tenant for request in scheduler.waiting} == {"flood", "second"}:
+            counters.append(policy.counters())
+
+    simulation.engine.observers.append(observe)
+    simulation.run(None)
+    assert len(counters) > 300
+    assert max(abs(each["flood"] - each["second"]) for each in counters) <= bound
+    begin, end = counters[50], counters[-1]
+    service = [end[name] - begin[name] for name in ("flood", "second")]
+    assert abs(service[0] - service[1]) <= 2 * bound
+    assert min(service) > 2 * bound

@@ -1,7 +1,8 @@
 """Request traces: lengths and arrivals, and for some sources the ids of shared prefix blocks.
 
 CSV with a header that names `prompt_tokens`, `output_tokens` and perhaps `arrival_s`, or JSONL with
-the same names and perhaps `hash_ids`; either may be gzipped. No trace holds any text.
+the same names and perhaps `hash_ids`; both may name a `tenant`. Either may be gzipped. No trace
+holds any text.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class TraceRequest:
     arrival_s: float | None = None  # None: the source has no arrivals
     # Blocks of the prompt, chained: an id stands for the same tokens after the same prefix.
     hash_ids: tuple[int, ...] = ()
+    tenant: str = ""  # for the fair policy
 
     @property
     def num_tokens(self) -> int:
@@ -155,6 +157,7 @@ def _request(path: Path, number: int, values: Mapping[str, Any]) -> TraceRequest
         _length(where, values, "output_tokens"),
         _arrival(where, values.get("arrival_s")),
         tuple(hash_ids),
+        _tenant(where, values.get("tenant")),
     )
 
 
@@ -167,6 +170,14 @@ def _length(where: str, values: Mapping[str, Any], name: str) -> int:
     if type(number) is not int or number < 1:
         raise TraceError(f"{where}: {name} is {value!r}, not a positive integer")
     return number
+
+
+def _tenant(where: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise TraceError(f"{where}: tenant is {value!r}, not a string")
+    return value
 
 
 def _arrival(where: str, value: Any) -> float | None:

@@ -42,7 +42,7 @@ ENGINE_HELP = {
     "max_num_seqs": "Sequences that run at once.",
     "max_num_batched_tokens": "Tokens computed in one step. Without this and --max-num-seqs, a GPU "
     "of 70 GB or more computes up to 8192 tokens of up to 1024 sequences.",
-    "policy": "Who runs first.",
+    "policy": "Which requests run first; fair: those of the tenant that was served least.",
     "aging_seconds": "Priority policy: waiting this long raises a request one level.",
     "preemption_mode": "How blocks are freed when they run out; auto takes the cheaper way.",
     "enable_chunked_prefill": "Compute long prompts in chunks, beside running decodes.",

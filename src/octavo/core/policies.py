@@ -158,6 +158,10 @@ class FairShare(SchedulingPolicy):
         """Weighted tokens of service by tenant, for inspection."""
         return {tenant.name: tenant.counter for tenant in self._tenants.values()}
 
+    def num_requests(self) -> int:
+        """Unfinished requests, for inspection."""
+        return sum(tenant.num_requests for tenant in self._tenants.values())
+
     def flow(self, request: Request) -> str:
         return request.tenant
 
@@ -181,6 +185,9 @@ class FairShare(SchedulingPolicy):
             tenant.counter = max(tenant.counter, self._floor)
             self._backlogged[name] = tenant
             heappush(self._lowest, (tenant.counter, name))
+            if len(self._lowest) > 2 * len(self._backlogged) + 16:  # most are outdated
+                self._lowest = [(each.counter, each.name) for each in self._backlogged.values()]
+                heapify(self._lowest)
         tenant.unstarted.add(request)
         tenant.num_requests += 1
 
@@ -220,9 +227,6 @@ class FairShare(SchedulingPolicy):
     def _lowest_counter(self) -> float:
         """The lowest counter of the backlogged tenants, of which there is at least one."""
         heap, backlogged = self._lowest, self._backlogged
-        if len(heap) > 2 * len(backlogged) + 16:
-            heap[:] = [(tenant.counter, tenant.name) for tenant in backlogged.values()]
-            heapify(heap)
         while True:
             counter, name = heap[0]
             tenant = backlogged.get(name)

@@ -108,6 +108,7 @@ class Engine:
             prepared.seed,
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,
+            tenant=prepared.tenant,
         )
         self.scheduler.limits.check(request)
         return request

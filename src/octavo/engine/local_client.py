@@ -67,6 +67,7 @@ class LocalClient:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> LocalStream:
         """Check a request, without queueing it yet.
 
@@ -76,6 +77,7 @@ class LocalClient:
             request_id: its name; None: a new one.
             priority: with the "priority" policy, smaller runs first.
             cache_salt: only what was cached under an equal salt is reused.
+            tenant: with the "fair" policy, whose share of the service it counts against.
 
         Raises:
             InvalidRequest: an argument cannot be; `field` names it.
@@ -83,7 +85,7 @@ class LocalClient:
             EngineFailed, EngineClosed: there is no engine to run it.
         """
         prepared = self._preparer.prepare(
-            prompt, params, self.engine.max_model_len, priority, cache_salt
+            prompt, params, self.engine.max_model_len, priority, cache_salt, tenant
         )
         request = self.engine.make_request(prepared, request_id)
         text = prompt if isinstance(prompt, str) else None

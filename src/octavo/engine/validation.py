@@ -25,6 +25,7 @@ from octavo.sampling_params import (
 )
 
 MAX_CACHE_SALT = 4_096  # characters
+MAX_TENANT = 256  # characters
 Prompt = str | list[int]
 Params = SamplingParams | BeamSearchParams
 
@@ -53,6 +54,7 @@ class PreparedRequest:
     beam: BeamSpec | None = None  # None: sampling
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
 
     def method(self) -> DecodingMethod:
         """A new decoding method for one run of the request."""
@@ -119,6 +121,7 @@ class RequestPreparer:
         max_model_len: int,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> PreparedRequest:
         """Check a request for an engine whose sequences have at most `max_model_len` tokens.
 
@@ -130,6 +133,7 @@ class RequestPreparer:
             )
         priority = integer_in("priority", priority, -INT64_MAX - 1)
         check_cache_salt(cache_salt)
+        valid_text("tenant", tenant, MAX_TENANT)
         params.check_against(self._vocab_size, self._max_logprobs)
         token_ids = self.tokenize(prompt, max_model_len)
         num_left = max_model_len - len(token_ids)
@@ -161,6 +165,7 @@ class RequestPreparer:
             beam,
             priority,
             cache_salt,
+            tenant,
         )
 
     def whole_blocks(self, prefix: Prompt, max_model_len: int, block_size: int) -> list[int]:

@@ -22,6 +22,7 @@ class RequestRecord:
     finish: float
     num_cached_tokens: int
     num_preemptions: int
+    tenant: str = ""
 
     @property
     def latency(self) -> float:

@@ -97,7 +97,8 @@ class Simulation:
         self._requests = workload.requests
         self._prompts = self._make_prompts(workload.hash_block_size, config.seed)
         self._finished = finished
-        self._arrivals: dict[str, float] = {}
+        # Arrival and tenant of open requests, in order of arrival.
+        self._arrivals: dict[str, tuple[float, str]] = {}
         self._records: list[RequestRecord] = []
         self._blocks_to_share: list[int] = []  # at each step
         self._samples: list[StepSample] = []
@@ -151,8 +152,8 @@ class Simulation:
     def _add(self, number: int) -> None:
         request = self._requests[number]
         params = self._decoding.params(request.output_tokens, number)
-        stream = self._client.make_request(next(self._prompts), params)
-        self._arrivals[stream.request_id] = _arrival(request)
+        stream = self._client.make_request(next(self._prompts), params, tenant=request.tenant)
+        self._arrivals[stream.request_id] = (_arrival(request), request.tenant)
         self._client.add_request(stream)
 
     def _look(self) -> int:
@@ -184,20 +185,22 @@ class Simulation:
 
     def _waits(self) -> Iterator[float]:
         requests, now = self.engine.scheduler.requests, self.clock.now
-        for request_id, arrival in self._arrivals.items():
+        for request_id, (arrival, _) in self._arrivals.items():
             if requests[request_id].first_token_time is None:
                 yield now - arrival
 
     def _record(self, output: RequestOutput) -> RequestRecord:
         assert output.first_token_time is not None, f"{output.request_id} has no token"
+        arrival, tenant = self._arrivals.pop(output.request_id)
         return RequestRecord(
             len(output.prompt_token_ids),
             max(len(each.token_ids) for each in output.outputs),
-            self._arrivals.pop(output.request_id),
+            arrival,
             output.first_token_time,
             output.finish_time,
             output.num_cached_tokens,
             output.num_preemptions,
+            tenant,
         )
 
     def _result(self) -> SimulationResult:

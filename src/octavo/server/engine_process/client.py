@@ -157,6 +157,7 @@ class EngineClient:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> RequestStream:
         """Queue a request; returns when the engine has accepted it.
 
@@ -168,7 +169,9 @@ class EngineClient:
         """
         arrival_time = time.monotonic()
         try:
-            return await self._open(prompt, params, request_id, priority, cache_salt, arrival_time)
+            return await self._open(
+                prompt, params, request_id, priority, cache_salt, tenant, arrival_time
+            )
         except (InvalidRequest, Overloaded, Unavailable) as error:
             self._delivery.notify("request_refused", error)
             raise
@@ -279,15 +282,18 @@ class EngineClient:
         request_id: str | None,
         priority: int,
         cache_salt: str,
+        tenant: str,
         arrival_time: float,
     ) -> RequestStream:
         self._check_open()
-        self._check_room()
+        self._check_room(tenant)
         token_ids = await self._tokenize(prompt, "prompt")
         self._check_open()  # tokenizing may have taken a while
         # The engine may hold less than the model could use.
         max_model_len = self.info.max_model_len
-        prepared = self._preparer.prepare(token_ids, params, max_model_len, priority, cache_salt)
+        prepared = self._preparer.prepare(
+            token_ids, params, max_model_len, priority, cache_salt, tenant
+        )
         self._check_width(prepared)
         streams = self._delivery.streams
         if request_id is None:
@@ -355,15 +361,19 @@ class EngineClient:
         if width > limit:
             raise InvalidRequest(field, f"{width} sequences exceed max_num_seqs ({limit})")
 
-    def _check_room(self) -> None:
-        limit = self._supervision.max_waiting
-        num_waiting = len(self._journal.waiting)
-        if num_waiting >= limit:
-            seconds = num_waiting * self._delivery.seconds_per_request
-            raise Overloaded(
-                f"{num_waiting} requests wait already, and max_waiting is {limit}",
-                min(MAX_RETRY_SECONDS, max(1.0, seconds)),
-            )
+    def _check_room(self, tenant: str) -> None:
+        limit, num_waiting = self._supervision.max_waiting, self._journal.num_waiting
+        if num_waiting < limit:
+            return
+        # One tenant must not fill the queue for all: the others may add their shares on top.
+        is_fair = self.info.policy == "fair" and num_waiting < 2 * limit
+        if is_fair and self._journal.is_below_share(tenant, limit):
+            return
+        seconds = num_waiting * self._delivery.seconds_per_request
+        raise Overloaded(
+            f"{num_waiting} requests wait already, and max_waiting is {limit}",
+            min(MAX_RETRY_SECONDS, max(1.0, seconds)),
+        )
 
 
 def _pinned(pin: Pin) -> PinnedPrefix:

@@ -238,7 +238,7 @@ class Exchange:
             entry = None  # it was about an earlier request of the same name
         if entry is not None:
             entry.is_running = True
-            self._journal.waiting.discard(entry)
+            self._journal.note_start(entry)
             if entry.request.beam is not None:
                 self._searching[entry.request_id] = entry
         self._owner.admitted(entry, admitted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 from octavo.engine.events import Admitted
@@ -105,13 +106,36 @@ class Journal:
 
     def __init__(self) -> None:
         self.requests: dict[str, OpenRequest] = {}
-        self.waiting: set[OpenRequest] = set()  # of these, those that have not run yet
         self.pins: dict[str, Pin] = {}
+        self._waiting: set[OpenRequest] = set()  # open requests that have not run yet
+        self._num_waiting_of: Counter[str] = Counter()  # the same by tenant
 
     def add(self, entry: OpenRequest) -> None:
         self.requests[entry.request_id] = entry
-        self.waiting.add(entry)
+        self._waiting.add(entry)
+        self._num_waiting_of[entry.request.tenant] += 1
 
     def remove(self, entry: OpenRequest) -> None:
         del self.requests[entry.request_id]
-        self.waiting.discard(entry)
+        self.note_start(entry)
+
+    def note_start(self, entry: OpenRequest) -> None:
+        """A request waits no longer: it runs, or is over."""
+        if entry not in self._waiting:
+            return
+        self._waiting.remove(entry)
+        tenant = entry.request.tenant
+        self._num_waiting_of[tenant] -= 1
+        if not self._num_waiting_of[tenant]:
+            del self._num_waiting_of[tenant]
+
+    @property
+    def num_waiting(self) -> int:
+        """Open requests that have not run yet."""
+        return len(self._waiting)
+
+    def is_below_share(self, tenant: str, limit: int) -> bool:
+        """Whether a tenant has fewer waiting requests than `limit` divided by the number of tenants
+        that have any, this one included."""
+        own = self._num_waiting_of[tenant]
+        return own < limit // (len(self._num_waiting_of) + (own == 0))

@@ -1,4 +1,5 @@
-"""API keys: who may, and whose cached prefixes a request may find."""
+"""API keys: which requests are allowed, whose cached prefixes they may find, and which tenant's
+share of the service they take."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ MAX_SALT = 128  # characters
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whoever holds a key; requests of tenants with different salts share no cached prefix."""
+    """The holder of a key. Requests of tenants with different salts share no cached prefix; with
+    the fair policy, tenants with different names get equal service."""
 
     salt: str = ""
+    name: str = ""
 
     def cache_salt(self, requested: str | None) -> str:
         """The salt of a request. No two pairs of salts have the same one."""
@@ -48,7 +51,8 @@ class ApiKeys:
     """Owns the keys, as digests: a key itself is neither kept nor shown."""
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
-        """`entries` are `KEY` or `KEY:SALT`. Raises ConfigError, which does not show the key."""
+        """`entries` are `KEY` or `KEY:SALT`. Keys with equal salts are one tenant; a key without a
+        salt is a tenant of its own. Raises ConfigError, which does not show the key."""
         self._tenants: list[tuple[bytes, Tenant]] = []
         for number, entry in enumerate(entries, start=1):
             key, _, salt = entry.partition(":")
@@ -58,13 +62,14 @@ class ApiKeys:
                 )
             if len(salt) > MAX_SALT:
                 raise ConfigError("api_key", f"the salt of key {number} exceeds {MAX_SALT}")
-            self._tenants.append((_digest(key), Tenant(salt)))
+            name = f"salt {salt}" if salt else f"key {number}"
+            self._tenants.append((_digest(key), Tenant(salt, name)))
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
     def tenant(self, authorization: str | None) -> Tenant | None:
-        """Who sends this Authorization header; None if nobody we know.
+        """The sender of this Authorization header; None if it holds no known key.
 
         `Bearer KEY`, or `Basic` with the key as password, which is what browsers can send. The
         time taken says nothing about the keys: all of them are compared, by digest.

@@ -44,7 +44,7 @@ async def open_streams(
     context = context_of(request)
     if body.priority and context.client.info.policy != "priority":
         raise refused("priority", "it needs a server with --policy priority", "unsupported_field")
-    salt = tenant_of(request).cache_salt(body.cache_salt)
+    tenant = tenant_of(request)
     request_ids = _engine_ids(request, len(prompts))
     context.opening.update(request_ids)
     tasks = [
@@ -54,7 +54,8 @@ async def open_streams(
                 params,
                 request_id=request_id,
                 priority=body.priority or 0,
-                cache_salt=salt,
+                cache_salt=tenant.cache_salt(body.cache_salt),
+                tenant=tenant.name,
             )
         )
         for prompt, request_id in zip(prompts, request_ids, strict=True)
