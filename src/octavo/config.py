@@ -10,13 +10,12 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError, shown
+from octavo.registry import MEMORY_POLICIES, POLICIES
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-PolicyName = Literal["fcfs", "priority", "fair"]
-MemoryPolicyName = Literal["paged", "orca-max", "orca-pow2", "orca-oracle", "fastertransformer"]
 
 GIB = 1 << 30
 LARGE_GPU = 70 * 10**9  # bytes: it has room for the activations and the KV of larger steps
@@ -77,11 +76,12 @@ class CacheConfig:
     """Bytes of host memory for swapped-out blocks; 0: preempted requests are computed again."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
-    memory_policy: MemoryPolicyName = "paged"
+    memory_policy: str = "paged"
     """Blocks on demand, or reserved ahead like the systems that the paper compares with."""
 
     def __post_init__(self) -> None:
         _check_types(self)
+        MEMORY_POLICIES.check(self.memory_policy)
         _require(
             1 <= self.block_size <= MAX_BLOCK_SIZE,
             "block_size",
@@ -128,7 +128,7 @@ class SchedulerConfig:
     """Sequences that run at once; each sample and each beam counts as one."""
     max_num_batched_tokens: int = 2048
     """Tokens computed in one step; at least `max_num_seqs`."""
-    policy: PolicyName = "fcfs"
+    policy: str = "fcfs"
     """Who runs first: requests in order of arrival ("fcfs"), those with the smallest `priority`
     ("priority"), or those of the tenant that has received the least service ("fair")."""
     aging_seconds: float = 30.0
@@ -144,6 +144,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        POLICIES.check(self.policy)
         _require(self.max_num_seqs >= 1, "max_num_seqs", f"{self.max_num_seqs} is less than 1")
         # Every running sequence must be able to decode in every step, or decodes would starve.
         _require(

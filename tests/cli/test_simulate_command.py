@@ -134,7 +134,10 @@ def steps(tmp_path: Path) -> Path:
         (("--rate", "nan"), "error: rate: nan is not a positive number"),
         (("--rate", 1e9), "error: rate: 1e+09 requests/s for 20 s are more than 1,000,000"),
         (("--duration", 1e9), "error: duration: 1e+09 s is more than 1e+06 s"),
-        (("--memory-policy", "orca"), "'orca' is not one of 'paged', 'orca-max', 'orca-pow2'"),
+        (
+            ("--memory-policy", "orca"),
+            "error: memory_policy: 'orca' is not one of paged, orca-max, orca-pow2",
+        ),
         (("--num-gpus", 3), "error: num_gpus: 40 heads cannot be divided among 3"),
         (("--gpu", "cpu"), "error: a KV cache of one block does not fit"),
         (("--n", 400), "error: workload: request 0: n: 400 sequences exceed max_num_seqs (256)"),

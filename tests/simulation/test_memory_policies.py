@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
 from model_zoo import model_directory, random_token_ids
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.bench.memory_use import MemoryUse
-from octavo.config import MemoryPolicyName, make_config
+from octavo.config import make_config
 from octavo.errors import ConfigError
+from octavo.registry import MEMORY_POLICIES
 
-RESERVING = [name for name in get_args(MemoryPolicyName) if name != "paged"]
+RESERVING = [name for name in MEMORY_POLICIES if name != "paged"]
 # gpt2 attends to everything; qwen2 mixes in layers with a sliding window: two KV groups.
 MODELS = ("gpt2", "qwen2")
 NUM_TOKENS = 12

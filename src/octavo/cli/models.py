@@ -14,8 +14,9 @@ from octavo.bench.tables import columns, show
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def models(as_json: bool) -> None:
     """List the model families and the options that octavo knows."""
-    from octavo.config import DTypeName, LoadFormat, PolicyName, PreemptionMode
+    from octavo.config import DTypeName, LoadFormat, PreemptionMode
     from octavo.models.registry import FAMILIES
+    from octavo.registry import POLICIES
 
     if as_json:
         families = {
@@ -35,6 +36,6 @@ def models(as_json: bool) -> None:
         "tokenizer.json.\n"
         f"dtype: {', '.join(get_args(DTypeName))} (float16 not on CPUs). "
         f"load-format: {', '.join(get_args(LoadFormat))}.\n"
-        f"policy: {', '.join(get_args(PolicyName))}. "
+        f"policy: {', '.join(POLICIES)}. "
         f"preemption-mode: {', '.join(get_args(PreemptionMode))}."
     )

@@ -16,6 +16,7 @@ import click
 
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
 from octavo.memory_budget import format_bytes
+from octavo.registry import MEMORY_POLICIES, POLICIES
 from octavo.sampling_params import SamplingParams
 
 Command = Callable[..., Any]
@@ -66,6 +67,7 @@ SAMPLING_HELP = {
     "logprobs": "Report log-probabilities: the token's and those of the k likeliest.",
 }
 SIZES = {"kv_cache_memory", "swap_space"}
+NAMED = {"policy": POLICIES, "memory_policy": MEMORY_POLICIES}  # plugins add to them
 
 UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -145,6 +147,8 @@ def _field_options(
             flag = flag.replace("--enable-", "--")
             flag = f"{flag}/--no-{flag.removeprefix('--')}"
             default = {True: "on", False: "off"}.get(default)
+        elif name in NAMED:
+            settings["metavar"] = f"[{'|'.join(NAMED[name].builtin)}]"
         elif get_origin(hints[name]) is Literal:
             settings["type"] = click.Choice(get_args(hints[name]))
         elif name in SIZES:

@@ -13,7 +13,8 @@ from octavo.core.sequence import Request, Sequence
 class SchedulingPolicy:
     """Decides the order of requests; the scheduler decides what fits.
 
-    A policy overrides what differs from first come, first served, and is named in `POLICIES`.
+    A policy overrides what differs from first come, first served, and has a name in
+    `octavo.registry.POLICIES`.
 
     Waiting requests are sorted into *flows*. Within a flow the order never changes, so its requests
     are sorted once, by `order`; between flows the first requests are compared by `key`, which may
@@ -245,10 +246,3 @@ class FairShare(SchedulingPolicy):
             if tenant is not None and not tenant.num_requests and tenant.counter == counter:
                 del tenants[name]
                 self._floor = max(self._floor, counter)
-
-
-POLICIES: dict[str, type[SchedulingPolicy]] = {
-    "fcfs": FirstComeFirstServed,
-    "priority": Priority,
-    "fair": FairShare,
-}

@@ -19,7 +19,7 @@ from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.lifecycle import SequenceLifecycle
 from octavo.core.plan_builder import PlanBuilder, StepInFlight
-from octavo.core.policies import POLICIES
+from octavo.core.policies import SchedulingPolicy
 from octavo.core.preemption import (
     PreemptionCosts,
     is_leader,
@@ -32,6 +32,7 @@ from octavo.core.request_limits import RequestLimits
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import Candidates, StepPlan, StepResult
 from octavo.errors import RequestFailed
+from octavo.registry import POLICIES
 
 # Waiting requests that a step may find to be waiting for a prefix that is being computed. It then
 # considers no others, so that a burst of any size costs a step no more than this.
@@ -80,7 +81,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.clock = clock
-        self.policy = POLICIES[config.policy](config)
+        self.policy: SchedulingPolicy = POLICIES[config.policy](config)
         self.queues = queues = Queues(config.max_num_seqs, self.policy, clock)
         # The same lists, for observers.
         self.requests, self.waiting = queues.requests, queues.waiting

@@ -6,16 +6,8 @@ from collections.abc import Sequence as Seq
 
 from octavo.config import CacheConfig
 from octavo.core.kv.manager import KVCacheManager
-from octavo.core.kv.reserving import FasterTransformer, OrcaMax, OrcaOracle, OrcaPow2
 from octavo.core.kv.specs import KVSpec
-
-# Extend here: one class that reserves differently, and one line.
-RESERVING: dict[str, type[OrcaMax] | type[FasterTransformer]] = {
-    "orca-max": OrcaMax,
-    "orca-pow2": OrcaPow2,
-    "orca-oracle": OrcaOracle,
-    "fastertransformer": FasterTransformer,
-}
+from octavo.registry import MEMORY_POLICIES
 
 
 def make_kv_cache_manager(
@@ -26,9 +18,12 @@ def make_kv_cache_manager(
     max_model_len: int,
 ) -> KVCacheManager:
     """The manager of `config.memory_policy`. No sequence will be longer than `max_model_len`."""
-    if config.memory_policy == "paged":
-        return KVCacheManager(
+    policy = MEMORY_POLICIES[config.memory_policy]
+    manager: KVCacheManager
+    if policy is KVCacheManager:
+        manager = policy(
             specs, config.block_size, num_blocks, num_swap_blocks, config.enable_prefix_caching
         )
-    reserving = RESERVING[config.memory_policy]
-    return reserving(specs, config.block_size, num_blocks, num_swap_blocks, max_model_len)
+    else:
+        manager = policy(specs, config.block_size, num_blocks, num_swap_blocks, max_model_len)
+    return manager

@@ -1,0 +1,116 @@
+"""Implementations by name: octavo's own, and those that other packages add.
+
+A program adds one by `register`. A package that is installed beside octavo does so in a plugin: a
+function without arguments, which an entry point of the group `octavo.plugins` names in the
+package's pyproject.toml:
+
+    [project.entry-points."octavo.plugins"]
+    shortest-first = "my_package:register"
+
+Plugins run in every process that meets a name it does not know, the server's engine process among
+them, or that lists the names; so names of octavo's own cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from octavo.errors import ConfigError, shown
+
+T = TypeVar("T")
+GROUP = "octavo.plugins"
+
+_plugins_are_loaded = False
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """The implementations that an option may name.
+
+    An entry is an object, or where to find it: "module:attribute", which is imported when the entry
+    is first used.
+    """
+
+    def __init__(self, option: str, builtin: Mapping[str, T | str]) -> None:
+        """`option` is the field that errors name."""
+        self._option = option
+        self.builtin = tuple(builtin)
+        self._entries: dict[str, T | str] = dict(builtin)
+
+    def register(self, name: str, implementation: T | str) -> None:
+        """Add an implementation, or where to find it. Raises ConfigError if the name is taken."""
+        if name in self._entries:
+            raise ConfigError(self._option, f"{shown(name)} is registered already")
+        self._entries[name] = implementation
+
+    def check(self, name: object) -> None:
+        """Raises ConfigError, with all names, if there is no such implementation."""
+        if name not in self:
+            raise ConfigError(self._option, f"{shown(name)} is not one of {', '.join(self)}")
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._entries:
+            load_plugins()
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            module, _, attribute = entry.partition(":")
+            entry = self._entries[name] = getattr(import_module(module), attribute)
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
+        if name not in self._entries:
+            load_plugins()
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        load_plugins()
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        load_plugins()
+        return len(self._entries)
+
+
+def load_plugins() -> None:
+    """Run the plugins that are installed, once in a process.
+
+    Raises ConfigError if one fails: without it, what it would have added is missing.
+    """
+    global _plugins_are_loaded
+    if _plugins_are_loaded:
+        return
+    _plugins_are_loaded = True  # plugins themselves look names up
+    for plugin in entry_points(group=GROUP):
+        try:
+            plugin.load()()
+        except Exception as error:
+            _plugins_are_loaded = False
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                "plugin", f"{plugin.name} ({plugin.value}) fails: {reason}"
+            ) from error
+
+
+# What an option's value is checked against before the packages that implement it are imported.
+POLICIES: Registry[Any] = Registry(
+    "policy",
+    {
+        "fcfs": "octavo.core.policies:FirstComeFirstServed",
+        "priority": "octavo.core.policies:Priority",
+        "fair": "octavo.core.policies:FairShare",
+    },
+)
+MEMORY_POLICIES: Registry[Any] = Registry(
+    "memory_policy",
+    {
+        "paged": "octavo.core.kv.manager:KVCacheManager",
+        "orca-max": "octavo.core.kv.reserving:OrcaMax",
+        "orca-pow2": "octavo.core.kv.reserving:OrcaPow2",
+        "orca-oracle": "octavo.core.kv.reserving:OrcaOracle",
+        "fastertransformer": "octavo.core.kv.reserving:FasterTransformer",
+    },
+)

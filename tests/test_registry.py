@@ -1,0 +1,104 @@
+"""Implementations by name, and the plugins that add some."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+from octavo.config import CacheConfig, SchedulerConfig
+from octavo.errors import ConfigError
+from octavo.registry import Registry
+
+BUILTIN = {"ordered": "collections:OrderedDict", "plain": "builtins:dict"}
+
+
+def test_an_entry_is_imported_when_it_is_used() -> None:
+    registry: Registry[type] = Registry("kind", {**BUILTIN, "broken": "no.such.module:Thing"})
+    assert list(registry) == ["ordered", "plain", "broken"]
+    assert registry["ordered"] is OrderedDict
+    with pytest.raises(ImportError):
+        registry["broken"]
+
+
+def test_what_is_registered_is_found() -> None:
+    registry: Registry[type] = Registry("kind", BUILTIN)
+    registry.register("mine", list)
+    registry.register("late", "collections:deque")
+    assert registry["mine"] is list
+    assert registry["late"].__name__ == "deque"
+    assert len(registry) == 4
+    assert registry.builtin == ("ordered", "plain")
+
+
+def test_mistakes() -> None:
+    registry: Registry[type] = Registry("kind", BUILTIN)
+    with pytest.raises(ConfigError, match="kind: 'plain' is registered already"):
+        registry.register("plain", dict)
+    with pytest.raises(ConfigError, match="kind: 'none' is not one of ordered, plain"):
+        registry.check("none")
+    with pytest.raises(ConfigError, match=r"kind: \[\] is not one of"):
+        registry.check([])
+    with pytest.raises(KeyError):
+        registry["none"]
+
+
+def test_options_are_checked_when_they_are_made() -> None:
+    with pytest.raises(ConfigError, match="policy: 'x' is not one of fcfs, priority"):
+        SchedulerConfig(policy="x")
+    with pytest.raises(ConfigError, match="memory_policy: 'x' is not one of paged, orca-max"):
+        CacheConfig(memory_policy="x")
+
+
+PLUGIN = """
+from octavo.registry import POLICIES
+
+def register():
+    print("registered")
+    POLICIES.register("mine", "toy_plugin:Mine")
+"""
+
+
+def run_with_plugin(tmp_path: Path, module: str, program: str) -> subprocess.CompletedProcess[str]:
+    """In an environment where a distribution with a plugin is installed."""
+    (tmp_path / "toy_plugin.py").write_text(module)
+    metadata = tmp_path / "toy_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[octavo.plugins]\ntoy = toy_plugin:register\n")
+    paths = [str(tmp_path), str(Path(__file__).parent.parent / "src")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_a_plugin_is_loaded_once_and_only_when_a_name_is_not_known(tmp_path: Path) -> None:
+    run = run_with_plugin(
+        tmp_path,
+        PLUGIN,
+        """if True:
+            from octavo.config import SchedulerConfig
+            SchedulerConfig(policy="priority")
+            print("known")
+            for _ in range(2):
+                SchedulerConfig(policy="mine")
+            print("found")
+            SchedulerConfig(policy="other")
+        """,
+    )
+    assert run.stdout.split() == ["known", "registered", "found"]
+    assert "'other' is not one of fcfs, priority, fair, mine" in run.stderr
+
+
+def test_a_broken_plugin_is_named(tmp_path: Path) -> None:
+    program = "from octavo.config import SchedulerConfig; SchedulerConfig(policy='mine')"
+    run = run_with_plugin(tmp_path, "import no_such_module\n", program)
+    assert run.returncode == 1
+    message = (
+        "plugin: toy (toy_plugin:register) fails: ModuleNotFoundError: No module named 'no_such"
+    )
+    assert message in run.stderr
