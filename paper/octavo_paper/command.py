@@ -11,7 +11,7 @@ import click
 
 from octavo.errors import ConfigError
 from octavo.simulation.drawing import require_matplotlib
-from octavo_paper.figures import FIGURES, find_figure
+from octavo_paper.figures import FIGURES
 from octavo_paper.jobs import Store, default_cache_directory, run_jobs
 from octavo_paper.page import write_page
 from octavo_paper.report import load, save
@@ -57,9 +57,9 @@ def reproduce(
     FIGURES are table1, fig2, fig11, fig12, ... fig19, or all (the default). No GPU is needed.
     Results are kept, and computed again only when the code behind them changes.
     """
-    names = FIGURES if not figures or "all" in figures else tuple(dict.fromkeys(figures))
+    names = tuple(FIGURES) if not figures or "all" in figures else tuple(dict.fromkeys(figures))
     scale = (FULL if full else QUICK).with_measurements(measurements or out / "measurements")
-    modules = [find_figure(name) for name in names]
+    modules = [FIGURES.find(name) for name in names]
     folder = out / "figures"
     try:
         folder.mkdir(parents=True, exist_ok=True)

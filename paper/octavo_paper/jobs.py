@@ -58,7 +58,10 @@ PRESENTING = (
 
 
 class Job(Protocol):
-    """A frozen dataclass of plain values, so that it can be hashed and sent to a process."""
+    """A frozen dataclass of plain values, so that it can be hashed and sent to a process.
+
+    Its class can be imported there.
+    """
 
     DEPENDS_ON: ClassVar[tuple[str, ...]]  # packages and modules that can change its result
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -82,19 +85,23 @@ def default_cache_directory() -> Path:
 def source_fingerprint(names: tuple[str, ...]) -> str:
     """A digest of the source of some packages and modules, and of the modules at octavo's root."""
     digest = hashlib.sha256()
-    for name, path in _modules():
+    for name, path in _modules({"octavo", *(each.partition(".")[0] for each in names)}):
         at_root = name.count(".") <= 1 and name.startswith("octavo.")
         if (at_root or _belongs(name, names)) and not _belongs(name, PRESENTING):
             digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def _modules() -> Iterator[tuple[str, Path]]:
-    """(dotted name, file) of every module of octavo and of the packages beside it."""
-    for package in ("octavo", "octavo_demo", "octavo_paper"):
-        [root] = map(Path, import_module(package).__path__)
-        for path in sorted(root.rglob("*.py")):
-            yield ".".join([package, *path.relative_to(root).with_suffix("").parts]), path
+def _modules(roots: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    """(dotted name, file) of every module of these packages; a root may be a single module, too."""
+    for name in sorted(roots):
+        root = import_module(name)
+        if root.__spec__ is None or root.__spec__.submodule_search_locations is None:
+            yield name, Path(str(root.__file__))
+            continue
+        [folder] = map(Path, root.__path__)
+        for path in sorted(folder.rglob("*.py")):
+            yield ".".join([name, *path.relative_to(folder).with_suffix("").parts]), path
 
 
 def _belongs(name: str, packages: tuple[str, ...]) -> bool:

@@ -29,8 +29,8 @@ _plugins_are_loaded = False
 class Registry(Mapping[str, T], Generic[T]):
     """The implementations that an option may name.
 
-    An entry is an object, or where to find it: "module:attribute", which is imported when the entry
-    is first used.
+    An entry is an object, or where to find it, "module:attribute" or "module", which is imported
+    when the entry is first used.
     """
 
     def __init__(self, option: str, builtin: Mapping[str, T | str]) -> None:
@@ -50,13 +50,19 @@ class Registry(Mapping[str, T], Generic[T]):
         if name not in self:
             raise ConfigError(self._option, f"{shown(name)} is not one of {', '.join(self)}")
 
+    def find(self, name: str) -> T:
+        """The implementation of that name. Raises ConfigError, with all names, if there is none."""
+        self.check(name)
+        return self[name]
+
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
             load_plugins()
         entry = self._entries[name]
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
-            entry = self._entries[name] = getattr(import_module(module), attribute)
+            found: Any = import_module(module)
+            entry = self._entries[name] = getattr(found, attribute) if attribute else found
         return entry
 
     def __contains__(self, name: object) -> bool:

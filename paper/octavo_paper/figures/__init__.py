@@ -6,32 +6,18 @@ folder)`: draws into `folder` and returns a Report.
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
-from octavo.errors import ConfigError
+from octavo.registry import Registry
 from octavo_paper.jobs import Job, Results
 from octavo_paper.report import Report
 from octavo_paper.scale import Scale
 
-# In the order of the paper. Extend here: one module and its name.
-FIGURES = (
-    "table1",
-    "fig2",
-    "fig11",
-    "fig12",
-    "fig13",
-    "fig14",
-    "fig15",
-    "fig16",
-    "fig17",
-    "fig18",
-    "fig19",
-)
 
+class Figure(Protocol):
+    """A module, or an object."""
 
-class FigureModule(Protocol):
     NAME: str
     TITLE: str
 
@@ -40,8 +26,14 @@ class FigureModule(Protocol):
     def make(self, results: Results, scale: Scale, folder: Path) -> Report: ...
 
 
-def find_figure(name: str) -> FigureModule:
-    """Raises ConfigError, with the list, if there is no such figure."""
-    if name not in FIGURES:
-        raise ConfigError("figure", f"{name!r} is not one of {', '.join(FIGURES)}, all")
-    return cast(FigureModule, import_module(f"octavo_paper.figures.{name}"))
+# In the order of the paper.
+FIGURES: Registry[Figure] = Registry(
+    "figure",
+    {
+        name: f"octavo_paper.figures.{name}"
+        for name in (
+            *("table1", "fig2", "fig11", "fig12", "fig13", "fig14", "fig15", "fig16", "fig17"),
+            *("fig18", "fig19"),
+        )
+    },
+)

@@ -6,7 +6,7 @@ Lengths are pairs (prompt tokens, output tokens). Licences are in data/README.md
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 
 from octavo.bench.traces import TraceRequest, read_trace
 from octavo.errors import ConfigError
+from octavo.registry import Registry
 
 DATA = Path(__file__).parent / "data"
 CONTEXT = 2048  # positions of OPT; the paper's benchmark keeps pairs below it
@@ -112,17 +113,21 @@ def mooncake_conversation() -> tuple[TraceRequest, ...]:
     return tuple(read_trace(DATA / "mooncake_conversation.jsonl.gz"))
 
 
-SOURCES: dict[str, Callable[[], tuple[TraceRequest, ...]]] = {
-    "sharegpt": sharegpt,
-    "sharegpt-unfiltered": sharegpt_unfiltered,
-    "alpaca": alpaca,
-    "alpaca-measured": alpaca_measured,
-    "alpaca-lognormal": alpaca_lognormal,
-    "translation": translation,
-    "azure-code": azure_code,
-    "azure-conversation": azure_conversation,
-    "mooncake-conversation": mooncake_conversation,
-}
+Source = Callable[[], Sequence[TraceRequest]]
+SOURCES: Registry[Source] = Registry(
+    "trace",
+    {
+        "sharegpt": sharegpt,
+        "sharegpt-unfiltered": sharegpt_unfiltered,
+        "alpaca": alpaca,
+        "alpaca-measured": alpaca_measured,
+        "alpaca-lognormal": alpaca_lognormal,
+        "translation": translation,
+        "azure-code": azure_code,
+        "azure-conversation": azure_conversation,
+        "mooncake-conversation": mooncake_conversation,
+    },
+)
 
 
 def read_source(name: str) -> tuple[TraceRequest, ...]:
@@ -131,7 +136,7 @@ def read_source(name: str) -> tuple[TraceRequest, ...]:
     Raises ConfigError for a name that is neither, TraceError for a broken file.
     """
     if name in SOURCES:
-        return SOURCES[name]()
+        return tuple(SOURCES[name]())
     if Path(name).suffix or Path(name).exists():
         return tuple(read_trace(name))
     raise ConfigError(
