@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError, shown
-from octavo.registry import MEMORY_POLICIES, POLICIES
+from octavo.registry import ATTENTION_BACKENDS, EXECUTORS, MEMORY_POLICIES, POLICIES
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -184,6 +184,8 @@ class EngineConfig:
     """On a GPU: steps are captured at the start and replayed."""
     attention_backend: str = "auto"
     """Which attention implementation; "auto": the fast one of the device."""
+    executor: str = "local"
+    """What computes the steps; "local": one device, in the engine's process."""
     seed: int = 0
     """Of requests that bring none, and of dummy weights."""
     max_logprobs: int = 20
@@ -208,6 +210,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         _require(bool(self.model), "model", "is empty")
+        ATTENTION_BACKENDS.check(self.attention_backend, "auto")
+        EXECUTORS.check(self.executor)
         if self.max_model_len is not None:
             _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
         _require(self.max_logprobs >= 0, "max_logprobs", f"{self.max_logprobs} is negative")

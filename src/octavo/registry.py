@@ -45,10 +45,11 @@ class Registry(Mapping[str, T], Generic[T]):
             raise ConfigError(self._option, f"{shown(name)} is registered already")
         self._entries[name] = implementation
 
-    def check(self, name: object) -> None:
-        """Raises ConfigError, with all names, if there is no such implementation."""
-        if name not in self:
-            raise ConfigError(self._option, f"{shown(name)} is not one of {', '.join(self)}")
+    def check(self, name: object, *others: str) -> None:
+        """Raises ConfigError, with all names, if `name` is neither one nor among `others`."""
+        if name not in others and name not in self:
+            names = ", ".join([*others, *self])
+            raise ConfigError(self._option, f"{shown(name)} is not one of {names}")
 
     def find(self, name: str) -> T:
         """The implementation of that name. Raises ConfigError, with all names, if there is none."""
@@ -59,11 +60,11 @@ class Registry(Mapping[str, T], Generic[T]):
         if name not in self._entries:
             load_plugins()
         entry = self._entries[name]
-        if isinstance(entry, str):
-            module, _, attribute = entry.partition(":")
-            found: Any = import_module(module)
-            entry = self._entries[name] = getattr(found, attribute) if attribute else found
-        return entry
+        if not isinstance(entry, str):
+            return entry
+        module, _, attribute = entry.partition(":")
+        found: Any = import_module(module)
+        return getattr(found, attribute) if attribute else found
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):
@@ -120,3 +121,12 @@ MEMORY_POLICIES: Registry[Any] = Registry(
         "fastertransformer": "octavo.core.kv.reserving:FasterTransformer",
     },
 )
+ATTENTION_BACKENDS: Registry[Any] = Registry(
+    "attention_backend",
+    {
+        "cpu": "octavo.ops.cpu.attention:CpuBackend",
+        "reference": "octavo.ops.reference.attention:ReferenceBackend",
+        "triton": "octavo.ops.cuda.attention:TritonBackend",
+    },
+)
+EXECUTORS: Registry[Any] = Registry("executor", {"local": "octavo.executor.local:LocalExecutor"})

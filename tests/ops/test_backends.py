@@ -11,9 +11,10 @@ import torch
 from attention_cases import Bench, Case, check_that_nan_stays_alone
 from torch import Tensor
 
-from octavo.ops import BACKENDS, LayerPlace, LayerSpec, load_backend
+from octavo.ops import LayerPlace, LayerSpec, load_backend
 from octavo.ops.base import AttentionBackend
 from octavo.ops.cpu import threads as cpu_threads
+from octavo.registry import ATTENTION_BACKENDS
 
 # (cached tokens, new tokens): fresh and continued prompts, decodes, at and around tiles of 16 and
 # spans of 64 tokens.
@@ -167,7 +168,7 @@ def test_half_precision_is_for_the_reference_only() -> None:
 
 
 def test_unknown_backend_is_named_with_the_known() -> None:
-    with pytest.raises(ValueError, match=f"'flash'.*{', '.join(sorted(BACKENDS))}"):
+    with pytest.raises(ValueError, match=f"'flash'.*{', '.join(sorted(ATTENTION_BACKENDS))}"):
         load_backend("flash")
 
 

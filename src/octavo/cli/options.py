@@ -16,7 +16,7 @@ import click
 
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
 from octavo.memory_budget import format_bytes
-from octavo.registry import MEMORY_POLICIES, POLICIES
+from octavo.registry import ATTENTION_BACKENDS, EXECUTORS, MEMORY_POLICIES, POLICIES
 from octavo.sampling_params import SamplingParams
 
 Command = Callable[..., Any]
@@ -29,6 +29,7 @@ ENGINE_HELP = {
     "device": "Where the model runs; auto takes a GPU if there is one.",
     "cuda_graphs": "Capture steps on a GPU at the start, and replay them.",
     "attention_backend": "Which attention implementation; auto takes the fast one.",
+    "executor": "What computes the steps; local: one device, in the engine's process.",
     "seed": "Seed of requests that bring none, and of dummy weights.",
     "max_logprobs": "Largest number of log-probabilities that a request may ask for.",
     "num_threads": "CPU threads of the worker.",
@@ -67,7 +68,13 @@ SAMPLING_HELP = {
     "logprobs": "Report log-probabilities: the token's and those of the k likeliest.",
 }
 SIZES = {"kv_cache_memory", "swap_space"}
-NAMED = {"policy": POLICIES, "memory_policy": MEMORY_POLICIES}  # plugins add to them
+# Options whose values are names of implementations; plugins add to these.
+NAMED = {
+    "attention_backend": ("auto", *ATTENTION_BACKENDS.builtin),
+    "executor": EXECUTORS.builtin,
+    "memory_policy": MEMORY_POLICIES.builtin,
+    "policy": POLICIES.builtin,
+}
 
 UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -148,7 +155,7 @@ def _field_options(
             flag = f"{flag}/--no-{flag.removeprefix('--')}"
             default = {True: "on", False: "off"}.get(default)
         elif name in NAMED:
-            settings["metavar"] = f"[{'|'.join(NAMED[name].builtin)}]"
+            settings["metavar"] = f"[{'|'.join(NAMED[name])}]"
         elif get_origin(hints[name]) is Literal:
             settings["type"] = click.Choice(get_args(hints[name]))
         elif name in SIZES:

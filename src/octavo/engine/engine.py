@@ -11,7 +11,7 @@ from octavo.config import EngineConfig
 from octavo.core.decoding import PinPrefix
 from octavo.core.kv.memory_policy import make_kv_cache_manager
 from octavo.core.scheduler import Progress, Scheduler
-from octavo.core.sequence import Request, Sequence
+from octavo.core.sequence import DecodingMethod, Request, Sequence
 from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
 from octavo.engine.garbage import collecting_later
 from octavo.engine.results import (
@@ -88,12 +88,18 @@ class Engine:
 
     # ---------------------------------------------------------------- requests
 
-    def make_request(self, prepared: PreparedRequest, request_id: str | None = None) -> Request:
+    def make_request(
+        self,
+        prepared: PreparedRequest,
+        request_id: str | None = None,
+        method: DecodingMethod | None = None,
+    ) -> Request:
         """Make a request, without queueing it yet.
 
         Args:
             prepared: the request in token ids, as `RequestPreparer` has checked it.
             request_id: its name in all that is reported of it. None: a new one.
+            method: how it is decoded. None: as `prepared` says, by sampling or beam search.
 
         Raises:
             InvalidRequest: the id is in use. RequestTooLong: the request can never fit.
@@ -103,7 +109,7 @@ class Engine:
         request = Request(
             self._name(request_id),
             prepared.prompt_token_ids,
-            prepared.method(),
+            prepared.method() if method is None else method,
             prepared.sampling,
             prepared.seed,
             priority=prepared.priority,

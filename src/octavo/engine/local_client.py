@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from octavo.core.sequence import Request
+from octavo.core.sequence import DecodingMethod, Request
 from octavo.engine.engine import Engine
 from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.output_stream import OutputStream
@@ -68,6 +68,7 @@ class LocalClient:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        method: DecodingMethod | None = None,
     ) -> LocalStream:
         """Check a request, without queueing it yet.
 
@@ -78,6 +79,8 @@ class LocalClient:
             priority: with the "priority" policy, smaller runs first.
             cache_salt: only what was cached under an equal salt is reused.
             tenant: with the "fair" policy, whose share of the service it counts against.
+            method: a decoding method of your own; `params` still say how tokens are sampled, and
+                how many samples there are. None: sampling or beam search, as `params` say.
 
         Raises:
             InvalidRequest: an argument cannot be; `field` names it.
@@ -87,7 +90,7 @@ class LocalClient:
         prepared = self._preparer.prepare(
             prompt, params, self.engine.max_model_len, priority, cache_salt, tenant
         )
-        request = self.engine.make_request(prepared, request_id)
+        request = self.engine.make_request(prepared, request_id, method)
         text = prompt if isinstance(prompt, str) else None
         return LocalStream(request, params, self.tokenizer, text)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo.registry import EXECUTORS
+
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.executor.base import DeviceExecutor
@@ -11,11 +13,10 @@ if TYPE_CHECKING:
 
 
 def make_executor(config: EngineConfig, model_config: ModelConfig) -> DeviceExecutor:
-    """The executor for what `config` asks for. Imports torch, loads the model and takes the memory.
+    """The executor that `config` names. A local one loads the model and takes the memory.
 
     Raises:
         ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do.
     """
-    from octavo.executor.local import LocalExecutor
-
-    return LocalExecutor(config, model_config)
+    executor: DeviceExecutor = EXECUTORS[config.executor](config, model_config)
+    return executor

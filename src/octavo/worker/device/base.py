@@ -15,7 +15,6 @@ from torch import Tensor
 
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.core.step import PendingStep, StepPlan
-from octavo.errors import ConfigError
 from octavo.memory_budget import (
     FixedMemory,
     KVShape,
@@ -24,7 +23,7 @@ from octavo.memory_budget import (
     plan_memory,
 )
 from octavo.models.config import ModelConfig
-from octavo.ops import BACKENDS, AttentionBackend, HostStaging, Staging, load_backend
+from octavo.ops import AttentionBackend, HostStaging, Staging
 from octavo.worker.graphs import Graphs
 from octavo.worker.sampler import Drawer
 
@@ -202,11 +201,3 @@ class Device(ABC):
     def to_host(self, values: Tensor) -> Tensor:
         """A tensor of the host that holds `values` once the device has come so far."""
         return values
-
-
-def load_named_backend(name: str) -> type[AttentionBackend]:
-    """Raises ConfigError if there is no backend of that name."""
-    if name not in BACKENDS:
-        choices = ", ".join(["auto", *sorted(BACKENDS)])
-        raise ConfigError("attention_backend", f"{name!r} is not one of {choices}")
-    return load_backend(name)

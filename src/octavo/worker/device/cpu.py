@@ -20,8 +20,8 @@ from octavo.memory_budget import (
     estimate_activations,
     format_bytes,
 )
-from octavo.ops import AttentionBackend, Staging
-from octavo.worker.device.base import DTYPES, Demand, Device, load_named_backend
+from octavo.ops import AttentionBackend, Staging, load_backend
+from octavo.worker.device.base import DTYPES, Demand, Device
 from octavo.worker.device.cpu_sampling import CpuDrawer
 
 
@@ -57,7 +57,7 @@ class CpuDevice(Device):
     def resolve_backend(self, name: str) -> type[AttentionBackend]:
         if name == "triton":
             raise ConfigError("attention_backend", "'triton' runs on a GPU, and this is a CPU")
-        return load_named_backend("cpu" if name == "auto" else name)
+        return load_backend("cpu" if name == "auto" else name)
 
     def plan_memory(self, demand: Demand) -> MemoryBudget:
         """See Device.plan_memory: by an estimate; weights and both tiers share the host's RAM."""

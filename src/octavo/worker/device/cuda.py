@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.memory_budget import MemoryBudget, format_bytes
-from octavo.ops import AttentionBackend, Staging
+from octavo.ops import AttentionBackend, Staging, load_backend
 from octavo.ops.cuda.block_copy import copy_blocks
 from octavo.ops.cuda.pending_tokens import fill_pending, keep_tokens
 from octavo.worker.device.base import (
@@ -25,7 +25,6 @@ from octavo.worker.device.base import (
     Device,
     MakeRunner,
     Moment,
-    load_named_backend,
 )
 from octavo.worker.device.cuda_memory import free_memory, measure_memory, release_cached
 from octavo.worker.device.cuda_sampling import CudaDrawer
@@ -55,7 +54,7 @@ class CudaDevice(Device):
         return DTYPES[stored if asked == "auto" else asked]
 
     def resolve_backend(self, name: str) -> type[AttentionBackend]:
-        backend = load_named_backend("triton" if name == "auto" else name)
+        backend = load_backend("triton" if name == "auto" else name)
         if name not in ("auto", "triton"):
             raise ConfigError(
                 "attention_backend", f"{name!r} does not run on a GPU; there is: triton"

@@ -1,0 +1,102 @@
+"""docs/extending.md, "An attention backend"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from toys import Register
+
+from model_zoo import model_directory, random_token_ids
+from octavo import LLM, SamplingParams
+from octavo.ops import AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
+from octavo.registry import ATTENTION_BACKENDS
+
+PROMPTS = [random_token_ids(length, seed=length) for length in (3, 40, 75)]
+
+
+class TokenMajor:
+    """Keeps a token's K and V beside each other, and attends by torch's own attention."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        layer_places: Sequence[LayerPlace],
+        kv_cache: Tensor,
+        block_size: int,
+    ) -> None:
+        self._layers = {
+            layer.layer_id: (layer, place)
+            for layer, place in zip(layers, layer_places, strict=True)
+        }
+        self._kv_cache = kv_cache
+        self._batch: AttentionBatch | None = None
+
+    @staticmethod
+    def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (block_size, num_kv_heads, 2 * head_dim)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+
+    def forward(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotary: RotaryTable | None = None,
+        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+    ) -> Tensor:
+        batch, (layer, place) = self._batch, self._layers[layer_id]
+        assert batch is not None
+        if head_norms is not None:
+            query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
+        if rotary is not None:
+            query, key = rotary.apply(query, batch.positions), rotary.apply(key, batch.positions)
+        self._write(place, batch.slots[place.group], torch.cat((key, value), dim=-1))
+        outputs = []
+        for i, context_len in enumerate(batch.context_lens.tolist()):
+            rows = slice(*batch.query_starts[i : i + 2].tolist())
+            tokens = self._read(place, batch.block_tables[place.group][i], context_len)
+            k, v = tokens.transpose(0, 1).split(layer.head_dim, dim=-1)
+            q = query[rows].transpose(0, 1)
+            ago = torch.arange(context_len)[-q.shape[1] :, None] - torch.arange(context_len)
+            mask = (ago >= 0) & (ago < (layer.window or context_len))
+            attended = F.scaled_dot_product_attention(
+                q[None], k[None], v[None], mask, scale=layer.scale, enable_gqa=True
+            )
+            outputs.append(attended[0].transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
+
+    def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
+        layer, place = self._layers[layer_id]
+        block, offset = divmod(slot, self._kv_cache.shape[2])
+        k, v = self._kv_cache[block, place.index, offset].split(layer.head_dim, dim=-1)
+        return k.clone(), v.clone()
+
+    def _write(self, place: LayerPlace, slots: Tensor, tokens: Tensor) -> None:
+        size = self._kv_cache.shape[2]
+        self._kv_cache[slots // size, place.index, slots % size] = tokens
+
+    def _read(self, place: LayerPlace, table: Tensor, num_tokens: int) -> Tensor:
+        """[num_tokens, num_kv_heads, 2 * head_dim]"""
+        size = self._kv_cache.shape[2]
+        blocks = table[: -(-num_tokens // size)].long()
+        return self._kv_cache[blocks, place.index].flatten(0, 1)[:num_tokens]
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "mistral"])
+def test_a_backend_of_one_s_own_serves_the_same_tokens(register: Register, model: str) -> None:
+    register(ATTENTION_BACKENDS, "token-major", TokenMajor)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    tokens = {}
+    for backend in ("reference", "token-major"):
+        options = {"num_blocks": 60, "block_size": 8, "dtype": "float32"}
+        with LLM(model_directory(model), attention_backend=backend, **options) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        tokens[backend] = [output.outputs[0].token_ids for output in outputs]
+    assert tokens["token-major"] == tokens["reference"]
