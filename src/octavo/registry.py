@@ -64,7 +64,8 @@ class Registry(Mapping[str, T], Generic[T]):
             return entry
         module, _, attribute = entry.partition(":")
         found: Any = import_module(module)
-        return getattr(found, attribute) if attribute else found
+        implementation: T = getattr(found, attribute) if attribute else found
+        return implementation
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):
