@@ -130,4 +130,7 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
         "triton": "octavo.ops.cuda.attention:TritonBackend",
     },
 )
+LINEAR_METHODS: Registry[Any] = Registry(
+    "linear_method", {"plain": "octavo.layers.linear:PlainLinear"}
+)
 EXECUTORS: Registry[Any] = Registry("executor", {"local": "octavo.executor.local:LocalExecutor"})

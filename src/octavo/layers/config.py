@@ -43,6 +43,7 @@ class LinearConfig:
     in_features: int
     out_sizes: tuple[int, ...]  # the outputs of each merged projection, in their order in W
     bias: bool = False
+    method: str = "plain"  # how W is stored and computed: a name in registry.LINEAR_METHODS
 
     @property
     def out_features(self) -> int:
@@ -83,15 +84,18 @@ class AttentionConfig:
     head_norm: NormConfig | None = None  # of each query and key head, before the rotation
     qkv_bias: bool = False
     output_bias: bool = False
+    linear_method: str = "plain"  # of its projections
 
     @property
     def qkv(self) -> LinearConfig:
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return LinearConfig(self.hidden_size, (query_size, kv_size, kv_size), self.qkv_bias)
+        sizes = (query_size, kv_size, kv_size)
+        return LinearConfig(self.hidden_size, sizes, self.qkv_bias, self.linear_method)
 
     @property
     def output(self) -> LinearConfig:
-        return LinearConfig(self.num_heads * self.head_dim, (self.hidden_size,), self.output_bias)
+        heads_size = self.num_heads * self.head_dim
+        return LinearConfig(heads_size, (self.hidden_size,), self.output_bias, self.linear_method)
 
     @property
     def num_parameters(self) -> int:
@@ -111,15 +115,18 @@ class MLPConfig:
     intermediate_size: int
     activation: Activation
     bias: bool = False
+    linear_method: str = "plain"  # of its projections
 
     @property
     def up(self) -> LinearConfig:
         merged = 2 if self.kind == "gated" else 1
-        return LinearConfig(self.hidden_size, (self.intermediate_size,) * merged, self.bias)
+        sizes = (self.intermediate_size,) * merged
+        return LinearConfig(self.hidden_size, sizes, self.bias, self.linear_method)
 
     @property
     def down(self) -> LinearConfig:
-        return LinearConfig(self.intermediate_size, (self.hidden_size,), self.bias)
+        sizes = (self.hidden_size,)
+        return LinearConfig(self.intermediate_size, sizes, self.bias, self.linear_method)
 
     @property
     def num_parameters(self) -> int:

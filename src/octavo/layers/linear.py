@@ -16,6 +16,7 @@ from octavo.layers.base import WeightOwner, WeightTargets
 from octavo.layers.config import LinearConfig
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.linear import LinearKernel, make_linear_kernel
+from octavo.registry import LINEAR_METHODS
 
 
 class LinearMethod(WeightOwner):
@@ -86,5 +87,9 @@ class PlainLinear(LinearMethod):
 
 
 def make_linear(config: LinearConfig) -> LinearMethod:
-    """The method for a projection, with uninitialised weights."""
-    return PlainLinear(config)
+    """The method that the projection names, with uninitialised weights.
+
+    Raises ConfigError if there is none.
+    """
+    method: LinearMethod = LINEAR_METHODS.find(config.method)(config)
+    return method

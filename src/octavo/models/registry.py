@@ -9,14 +9,17 @@ from typing import Any
 from octavo.errors import InvalidRequest, ModelError, shown
 from octavo.json_fields import Fields, read_json
 from octavo.models.config import ModelConfig, ModelDescription
-from octavo.models.families import gpt2, llama, mistral, opt, phi3, qwen2, qwen3
 from octavo.models.family import Family
+from octavo.registry import Registry
 from octavo.sampling_params import SamplingParams
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (gpt2, opt, llama, mistral, qwen2, qwen3, phi3)
-}
+FAMILIES: Registry[Family] = Registry(
+    "model_type",
+    {
+        name: f"octavo.models.families.{name}:FAMILY"
+        for name in ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3")
+    },
+)
 DTYPES = ("float32", "bfloat16", "float16")
 # What generation_config.json may set for requests that do not.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -1,27 +1,25 @@
-"""What docs/extending.md says of a family: one module with a reader and the weights' names."""
+"""docs/extending.md, "A model": one module with a reader and the weights' names."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
-from dense_harness import DenseHarness
 from safetensors.torch import load_file, save_file
+from toys import Register
 
 import model_zoo
+from octavo import LLM, SamplingParams
 from octavo.json_fields import Fields
-from octavo.models import registry
 from octavo.models.config import ModelDescription
 from octavo.models.families.common import read_gated_decoder
 from octavo.models.family import Family, WeightNames
-from octavo.models.loader import load_model
-from octavo.models.registry import read_model_config
+from octavo.models.registry import FAMILIES, read_model_config
 
 PROMPT = model_zoo.random_token_ids(40)
-CPU = torch.device("cpu")
 
 
 def read(config: Fields) -> ModelDescription:
@@ -88,25 +86,41 @@ def write_novel_model(directory: Path) -> Path:
     return directory
 
 
-def test_a_family_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.FAMILIES, "novel", FAMILY)
-    config = read_model_config(write_novel_model(tmp_path))
-    assert config.layer_windows == (None, 8, None)
-    model = load_model(config, torch.float32, CPU)
-    got = DenseHarness(model, len(PROMPT)).run({0: PROMPT})[0]
-
+def expected_tokens(num_tokens: int) -> list[int]:
+    """Greedy tokens of transformers' Llama, with a window and frequencies put into its layer 1."""
     reference = model_zoo.load_reference(model_zoo.model_directory("llama"))
     novel = reference.model.layers[1].self_attn
     frequencies = 100.0 ** -(torch.arange(0, novel.head_dim, 2) / novel.head_dim)
-    positions = torch.arange(len(PROMPT))
-    angles = torch.outer(positions, frequencies).repeat(1, 2)[None]
-    ago = positions[:, None] - positions[None, :]
-    mask = torch.zeros(ago.shape).masked_fill((ago < 0) | (ago >= 8), float("-inf"))[None, None]
 
-    def other_positions(module: torch.nn.Module, args: tuple[()], kwargs: dict[str, object]):  # type: ignore[no-untyped-def]
-        changes = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": mask}
+    def other_positions(
+        module: torch.nn.Module, args: tuple[()], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        positions = torch.arange(kwargs["hidden_states"].shape[1])
+        angles = torch.outer(positions, frequencies).repeat(1, 2)[None]
+        ago = positions[:, None] - positions[None, :]
+        mask = torch.zeros(ago.shape).masked_fill((ago < 0) | (ago >= 8), float("-inf"))
+        changes = {
+            "position_embeddings": (angles.cos(), angles.sin()),
+            "attention_mask": mask[None, None],
+        }
         return args, kwargs | changes
 
+    tokens = list(PROMPT)
     with novel.register_forward_pre_hook(other_positions, with_kwargs=True), torch.inference_mode():
-        want = reference(torch.tensor([PROMPT])).logits[0]
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+        for _ in range(num_tokens):
+            logits = reference(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+    return tokens[len(PROMPT) :]
+
+
+def test_a_family_is_one_module(tmp_path: Path, register: Register) -> None:
+    register(FAMILIES, "novel", FAMILY)
+    directory = write_novel_model(tmp_path)
+    assert read_model_config(directory).layer_windows == (None, 8, None)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(directory, num_blocks=100, block_size=4, dtype="float32") as llm:
+        [output] = llm.generate(PROMPT, params, use_tqdm=False)
+        [again] = llm.generate(PROMPT, params, use_tqdm=False)  # from the prefix cache
+    assert output.outputs[0].token_ids == expected_tokens(20)
+    assert again.outputs[0].token_ids == output.outputs[0].token_ids
+    assert again.num_cached_tokens > 0
