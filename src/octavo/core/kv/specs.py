@@ -10,6 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class KVSpec(Protocol):
+    """Which tokens a layer's queries read. Layers of equal specs share block tables, so a spec is
+    hashable and compared by its value."""
+
+    def first_needed_token(self, position: int) -> int:
+        """The first token that the query at `position` reads; it never shrinks as positions grow.
+        Blocks that are wholly before it are freed."""
+
+    def max_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
+        """The most blocks that a sequence of `num_tokens` holds at any moment, if at most `chunk`
+        of them are computed in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +57,6 @@ class SlidingWindow:
         """
         held = min(num_tokens, self.window - 1 + chunk)
         return min(math.ceil(num_tokens / block_size), math.ceil(held / block_size) + 1)
-
-
-KVSpec = FullAttention | SlidingWindow
 
 
 def first_needed_block(spec: KVSpec, block_size: int, num_computed_tokens: int) -> int:
