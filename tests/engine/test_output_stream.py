@@ -101,10 +101,12 @@ def test_results_stay_as_they_are(tokenizer: Tokenizer) -> None:
     for result in results:
         stream.take(result)
     output = stream.conclude(9.0)
+    scored = stream.scored(output)
     assert output.outputs[0].logprobs is None
-    stream.add_logprobs()
-    assert output.outputs[0].logprobs == [score] * len(stream.samples[0].logprobs)
-    assert output.prompt_logprobs == [None, score, score]
+    num_tokens = len(output.outputs[0].token_ids)
+    assert scored.outputs[0].logprobs == [score] * num_tokens
+    assert scored.outputs[0].cumulative_logprob == -0.5 * num_tokens
+    assert scored.prompt_logprobs == [None, score, score]
     assert results == before
 
 

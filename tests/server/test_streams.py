@@ -46,8 +46,10 @@ def test_an_idle_server_does_not_ask_for_patience(monkeypatch: pytest.MonkeyPatc
 def test_a_slow_reader_finds_one_delta_of_each_sample() -> None:
     async def test() -> None:
         stream = new_stream(0.0, n=3)
-        for token, index in ((5, 2), (6, 0), (7, 2), (8, 1)):
-            stream.take(NewTokens("r", index, [token]))
+        results = [NewTokens("r", i, [token]) for token, i in ((5, 2), (6, 0), (7, 2), (8, 1))]
+        for result in results:
+            stream.take(result)
+        assert [result.token_ids for result in results] == [[5], [6], [7], [8]]
         found = [await anext(stream)]
         stream.take(NewTokens("r", 2, [9]))
         found += [await anext(stream) for _ in range(3)]

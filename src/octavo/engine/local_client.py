@@ -170,6 +170,5 @@ class LocalClient:
 
     def _conclude(self, stream: LocalStream, now: float) -> RequestOutput:
         del self._open[stream.request_id]
-        output = stream.conclude(now)
-        stream.add_logprobs()
+        output = stream.output = stream.scored(stream.conclude(now))
         return output

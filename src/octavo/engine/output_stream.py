@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from octavo.core.step import TokenLogprobs
@@ -180,14 +180,16 @@ class OutputStream:
         )
         return self.output
 
-    def add_logprobs(self) -> None:
-        """Add the log-probabilities of its tokens to the output, if they were asked for."""
-        assert self.output is not None, "it has not been concluded"
+    def scored(self, output: RequestOutput) -> RequestOutput:
+        """The request's output with log-probabilities of its tokens, if they were asked for."""
         if not isinstance(self._params, SamplingParams) or self._params.logprobs is None:
-            return
-        for sample, output in zip(self.samples, self.output.outputs, strict=True):
-            output.logprobs = self.logprobs(sample.index, 0, len(sample.token_ids))
-            output.cumulative_logprob = sum(score.logprob for score in output.logprobs)
+            return output
+        outputs = []
+        for sample, each in zip(self.samples, output.outputs, strict=True):
+            scores = self.logprobs(sample.index, 0, len(sample.token_ids))
+            total = sum(score.logprob for score in scores)
+            outputs.append(replace(each, logprobs=scores, cumulative_logprob=total))
+        return replace(output, outputs=outputs)
 
     def _take_other(self, result: Result) -> None:
         """What is no new tokens; all kinds but prompt scores end the request."""

@@ -75,8 +75,7 @@ class RequestStream(OutputStream):
             while isinstance(await self._next(), SequenceDelta):
                 pass
         assert self.output is not None, "the iterator has ended without an error"
-        self.add_logprobs()
-        return self.output
+        return self.scored(self.output)
 
     def abort(self) -> None:
         """End the request now, if it has not ended; the iterator then yields the RequestOutput with
@@ -97,6 +96,7 @@ class RequestStream(OutputStream):
     # ---------------------------------------------------------------- for the client
 
     def take(self, result: Result) -> SequenceDelta | None:
+        """As in `OutputStream`; later deltas may be merged into one that has not been read."""
         delta = super().take(result)
         if delta is not None:
             self._offer(delta)
@@ -148,7 +148,8 @@ class RequestStream(OutputStream):
             self._wake()
             return
         waiting.text += delta.text
-        waiting.token_ids += delta.token_ids
+        # Not in place: the list is the result's, which stays as it is.
+        waiting.token_ids = [*waiting.token_ids, *delta.token_ids]
         waiting.finish_reason = delta.finish_reason
         waiting.stop_reason = delta.stop_reason
 
