@@ -447,7 +447,7 @@ def partial_sums_in(name: str) -> Iterator[None]:
     dtype, divisor = PARTIAL_SUMS[name]
     before, choose = linear.PARTIAL_DTYPE, linear.choose_tiles
 
-    def fewer(*shape: int) -> Any:
+    def fewer(*shape: Any) -> Any:
         tiles = choose(*shape)
         return tiles and replace(tiles, splits=max(1, tiles.splits // divisor))
 
