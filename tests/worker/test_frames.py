@@ -13,7 +13,7 @@ from octavo import LLM, SamplingParams
 from octavo.config import make_config
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
-from octavo.models.config import ModelConfig
+from octavo.models.registry import read_model_config
 from octavo.ops.cpu.attention import CpuBackend
 from octavo.ops.cuda import attention as triton_backend
 from worker.test_gpu_runner import CudaExecutor, _plain_sampling, pytestmark  # noqa: F401
@@ -69,7 +69,7 @@ def test_few_frames_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         max_num_seqs=2,
         max_num_batched_tokens=24,
     )
-    model_config = ModelConfig.from_directory(config.model).with_max_model_len(80)
+    model_config = read_model_config(config.model).with_max_model_len(80)
     client = LocalClient(Engine(config, model_config, CudaExecutor(config, model_config, False)))
     client.add_request(client.make_request([1, 2, 3], PARAMS))
     while client.has_unfinished:

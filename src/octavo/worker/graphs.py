@@ -15,15 +15,16 @@ import torch
 
 from octavo.ops import PaddedSizes
 
-MOST_MIXED_TOKENS = 2048  # launched one by one, so many take the host half as long as the device
+MOST_MIXED_TOKENS = 2048  # launching a step of so many takes the host half its time on the device
 ROOM_FOR_PROMPTS = 512  # tokens beside as many decodes as may run
 MOST_CHUNKS = 16  # sequences with several tokens in a captured step
-FEW_SINGLES = 256  # decodes beside prompts: a program a head is started for each, there or not
+# Decodes beside prompts: one program per head is launched for each of the padded size.
+FEW_SINGLES = 256
 CROWD_STEP = 256  # tokens between the sizes for more of them
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, ascending; the last one takes every batch that may come.
+    """CUDA-graph batch sizes, ascending; the last one takes every batch that may come.
 
     At most an eighth of a large batch is padding.
     """

@@ -69,9 +69,9 @@ class Drawn:
     positions: Int64s
 
 
-def at_least_one(wanted: Tensor) -> Tensor:
-    """`wanted`, for CausalLM.forward; the first token of the step if nobody comes to an end."""
-    return wanted if len(wanted) else wanted.new_zeros(1)
+def at_least_one(indices: Tensor) -> Tensor:
+    """Logits indices for CausalLM.forward: the step's first token if no row reaches its end."""
+    return indices if len(indices) else indices.new_zeros(1)
 
 
 class InputBatch:

@@ -47,7 +47,7 @@ class Captured(NamedTuple):
 
     size: int  # sequences, if each computes one token; else tokens
     mixed: PaddedSizes | None = None  # the padded sizes of a step with prompts
-    shares: bool = False  # keys are read for several sequences at once
+    has_cascade: bool = False  # keys are read for several sequences at once
 
 
 class StagedStep(NamedTuple):
@@ -85,7 +85,7 @@ class ModelRunner:
         Args:
             model: on the device.
             num_blocks: KV blocks on the device and in the swap tier.
-            graphs: are captured now, but for steps that read shared segments.
+            graphs: captured now, except those of steps with cascade attention.
         """
         scheduler, block_size = config.scheduler, config.cache.block_size
         layout, layers = group_layers(model_config.kv_specs()), model.attention_layers
@@ -144,16 +144,16 @@ class ModelRunner:
             carry_out(updates)
             started = device.moment()
             swapped = self.kv_cache.move(plan, copies)
-            choice = Choice.nothing(device.torch_device)
             scores: dict[int, list[TokenLogprobs]] = {}
-            if staged is not None:
+            if staged is None:
+                choice = Choice.nothing(device.torch_device)
+            else:
                 if staged.captured is None:
                     hidden = self._forward(staged)
                 else:
                     hidden = self._replay(staged.captured, staged)
                 scores = score_prompts(self._model, hidden, chunks, self._vocab_size)
-                if staged.sampling is not None:
-                    choice = self._choose(plan, staged, staged.sampling, hidden)
+                choice = self._choose(plan, staged, hidden)
             drawn = batch.advance(plan)
             choice.read_back(device.to_host)
             moments = (started, swapped, device.moment())
@@ -179,7 +179,7 @@ class ModelRunner:
         attention = inputs.attention
         if captured is not None:
             if attention.cascade:
-                captured = captured._replace(shares=True)
+                captured = captured._replace(has_cascade=True)
             if captured.mixed is not None:
                 attention = replace(attention, padded=captured.mixed)
         input_ids, positions, rows = self._stage_inputs(inputs.input_ids, attention)
@@ -259,13 +259,14 @@ class ModelRunner:
             staged.input_ids, staged.positions, self._backend, staged.logits_indices
         )
 
-    def _choose(
-        self, plan: StepPlan, staged: StagedStep, sampling: StagedSampling, hidden: Tensor
-    ) -> Choice:
+    def _choose(self, plan: StepPlan, staged: StagedStep, hidden: Tensor) -> Choice:
         """Draw the next tokens, and keep them where the next step finds them."""
-        n, mode, graphs = len(plan.sampled), sampling.mode, self._graphs
+        sampling, graphs, n = staged.sampling, self._graphs, len(plan.sampled)
+        if sampling is None:
+            return Choice.nothing(hidden.device)
         ending = hidden if staged.hidden_indices is None else hidden[staged.hidden_indices]
         ending = ending[: n + len(plan.expanded)]
+        mode = sampling.mode
         if mode is None or graphs is None:
             choice = self._sampler(self._model.logits(ending), sampling)
             if self._pending is not None and staged.sampled_rows is not None:
@@ -283,8 +284,8 @@ class ModelRunner:
     def _capture(self, graphs: Graphs) -> None:
         """Capture steps of every kind and size, the largest first: the others fit into its memory.
 
-        A step that is captured while requests are served would keep them waiting. Steps that read
-        shared keys are, but their kernels are compiled here.
+        A step that is captured while requests are served would keep them waiting. Steps with
+        cascade attention are, but their kernels are compiled here.
         """
         with torch.inference_mode():
             for mixed in reversed(graphs.mixed):
@@ -298,7 +299,7 @@ class ModelRunner:
                 for mode in get_args(DrawMode):
                     work = partial(self._draw_captured, mode, staged.sampled_rows)
                     graphs.prepare((mode, size), work)
-            self._forward_captured(self._stage_padding(Captured(graphs.sizes[0], shares=True)))
+            self._forward_captured(self._stage_padding(Captured(graphs.sizes[0], has_cascade=True)))
 
     def _captured_as(self, plan: StepPlan) -> Captured | None:
         """The graph that computes the plan, padded; None if no graph does."""
@@ -324,7 +325,7 @@ class ModelRunner:
         nothing = StepPlan(-1, [], [], [], [])
         inputs = batch.model_input(nothing, 0 if captured.mixed else captured.size)
         attention = replace(inputs.attention, padded=captured.mixed)
-        if captured.shares:
+        if captured.has_cascade:
             empty = [CascadeSegments.empty()] * len(attention.block_tables)
             attention = replace(attention, cascade=empty)
         staged_inputs = self._stage_inputs(inputs.input_ids, attention)
