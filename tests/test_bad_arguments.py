@@ -86,6 +86,10 @@ CALLS: dict[str, tuple[Callable[[LLM, Any], object], Callable[[Any], bool]]] = {
         lambda llm, v: llm.generate(PROMPT, GREEDY, priority=v, use_tqdm=False),
         lambda v: type(v) is int and v in (-1, 0, 5),
     ),
+    "generate.tenant": (
+        lambda llm, v: llm.generate(PROMPT, GREEDY, tenant=v, use_tqdm=False),
+        lambda v: v in ("", "x", "\0"),
+    ),
     "generate.cache_salt": (
         lambda llm, v: llm.generate(PROMPT, GREEDY, cache_salt=v, use_tqdm=False),
         lambda v: v in ("", "x", "\0"),
@@ -101,6 +105,10 @@ CALLS: dict[str, tuple[Callable[[LLM, Any], object], Callable[[Any], bool]]] = {
     "beam_search.priority": (
         lambda llm, v: llm.beam_search(PROMPT, BEAMS, priority=v, use_tqdm=False),
         lambda v: type(v) is int and v in (-1, 0, 5),
+    ),
+    "beam_search.tenant": (
+        lambda llm, v: llm.beam_search(PROMPT, BEAMS, tenant=v, use_tqdm=False),
+        lambda v: v in ("", "x", "\0"),
     ),
     "beam_search.cache_salt": (
         lambda llm, v: llm.beam_search(PROMPT, BEAMS, cache_salt=v, use_tqdm=False),
@@ -127,6 +135,10 @@ CALLS: dict[str, tuple[Callable[[LLM, Any], object], Callable[[Any], bool]]] = {
         lambda llm, v: llm.chat(MESSAGES, v, use_tqdm=False),
         lambda v: v is None,
     ),
+    "chat.tenant": (
+        lambda llm, v: llm.chat(MESSAGES, GREEDY, tenant=v, use_tqdm=False),
+        lambda v: v in ("", "x", "\0"),
+    ),
     "chat.cache_salt": (
         lambda llm, v: llm.chat(MESSAGES, GREEDY, cache_salt=v, use_tqdm=False),
         lambda v: v in ("", "x", "\0"),
@@ -137,6 +149,10 @@ CALLS: dict[str, tuple[Callable[[LLM, Any], object], Callable[[Any], bool]]] = {
     "stream.priority": (
         lambda llm, v: stream(llm, PROMPT, GREEDY, priority=v),
         lambda v: type(v) is int and v in (-1, 0, 5),
+    ),
+    "stream.tenant": (
+        lambda llm, v: stream(llm, PROMPT, GREEDY, tenant=v),
+        lambda v: v in ("", "x", "\0"),
     ),
     "stream.cache_salt": (
         lambda llm, v: stream(llm, PROMPT, GREEDY, cache_salt=v),

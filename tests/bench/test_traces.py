@@ -36,11 +36,12 @@ def test_jsonl_with_shared_blocks(tmp_path: Path) -> None:
     rows = [
         {"arrival_s": 0, "prompt_tokens": 10, "output_tokens": 2, "hash_ids": [7, 8, 9]},
         {"arrival_s": 1, "prompt_tokens": 12, "output_tokens": 2, "hash_ids": [7, 8, 11]},
-        {"prompt_tokens": 9, "output_tokens": 1, "hash_ids": [1]},
+        {"prompt_tokens": 9, "output_tokens": 1, "hash_ids": [1], "tenant": "a"},
     ]
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     requests = read_trace(path)
     assert requests[1].hash_ids == (7, 8, 11)
+    assert [request.tenant for request in requests] == ["", "", "a"]
     first, second, third = make_prompts(requests, 1000, seed=3, hash_block_size=4)
     assert (len(first), len(second), len(third)) == (10, 12, 9)
     assert first[:8] == second[:8]
@@ -66,6 +67,11 @@ def test_jsonl_with_shared_blocks(tmp_path: Path) -> None:
             "t.jsonl",
             '{"prompt_tokens": 1, "output_tokens": 1, "hash_ids": 3}',
             ":1: hash_ids is not a list",
+        ),
+        (
+            "t.jsonl",
+            '{"prompt_tokens": 1, "output_tokens": 1, "tenant": 3}',
+            ":1: tenant is 3, not a string",
         ),
         ("t.txt", "1 2\n", "a trace is a .csv or .jsonl file"),
         ("t.csv.gz", "not gzip", "cannot be read"),

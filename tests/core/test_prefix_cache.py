@@ -186,11 +186,11 @@ def test_a_long_lookup_is_done_in_parts(specs: list[FullAttention | SlidingWindo
     compute(kv, make_sequence(0, prompt))
     seq = make_sequence(1, [*prompt, 0])
     num_calls = 1
-    while kv.lookup(seq, max_names=3).is_unfinished:
+    while kv.lookup(seq, max_hashes=3).is_unfinished:
         assert len(seq.prefix_nodes) == 3 * num_calls
         num_calls += 1
     assert num_calls == 4
-    assert kv.lookup(seq, max_names=0).num_tokens == len(prompt)
+    assert kv.lookup(seq, max_hashes=0).num_tokens == len(prompt)
 
 
 def test_blocks_behind_the_end_of_a_hit_are_not_named() -> None:

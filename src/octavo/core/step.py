@@ -92,8 +92,8 @@ class TableWrite(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """The KV of a block's first tokens is copied into another block; nobody reads what is behind
-    them before it is written."""
+    """The KV of a block's first tokens is copied into another block. The slots behind them are
+    written before they are read."""
 
     source: int
     target: int
@@ -191,7 +191,7 @@ class StepResult:
 
 
 class PendingStep(Protocol):
-    """A step that is under way."""
+    """A step in flight."""
 
     def result(self) -> StepResult:
         """Wait for it. Raises what went wrong."""

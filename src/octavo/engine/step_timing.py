@@ -1,9 +1,10 @@
-"""When to plan the next step: late enough for newcomers, early enough to keep the device busy.
+"""When to plan the next step: late enough to include new requests, early enough that the device
+never idles.
 
-With overlap the next step is planned while one computes. Planned at once, it would miss every
-request that arrives meanwhile, and these would wait for a whole step more. What planning takes, how
-long steps of decodes last and what each prompt token adds is measured, the last with care: a step
-that is over before the host has planned the next one leaves the device without work.
+With overlap, the next step is planned while one computes. If it were planned at once, it would miss
+every request that arrives meanwhile, which would then wait for one more step. How long planning and
+decode steps take and what each prompt token adds is measured. Estimates are cautious: if a step
+ends before the host has planned the next one, the device idles.
 """
 
 from __future__ import annotations
@@ -16,23 +17,25 @@ from typing import NamedTuple
 from octavo.core.step import StepPlan, StepResult
 
 SMOOTHING = 0.2  # weight of the newest measurement
-MARGIN = 5e-4  # seconds, for what varies
-MIN_PROMPT_TOKENS = 16  # of a step whose price is learnt
-SIZES_AN_OCTAVE = 2  # each with its price: few tokens cost little more than reading the weights
-CAUTION = 0.97  # share of the price that is counted on
-AT_ONCE = 3e-4  # seconds: a result that took no longer was there before it was asked for
-FORGETTING = 1.05, 1e-7  # how the lowest price may rise with a step: times, and plus seconds
+MARGIN = 5e-4  # seconds, for variation between steps
+MIN_PROMPT_TOKENS = 16  # steps with fewer prompt tokens say nothing about the cost of a token
+# The cost per prompt token is learnt separately for two sizes of step per power of two: a few
+# tokens cost little more than reading the weights.
+SIZES_PER_OCTAVE = 2
+CAUTION = 0.97  # share of the estimated cost that is relied upon
+AT_ONCE = 3e-4  # seconds: a result that took no longer was ready before it was waited for
+FORGETTING = 1.05, 1e-7  # how far the lowest cost may rise per step: a factor, and seconds
 
 
-class Price(NamedTuple):
-    """The least that a prompt token has added to steps of one size."""
+class TokenCost(NamedTuple):
+    """The least time that a prompt token has added to steps of one size."""
 
     seconds: float
     num_steps: int
 
 
 class Pacer:
-    """Owns what has been measured of the steps so far."""
+    """Owns the measurements of past steps, and waits until the next one should be planned."""
 
     def __init__(
         self,
@@ -41,16 +44,16 @@ class Pacer:
     ) -> None:
         self._clock = clock
         self._sleep = sleep
-        self._started = clock()  # when the step that computes now began
-        self._asked = self._started  # when its result was asked for
-        self._planning = 0.0  # seconds of the host to plan and start a step of decodes
-        self._computing = 0.0  # seconds of the device for the last step of decodes
-        self._prompt_tokens = 0  # of the step that computes now, beyond one a sequence
-        self._prices: dict[int, Price] = {}  # by the size of the step
+        self._started = clock()  # when the step that is computing now began
+        self._asked = self._started  # when the host began to wait for its result
+        self._planning = 0.0  # host seconds to plan and start a decode step
+        self._computing = 0.0  # device seconds of the last decode step
+        self._prompt_tokens = 0  # of the step that is computing now: tokens beyond one per sequence
+        self._costs: dict[int, TokenCost] = {}  # by the size of the step
 
     def linger(self) -> None:
-        """Return when the step under way has little more than the time of planning left."""
-        prompts = self._price(self._prompt_tokens) * self._prompt_tokens
+        """Return when the step in flight has little more left than planning takes."""
+        prompts = self._token_cost(self._prompt_tokens) * self._prompt_tokens
         end = self._started + self._computing + CAUTION * prompts - self._planning - MARGIN
         left = end - self._clock()
         if left > 0:
@@ -61,23 +64,23 @@ class Pacer:
         return self._clock()
 
     def planned(self, plan: StepPlan, began: float, is_first: bool) -> None:
-        """A step has been started; `is_first`: the device had nothing to do before."""
+        """A step has been submitted; `is_first`: the device was idle before."""
         now = self._clock()
         self._prompt_tokens = _num_prompt_tokens(plan)
-        if is_first:  # it has begun before the last of it was launched
+        if is_first:  # it began before its last kernel was launched
             self._started = min(now, began + self._planning)
         if plan.only_decodes:
             self._planning += SMOOTHING * (now - began - self._planning)
 
     def waits(self) -> None:
-        """The host has nothing to do before it has the result of the step that computes now."""
+        """The host begins to wait for the result of the step that is computing now."""
         self._asked = self._clock()
 
     def finished(self, plan: StepPlan, result: StepResult) -> None:
         """That result is there; the device has gone on to the next step.
 
-        It did so just now if the host had to wait. Else the host was late: launching what is not
-        captured can take it longer than a step.
+        It did so just now if the host had to wait. Otherwise the host was late: launching kernels
+        outside of CUDA graphs can take longer than a step.
         """
         now = self._clock()
         if now - self._asked > AT_ONCE:
@@ -87,31 +90,32 @@ class Pacer:
         if plan.only_decodes:
             self._computing = result.compute_seconds
         elif self._computing:
-            self._learn_price(_num_prompt_tokens(plan), result.compute_seconds - self._computing)
+            self._learn_cost(_num_prompt_tokens(plan), result.compute_seconds - self._computing)
 
-    def _learn_price(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A step took so much longer for its prompts."""
+    def _learn_cost(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A step took `seconds` longer than a decode step, for its prompt tokens."""
         if num_prompt_tokens < MIN_PROMPT_TOKENS:
             return
         size = _size(num_prompt_tokens)
-        price = max(0.0, seconds) / num_prompt_tokens
-        old = self._prices.get(size)
+        cost = max(0.0, seconds) / num_prompt_tokens
+        old = self._costs.get(size)
         if old is not None:
-            price = min(price, FORGETTING[0] * old.seconds + FORGETTING[1])
-        self._prices[size] = Price(price, 1 if old is None else old.num_steps + 1)
+            cost = min(cost, FORGETTING[0] * old.seconds + FORGETTING[1])
+        self._costs[size] = TokenCost(cost, 1 if old is None else old.num_steps + 1)
 
-    def _price(self, num_prompt_tokens: int) -> float:
-        """Of each, seconds. Prices rise with the size: what is known of smaller steps is not too
-        much. One step alone tells nothing; something else may have kept it up."""
+    def _token_cost(self, num_prompt_tokens: int) -> float:
+        """Estimated seconds per prompt token. Costs rise with the size of the step, so that of the
+        next smaller known size is no overestimate. A size that was measured only once is not
+        used: something else may have delayed that step."""
         if num_prompt_tokens < MIN_PROMPT_TOKENS:
             return 0.0
         limit = _size(num_prompt_tokens)
-        known = [s for s, price in self._prices.items() if s <= limit and price.num_steps > 1]
-        return self._prices[max(known)].seconds if known else 0.0
+        known = [s for s, cost in self._costs.items() if s <= limit and cost.num_steps > 1]
+        return self._costs[max(known)].seconds if known else 0.0
 
 
 def _size(num_prompt_tokens: int) -> int:
-    return math.floor(SIZES_AN_OCTAVE * math.log2(num_prompt_tokens))
+    return math.floor(SIZES_PER_OCTAVE * math.log2(num_prompt_tokens))
 
 
 def _num_prompt_tokens(plan: StepPlan) -> int:

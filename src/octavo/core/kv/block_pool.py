@@ -90,7 +90,7 @@ class BlockPool:
         self._ref_counts[block_id] = count + 1
 
     def release(self, block_id: int) -> None:
-        """Drop a holder. A block that nobody holds is free, yet stays cached until it is taken."""
+        """Drop a holder. A block without holders is free, yet stays cached until it is taken."""
         count = self._ref_counts[block_id] - 1
         assert count >= 0, f"block {block_id} is already free"
         self._ref_counts[block_id] = count

@@ -9,8 +9,8 @@ class BlockTable:
     """Owns the physical block ids of one sequence, a list per KV group.
 
     Only KVCacheManager changes a table. `writable_until` lets the scheduler skip the manager in
-    the common case: tokens at positions below it have a slot that nobody else reads, so they may
-    be written without asking.
+    the common case: the slots of positions below it are read by no other sequence, so they may be
+    written without asking.
     """
 
     __slots__ = ("block_ids", "num_dropped", "num_registered", "on_device", "writable_until")

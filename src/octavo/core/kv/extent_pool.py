@@ -1,7 +1,7 @@
 """Pools that hand out runs of consecutive blocks: what servers did before blocks were paged.
 
 A run is called an extent. Its first blocks are held like those of any other pool; the rest, taken
-up by rounding, belongs to nobody and comes back with them.
+up by rounding, is not held by anything and comes back with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ExtentPool(BlockPool):
 
     @property
     def num_referenced(self) -> int:
-        """Blocks that somebody holds, without what rounding has taken up."""
+        """Held blocks, without those that rounding has taken up."""
         return len(self._extent_of)
 
     def extent_size(self, num_blocks: int) -> int:
@@ -57,7 +57,7 @@ class ExtentPool(BlockPool):
         self._ref_counts[block_id] += 1
 
     def release(self, block_id: int) -> None:
-        """Drop a holder. An extent is free when nobody holds any of its blocks."""
+        """Drop a holder. An extent is free when none of its blocks is held."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is already free"
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id]:

@@ -1,4 +1,4 @@
-"""The KV cache manager (paper sections 4.2 to 4.5): all block tables, and nobody else's blocks.
+"""The KV cache manager (paper sections 4.2 to 4.5): the block tables of all sequences.
 
 The invariants that it keeps are numbered in docs/kv_cache.md and checked by `invariants.py`.
 Every operation is all or nothing: one that cannot be met returns None and changes nothing.
@@ -28,7 +28,7 @@ class Changes:
 
     copies: list[BlockCopy] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
-    # Sources of copies that nobody may overwrite before the step is over.
+    # Sources of copies, which must not be overwritten before the step is over.
     held: list[int] = field(default_factory=list)
 
 
@@ -122,19 +122,19 @@ class KVCacheManager:
         return self._prefixes.no_hit()
 
     def lookup(
-        self, seq: Sequence, max_tokens: int | None = None, max_names: int | None = None
+        self, seq: Sequence, max_tokens: int | None = None, max_hashes: int | None = None
     ) -> PrefixHit:
         """What the prefix cache holds of a sequence's tokens; at least one is left to compute.
 
-        At most `max_tokens` are taken from the cache. If the names of more than `max_names` blocks
-        would have to be computed, that many are, and the hit is unfinished: ask again.
+        At most `max_tokens` are taken from the cache. If more than `max_hashes` blocks would have
+        to be hashed, that many are, and the hit is unfinished: ask again.
         """
         if not self.enable_prefix_caching:
             return self.no_hit()
         limit = seq.num_tokens - 1
         if max_tokens is not None:
             limit = min(limit, max_tokens)
-        return self._prefixes.match(seq, limit, max_names)
+        return self._prefixes.match(seq, limit, max_hashes)
 
     def is_in_progress(self, key: bytes) -> bool:
         """Whether a running sequence is computing the block that a hit has named as `awaited`."""
@@ -151,7 +151,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching or table is None or not table.on_device:
             return
         num_full = num_computed_tokens // self.block_size
-        self._prefixes.name_blocks(seq, num_full)
+        self._prefixes.hash_blocks(seq, num_full)
         for i in range(table.num_registered, num_full):
             node = seq.prefix_nodes[i]
             for group, ids in enumerate(table.block_ids):
@@ -254,7 +254,7 @@ class KVCacheManager:
         return self.num_new_blocks(hit, num_tokens) - excess
 
     def num_releasable_blocks(self, seqs: Seq[Sequence], wanted: PrefixHit) -> int:
-        """How many blocks become free when a gang leaves: those that nobody else holds, and that
+        """How many blocks become free when sequences leave: those without other holders, and that
         `wanted` would not take up again."""
         kept = {block_id for ids in wanted.block_ids for block_id in ids}
         kept.update(wanted.partial or ())
@@ -275,7 +275,7 @@ class KVCacheManager:
     def append(self, targets: Seq[tuple[Sequence, int]]) -> Changes | None:
         """Make room for each sequence to be written up to its number of tokens.
 
-        The sequences are a gang: room for all of them or for none. A block at the end of a table
+        There is room for all of the sequences, or for none. A block at the end of a table
         that others hold too is copied before it is written (copy-on-write, section 4.4).
         """
         num_new = 0
@@ -343,7 +343,7 @@ class KVCacheManager:
             seq.table = None
 
     def swap_out(self, seqs: Seq[Sequence]) -> list[tuple[int, int]] | None:
-        """Move a gang to the swap tier; blocks that its sequences share stay shared.
+        """Move the sequences of a request to the swap tier; shared blocks stay shared.
 
         Returns (device block, swap block) pairs. None if the swap tier is too full.
         """
@@ -358,7 +358,7 @@ class KVCacheManager:
         return len(_distinct(seqs))
 
     def swap_in(self, seqs: Seq[Sequence]) -> tuple[list[tuple[int, int]], Changes] | None:
-        """Bring a swapped gang back. Returns (swap block, device block) pairs."""
+        """Bring swapped sequences back. Returns (swap block, device block) pairs."""
         held = _distinct(seqs)
         if len(held) > self.pool.num_free:
             return None
@@ -479,7 +479,7 @@ class KVCacheManager:
     def _move(
         self, seqs: Seq[Sequence], held: list[int], source: BlockPool, target: BlockPool
     ) -> list[tuple[int, int]]:
-        """Replace every block of the gang by one of the other tier, keeping what is shared."""
+        """Replace every block of the sequences by one of the other tier, keeping what is shared."""
         moved = {block_id: target.allocate() for block_id in held}
         seen: set[int] = set()
         for seq in seqs:

@@ -28,7 +28,7 @@ class PrefixHit:
     partial: list[int] | None = None
     # The key of a block that another running request is computing, and that would come next.
     awaited: bytes | None = None
-    # The blocks to be named were too many for one lookup: it goes on when it is repeated.
+    # There were too many blocks to hash for one lookup: it continues when it is repeated.
     is_unfinished: bool = False
     ended_by: HitEnd = "not_asked"
 
@@ -39,9 +39,9 @@ class PrefixHit:
 
 
 class PrefixMatcher:
-    """Names the blocks of sequences, and matches them with what is cached or being computed.
+    """Hashes the blocks of sequences, and matches them with what is cached or being computed.
 
-    It only looks: the manager holds and releases blocks.
+    It never holds or releases blocks; the manager does.
     """
 
     def __init__(self, specs: Seq[KVSpec], block_size: int, cache: PrefixCache) -> None:
@@ -56,13 +56,13 @@ class PrefixMatcher:
     def no_hit(self) -> PrefixHit:
         return PrefixHit(block_ids=[[] for _ in self._specs])
 
-    def match(self, seq: Sequence, limit: int, max_names: int | None = None) -> PrefixHit:
+    def match(self, seq: Sequence, limit: int, max_hashes: int | None = None) -> PrefixHit:
         """The longest hit of at most `limit` tokens.
 
-        At most `max_names` more of the sequence's blocks are named, if that is given.
+        At most `max_hashes` more of the sequence's blocks are hashed, if that is given.
         """
         hit = self.no_hit()
-        if not self._name_what_may_hit(seq, limit, max_names):
+        if not self._hash_what_may_hit(seq, limit, max_hashes):
             hit.is_unfinished = True
             return hit
         hit.awaited = self._awaited(seq, limit)
@@ -97,7 +97,7 @@ class PrefixMatcher:
             return "window"
         return "evicted" if self._cache.was_evicted(following) else "unknown"
 
-    def name_blocks(self, seq: Sequence, num_full: int) -> None:
+    def hash_blocks(self, seq: Sequence, num_full: int) -> None:
         """Extend the sequence's chain of nodes over its first `num_full` blocks."""
         nodes, size = seq.prefix_nodes, self._block_size
         num_new = num_full - len(nodes)
@@ -123,7 +123,7 @@ class PrefixMatcher:
         for the blocks that these fill, as far as its tokens are known."""
         first = seq.num_computed_tokens // self._block_size
         end = min(num_tokens, seq.num_tokens) // self._block_size
-        self.name_blocks(seq, end)
+        self.hash_blocks(seq, end)
         for node in seq.prefix_nodes[first:end]:
             self._in_progress.setdefault(node.key, seq.seq_id)
 
@@ -138,25 +138,26 @@ class PrefixMatcher:
             for node in seq.prefix_nodes[seq.table.num_registered :]:
                 self.progressed(seq, node)
 
-    def _name_what_may_hit(self, seq: Sequence, limit: int, max_names: int | None) -> bool:
-        """Name leading blocks: all that are cached, and one more. False if `max_names` are too few.
+    def _hash_what_may_hit(self, seq: Sequence, limit: int, max_hashes: int | None) -> bool:
+        """Hash leading blocks: all that are cached, and one more. False if that takes more than
+        `max_hashes`.
 
-        Blocks behind one that full attention lacks are of no use, so they are named when they
+        Blocks behind one that full attention lacks are of no use, so they are hashed when they
         are computed.
         """
         num_wanted = self._num_wanted(seq, limit)
         nodes = seq.prefix_nodes
         while len(nodes) < num_wanted:
-            num_named = len(nodes)
-            if num_named and not self._may_go_on(nodes[-1]):
+            num_hashed = len(nodes)
+            if num_hashed and not self._may_go_on(nodes[-1]):
                 return True
-            num_new = min(max(1, num_named), num_wanted - num_named)
-            if max_names is not None:
-                num_new = min(num_new, max_names)
-                max_names -= num_new
+            num_new = min(max(1, num_hashed), num_wanted - num_hashed)
+            if max_hashes is not None:
+                num_new = min(num_new, max_hashes)
+                max_hashes -= num_new
             if num_new <= 0:
                 return False
-            self.name_blocks(seq, num_named + num_new)
+            self.hash_blocks(seq, num_hashed + num_new)
         return True
 
     def _num_wanted(self, seq: Sequence, limit: int) -> int:
@@ -187,7 +188,7 @@ class PrefixMatcher:
         return entry is not None and entry.is_in(self._full)
 
     def _root(self, seq: Sequence) -> PrefixNode:
-        # Made each time: anybody can come with any number of salts.
+        # Not kept: clients may send any number of salts.
         return self._cache.root(seq.request.cache_salt)
 
     def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:

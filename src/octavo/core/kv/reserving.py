@@ -207,7 +207,7 @@ class FasterTransformer(ReservingKVCacheManager):
     Prompts are padded to the longest and all outputs have room for the longest, so a batch of B
     sequences holds B times (longest prompt + longest output). It takes requests in order as long as
     that fits into the memory and into the model's context, and all have the same number of samples.
-    Each sequence's table covers its own tokens; the padding is room that nobody else gets.
+    Each sequence's table covers its own tokens; the padding is room that no other sequence gets.
     """
 
     batch_formation = RequestLevelBatching()
