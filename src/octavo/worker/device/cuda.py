@@ -55,7 +55,7 @@ class CudaDevice(Device):
 
     def resolve_backend(self, name: str) -> type[AttentionBackend]:
         backend = load_backend("triton" if name == "auto" else name)
-        if name not in ("auto", "triton"):
+        if name in ("cpu", "reference"):
             raise ConfigError(
                 "attention_backend", f"{name!r} does not run on a GPU; there is: triton"
             )
