@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from core.worlds import World, sampling
 from octavo.config import SchedulerConfig
-from octavo.core.policies import POLICIES, FairShare, SchedulingPolicy
+from octavo.core.policies import FairShare, SchedulingPolicy
 from octavo.core.queues import ReadyQueue
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import SamplingSpec
+from octavo.registry import POLICIES
 
 
 def request(number: int, tenant: str = "", num_prompt_tokens: int = 4) -> Request:
@@ -291,13 +292,14 @@ class EarliestDeadlineFirst(SchedulingPolicy):
 
 def test_a_policy_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines that come closer, miss, and a quota of their own, in one class."""
-    monkeypatch.setitem(POLICIES, "fcfs", EarliestDeadlineFirst)
-    world = World(num_blocks=40, max_num_seqs=1, enable_prefix_caching=False)
+    monkeypatch.setitem(POLICIES._entries, "deadlines", EarliestDeadlineFirst)
+    options = {"policy": "deadlines", "enable_prefix_caching": False}
+    world = World(num_blocks=40, max_num_seqs=1, **options)
     for name, seconds in [("running", 2), ("late", 100), ("missed", 3), ("soon", 20)]:
         world.add(name, 4, 6, priority=seconds)
     finished = [request.request_id for request in world.run()]
     assert finished == ["running", "soon", "late", "missed"]
-    world = World(num_blocks=40, max_num_batched_tokens=16, enable_prefix_caching=False)
+    world = World(num_blocks=40, max_num_batched_tokens=16, **options)
     for name in "abc":
         world.add(name, 4, 2, priority=9)
     plan, _ = world.step()

@@ -13,7 +13,7 @@ import pytest
 from model_zoo import model_directory
 from octavo.bench.throughput import Decoding
 from octavo.bench.traces import TraceRequest
-from octavo.config import CacheConfig, PolicyName, SchedulerConfig
+from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.policies import FairShare
 from octavo.core.step import StepPlan, TokenWrites
 from octavo.errors import ConfigError, OutOfMemory, RequestTooLong
@@ -318,7 +318,7 @@ def tenants(rate: float, seconds: float) -> tuple[list[TraceRequest], list[Trace
     return slow, flood
 
 
-def served(policy: PolicyName, *traffic: list[TraceRequest]) -> dict[str, list[RequestRecord]]:
+def served(policy: str, *traffic: list[TraceRequest]) -> dict[str, list[RequestRecord]]:
     """What became of each tenant's requests."""
     config = replace(OPT, scheduler=SchedulerConfig(policy=policy))
     requests = sorted(chain(*traffic), key=lambda request: request.arrival_s or 0.0)
