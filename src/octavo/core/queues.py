@@ -175,9 +175,11 @@ class ReadyQueue:
         requests = self._flows.get(flow)
         if requests is None:
             return
-        is_first = requests[0] is request
-        if _remove(requests, request) and is_first:
+        if requests[0] is request:
+            del requests[0]
             self._place(flow, requests)
+        else:
+            _remove(requests, request)
 
     def __iter__(self) -> Iterator[Request]:
         """Each request in order. The one yielded last may be removed before the next one is asked
