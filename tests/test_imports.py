@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import model_zoo
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src", "paper", "demo")
 
@@ -78,6 +80,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "octavo.core.scheduler",
         ),
         ("core", "worker.x", "from octavo.core import scheduler", "octavo.core.scheduler"),
+        ("offline", "engine.x", "import msgspec", "msgspec"),
+        ("offline", "worker.x", "def f():\n    from rich.table import Table", "rich"),
+        ("offline", "layers.x", "from octavo.cli import options", "octavo.cli.options"),
         ("devices", "ops.cuda.x", "from octavo.ops.cpu import linear", "octavo.ops.cpu.linear"),
         ("beside", "cli.x", "from octavo_paper import figures", "octavo_paper.figures"),
         ("beside", "demo.x", "import octavo_demo.corpus", "octavo_demo.corpus"),
@@ -156,6 +161,34 @@ def test_what_should_import_without_torch_does() -> None:
         """
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_offline_use_needs_no_library_of_the_server() -> None:
+    """A model generates where only the libraries of offline use are installed."""
+    contract = contracts()["offline"]
+    forbidden = contract["forbidden_modules"]
+    assert {"msgspec", "pydantic", "rich", "click"} <= set(forbidden)
+    modules = [module for name in contract["source_modules"] for module in modules_below(name)]
+    device_modules = ("octavo.ops.cpu", "octavo.ops.cuda")  # they need numba and triton
+    modules = [module for module in modules if not module.startswith(device_modules)]
+    directory = str(model_zoo.model_directory("llama3"))
+    run = run_python(
+        f"""
+        import importlib, sys
+        for name in {forbidden}:
+            sys.modules[name] = None  # an import of it raises
+        for name in {modules}:
+            importlib.import_module(name)
+        from octavo import LLM, SamplingParams
+        params = SamplingParams(max_tokens=4, logprobs=2, ignore_eos=True)
+        with LLM({directory!r}, num_blocks=16) as llm:
+            [output] = llm.generate([[5, 6, 7]], params)
+        [sample] = output.outputs
+        print(len(sample.token_ids), [len(entry.top) for entry in sample.logprobs])
+        """
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "4 [2, 2, 2, 2]\n"
 
 
 @pytest.mark.parametrize(

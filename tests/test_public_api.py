@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 from typing import Any
 
-import msgspec
 import pytest
 
 import octavo
@@ -17,7 +16,7 @@ EXPORTED = [getattr(octavo, name) for name in octavo.__all__ if name != "__versi
 PLAIN_VALUES: list[Any] = [
     kind
     for kind in [*EXPORTED, CacheConfig, SchedulerConfig, EngineConfig]
-    if dataclasses.is_dataclass(kind) or issubclass(kind, msgspec.Struct)
+    if dataclasses.is_dataclass(kind)
 ]
 METHODS = [
     method

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import msgspec
+from dataclasses import dataclass, field
 
 from octavo.core.step import TokenLogprobs
 
@@ -73,7 +71,8 @@ class RequestOutput:
     """Why it could not be computed to its end. None: it was."""
 
 
-class SequenceDelta(msgspec.Struct):
+@dataclass(slots=True)
+class SequenceDelta:
     """What a step added to one sample.
 
     Example:
@@ -89,7 +88,7 @@ class SequenceDelta(msgspec.Struct):
     """May be empty while a character or a stop string is incomplete."""
     token_ids: list[int]
     """The new tokens, with the one that ended the sample."""
-    logprobs: list[TokenLogprobs] = []
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One entry per new token, if they were asked for."""
     finish_reason: str | None = None
     """In a sample's last delta why it ended, as in SequenceOutput; else None."""

@@ -12,20 +12,19 @@ from octavo import SamplingParams
 from octavo.core.decoding import Sampling
 from octavo.core.sequence import Request
 from octavo.core.step import SamplingSpec, TokenLogprobs
-from octavo.engine.local_client import LocalClient
-from octavo.engine.output_stream import OutputStream
+from octavo.engine.local_client import LocalClient, LocalStream
 from octavo.engine.results import (
     Finished,
     NewTokens,
     PromptScores,
-    Result,
+    StepResults,
     error_of,
-    pack_logprobs,
     report_of,
 )
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest, LogitsNotFinite, RequestTooLong
 from octavo.llm import LLM
+from octavo.outputs import SequenceDelta
 
 PROMPT = [5, 6, 7]
 
@@ -35,24 +34,29 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_directory(model_zoo.model_directory("gpt2"))
 
 
-def new_stream(tokenizer: Tokenizer | None, **fields: Any) -> OutputStream:
+def new_stream(tokenizer: Tokenizer | None, **fields: Any) -> LocalStream:
     params = SamplingParams(**fields)
     method = Sampling(params.n, 100, frozenset(), frozenset())
     request = Request("r", PROMPT, method, SamplingSpec(), arrival_time=1.0)
     request.first_token_time, request.num_cached_tokens, request.num_preemptions = 2.0, 16, 3
-    return OutputStream(request, params, tokenizer, "the prompt")
+    return LocalStream(request, params, tokenizer, "the prompt")
 
 
-def one_by_one(token_ids: list[int], index: int = 0) -> list[NewTokens]:
-    return [NewTokens("r", index, [token_id]) for token_id in token_ids]
+def take(stream: LocalStream, index: int, *values: Any) -> SequenceDelta | None:
+    """What tokens add to a sample, with names."""
+    added = stream.take_tokens(index, *values)
+    if added is None:
+        return None
+    text, token_ids, reason, stop_reason = added
+    return SequenceDelta("r", index, text, token_ids, [], reason, stop_reason)
 
 
 def test_a_stop_string_ends_a_sample_that_the_engine_goes_on_with(tokenizer: Tokenizer) -> None:
     stream = new_stream(tokenizer, stop="quick", max_tokens=99)
     token_ids = tokenizer.encode("the quick brown fox")
     text, num_taken = "", 0
-    for result in one_by_one(token_ids):
-        delta = stream.take(result)
+    for token_id in token_ids:
+        delta = take(stream, 0, [token_id])
         if delta is None:
             continue
         assert not text.endswith("q"), "what may begin a stop string is held back"
@@ -76,10 +80,8 @@ def test_the_engines_own_end_and_a_stop_string_in_one_step(
     """A stop string in the last token that may come is what counts; an end token has no text."""
     token_ids = tokenizer.encode("fox")
     stream = new_stream(tokenizer, stop=tokenizer.decode(token_ids[-1:]))
-    results = one_by_one(token_ids)
-    results[-1].finish_reason = reason
-    results[-1].stop_reason = 5 if reason == "stop" else None
-    deltas = [stream.take(result) for result in results]
+    deltas = [take(stream, 0, [token_id]) for token_id in token_ids[:-1]]
+    deltas.append(take(stream, 0, token_ids[-1:], reason, 5 if reason == "stop" else None))
     assert deltas[-1] is not None
     assert deltas[-1].finish_reason == "stop"
     expected = 5 if reason == "stop" else tokenizer.decode(token_ids[-1:])
@@ -89,17 +91,24 @@ def test_the_engines_own_end_and_a_stop_string_in_one_step(
 
 def test_results_stay_as_they_are(tokenizer: Tokenizer) -> None:
     score = TokenLogprobs(5, -0.5, 1, ((5, -0.5),))
-    results: list[Result] = [
-        PromptScores("r", [score] * 2),
-        NewTokens("r", 0, tokenizer.encode("fox"), logprobs=[pack_logprobs(score)] * 2),
-        NewTokens("r", 0, [6], "length", logprobs=[pack_logprobs(score)]),
-        NewTokens("r", 0, [7]),
-        Finished("r"),
-    ]
+    results = StepResults(
+        [PromptScores("r", [score] * 2)],
+        NewTokens(
+            ["r"] * 3,
+            [0] * 3,
+            [tokenizer.encode("fox"), [6], [7]],
+            [None, "length", None],
+            [None] * 3,
+            [[score] * 2, [score], []],
+        ),
+        [Finished("r")],
+    )
     before = copy.deepcopy(results)
     stream = new_stream(tokenizer, logprobs=1, prompt_logprobs=1)
-    for result in results:
-        stream.take(result)
+    stream.take_prompt_scores(results.prompt_scores[0])
+    for _, *row in results.tokens.rows():
+        take(stream, *row)
+    stream.take_end(results.finished[0])
     output = stream.conclude(9.0)
     scored = stream.scored(output)
     assert output.outputs[0].logprobs is None
@@ -112,9 +121,9 @@ def test_results_stay_as_they_are(tokenizer: Tokenizer) -> None:
 
 def test_an_output_says_what_is_known_of_its_request() -> None:
     stream = new_stream(None, n=2)
-    stream.take(NewTokens("r", 1, [8], "length"))
+    take(stream, 1, [8], "length")
     assert not stream.has_ended
-    stream.take(NewTokens("r", 0, [9], "stop", 9))
+    take(stream, 0, [9], "stop", 9)
     assert stream.has_ended
     output = stream.conclude(9.0)
     assert [(each.index, each.token_ids, each.text) for each in output.outputs] == [
@@ -132,8 +141,8 @@ def test_an_output_says_what_is_known_of_its_request() -> None:
 
 def test_samples_that_are_cut_off_give_what_they_hold_back(tokenizer: Tokenizer) -> None:
     stream = new_stream(tokenizer, n=2, stop="never there")
-    stream.take(NewTokens("r", 0, tokenizer.encode("fox"), "length"))
-    first = stream.take(NewTokens("r", 1, tokenizer.encode("nev")))
+    take(stream, 0, tokenizer.encode("fox"), "length")
+    first = take(stream, 1, tokenizer.encode("nev"))
     assert first is not None
     assert first.text == ""
     [delta] = stream.cut_off()
@@ -144,9 +153,9 @@ def test_samples_that_are_cut_off_give_what_they_hold_back(tokenizer: Tokenizer)
 
 def test_a_failure_ends_the_samples_that_go_on(tokenizer: Tokenizer) -> None:
     stream = new_stream(tokenizer, n=2)
-    stream.take(NewTokens("r", 1, [8], "length"))
+    take(stream, 1, [8], "length")
     error = LogitsNotFinite("the logits are not finite numbers")
-    stream.take(Finished("r", error=report_of(error)))
+    stream.take_end(Finished("r", error=report_of(error)))
     assert stream.has_ended
     output = stream.conclude(9.0)
     assert [each.finish_reason for each in output.outputs] == ["error", "length"]

@@ -6,13 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
-from msgspec import structs
 
 from octavo.engine.events import Copied
 from octavo.engine.snapshot import Snapshot
@@ -79,9 +79,7 @@ def test_frames_tell_what_changed() -> None:
         assert "cached" not in frame
         # Preempted by recompute, it holds nothing; then it holds blocks again.
         waiting = view("r1", [3, 4])
-        waiting = structs.replace(
-            waiting, sequences=[structs.replace(waiting.sequences[0], block_ids=[])]
-        )
+        waiting = replace(waiting, sequences=[replace(waiting.sequences[0], block_ids=[])])
         for picture, tables in ((waiting, []), (view("r1", [3, 6]), [[0, [3, 6]]])):
             client.picture = snapshot([picture], cached={3, 9})
             client.counters.num_steps += 1

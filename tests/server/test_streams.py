@@ -9,13 +9,13 @@ from typing import cast
 import pytest
 
 from octavo.core.step import SamplingSpec, TokenLogprobs
-from octavo.engine.results import NewTokens, pack_logprobs
 from octavo.engine.validation import PreparedRequest
 from octavo.outputs import SequenceDelta
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.delivery import Delivery
 from octavo.server.engine_process.exchange import Exchange
 from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.engine_process.messages import pack_logprobs
 from octavo.server.stream import MAX_DELTA_TOKENS, RequestStream
 from server.clients import run
 
@@ -46,12 +46,12 @@ def test_an_idle_server_does_not_ask_for_patience(monkeypatch: pytest.MonkeyPatc
 def test_a_slow_reader_finds_one_delta_of_each_sample() -> None:
     async def test() -> None:
         stream = new_stream(0.0, n=3)
-        results = [NewTokens("r", i, [token]) for token, i in ((5, 2), (6, 0), (7, 2), (8, 1))]
-        for result in results:
-            stream.take(result)
-        assert [result.token_ids for result in results] == [[5], [6], [7], [8]]
+        results = [(i, [token]) for token, i in ((5, 2), (6, 0), (7, 2), (8, 1))]
+        for index, token_ids in results:
+            stream.take_tokens(index, token_ids)
+        assert [token_ids for _, token_ids in results] == [[5], [6], [7], [8]]
         found = [await anext(stream)]
-        stream.take(NewTokens("r", 2, [9]))
+        stream.take_tokens(2, [9])
         found += [await anext(stream) for _ in range(3)]
         assert [(each.index, each.token_ids) for each in found] == [  # type: ignore[union-attr]
             (2, [5, 7]),
@@ -77,9 +77,7 @@ def test_what_is_not_read_is_kept_in_few_bytes() -> None:
         stream = new_stream(0.0, num_logprobs=20)
         before = num_alive()
         for token in range(1000):
-            stream.take(
-                NewTokens("r", 0, [token], logprobs=list(map(pack_logprobs, scores(token))))
-            )
+            stream.take_tokens(0, [token], logprobs=list(map(pack_logprobs, scores(token))))
         stream.cut_off()
         stream.conclude(1.0)
         assert num_alive() == before

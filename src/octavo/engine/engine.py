@@ -12,15 +12,14 @@ from octavo.core.decoding import PinPrefix
 from octavo.core.kv.memory_policy import make_kv_cache_manager
 from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import DecodingMethod, Request, Sequence
-from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult
+from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult, TokenLogprobs
 from octavo.engine.garbage import collecting_later
 from octavo.engine.results import (
     Beam,
     Finished,
     NewTokens,
     PromptScores,
-    Result,
-    pack_logprobs,
+    StepResults,
     report_of,
 )
 from octavo.engine.step_timing import Pacer
@@ -177,7 +176,7 @@ class Engine:
 
     # ---------------------------------------------------------------- the step
 
-    def step(self) -> list[Result]:
+    def step(self) -> StepResults[TokenLogprobs]:
         """Bring one step for all that run to its end. Returns what it has brought.
 
         An error in it ends the engine: scheduler and worker may no longer agree on what runs. An
@@ -190,7 +189,7 @@ class Engine:
                 if not self._start_step():
                     break
             if not self._under_way:
-                return []
+                return StepResults.none()
             plan, pending = self._under_way.popleft()
             # Whether the device waits once it has the result, which decides on the next step (beam
             # search, the first tokens of samples): clients are told while it computes again.
@@ -242,28 +241,29 @@ class Engine:
 
     # ---------------------------------------------------------------- what is reported
 
-    def _results(self, progress: Progress) -> list[Result]:
+    def _results(self, progress: Progress) -> StepResults[TokenLogprobs]:
         """What a step's progress means to the requests' clients."""
-        results: list[Result] = []
         now = self.clock()
+        sampled = []
         for seq in progress.advanced:  # by one token each
             request = seq.request
             if request.first_token_time is None:
                 request.first_token_time = now
-            if request.method.wants != "token":
-                continue  # beams are known at the end of their search
-            if self._unscored and request.request_id in self._unscored:
-                self._report_prompt_scores(request, results)
-            results.append(
-                NewTokens(
-                    request.request_id,
-                    seq.sample_index,
-                    seq.token_ids[-1:],
-                    seq.finish_reason,
-                    seq.stop_reason,
-                    [pack_logprobs(seq.logprobs[-1])] if seq.logprobs else [],
-                )
-            )
+            if request.method.wants == "token":  # beams are known at the end of their search
+                sampled.append(seq)
+        tokens = NewTokens(
+            [seq.request.request_id for seq in sampled],
+            [seq.sample_index for seq in sampled],
+            [seq.token_ids[-1:] for seq in sampled],
+            [seq.finish_reason for seq in sampled],
+            [seq.stop_reason for seq in sampled],
+            [seq.logprobs[-1:] if seq.logprobs else () for seq in sampled],
+        )
+        results = StepResults([], tokens, [])
+        if self._unscored:
+            for seq in sampled:
+                if seq.request.request_id in self._unscored:
+                    self._report_prompt_scores(seq.request, results)
         for request in progress.finished:
             if request.first_token_time is None and any(
                 seq.num_output_tokens for seq in request.finished
@@ -273,12 +273,13 @@ class Engine:
                 self._report_prompt_scores(request, results)
             beams = [_beam(seq) for seq in request.finished if request.method.wants == "candidates"]
             error = None if request.error is None else report_of(request.error)
-            results.append(Finished(request.request_id, beams, error))
+            results.finished.append(Finished(request.request_id, beams, error))
             self._forget(request)
         return results
 
-    def _report_prompt_scores(self, request: Request, results: list[Result]) -> None:
-        results.append(PromptScores(request.request_id, list(request.prompt_logprobs)))
+    def _report_prompt_scores(self, request: Request, results: StepResults[TokenLogprobs]) -> None:
+        scores = PromptScores(request.request_id, list(request.prompt_logprobs))
+        results.prompt_scores.append(scores)
         self._unscored.discard(request.request_id)
 
     def _forget(self, request: Request) -> None:

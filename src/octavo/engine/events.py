@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
-class Counters(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class Counters:
     """Totals since the engine process started."""
 
     num_steps: int = 0
@@ -22,7 +24,7 @@ class Counters(msgspec.Struct, array_like=True):
     num_swapped_in_blocks: int = 0
 
 
-class Gauges(msgspec.Struct, array_like=True):
+class Gauges(NamedTuple):
     """How things stand after a step."""
 
     num_running: int = 0  # requests
@@ -37,7 +39,8 @@ class Gauges(msgspec.Struct, array_like=True):
     step_seqs: int = 0
 
 
-class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+@dataclass(frozen=True, slots=True)
+class Admitted:
     """A request got its first blocks. Sent for every request, whether or not there is a watcher.
 
     `lookup_end` says why the prefix cache gave no more than `num_hit_tokens`:
@@ -57,7 +60,8 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     num_preemptions: int  # 0: it runs for the first time
 
 
-class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
+@dataclass(frozen=True, slots=True)
+class Preempted:
     """A request was taken off the device, with all its sequences. Always sent."""
 
     time: float
@@ -68,21 +72,24 @@ class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
     cost_seconds: float  # what coming back costs, by the scheduler's measurements; swap: both ways
 
 
-class Copied(msgspec.Struct, frozen=True, tag="copied"):
+@dataclass(frozen=True, slots=True)
+class Copied:
     """Blocks copied before they were written (copy-on-write). Sent while there is a watcher."""
 
     time: float
     blocks: list[tuple[int, int]]  # source, destination
 
 
-class Evicted(msgspec.Struct, frozen=True, tag="evicted"):
+@dataclass(frozen=True, slots=True)
+class Evicted:
     """Cached blocks that no request held were taken. Sent while there is a watcher."""
 
     time: float
     block_ids: list[int]
 
 
-class Swapped(msgspec.Struct, frozen=True, tag="swapped"):
+@dataclass(frozen=True, slots=True)
+class Swapped:
     """Blocks moved between the tiers, (source, destination). Sent while there is a watcher."""
 
     time: float
@@ -90,11 +97,29 @@ class Swapped(msgspec.Struct, frozen=True, tag="swapped"):
     blocks: list[tuple[int, int]]
 
 
-class Forked(msgspec.Struct, frozen=True, tag="forked"):
+@dataclass(frozen=True, slots=True)
+class Forked:
     """Sequences that came to share all blocks of another one. Sent while there is a watcher."""
 
     time: float
     pairs: list[tuple[int, int]]  # ids of parent and child
+
+
+class BlockEvents(NamedTuple):
+    """What happened to single blocks in one step."""
+
+    forked: list[Forked]
+    swapped: list[Swapped]
+    evicted: list[Evicted]
+    copied: list[Copied]
+
+    @classmethod
+    def none(cls) -> BlockEvents:
+        return cls([], [], [], [])
+
+    def in_order(self) -> list[Forked | Swapped | Evicted | Copied]:
+        """All of them as they happened."""
+        return [*self.forked, *self.swapped, *self.evicted, *self.copied]
 
 
 Event = Admitted | Preempted | Copied | Evicted | Swapped | Forked

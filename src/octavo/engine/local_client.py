@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import deque
 
 from octavo.core.sequence import DecodingMethod, Request
+from octavo.core.step import TokenLogprobs
 from octavo.engine.engine import Engine
 from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.output_stream import OutputStream
-from octavo.engine.results import Finished, NewTokens
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Params, Prompt, RequestPreparer
 from octavo.outputs import RequestOutput, SequenceDelta
 
 
-class LocalStream(OutputStream):
+class LocalStream(OutputStream[TokenLogprobs]):
     """One request to an engine in this process, and its output as it grows."""
 
     def __init__(
@@ -24,6 +24,9 @@ class LocalStream(OutputStream):
         self.request = request
         # What each step adds, for a reader that wants it piece by piece.
         self.deltas: deque[SequenceDelta] | None = None
+
+    def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
+        return self.samples[index].logprobs[start:end]
 
 
 class LocalClient:
@@ -118,23 +121,33 @@ class LocalClient:
         with InterruptsAfter():
             results = self.engine.step()
             now = self.engine.clock()
-            for result in results:
-                stream = self._open.get(result.request_id)
+            for prompt in results.prompt_scores:
+                if (stream := self._open.get(prompt.request_id)) is not None:
+                    stream.take_prompt_scores(prompt)
+            for row in results.tokens.rows():
+                request_id, index, token_ids, reason, stop_reason, logprobs = row
+                stream = self._open.get(request_id)
                 if stream is None:
                     continue
-                is_over = type(result) is Finished
-                delta = stream.take(result)
-                if delta is not None:
-                    assert isinstance(result, NewTokens), "only those add something"
-                    if stream.deltas is not None:
-                        end = len(stream.samples[delta.index].token_ids)
-                        start = end - len(delta.token_ids)
-                        delta.logprobs = stream.logprobs(delta.index, start, end)
-                        stream.deltas.append(delta)
-                    if delta.finish_reason is not None and result.finish_reason is None:
-                        stop = str(delta.stop_reason)
-                        is_over = self.engine.finish_sample(result.request_id, delta.index, stop)
-                if is_over:
+                added = stream.take_tokens(index, token_ids, reason, stop_reason, logprobs)
+                if added is None:
+                    continue
+                text, token_ids, finish_reason, stop_reason = added
+                if stream.deltas is not None:
+                    scores = list(logprobs[: len(token_ids)])
+                    stream.deltas.append(
+                        SequenceDelta(
+                            request_id, index, text, token_ids, scores, finish_reason, stop_reason
+                        )
+                    )
+                if finish_reason is None or reason is not None:
+                    continue
+                # Its text has ended the sample.
+                if self.engine.finish_sample(request_id, index, str(stop_reason)):
+                    outputs.append(self._conclude(stream, now))
+            for finished in results.finished:
+                if (stream := self._open.get(finished.request_id)) is not None:
+                    stream.take_end(finished)
                     outputs.append(self._conclude(stream, now))
         return outputs
 

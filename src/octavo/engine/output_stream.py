@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Generic, Protocol
 
 from octavo.core.step import TokenLogprobs
 from octavo.engine.output_text import OutputText
-from octavo.engine.results import (
-    Beam,
-    NewTokens,
-    PromptScores,
-    Result,
-    error_of,
-    unpack_logprobs,
-)
+from octavo.engine.results import Beam, Finished, PromptScores, Scores, error_of
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Params
 from octavo.errors import OctavoError
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.sampling_params import SamplingParams
+
+# What new tokens have added to a sample, one field of `SequenceDelta` after the other: text, token
+# ids, finish reason and stop reason. A plain tuple, because it is made for every token.
+Added = tuple[str, list[int], str | None, int | str | None]
 
 
 class RequestState(Protocol):
@@ -46,22 +45,24 @@ class RequestState(Protocol):
 
 
 @dataclass(slots=True)
-class Sample:
+class Sample(Generic[Scores]):
     """One sample's output so far."""
 
     index: int
     text: OutputText | None = None  # None: no text is wanted
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[bytes] = field(default_factory=list)  # packed, one per token, if asked for
+    logprobs: list[Scores] = field(default_factory=list)  # one per token, if asked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
-class OutputStream:
+class OutputStream(ABC, Generic[Scores]):
     """Makes text of one request's tokens, finds stop strings in it, and builds the output.
 
-    Offline and in the server, all that the engine reports of a request goes through `take`, and
-    `conclude` makes the output when the request is over.
+    Offline and in the server, all that the engine reports about a request goes through
+    `take_prompt_scores`, `take_tokens` and `take_end`, and `conclude` makes the output when the
+    request is over. Tokens' log-probabilities are kept in the form in which they come; `logprobs`
+    reads it.
     """
 
     def __init__(
@@ -81,14 +82,14 @@ class OutputStream:
         """
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
-        self.samples: list[Sample] = []  # empty for beam search
+        self.samples: list[Sample[Scores]] = []  # empty for beam search
         self.error: OctavoError | None = None  # why it could not be computed to its end
         self.output: RequestOutput | None = None  # None before the end
         self._request = request
         self._params = params
         self._prompt = prompt
         self._tokenizer = tokenizer if params.detokenize else None
-        self._beams: list[Beam] = []
+        self._beams: Sequence[Beam] = ()
         self._prompt_scores: list[TokenLogprobs] | None = None
         if isinstance(params, SamplingParams):
             self.samples = [Sample(index, self._new_text()) for index in range(params.n)]
@@ -107,22 +108,35 @@ class OutputStream:
         scores = self._prompt_scores
         return None if scores is None else [None, *scores]
 
-    def take(self, result: Result) -> SequenceDelta | None:
-        """Take in what the engine has reported of this request.
+    def take_prompt_scores(self, result: PromptScores) -> None:
+        """Take in the prompt's log-probabilities, which come before the first token."""
+        self._prompt_scores = result.scores
 
-        Returns what new tokens have added to their sample, without log-probabilities: those are in
-        the sample. None for other results, and for tokens of a sample that has ended: they were
-        under way when its stop string was found. A delta with a finish_reason that the engine's
-        tokens do not have is a sample that its text has ended; the engine is to be told.
+    def take_tokens(
+        self,
+        index: int,
+        token_ids: list[int],
+        reason: str | None = None,
+        stop_reason: int | str | None = None,
+        logprobs: Sequence[Scores] = (),
+    ) -> Added | None:
+        """Take in new tokens of one sample.
+
+        Args:
+            index: which of the request's samples it is.
+            token_ids: the tokens.
+            reason: why the engine has ended the sample with them. None: it has not.
+            stop_reason: the token that ended it, if that is not the model's own end token.
+            logprobs: of each token, if they were asked for.
+
+        Returns what they have added to it; their log-probabilities are in the sample. None if the
+        sample has ended: they were under way when its stop string was found. A finish reason that
+        the engine's tokens do not have means that the text has ended the sample; the engine is to
+        be told.
         """
-        if type(result) is not NewTokens:
-            self._take_other(result)
-            return None
-        sample = self.samples[result.index]
+        sample = self.samples[index]
         if sample.finish_reason is not None:
             return None
-        token_ids, logprobs = result.token_ids, result.logprobs
-        reason, stop_reason = result.finish_reason, result.stop_reason
         text = ""
         if sample.text is not None:
             num_used, stop = sample.text.extend(token_ids, len(sample.token_ids), reason)
@@ -137,13 +151,20 @@ class OutputStream:
         if reason is not None:
             sample.finish_reason, sample.stop_reason = reason, stop_reason
             self._num_unended -= 1
-        return SequenceDelta(
-            self.request_id, result.index, text, token_ids, [], reason, stop_reason
-        )
+        return text, token_ids, reason, stop_reason
 
+    def take_end(self, result: Finished) -> None:
+        """Take in the end of the request: nothing more is reported about it."""
+        self._num_unended = 0
+        self._beams = result.beams
+        if result.error is not None:
+            self.error = error_of(result.error)
+            for sample in self.samples:
+                sample.finish_reason = sample.finish_reason or "error"
+
+    @abstractmethod
     def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
         """Those of a sample's tokens `start` to `end`, if they were asked for."""
-        return list(map(unpack_logprobs, self.samples[index].logprobs[start:end]))
 
     def cut_off(self) -> list[SequenceDelta]:
         """End all samples here. Returns what that adds to them: text that was held back."""
@@ -191,19 +212,6 @@ class OutputStream:
             outputs.append(replace(each, logprobs=scores, cumulative_logprob=total))
         return replace(output, outputs=outputs)
 
-    def _take_other(self, result: Result) -> None:
-        """What is no new tokens; all kinds but prompt scores end the request."""
-        if isinstance(result, PromptScores):
-            self._prompt_scores = result.scores
-            return
-        assert not isinstance(result, NewTokens), "tokens are taken in before"
-        self._num_unended = 0
-        self._beams = result.beams
-        if result.error is not None:
-            self.error = error_of(result.error)
-            for sample in self.samples:
-                sample.finish_reason = sample.finish_reason or "error"
-
     def _new_text(self) -> OutputText | None:
         if self._tokenizer is None:
             return None
@@ -221,7 +229,7 @@ class OutputStream:
         if text is not None and is_scored:
             text.extend(beam.token_ids, 0, beam.finish_reason)
         return SequenceOutput(
-            beam.index,
+            beam.sample_index,
             beam.token_ids,
             "" if text is None else text.text,
             beam.finish_reason,
@@ -230,7 +238,7 @@ class OutputStream:
         )
 
 
-def _sample_output(sample: Sample) -> SequenceOutput:
+def _sample_output(sample: Sample[Scores]) -> SequenceOutput:
     assert sample.finish_reason is not None, "it has ended"
     return SequenceOutput(
         sample.index,

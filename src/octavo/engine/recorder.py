@@ -12,6 +12,7 @@ from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.events import (
     Admitted,
+    BlockEvents,
     Copied,
     Counters,
     Evicted,
@@ -30,7 +31,7 @@ class Recorder:
         """`on_admission` is called before the step that computes the admitted request's tokens."""
         self.counters = Counters()
         self.preempted: list[Preempted] = []
-        self.watched: list[Copied | Evicted | Swapped | Forked] = []
+        self.watched = BlockEvents.none()
         self._engine = engine
         self._step_size = (0, 0)  # tokens and sequences of the last step
         self._on_admission = on_admission
@@ -49,7 +50,7 @@ class Recorder:
 
     def clear(self) -> None:
         """What was recorded has been sent. Counters go on."""
-        self.preempted, self.watched = [], []
+        self.preempted, self.watched = [], BlockEvents.none()
 
     def forget_step(self) -> None:
         """The next report is about no step."""
@@ -143,13 +144,16 @@ class Recorder:
     def _note_moves(self, plan: StepPlan) -> None:
         now, kv, watched = self._engine.clock(), self._engine.kv, self.watched
         if plan.forks:
-            watched.append(Forked(now, [(fork.parent_id, fork.child_id) for fork in plan.forks]))
+            watched.forked.append(
+                Forked(now, [(fork.parent_id, fork.child_id) for fork in plan.forks])
+            )
         if plan.swap_out:
-            watched.append(Swapped(now, "out", plan.swap_out))
+            watched.swapped.append(Swapped(now, "out", plan.swap_out))
         if plan.swap_in:
-            watched.append(Swapped(now, "in", plan.swap_in))
+            watched.swapped.append(Swapped(now, "in", plan.swap_in))
         if kv.evicted_ids:
-            watched.append(Evicted(now, kv.evicted_ids))
+            watched.evicted.append(Evicted(now, kv.evicted_ids))
             kv.evicted_ids = []
         if plan.copies:
-            watched.append(Copied(now, [(copy.source, copy.target) for copy in plan.copies]))
+            copies = [(copy.source, copy.target) for copy in plan.copies]
+            watched.copied.append(Copied(now, copies))

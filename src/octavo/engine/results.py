@@ -1,24 +1,25 @@
-"""What an engine reports of its requests, in token ids: plain values, for this process or another.
+"""What an engine reports about its requests, in token ids: plain values that can be sent.
 
-A new kind of result is one more struct in `Result`: messages carry it as it is, and
-`OutputStream.take` says what it means to a client.
+A new kind of result is one more NamedTuple and one more column of `StepResults`; `OutputStream`
+says what it means to a client. The values need no library, and msgspec encodes them as arrays: the
+server's messages carry them as they are, except for the tokens' log-probabilities, which it packs.
+That form is the type parameter `Scores`: `TokenLogprobs` in what an engine reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from octavo import errors
 from octavo.core.step import TokenLogprobs
 
-# Log-probabilities of twenty tokens are 2.5 KB as objects, and a tenth of that packed.
-pack_logprobs: Callable[[TokenLogprobs], bytes] = msgspec.msgpack.Encoder().encode
-unpack_logprobs: Callable[[bytes], TokenLogprobs] = msgspec.msgpack.Decoder(TokenLogprobs).decode
+Scores = TypeVar("Scores")  # a token's log-probabilities
+# Request id, sample index, token ids, finish reason, stop reason, log-probabilities.
+NewTokensRow = tuple[str, int, list[int], str | None, int | str | None, Sequence[Scores]]
 
 
-class ErrorReport(msgspec.Struct, frozen=True):
+class ErrorReport(NamedTuple):
     """An error of `octavo.errors` as a plain value, to be raised where the client is."""
 
     kind: str  # its class
@@ -26,43 +27,68 @@ class ErrorReport(msgspec.Struct, frozen=True):
     message: str
 
 
-class NewTokens(msgspec.Struct, array_like=True, tag=True):
-    """What a step added to one sample."""
-
-    request_id: str
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[bytes] = []  # packed, one per token, if they were asked for
-
-
-class PromptScores(msgspec.Struct, array_like=True, tag=True):
-    """Log-probabilities of a prompt: entry i is about token i + 1. Comes before the first token."""
+class PromptScores(NamedTuple):
+    """Log-probabilities of a prompt: entry i is about token i + 1."""
 
     request_id: str
     scores: list[TokenLogprobs]
 
 
-class Beam(msgspec.Struct, array_like=True):
+class NewTokens(NamedTuple, Generic[Scores]):
+    """What a step added to samples, as columns with one entry per sample: most of what is reported
+    is this, and a column costs less than a value for each sample."""
+
+    request_ids: list[str]
+    sample_indices: list[int]
+    token_ids: list[list[int]]
+    finish_reasons: list[str | None]
+    stop_reasons: list[int | str | None]
+    logprobs: list[Sequence[Scores]]  # one per token, if they were asked for
+
+    @classmethod
+    def none(cls) -> NewTokens[Any]:
+        return cls([], [], [], [], [], [])
+
+    def rows(self) -> Iterator[NewTokensRow[Scores]]:
+        """Sample by sample, the entries of all columns."""
+        rows: Any = zip(*self, strict=True)
+        found: Iterator[NewTokensRow[Scores]] = rows
+        return found
+
+
+class Beam(NamedTuple):
     """One beam at the end of its search, with all its output tokens."""
 
-    index: int
+    sample_index: int
     token_ids: list[int]
     finish_reason: str
     cumulative_logprob: float
     score: float | None  # None if the search has failed
 
 
-class Finished(msgspec.Struct, array_like=True, tag=True):
-    """A request is over; nothing more comes of it."""
+class Finished(NamedTuple):
+    """A request is over; nothing more is reported about it."""
 
     request_id: str
-    beams: list[Beam] = []  # of a beam search, best first
+    beams: Sequence[Beam] = ()  # of a beam search, best first
     error: ErrorReport | None = None  # why it could not be computed to its end
 
 
-Result = NewTokens | PromptScores | Finished
+class StepResults(NamedTuple, Generic[Scores]):
+    """What one step brought to all requests. Clients take in the columns in this order: a prompt's
+    scores come before its first token, and the end of a request is the last that is reported."""
+
+    prompt_scores: list[PromptScores]
+    tokens: NewTokens[Scores]
+    finished: list[Finished]
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.prompt_scores or self.tokens.request_ids or self.finished)
+
+    @classmethod
+    def none(cls) -> StepResults[Any]:
+        return cls([], NewTokens.none(), [])
 
 
 def report_of(error: Exception) -> ErrorReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
 
 from octavo.core.kv.block_pool import BlockPool
 from octavo.core.sequence import Request, Sequence
@@ -12,7 +12,8 @@ from octavo.engine.engine import Engine
 METHOD_NAMES = {"token": "sampling", "candidates": "beam_search", "kv": "pin_prefix"}
 
 
-class TierView(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class TierView:
     """A tier's blocks. Byte i of `ref_counts` and `is_cached` is about block i + 1 (0 is the null
     block and no memory of its own)."""
 
@@ -23,7 +24,8 @@ class TierView(msgspec.Struct, frozen=True):
     is_cached: bytes  # 1: the prefix cache can find the block's contents
 
 
-class SequenceView(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class SequenceView:
     """One chain of tokens and where its KV lies."""
 
     seq_id: int
@@ -36,7 +38,8 @@ class SequenceView(msgspec.Struct, frozen=True):
     output_token_ids: list[int] | None = None  # only if asked for
 
 
-class RequestView(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RequestView:
     """One request. Times are seconds of `time.monotonic`, which all processes share."""
 
     request_id: str
@@ -52,7 +55,8 @@ class RequestView(msgspec.Struct, frozen=True):
     sequences: list[SequenceView]  # those alive
 
 
-class PinView(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class PinView:
     """A pinned prefix and its blocks."""
 
     name: str
@@ -60,7 +64,8 @@ class PinView(msgspec.Struct, frozen=True):
     block_ids: list[list[int]]  # per KV group
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Snapshot:
     """Everything at one moment. Lists of requests are in the order in which they run."""
 
     time: float  # of time.monotonic

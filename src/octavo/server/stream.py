@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 
-from octavo.engine.output_stream import OutputStream
-from octavo.engine.results import Result
+from octavo.core.step import TokenLogprobs
+from octavo.engine.output_stream import Added, OutputStream
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Params
 from octavo.errors import OctavoError
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.engine_process.messages import unpack_logprobs
 
 StreamEvent = SequenceDelta | RequestOutput
 # Tokens. What a slow reader has not read is merged up to here, so that a connection's buffer, which
@@ -21,7 +22,7 @@ StreamEvent = SequenceDelta | RequestOutput
 MAX_DELTA_TOKENS = 32
 
 
-class RequestStream(OutputStream):
+class RequestStream(OutputStream[bytes]):
     """One request's results as they come.
 
     An async iterator: `SequenceDelta`s of the samples (new text and tokens; the last one of a
@@ -95,17 +96,27 @@ class RequestStream(OutputStream):
 
     # ---------------------------------------------------------------- for the client
 
-    def take(self, result: Result) -> SequenceDelta | None:
-        """As in `OutputStream`; later deltas may be merged into one that has not been read."""
-        delta = super().take(result)
-        if delta is not None:
-            self._offer(delta)
-        return delta
+    def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
+        return list(map(unpack_logprobs, self.samples[index].logprobs[start:end]))
+
+    def take_tokens(
+        self,
+        index: int,
+        token_ids: list[int],
+        reason: str | None = None,
+        stop_reason: int | str | None = None,
+        logprobs: Sequence[bytes] = (),
+    ) -> Added | None:
+        """As in `OutputStream`; what is added may be merged into a delta that has not been read."""
+        added = super().take_tokens(index, token_ids, reason, stop_reason, logprobs)
+        if added is not None:
+            self._offer(index, added)
+        return added
 
     def cut_off(self) -> list[SequenceDelta]:
         deltas = super().cut_off()
         for delta in deltas:
-            self._offer(delta)
+            self._offer(delta.index, (delta.text, [], delta.finish_reason, None))
         return deltas
 
     def conclude(self, now: float) -> RequestOutput:
@@ -140,18 +151,20 @@ class RequestStream(OutputStream):
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
 
-    def _offer(self, delta: SequenceDelta) -> None:
-        waiting = self._growing.get(delta.index)
+    def _offer(self, index: int, added: Added) -> None:
+        text, token_ids, reason, stop_reason = added
+        waiting = self._growing.get(index)
         if waiting is None or len(waiting.token_ids) >= MAX_DELTA_TOKENS:
+            delta = SequenceDelta(self.request_id, index, text, token_ids, [], reason, stop_reason)
             self._deltas.append(delta)
-            self._growing[delta.index] = delta
+            self._growing[index] = delta
             self._wake()
             return
-        waiting.text += delta.text
+        waiting.text += text
         # Not in place: the list is the result's, which stays as it is.
-        waiting.token_ids = [*waiting.token_ids, *delta.token_ids]
-        waiting.finish_reason = delta.finish_reason
-        waiting.stop_reason = delta.stop_reason
+        waiting.token_ids = [*waiting.token_ids, *token_ids]
+        waiting.finish_reason = reason
+        waiting.stop_reason = stop_reason
 
     def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():

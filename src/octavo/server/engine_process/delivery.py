@@ -6,12 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
-
-import msgspec
+from dataclasses import astuple
 
 from octavo.engine.events import Admitted, Counters, Event, Gauges
-from octavo.engine.results import Finished, NewTokens, Result
+from octavo.engine.results import Finished, NewTokensRow
 from octavo.errors import OctavoError
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.exchange import Exchange
@@ -44,11 +42,7 @@ class Delivery:
     @property
     def counters(self) -> Counters:
         """Totals over all engine processes."""
-        pairs: Any = zip(
-            msgspec.structs.astuple(self._earlier_counters),
-            msgspec.structs.astuple(self._counters),
-            strict=True,
-        )
+        pairs = zip(astuple(self._earlier_counters), astuple(self._counters), strict=True)
         return Counters(*(earlier + now for earlier, now in pairs))
 
     def notify(self, method: str, *values: object) -> None:
@@ -121,11 +115,17 @@ class Delivery:
         for preempted in report.preempted:
             if (stream := self._find(preempted.request_id)) is not None:
                 stream.entry.num_preemptions += 1
-        for result in report.results:
-            if (stream := self._find(result.request_id)) is not None:
-                self._take(stream, result, now)
+        for scores in report.results.prompt_scores:
+            if (stream := self._find(scores.request_id)) is not None:
+                stream.take_prompt_scores(scores)
+        for row in report.results.tokens.rows():
+            if (stream := self._find(row[0])) is not None:
+                self._take_tokens(stream, row, now)
+        for finished in report.results.finished:
+            if (stream := self._find(finished.request_id)) is not None:
+                self._take_end(stream, finished, now)
         self.notify("stepped", report)
-        events: list[Event] = [*report.admitted, *report.preempted, *report.watched]
+        events: list[Event] = [*report.admitted, *report.preempted, *report.watched.in_order()]
         if events:
             for subscription in self.subscriptions:
                 subscription.add(events)
@@ -142,22 +142,30 @@ class Delivery:
         stream = self.streams.get(request_id)
         return stream if stream is not None and stream.entry.is_accepted else None
 
-    def _take(self, stream: RequestStream, result: Result, now: float) -> None:
+    def _take_tokens(self, stream: RequestStream, row: NewTokensRow[bytes], now: float) -> None:
+        _, index, token_ids, reason, stop_reason, logprobs = row
+        added = stream.take_tokens(index, token_ids, reason, stop_reason, logprobs)
+        if added is None:
+            return
         entry = stream.entry
-        delta = stream.take(result)
-        if delta is not None:
-            assert isinstance(result, NewTokens), "only those add something"
-            if delta.finish_reason is not None and result.finish_reason is None:
-                stop = str(delta.stop_reason)
-                self.exchange.tell(m.FinishSample(entry.request_id, delta.index, stop))
-            self._note_tokens(entry, len(delta.token_ids), now)
-        elif isinstance(result, Finished) and result.beams and stream.error is None:
-            self._note_tokens(entry, sum(len(beam.token_ids) for beam in result.beams), now)
-        if stream.error is not None:
-            self.exchange.fail(entry, stream.error)
-        elif stream.has_ended:
+        _, token_ids, finish_reason, stop_reason = added
+        if finish_reason is not None and reason is None:
+            self.exchange.tell(m.FinishSample(entry.request_id, index, str(stop_reason)))
+        self._note_tokens(entry, len(token_ids), now)
+        if stream.has_ended:
             stream.conclude(now)
             self._end(stream)
+
+    def _take_end(self, stream: RequestStream, finished: Finished, now: float) -> None:
+        stream.take_end(finished)
+        if stream.error is not None:
+            self.exchange.fail(stream.entry, stream.error)
+            return
+        if finished.beams:
+            num_tokens = sum(len(beam.token_ids) for beam in finished.beams)
+            self._note_tokens(stream.entry, num_tokens, now)
+        stream.conclude(now)
+        self._end(stream)
 
     def _note_tokens(self, entry: OpenRequest, num_tokens: int, now: float) -> None:
         if entry.first_token_time is None:

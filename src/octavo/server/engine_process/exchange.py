@@ -212,8 +212,8 @@ class Exchange:
         """Take in one message of the process that runs now."""
         if isinstance(message, m.StepReport):
             self._take_report(message)
-        elif isinstance(message, Admitted):
-            self._take_admission(message)
+        elif isinstance(message, m.Admission):
+            self._take_admission(message.admitted)
         elif isinstance(message, m.Reply):
             error = None if message.error is None else error_of(message.error)
             self._take_reply(message.ticket, error)
@@ -226,7 +226,7 @@ class Exchange:
 
     def _take_report(self, report: m.StepReport) -> None:
         self.num_reports += 1
-        self.has_advanced = self.has_advanced or bool(report.results)
+        self.has_advanced = self.has_advanced or report.results.has_any
         for entry in self._searching.values():
             entry.num_steps += 1
         self._owner.reported(report)

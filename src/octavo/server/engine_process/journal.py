@@ -21,7 +21,7 @@ class OpenRequest:
     prompt: str | None  # its text, if it came as text
     arrival_time: float
     # Its output so far, which its stream writes; empty for beam search.
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Sample[bytes]] = field(default_factory=list)
     admission: Admitted | None = None  # the first one
     admitted_time: float | None = None
     first_token_time: float | None = None

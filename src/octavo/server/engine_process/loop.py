@@ -22,7 +22,7 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.recorder import Recorder
-from octavo.engine.results import Finished, Result, report_of
+from octavo.engine.results import Finished, StepResults, report_of
 from octavo.engine.snapshot import take_snapshot, view_request
 from octavo.errors import OctavoError, RequestFailed
 from octavo.llm import load_engine
@@ -40,7 +40,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, channel: Channel) -> None:
         self._engine = engine
         self._channel = channel
-        self._recorder = Recorder(engine, self._send)
+        self._recorder = Recorder(engine, lambda admitted: self._send(m.Admission(admitted)))
         self._pins: dict[str, m.Pin] = {}  # being computed, by request id
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Add: self._add,
@@ -62,9 +62,9 @@ class EngineLoop:
                 return
             self._recorder.forget_step()  # which has been reported; there may be no other
             if self._engine.has_unfinished:
-                self._report(self._engine.step())
+                self._report(m.pack_results(self._engine.step()))
             elif has_changed:  # the last request was aborted, say: tell how things stand now
-                self._report([])
+                self._report(StepResults.none())
 
     def _take_in(self, wait: bool = False) -> bool:
         """Do what was asked for meanwhile. True if requests came or went."""
@@ -144,10 +144,11 @@ class EngineLoop:
 
     # ---------------------------------------------------------------- reports
 
-    def _report(self, results: list[Result]) -> None:
+    def _report(self, results: StepResults[bytes]) -> None:
         """Tell the other side what a step brought; also when that is nothing but a step."""
         if self._pins:
-            results = [result for result in results if not self._answer_pin(result)]
+            ends = [end for end in results.finished if not self._answer_pin(end)]
+            results = results._replace(finished=ends)
         self._send(
             m.StepReport(
                 self._engine.clock(),
@@ -160,13 +161,12 @@ class EngineLoop:
         )
         self._recorder.clear()
 
-    def _answer_pin(self, result: Result) -> bool:
-        """Answer the command to pin a prefix, if that is what the result is about."""
-        pin = self._pins.pop(result.request_id, None)
+    def _answer_pin(self, end: Finished) -> bool:
+        """Answer the command to pin a prefix, if that is the request which has ended."""
+        pin = self._pins.pop(end.request_id, None)
         if pin is None:
             return False
-        assert isinstance(result, Finished), "a prefix has no output"
-        self._send(m.Reply(pin.ticket, result.error))
+        self._send(m.Reply(pin.ticket, end.error))
         return True
 
 

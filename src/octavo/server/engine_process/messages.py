@@ -6,22 +6,15 @@ replaced at any time: all that a request needs to go on is in the API process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.engine.events import (
-    Admitted,
-    Copied,
-    Counters,
-    Evicted,
-    Forked,
-    Gauges,
-    Preempted,
-    Swapped,
-)
-from octavo.engine.results import ErrorReport, Result
+from octavo.core.step import TokenLogprobs
+from octavo.engine.events import Admitted, BlockEvents, Counters, Gauges, Preempted
+from octavo.engine.results import ErrorReport, StepResults
 from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.validation import PreparedRequest
 
@@ -159,6 +152,13 @@ class LogLine(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Admission(msgspec.Struct, frozen=True, tag=True):
+    """A request was admitted. Comes before the step that computes the request's first tokens, so
+    that it is known which requests were running when the process died."""
+
+    admitted: Admitted
+
+
 class StepReport(msgspec.Struct, tag=True):
     """What one step brought, to all requests. Sent after every step, and when there is none to be
     taken after requests have left."""
@@ -166,17 +166,29 @@ class StepReport(msgspec.Struct, tag=True):
     time: float  # of time.monotonic
     counters: Counters
     gauges: Gauges
-    results: list[Result] = []
+    results: StepResults[bytes] = msgspec.field(default_factory=StepResults.none)
     admitted: list[Admitted] = []  # sent one by one; put in here when they arrive
     preempted: list[Preempted] = []
-    watched: list[Copied | Evicted | Swapped | Forked] = []
+    watched: BlockEvents = msgspec.field(default_factory=BlockEvents.none)
 
 
-# Admitted comes before the step that computes the request's first tokens, so that it is known who
-# was running when the process died.
-Message = EngineInfo | StartFailed | Crashed | Reply | Seen | LogLine | Admitted | StepReport
+Message = EngineInfo | StartFailed | Crashed | Reply | Seen | LogLine | Admission | StepReport
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command: Any = msgspec.msgpack.Decoder(Command).decode
 decode_message: Any = msgspec.msgpack.Decoder(Message).decode
+
+# The log-probabilities of twenty tokens take 2.5 KB as objects, and a tenth of that packed. They
+# are packed where they are computed, and unpacked when they are read.
+pack_logprobs: Callable[[TokenLogprobs], bytes] = msgspec.msgpack.Encoder().encode
+unpack_logprobs: Callable[[bytes], TokenLogprobs] = msgspec.msgpack.Decoder(TokenLogprobs).decode
+
+
+def pack_results(results: StepResults[TokenLogprobs]) -> StepResults[bytes]:
+    """What a step brought as it is sent: with packed log-probabilities of tokens."""
+    packed: list[Any] = [
+        [*map(pack_logprobs, scores)] if scores else () for scores in results.tokens.logprobs
+    ]
+    tokens: Any = results.tokens._replace(logprobs=packed)
+    return StepResults(results.prompt_scores, tokens, results.finished)
