@@ -23,8 +23,8 @@ from octavo.ops.cuda.attention_work_items import (
     cascade_work,
     decode_items,
 )
-from octavo.worker import cascade as shared_blocks
-from octavo.worker.cascade import SharedKeysFinder, find_shared_keys
+from octavo.worker import cascade
+from octavo.worker.cascade import SegmentFinder, find_segments
 
 BLOCK = 16
 MIN_KEYS, MIN_SAVING = 64, 1 / 8  # fewer than what pays on a GPU
@@ -34,8 +34,8 @@ Tables = tuple[np.ndarray, np.ndarray]
 @pytest.fixture(autouse=True)
 def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the interpreter, programs that have nothing to do take as long as others."""
-    monkeypatch.setattr(shared_blocks, "MIN_KEYS", MIN_KEYS)
-    monkeypatch.setattr(shared_blocks, "MIN_SAVING", MIN_SAVING)
+    monkeypatch.setattr(cascade, "MIN_KEYS", MIN_KEYS)
+    monkeypatch.setattr(cascade, "MIN_SAVING", MIN_SAVING)
     configs = (attention_decode.decode_config, attention_cascade.cascade_config)
     if not GPU:
         for module in (triton_backend, attention_decode, attention_cascade):
@@ -91,7 +91,7 @@ def test_all_keys_are_read_once_for_each_sequence(
     parents: list[tuple[int, int, int]], tile: int, members_per_item: int, num_splits: int
 ) -> None:
     tables, contexts = grown(parents)
-    found = find_shared_keys(tables, contexts, BLOCK)
+    found = find_segments(tables, contexts, BLOCK)
     if found is None:
         return
     saved = 0
@@ -160,7 +160,7 @@ def test_a_gang_a_common_prefix_and_strangers() -> None:
     tables, contexts = grown(
         [(0, 0, 400), *[(0, 8, 250)] * 4, (4, 20, 50), (4, 20, 20), *[(9, 0, 90)] * 2]
     )
-    found = find_shared_keys(tables, contexts, BLOCK)
+    found = find_segments(tables, contexts, BLOCK)
     assert found is not None
     segments = sorted(
         zip(found.begins.tolist(), found.ends.tolist(), np.diff(found.starts).tolist(), strict=True)
@@ -169,17 +169,17 @@ def test_a_gang_a_common_prefix_and_strangers() -> None:
 
 
 def test_nothing_is_shared_where_it_would_not_pay() -> None:
-    assert find_shared_keys(*grown([(0, 0, 500), (0, 3, 500)]), BLOCK) is None  # 48 keys
-    assert find_shared_keys(*grown([(0, 0, 500), (0, 6, 900)]), BLOCK) is None  # 96 of 1,496
-    assert find_shared_keys(*grown([(0, 0, 5), (0, 0, 5), (0, 0, 900)]), BLOCK) is None
+    assert find_segments(*grown([(0, 0, 500), (0, 3, 500)]), BLOCK) is None  # 48 keys
+    assert find_segments(*grown([(0, 0, 500), (0, 6, 900)]), BLOCK) is None  # 96 of 1,496
+    assert find_segments(*grown([(0, 0, 5), (0, 0, 5), (0, 0, 900)]), BLOCK) is None
     tables, contexts = grown([(0, 0, 200), (0, 12, 8)])
     tables[:, :] = 0  # null blocks are nobody's, not everybody's
-    assert find_shared_keys(tables, contexts, BLOCK) is None
+    assert find_segments(tables, contexts, BLOCK) is None
 
 
 def test_where_results_find_no_room_nothing_is_cut() -> None:
     tables, contexts = grown([(0, 0, 200)] + [(0, 12, 8)] * MAX_CASCADE_RESULTS)
-    found = find_shared_keys(tables, contexts, BLOCK)
+    found = find_segments(tables, contexts, BLOCK)
     assert found is not None
     work = cascade_work(sequences(contexts), found, 64, 6, 64)
     assert not work.items.any()
@@ -197,7 +197,7 @@ def test_segments_of_odd_sizes_that_lie_in_each_other() -> None:
         for who, common in [(0, 0), *sharers]
     ]
     tables, contexts = grown(parents)
-    found = find_shared_keys(tables, contexts, BLOCK)
+    found = find_segments(tables, contexts, BLOCK)
     assert found is not None
     assert len(found.begins) == 8 * 6
     for num_splits in (1, 33, 132):
@@ -242,7 +242,7 @@ def check(case: Case, prefix: int, device: str) -> None:
         if backend == "triton":
             singles = np.array([i for i, (_, new) in enumerate(case.sequences) if new == 1])
             contexts = np.array([case.sequences[i][0] + 1 for i in singles])
-            found = find_shared_keys(bench.tables.numpy()[singles], contexts, case.block_size)
+            found = find_segments(bench.tables.numpy()[singles], contexts, case.block_size)
             assert found is not None
             shared = [found._replace(members=singles[found.members].astype(np.int32))]
         work = [(i, new) for i, (_, new) in enumerate(case.sequences)]
@@ -271,7 +271,7 @@ def test_on_the_gpu(case: Case) -> None:
 def test_where_windows_move_over_the_keys_none_are_looked_for() -> None:
     tables, contexts = grown([(0, 0, 200), (0, 12, 8)])
     rows, ones = np.arange(2), np.ones(2, np.int64)
-    with_window = SharedKeysFinder(BLOCK, [True, False])
+    with_window = SegmentFinder(BLOCK, [True, False])
     assert with_window.find([tables, tables], rows, ones, contexts)[0] is None
     assert with_window.find([tables, tables], rows, ones, contexts)[1] is not None
-    assert SharedKeysFinder(BLOCK, [True]).find([tables], rows, ones, contexts) == []
+    assert SegmentFinder(BLOCK, [True]).find([tables], rows, ones, contexts) == []

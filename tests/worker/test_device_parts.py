@@ -11,7 +11,7 @@ import torch
 from octavo.core.step import BlockCopy, StepPlan
 from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
 from octavo.ops.cuda.sampling import NO_TOKEN
-from octavo.worker import cascade as shared_blocks
+from octavo.worker import cascade
 from octavo.worker.block_tables import BlockTables, DeviceTables, carry_out
 from octavo.worker.device.cuda import CudaDevice
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
@@ -149,8 +149,8 @@ def test_shared_keys_are_those_of_the_tables_as_they_are_now(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was found is remembered while tables grow; whatever else happens to them is seen."""
-    monkeypatch.setattr(shared_blocks, "MIN_KEYS", 64)
-    monkeypatch.setattr(shared_blocks, "MIN_SAVING", 1 / 8)
+    monkeypatch.setattr(cascade, "MIN_KEYS", 64)
+    monkeypatch.setattr(cascade, "MIN_SAVING", 1 / 8)
     rng = random.Random(seed)
     block_size, num_rows, columns = 16, 9, 40
     tables = device_tables(block_size, [False], num_rows, columns)

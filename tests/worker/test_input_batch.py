@@ -199,7 +199,7 @@ def check(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:
     assert len(inputs.input_ids) == start
     ends = dict(zip(plan.seq_ids, (attention.query_starts[1:] - 1).tolist(), strict=True))
     ending = [*plan.sampled, *plan.expanded]
-    assert batch.last_tokens(plan, ending).tolist() == [ends[seq_id] for seq_id in ending]
+    assert batch.logits_indices(plan, ending).tolist() == [ends[seq_id] for seq_id in ending]
 
 
 def check_sampling(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:

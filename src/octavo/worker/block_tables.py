@@ -1,4 +1,4 @@
-"""Block tables of the rows: on the host, and for a GPU's kernels on the device, too."""
+"""Block tables of the rows: on the host, and for GPU kernels on the device, too."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import CascadeSegments, Staging
-from octavo.worker.cascade import SharedKeysFinder
+from octavo.worker.cascade import SegmentFinder
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
-# Table entries that one step uploads with its other arrays; a step that opens longer tables uploads
-# the rest on its own.
+# Table entries that fit into one step's staging; a step that changes more uploads them separately.
 _STAGED_ENTRIES = 16_384
 
 Update = tuple[Tensor, Tensor, Tensor]  # a flat table, indices into it, values
@@ -41,40 +40,40 @@ class BlockTables:
         num_rows: int,
         on_device: DeviceTables | None = None,
     ) -> None:
-        """`on_device`: tables of as many groups and rows that follow these."""
+        """`on_device`: the mirror of these tables on the device."""
         self._block_size = block_size
         self._on_device = on_device
         self._tables: list[Int32s] = [np.zeros((num_rows, 16), np.int32) for _ in range(num_groups)]
 
     @property
     def num_groups(self) -> int:
-        """Groups of the KV layout."""
+        """KV groups."""
         return len(self._tables)
 
     def clear(self, row: int) -> None:
-        """A row is taken by another sequence."""
+        """Empty a row for another sequence."""
         for table in self._tables:
             table[row] = 0
         if self._on_device is not None:
-            # Its entries beyond a sequence's length are never read.
-            self._on_device.sharing.forget()
+            # The device's row may stay: entries beyond a sequence's length are never read.
+            self._on_device.segments.invalidate()
 
     def copy(self, children: Int64s, parents: Int64s) -> None:
-        """Rows become copies of what others were before."""
+        """Copy each parent's row, as it was before the call, to the child's."""
         for group, table in enumerate(self._tables):
             if self._on_device is not None:
                 differing, columns = (table[children] != table[parents]).nonzero()
                 self._on_device.note(group, children[differing], columns)
             table[children] = table[parents]
         if self._on_device is not None:
-            self._on_device.sharing.forget()
+            self._on_device.segments.invalidate()
 
     def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
         """Set entries; where indices repeat, the last one holds."""
         if self._on_device is not None:
-            sharing = self._on_device.sharing
-            if sharing.remembers and self._holds_others(group, rows, columns, block_ids):
-                sharing.forget()
+            segments = self._on_device.segments
+            if segments.has_cached and self._holds_others(group, rows, columns, block_ids):
+                segments.invalidate()
             self._on_device.note(group, rows, columns)
         self._tables[group] = widen(self._tables[group], int(columns.max()) + 1)
         self._tables[group][rows, columns] = block_ids
@@ -90,8 +89,8 @@ class BlockTables:
         """For attention of `rows`: tables of theirs alone and slots; or the device's tables and
         the keys worth reading once for several of them."""
         if self._on_device is not None:
-            sharing = self._on_device.sharing
-            cascade = sharing.find(self._tables, rows, query_lens, context_lens)
+            segments = self._on_device.segments
+            cascade = segments.find(self._tables, rows, query_lens, context_lens)
             return StepTables(self._on_device.tables, [], cascade)
         num_blocks = -(-int(context_lens.max(initial=1)) // self._block_size)
         index, offset = np.divmod(positions, self._block_size)
@@ -103,14 +102,14 @@ class BlockTables:
         return StepTables(gathered, slots, [])
 
     def stage(self, staging: Staging) -> list[Update]:
-        """Put what has changed where the next upload takes it along.
+        """Stage changed entries for the next upload.
 
-        Returns what is to be written on the device after that, by `carry_out`.
+        Returns the updates that `carry_out` applies on the device after that.
         """
         return [] if self._on_device is None else self._on_device.stage(self._tables, staging)
 
     def _holds_others(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> bool:
-        """Whether some of these entries are in use, and not for these blocks."""
+        """Whether some of these entries hold other blocks than these."""
         table = self._tables[group]
         inside = columns < table.shape[1]
         old = table[rows[inside], columns[inside]]
@@ -118,9 +117,9 @@ class BlockTables:
 
 
 class DeviceTables:
-    """Owns tables that stay on the device: a step uploads only what has changed.
+    """Owns block tables on the device: a step uploads only the entries that have changed.
 
-    Row 0 is padding's, and all null blocks.
+    Row 0 is for padding: it holds null blocks only.
     """
 
     def __init__(
@@ -131,13 +130,13 @@ class DeviceTables:
         max_blocks: int,
         device: torch.device,
     ) -> None:
-        """All room is taken now, for captured graphs keep the addresses.
+        """Allocates all memory now, since captured graphs keep the addresses.
 
         Args:
             have_windows: whether layers of a group see only the last tokens; one entry per group.
-            max_blocks: of the longest sequence.
+            max_blocks: blocks of the longest sequence.
         """
-        self.sharing = SharedKeysFinder(block_size, have_windows)
+        self.segments = SegmentFinder(block_size, have_windows)
         self.tables = [
             torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
             for _ in have_windows
@@ -146,7 +145,7 @@ class DeviceTables:
         self._changed: list[list[tuple[Int64s, Int64s]]] = [[] for _ in have_windows]
 
     def note(self, group: int, rows: Int64s, columns: Int64s) -> None:
-        """These entries change."""
+        """Record that these entries change."""
         num_columns = self.tables[group].shape[1]
         last = columns.max(initial=0)
         assert last < num_columns, f"column {last} is not below {num_columns}"
@@ -160,7 +159,7 @@ class DeviceTables:
                 continue
             rows, columns = map(np.concatenate, zip(*changed, strict=True))
             changed.clear()
-            # As they are now: where an entry has changed twice, it stands here twice alike.
+            # The present values: an entry that has changed twice occurs twice with the same value.
             values = tables[group][rows, columns]
             table = self.tables[group]
             index = rows * table.shape[1] + columns
@@ -175,13 +174,13 @@ class DeviceTables:
 
 
 def carry_out(updates: Sequence[Update]) -> None:
-    """Write what was staged into the device's tables."""
+    """Write staged updates into the device's tables."""
     for table, where, what in updates:
         table.index_copy_(0, where, what)
 
 
 def widen(array: Int32s, num_columns: int) -> Int32s:
-    """The array with at least `num_columns` columns; grows by doubling, new ones are 0."""
+    """The array with at least `num_columns` columns; it grows by doubling, and new ones are 0."""
     old = array.shape[1]
     if num_columns <= old:
         return array

@@ -1,8 +1,8 @@
-"""Which sequences of a step read the same blocks, so that a kernel can read them once for all.
+"""Finds the blocks that sequences of a step share, so that cascade attention reads them once.
 
 Samples and beams share the blocks of their prompt and of common ancestors, and requests those of a
 common prefix (paper section 4.4). Tables in lexicographic order put sharers next to each other: the
-blocks that neighbours have in common make a tree, whose edges are the stretches looked for.
+blocks that neighbours have in common form a tree, whose edges are the segments to find.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from octavo.ops import MAX_CASCADE_LEVELS, CascadeSegments
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
-# Measured (ops/cuda/attention_cascade.py): shorter stretches are read as fast by each sequence for
-# itself, since those that run at the same time find them in the L2 cache.
-MIN_KEYS = 256  # of a stretch
-MIN_SAVING = 0.25  # of the keys that the step reads
+# Measured (ops/cuda/attention_cascade.py): with shorter segments, cascade attention is no faster,
+# since sequences that run at the same time find the shared keys in the L2 cache.
+MIN_KEYS = 256  # per segment
+MIN_SAVING = 0.25  # as a fraction of the keys that the step reads
 
 
-class SharedKeysFinder:
-    """Remembers what it found: while the same sequences decode, tables only grow at their ends."""
+class SegmentFinder:
+    """Caches the segments: while the same sequences decode, tables only grow at their ends."""
 
     def __init__(self, block_size: int, have_windows: Sequence[bool]) -> None:
-        """`have_windows`: groups whose keys are read apart, since windows move over them."""
+        """`have_windows`: which KV groups have a sliding window, and so no cascade attention."""
         self._block_size = block_size
         self._have_windows = have_windows
         self._rows: Int64s | None = None
         self._found: list[CascadeSegments | None] = []
 
     @property
-    def remembers(self) -> bool:
+    def has_cached(self) -> bool:
         return self._rows is not None
 
-    def forget(self) -> None:
-        """Tables have changed otherwise than at their ends."""
+    def invalidate(self) -> None:
+        """Call this when tables have changed anywhere but at their ends."""
         self._rows = None
 
     def find(
         self, tables: Sequence[Int32s], rows: Int64s, query_lens: Int64s, contexts: Int64s
     ) -> list[CascadeSegments | None]:
-        """For each group's table, what `rows` with one new token share; empty if nothing is."""
+        """For each KV group, the segments that decodes among `rows` share; [] if there are none."""
         (singles,) = np.nonzero(query_lens == 1)
         rows = rows[singles]
         if self._rows is None or not np.array_equal(rows, self._rows):
             self._rows = rows
             contexts = contexts[singles]
             self._found = [
-                None if has_window else find_shared_keys(table[rows], contexts, self._block_size)
+                None if has_window else find_segments(table[rows], contexts, self._block_size)
                 for table, has_window in zip(tables, self._have_windows, strict=True)
             ]
             if not any(self._found):
@@ -64,8 +64,8 @@ class SharedKeysFinder:
         ]
 
 
-def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> CascadeSegments | None:
-    """The stretches of keys worth reading together; None if there are none.
+def find_segments(tables: Int32s, contexts: Int64s, block_size: int) -> CascadeSegments | None:
+    """The shared segments for which cascade attention pays off; None if there are none.
 
     Args:
         tables: int32 [num_seqs, max_blocks]; entries beyond a context may be anything.
@@ -74,7 +74,7 @@ def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> Casca
     if contexts.max(initial=0) <= MIN_KEYS:
         return None
     num_full = np.maximum(contexts - 1, 0) // block_size  # blocks whose keys are all cached
-    sharers = _with_company(tables, num_full)
+    sharers = _sharers(tables, num_full)
     if not len(sharers):
         return None
     num_full = num_full[sharers]
@@ -83,13 +83,13 @@ def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> Casca
     blocks[np.arange(width) >= num_full[:, None]] = 0
     order = _lexicographic(blocks)
     blocks, sharers = blocks[order], sharers[order]
-    parted = (blocks[1:] != blocks[:-1]) | (blocks[1:] == 0)
-    common = np.where(parted.any(1), parted.argmax(1), width)
+    differs = (blocks[1:] != blocks[:-1]) | (blocks[1:] == 0)
+    common = np.where(differs.any(1), differs.argmax(1), width)
 
-    stretches = np.array(_worthwhile(common.tolist(), -(-MIN_KEYS // block_size)), np.int32)
-    if not len(stretches):
+    segments = np.array(_long_segments(common.tolist(), -(-MIN_KEYS // block_size)), np.int32)
+    if not len(segments):
         return None
-    begins, ends, first, last = stretches.T
+    begins, ends, first, last = segments.T
     sizes = last - first
     if ((sizes - 1) * (ends - begins)).sum() * block_size < MIN_SAVING * contexts.sum():
         return None
@@ -101,38 +101,40 @@ def find_shared_keys(tables: Int32s, contexts: Int64s, block_size: int) -> Casca
     )
 
 
-def _worthwhile(common: list[int], min_blocks: int) -> list[tuple[int, int, int, int]]:
-    """(first block, end, first row, last + 1) of long enough stretches, in the order of ends."""
+def _long_segments(common: list[int], min_blocks: int) -> list[tuple[int, int, int, int]]:
+    """(first block, end, first row, last + 1) of segments that are long enough, by their ends."""
     shared_until = [0] * (len(common) + 1)
     num_levels = [0] * (len(common) + 1)
-    stretches = []
-    # Parents before children: what a parent covers, its children need not.
+    segments = []
+    # Parents come before children, which need not cover what a parent covers.
     for depth, first, last in sorted(_tree(common)):
         begin, levels = shared_until[first], num_levels[first]
         if depth - begin >= min_blocks and levels < MAX_CASCADE_LEVELS:
             shared_until[first:last] = [depth] * (last - first)
             num_levels[first:last] = [levels + 1] * (last - first)
-            stretches.append((begin, depth, first, last))
-    return stretches
+            segments.append((begin, depth, first, last))
+    return segments
 
 
-def _with_company(tables: Int32s, num_full: Int64s) -> Int64s:
-    """Sequences whose first block another one has, too."""
+def _sharers(tables: Int32s, num_full: Int64s) -> Int64s:
+    """Sequences that share their first block with another one."""
     heads = np.where(num_full > 0, tables[:, 0], 0)
     _, which, counts = np.unique(heads, return_inverse=True, return_counts=True)
     return np.flatnonzero((counts[which] > 1) & (heads != 0))
 
 
 def _lexicographic(blocks: Int32s) -> Int64s:
-    """The order of the rows. As big-endian bytes they compare like numbers."""
+    """Indices that sort the rows; big-endian bytes compare like the numbers."""
     num_rows, width = blocks.shape
     return blocks.astype(">u4").view(f"V{4 * width}").reshape(num_rows).argsort(kind="stable")
 
 
 def _tree(common: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(depth, first, last + 1) of all runs of rows that have `depth` > 0 blocks in common, where
-    no longer run has as many. common[i]: blocks that rows i and i + 1 begin with alike."""
-    open_runs: list[tuple[int, int]] = []  # (depth, first), of growing depth
+    """(depth, first, last + 1) of each maximal run of rows that have `depth` > 0 blocks in common.
+
+    common[i]: length in blocks of the common prefix of rows i and i + 1.
+    """
+    open_runs: list[tuple[int, int]] = []  # (depth, first), depth increasing
     for last, depth in enumerate([*common, 0], start=1):
         first = last - 1
         while open_runs and open_runs[-1][0] > depth:

@@ -1,4 +1,4 @@
-"""The only place where ints become tensors: one row per sequence, updated by a plan's deltas."""
+"""The persistent batch: one row per running sequence, updated by each plan's deltas."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 PENDING = -1  # a token that the device has drawn, or will draw, and the host does not know yet
-_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _MIN_TOKENS, _TEXT = 1, 2, 4, 8, 16  # bits of `asks`
+_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _MIN_TOKENS, _TEXT = 1, 2, 4, 8, 16  # bits of `flags`
 
-# A row's scalars lie together, so that a fork copies them at once.
+# A row's scalars are one record, so that a fork copies them all at once.
 _ROW = np.dtype(
     [
         ("num_tokens", np.int64),
@@ -37,7 +37,7 @@ _ROW = np.dtype(
         ("top_p", np.float64),
         ("temperature", np.float32),
         ("min_p", np.float32),
-        ("asks", np.uint8),
+        ("flags", np.uint8),
     ]
 )
 
@@ -52,7 +52,7 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Positions of a step whose successors are prompt tokens that shall be scored."""
+    """Positions of a step that are followed by prompt tokens to be scored."""
 
     seq_id: int
     start: int  # the first position's place in the step's tokens
@@ -62,7 +62,7 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Rows that have been promised a token, and where it goes."""
+    """Rows that a step draws a token for, and the positions of these tokens."""
 
     seq_ids: Sequence[int]
     rows: Int64s
@@ -70,31 +70,31 @@ class Drawn:
 
 
 def at_least_one(indices: Tensor) -> Tensor:
-    """Logits indices for CausalLM.forward: the step's first token if no row reaches its end."""
+    """Logits indices for CausalLM.forward, which needs one: index 0 if there are none."""
     return indices if len(indices) else indices.new_zeros(1)
 
 
 class InputBatch:
-    """Owns the rows of all running sequences: their tokens, block tables and sampling."""
+    """Owns the rows of all running sequences: tokens, block tables and sampling parameters."""
 
     def __init__(self, tables: BlockTables, num_rows: int, staging: Staging) -> None:
         """
         Args:
-            tables: of as many rows.
-            num_rows: as many as may ever be open at once, and row 0, which is padding's.
-            staging: the device's, for attention.
+            tables: block tables of `num_rows` rows.
+            num_rows: the most rows that may be open at once, plus row 0, which is for padding.
+            staging: where attention stages its arrays.
         """
         self._tables = tables
         self._staging = staging
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(num_rows - 1, 0, -1))
         self._rows = np.zeros(num_rows, _ROW)
-        self._rows["num_computed"][0] = -1  # so that a token of padding has a context of 0
+        self._rows["num_computed"][0] = -1  # so that a padding token has a context of 0
         self._specs: list[SamplingSpec | None] = [None] * num_rows
         self._token_ids: Int32s = np.zeros((num_rows, 256), np.int32)
 
     def apply(self, plan: StepPlan) -> None:
-        """Change the rows as the plan says, in the order that the scheduler relies on."""
+        """Apply the plan's deltas to the rows, in the order that the scheduler relies on."""
         self._fork(plan.forks)
         for seq_id in plan.closed:
             self._close(seq_id)
@@ -104,9 +104,9 @@ class InputBatch:
         self._write_tables(plan.table_writes)
 
     def model_input(self, plan: StepPlan, num_padding: int = 0) -> ModelInput:
-        """Tokens, positions, block tables and slots of what the plan computes.
+        """Tokens, positions, block tables and slots of the plan's step.
 
-        `num_padding` sequences of one token each stand behind it, at position 0.
+        `num_padding` sequences of one token each are appended, at position 0.
         """
         rows = self.rows_of(plan.seq_ids)
         query_lens = np.array(plan.num_scheduled_tokens, np.int64)
@@ -142,17 +142,17 @@ class InputBatch:
         """See BlockTables.stage."""
         return self._tables.stage(self._staging)
 
-    def last_tokens(self, plan: StepPlan, seq_ids: Sequence[int]) -> Tensor:
-        """int64 [len(seq_ids)]: where each one's last token stands among the step's tokens."""
+    def logits_indices(self, plan: StepPlan, seq_ids: Sequence[int]) -> Tensor:
+        """int64 [len(seq_ids)]: index of each sequence's last token among the step's tokens."""
         ends = np.zeros(len(self._rows), np.int64)
         ends[self.rows_of(plan.seq_ids)] = np.cumsum(plan.num_scheduled_tokens) - 1
         return torch.from_numpy(ends[self.rows_of(seq_ids)])
 
     def sampling_batch(self, sampled: Sequence[int], expanded: Sequence[int]) -> SamplingBatch:
-        """How the next tokens of these sequences are chosen."""
+        """What the sampler needs to choose the next tokens of these sequences."""
         rows = self.rows_of([*sampled, *expanded])
-        state = self._rows.take(rows)  # several times as fast as indexing is with records
-        asks = state["asks"]
+        state = self._rows.take(rows)  # several times as fast as indexing, for records
+        flags = state["flags"]
         at_prompt_end = state["num_tokens"] == state["num_prompt"]
         return SamplingBatch(
             num_sampled=len(sampled),
@@ -167,16 +167,16 @@ class InputBatch:
             edited=self._edited_rows(rows, state),
             num_logprobs={
                 index: self._spec(rows[index]).num_logprobs or 0
-                for index in np.flatnonzero(asks & _LOGPROBS).tolist()
+                for index in np.flatnonzero(flags & _LOGPROBS).tolist()
             },
             num_candidates=state["num_candidates"][len(sampled) :].tolist(),
         )
 
     def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
-        """What the plan computes of prompts whose log-probabilities were asked for."""
+        """The plan's chunks of prompts whose log-probabilities were requested."""
         rows = self.rows_of(plan.seq_ids)
         chunks = []
-        for index in np.flatnonzero(self._rows["asks"][rows] & _PROMPT_LOGPROBS).tolist():
+        for index in np.flatnonzero(self._rows["flags"][rows] & _PROMPT_LOGPROBS).tolist():
             row, state = rows[index], self._rows[rows[index]]
             spec = self._spec(row)
             first = int(state["num_computed"]) + 1
@@ -191,12 +191,12 @@ class InputBatch:
         return chunks
 
     def needs_tokens(self, plan: StepPlan) -> bool:
-        """Whether the plan's draws follow from the text so far, which must then be known."""
-        return bool((self._rows["asks"][self.rows_of(plan.sampled)] & _TEXT).any())
+        """Whether sampling depends on the text so far, which the host must then know."""
+        return bool((self._rows["flags"][self.rows_of(plan.sampled)] & _TEXT).any())
 
     def advance(self, plan: StepPlan) -> Drawn:
-        """The step's tokens are computed, and each sampled row appends one, still to be known."""
-        # A sequence stands only once in a plan, so the indices do not repeat.
+        """Count the step's tokens as computed, and append a pending token to each sampled row."""
+        # A sequence occurs only once in a plan, so the indices do not repeat.
         num_scheduled = np.array(plan.num_scheduled_tokens, np.int64)
         self._rows["num_computed"][self.rows_of(plan.seq_ids)] += num_scheduled
         rows = self.rows_of(plan.sampled)
@@ -207,9 +207,9 @@ class InputBatch:
         return Drawn(plan.sampled, rows, ends)
 
     def fill(self, drawn: Drawn, token_ids: Int64s) -> None:
-        """Take in what was drawn, int64 [len(drawn.seq_ids)], where the rows still are theirs.
+        """Store drawn tokens, int64 [len(drawn.seq_ids)], of sequences that still have their rows.
 
-        Rows that could not draw (a negative token) go on with token 0 until they are closed.
+        Rows for which sampling failed (a negative token) go on with token 0 until closed.
         """
         row_of = self._row_of
         owned = np.array([row_of.get(seq_id, 0) for seq_id in drawn.seq_ids]) == drawn.rows
@@ -226,13 +226,13 @@ class InputBatch:
 
     def _edited_rows(self, rows: Int64s, state: NDArray[np.void]) -> list[EditedRow]:
         edited = []
-        for index in np.flatnonzero(state["asks"] & (_EDITS | _MIN_TOKENS)).tolist():
+        for index in np.flatnonzero(state["flags"] & (_EDITS | _MIN_TOKENS)).tolist():
             row, spec = rows[index], self._spec(rows[index])
             num_prompt, num_tokens = (
                 int(state["num_prompt"][index]),
                 int(state["num_tokens"][index]),
             )
-            if state["asks"][index] & _EDITS or num_tokens - num_prompt < spec.min_tokens:
+            if state["flags"][index] & _EDITS or num_tokens - num_prompt < spec.min_tokens:
                 token_ids = self._token_ids[row, :num_tokens]
                 edited.append(EditedRow(index, spec, token_ids, num_prompt))
         return edited
@@ -257,12 +257,12 @@ class InputBatch:
         self._token_ids[row, :num_tokens] = opened.token_ids
         self._tables.clear(row)
         self._specs[row] = spec
-        asks = _EDITS if has_edits(spec) else 0
-        asks |= _TEXT if follows_text(spec) else 0
-        asks |= _LOGPROBS if spec.num_logprobs is not None else 0
-        asks |= _PROMPT_LOGPROBS if spec.num_prompt_logprobs is not None else 0
-        asks |= _MIN_TOKENS if spec.min_tokens and spec.masked_until_min_tokens else 0
-        # The seed is taken modulo 2 ** 64.
+        flags = _EDITS if has_edits(spec) else 0
+        flags |= _TEXT if follows_text(spec) else 0
+        flags |= _LOGPROBS if spec.num_logprobs is not None else 0
+        flags |= _PROMPT_LOGPROBS if spec.num_prompt_logprobs is not None else 0
+        flags |= _MIN_TOKENS if spec.min_tokens and spec.masked_until_min_tokens else 0
+        # Any int is a seed: it is taken modulo 2 ** 64.
         seed = (opened.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self._rows[row] = (
             num_tokens,
@@ -276,13 +276,13 @@ class InputBatch:
             spec.top_p,
             spec.temperature,
             spec.min_p,
-            asks,
+            flags,
         )
 
     def _fork(self, forks: Sequence[Fork]) -> None:
-        """Copy rows in order; a child may be the parent of a later fork, so copies go in runs."""
+        """Copy rows in order, in runs: a child may be the parent of a later fork."""
         row_of = self._row_of
-        run: dict[int, tuple[int, int]] = {}  # rows to be copied to: from which, and their samples
+        run: dict[int, tuple[int, int]] = {}  # child row -> parent row, sample index
         for parent_id, child_id, sample_index in forks:
             parent = row_of[parent_id]
             if parent in run:
@@ -310,7 +310,7 @@ class InputBatch:
             return
         rows, positions = self.rows_of(writes.seq_ids), np.array(writes.positions, np.int64)
         self._reserve_tokens(int(positions.max()) + 1)
-        # Where indices repeat, the last assignment holds: writes take effect in their order.
+        # Where indices repeat, the last assignment wins: writes take effect in order.
         self._token_ids[rows, positions] = writes.token_ids
         self._rows["num_tokens"][rows] = positions + 1
 

@@ -1,8 +1,8 @@
-"""What changes a row's logits before they become a distribution: penalties, bias, bans.
+"""Edits of a row's logits before they become a distribution: penalties, bias and masks.
 
 Order: repetition penalty, frequency and presence penalty, bias, then the masks (allowed tokens, end
-tokens until min_tokens, bad words), so that no bias lifts a mask. Only the tokens that a row names
-are touched, so the cost follows its text and not the vocabulary.
+tokens until min_tokens, bad words), so that no bias lifts a mask. Only tokens that occur in a row's
+text or settings are touched, so the cost grows with those and not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Float32s = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class EditedRow:
-    """A row of logits that is not taken as it is."""
+    """A row of logits to be edited."""
 
-    index: int  # of the row
+    index: int  # in the logits
     spec: SamplingSpec
     token_ids: NDArray[np.int32]  # [num_tokens]: prompt and output so far
     num_prompt_tokens: int
@@ -41,7 +41,7 @@ def has_edits(spec: SamplingSpec) -> bool:
 
 
 def follows_text(spec: SamplingSpec) -> bool:
-    """Whether a row's edits depend on the tokens before, and not on their number alone."""
+    """Whether a row's edits depend on the tokens so far, rather than on their number alone."""
     return bool(
         spec.presence_penalty
         or spec.frequency_penalty
@@ -74,9 +74,9 @@ def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
 
 
 def banned_token_ids(row: EditedRow, vocab_size: int) -> list[int]:
-    """Tokens that must not come next: ends before min_tokens, and the last token of a bad word.
+    """Tokens that must not come next: end tokens before min_tokens, and last tokens of bad words.
 
-    Bad words give way if they would leave no token at all.
+    Bad words are ignored if they would leave no token at all.
     """
     spec = row.spec
     ends: set[int] = set()
@@ -85,7 +85,7 @@ def banned_token_ids(row: EditedRow, vocab_size: int) -> list[int]:
     bad = set()
     for *prefix, last in spec.bad_words:
         start = len(row.token_ids) - len(prefix)
-        # A word counts from where the output begins: the prompt may contain it.
+        # Only matches within the output count: the prompt may contain bad words.
         if start >= row.num_prompt_tokens and row.token_ids[start:].tolist() == prefix:
             bad.add(last)
     banned = ends | bad
@@ -98,7 +98,7 @@ def _pairs(rows: Sequence[EditedRow], outputs_only: bool) -> tuple[Int64s, Int64
     """The distinct tokens of each row.
 
     Returns:
-        int64 [num_pairs] each: the place in `rows`, the token id, and how often the row holds it.
+        int64 [num_pairs] each: index in `rows`, token id, and how often it occurs in the row.
     """
     texts = [row.token_ids[row.num_prompt_tokens if outputs_only else 0 :] for row in rows]
     owners = np.repeat(np.arange(len(rows)), [len(text) for text in texts])
@@ -113,7 +113,7 @@ def _penalise_repetition(logits: Tensor, rows: Sequence[EditedRow]) -> None:
     if not rows:
         return
     owners, token_ids, _ = _pairs(rows, outputs_only=False)
-    # Beyond these limits a float32 overflows; the order of tokens is the same.
+    # Beyond these limits float32 would overflow; clipping does not change the order of tokens.
     asked = [row.spec.repetition_penalty for row in rows]
     penalties = np.clip(asked, 1e-30, 1e30).astype(np.float32)[owners]
     where, penalty = _index(logits, rows, owners, token_ids), _to(logits, penalties)
@@ -122,7 +122,7 @@ def _penalise_repetition(logits: Tensor, rows: Sequence[EditedRow]) -> None:
 
 
 def _penalise_counts(logits: Tensor, rows: Sequence[EditedRow]) -> None:
-    """OpenAI's: logit -= frequency_penalty * count + presence_penalty, over output tokens."""
+    """logit -= frequency_penalty * count + presence_penalty, as OpenAI does, over output tokens."""
     if not rows:
         return
     owners, token_ids, counts = _pairs(rows, outputs_only=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities as a client sees them: log-softmax of the model's own logits, before edits."""
+"""Log-probabilities for clients: log-softmax of the model's logits, before any edits."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def gather_logprobs(
         logits: floating [num_rows, vocab_size].
         rows: rows of `logits`.
         chosen: tokens of each of `rows`.
-        num_top: how many of the most likely tokens are wanted for each of `rows`.
+        num_top: how many of the most likely tokens to report for each of `rows`.
 
     Returns:
-        For each of `rows` one entry per chosen token; all NaN of a row that is not finite.
+        For each of `rows` one entry per chosen token; NaN if the row is not finite.
     """
     step = rows_at_once(logits.shape[1])
     result: list[list[TokenLogprobs]] = []
@@ -54,7 +54,7 @@ def _score(
     owner_ids = torch.tensor(owners, device=device)
     picked = scores[owner_ids, torch.tensor(token_ids, device=device)]
     logprobs = (picked - normaliser[owner_ids, 0]).tolist()
-    # Few rows have several draws; the usual case needs no copy.
+    # Few rows have several chosen tokens; the usual case needs no copy.
     drawn_from = scores if len(owners) == len(rows) else scores[owner_ids]
     ranks = ((drawn_from > picked.unsqueeze(1)).sum(dim=-1) + 1).tolist()
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(rows)

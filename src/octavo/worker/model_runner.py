@@ -186,7 +186,7 @@ class ModelRunner:
         self._backend.plan(attention)
         logits_indices = hidden_indices = sampling = sampled_rows = None
         if not (plan.only_decodes and ending == plan.seq_ids):
-            indices = self._stage_indices(batch.last_tokens(plan, ending), captured)
+            indices = self._stage_indices(batch.logits_indices(plan, ending), captured)
             if decodes or wants_all:
                 hidden_indices = indices
             else:

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, for clients that ask for them."""
+"""Log-probabilities of prompt tokens, for requests that ask for them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from octavo.worker.logprobs import gather_logprobs, rows_at_once
 def score_prompts(
     model: CausalLM, hidden: Tensor, chunks: Sequence[PromptChunk], vocab_size: int
 ) -> dict[int, list[TokenLogprobs]]:
-    """Scores of each chunk's targets, by sequence id; hidden [num_tokens, hidden_size]."""
+    """Score each chunk's targets, by sequence id; `hidden` is [num_tokens, hidden_size]."""
     scored: dict[int, list[TokenLogprobs]] = {}
-    # Logits of a whole chunk would take gigabytes with a large vocabulary.
+    # With a large vocabulary, the logits of a whole chunk would take gigabytes.
     step = rows_at_once(vocab_size)
     for chunk in chunks:
         entries: list[TokenLogprobs] = []
@@ -35,7 +35,7 @@ def score_prompts(
 
 
 def not_finite(scored: Mapping[int, Sequence[TokenLogprobs]]) -> list[int]:
-    """Sequences of which some scores come from logits that are not finite."""
+    """Ids of sequences with scores from logits that are not finite."""
     return [
         seq_id
         for seq_id, entries in scored.items()

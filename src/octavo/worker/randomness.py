@@ -1,7 +1,7 @@
-"""Counter-based randomness: a number is a hash of who asks for it, so no state is kept.
+"""Counter-based randomness: a number is a hash of its seed, sample and position; there is no state.
 
-The same request draws the same tokens alone or in a crowd, and again after a recompute. Integer
-operations only, which wrap alike on every device, so CPU and GPU give the same bits.
+Draws are batch-invariant, and a recomputed sequence draws the same tokens again. Only integer
+operations are used, which wrap alike on every device, so CPU and GPU give the same bits.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_NUM_BUFFERS = 3  # on the host: steps that may be prepared before the first one is uploaded
+_NUM_BUFFERS = 3  # on the host: as many steps may be prepared before the first one is uploaded
 _ALIGNMENT = 256  # bytes
-# What is left over is never uploaded.
+# Generous: memory that no array reserves is never uploaded.
 _FIXED_BYTES = 16 << 20  # table updates, and what does not grow with the step
-_SEQ_BYTES = 256  # per sequence: rows, and how to draw
+_SEQ_BYTES = 256  # per sequence: rows and sampling parameters
 _TOKEN_BYTES = 32  # per token: ids and positions
 # Attention's work items, for each shape of layers: a constant part, and per sequence and token.
 _SHAPE_BYTES, _SHAPE_SEQ_BYTES, _SHAPE_TOKEN_BYTES = 128 << 10, 128, 32
@@ -22,19 +22,19 @@ _SHAPE_BYTES, _SHAPE_SEQ_BYTES, _SHAPE_TOKEN_BYTES = 128 << 10, 128, 32
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    hosts: list[NDArray[Any]]  # its part of each pinned buffer
+    hosts: list[NDArray[Any]]  # the region in each pinned buffer
     device: Tensor
     capacity: int
     end: int  # offset in the buffers, bytes
-    views: dict[int, Tensor]  # of the first n values, by n: making one takes microseconds
+    views: dict[int, Tensor]  # n -> view of the first n values: creating one takes microseconds
 
 
 class UploadStaging:
-    """Owns a buffer on the device and as large ones in pinned memory.
+    """Owns a buffer on the device and several of the same size in pinned memory.
 
-    A step calls `begin`, `put` for each of its arrays, and `flush`. A name keeps its place for
-    good, so captured graphs find the arrays of any step. The upload runs in stream order: behind
-    the kernels of the step before, which may still read what it replaces.
+    A step calls `begin`, `put` for each of its arrays, and `flush`. A name always has the
+    same address, so captured graphs find the arrays of any step. The upload runs in stream order:
+    after the kernels of the previous step, which may still read what it replaces.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class UploadStaging:
     ) -> None:
         """
         Args:
-            device: where the arrays are needed.
-            max_num_seqs, max_num_tokens: of the largest step.
-            num_shapes: different shapes of attention layers, each with work items of its own.
-            num_bytes: size of a buffer. None: what the arrays of the largest step take, and more.
+            device: where the arrays are uploaded to.
+            max_num_seqs, max_num_tokens: sizes of the largest step.
+            num_shapes: different shapes of attention layers, each with its own work items.
+            num_bytes: size of a buffer. None: enough for the arrays of the largest step.
         """
         if num_bytes is None:
             num_bytes = (
@@ -78,7 +78,7 @@ class UploadStaging:
         self._used = 0
 
     def begin(self) -> None:
-        """Start a new step: take the next buffer, once it is no longer being uploaded."""
+        """Start a new step with the next buffer, once that is no longer being uploaded."""
         self._current = (self._current + 1) % _NUM_BUFFERS
         self._used = 0
         if self._copied:
@@ -101,7 +101,7 @@ class UploadStaging:
         return view
 
     def padded(self, name: str, length: int) -> Tensor:
-        """The first `length` values under `name`; beyond those that were put last, older ones."""
+        """The first `length` values of `name`; those beyond the last `put` are older ones."""
         region = self._regions[name]
         assert length <= region.capacity, f"{name}: {length} is beyond {region.capacity}"
         return region.device[:length]

@@ -11,8 +11,8 @@ for heads that do not:
   32 / 8     209 to 453      194 to 353      202 to 455     199 to 351       171 to 467
   40 / 40    174 to 443      215 to 408      169 to 391     171 to 343       170 to 380
 With 64 x 64 x 4, 40 heads fall to 290 at 4 x 2,048, where 128 x 32 x 8 has 345. Three tiles in
-flight leave no room for a second program on an SM: 0.6 of the speed. All items of one KV head
-before those of the next: 1.05 at best, 0.7 to 0.87 at 1 x 2,048.
+flight leave no room for a second program on an SM: 0.6 of the speed. Launching all items of
+one KV head before those of the next: 1.05 at best, 0.7 to 0.87 at 1 x 2,048.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def decode_items(
         starts = cascade.ends
     lens = positions if starts is None else positions - starts  # cached keys that the query sees
     splits, sizes = _split(lens, tile, num_splits)
-    # Large splits first, so that programs end together.
+    # The largest splits come first, so that programs end at about the same time.
     order = (-sizes).argsort(kind="stable")
     items = np.zeros((capacity, ITEM_FIELDS), np.int32)
     num_items = len(tokens)
@@ -257,7 +257,7 @@ def prefill_items(
     if window is not None:
         begin = np.maximum(position - window + 1, 0) // alignment * alignment
     end = position + count
-    order = np.argsort(begin - end, kind="stable")  # the most keys first
+    order = np.argsort(begin - end, kind="stable")  # items with the most keys first
     items = np.zeros((len(seq), ITEM_FIELDS), np.int32)
     items[:, 0] = tokens[seq] + offset
     items[:, 1] = rows[seq]

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 COPY_FIELDS = 3  # integers of a copy: source, target, tokens
-_CHUNK = 8192  # words a program
+_CHUNK = 8192  # words per program
 
 
 @triton.jit
@@ -24,8 +24,10 @@ def _copy_kernel(
     TOKENS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program copies one chunk of one block; `words`: of a block; TOKEN: of a token in one of
-    its pieces, which hold TOKENS each."""
+    """One program copies one chunk of one block.
+
+    words: per block; TOKEN: words per token in one of its pieces, which hold TOKENS tokens each.
+    """
     copy = copies + tl.program_id(0) * FIELDS
     offset = tl.program_id(1).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     source = tl.load(copy).to(tl.int64)
@@ -40,16 +42,16 @@ def copy_blocks(cache: Tensor, copies: Tensor) -> None:
     """Copy tokens 0 .. copies[i, 2] - 1 of block copies[i, 0] to block copies[i, 1], for all i at
     once.
 
-    cache [num_blocks, ..., block_size, size], dense: each piece of a block holds `size` elements a
-    token. copies int32 or int64 [n, COPY_FIELDS] on the cache's device. No copy may read or write
-    what another one writes: runs of dependent ones are cut by the caller.
+    cache [num_blocks, ..., block_size, size], dense: each piece of a block holds `size` elements
+    per token. copies int32 or int64 [n, COPY_FIELDS] on the cache's device. No copy may read or
+    write what another one writes: the caller splits dependent copies into several calls.
     """
     if not len(copies):
         return
     assert cache.is_contiguous(), "the cache is one dense allocation"
     assert copies.is_contiguous(), "copies are dense"
     block_size, size = cache.shape[-2:]
-    # Words of 4 bytes where a token's part is made of such.
+    # Copied in words of 4 bytes if a token's elements are a multiple of that.
     word = torch.int32 if size * cache.itemsize % 4 == 0 else torch.int16
     words = cache.view(len(cache), -1).view(word)
     _copy_kernel[(len(copies), -(-words.shape[1] // _CHUNK))](

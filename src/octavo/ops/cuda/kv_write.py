@@ -21,7 +21,7 @@ _HEADS_TILE = 8  # heads per program
 
 @dataclass(frozen=True, slots=True)
 class HeadChanges:
-    """What happens to query and key before they are used; None: nothing."""
+    """Head norms and rotary embedding of query and key; None: not applied."""
 
     rotary: tuple[Tensor, Tensor] | None  # cos and sin: float32 [max_positions, half]
     query_norm: tuple[Tensor, float] | None  # weight [head_dim] and eps of an RMS norm
@@ -128,7 +128,7 @@ def write_kv(
 
     Returns:
         The query as it is where there are no changes; otherwise a new dense tensor, unwritten
-        where `tokens` says no.
+        for tokens at position -1.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]

@@ -2,7 +2,7 @@
 
 One token is a GEMV (linear_gemv.py). Up to 128 tokens on Hopper are a skinny GEMM
 (linear_hopper.py) with the tiles that linear_table.py chooses; both are bound by reading W.
-Everything else (more tokens, float32, other GPUs) is cuBLAS, for some shapes by two products rather
+Everything else (more tokens, float32, other GPUs) is cuBLAS, for some shapes as two products rather
 than one.
 
 A token's result depends on the kernel and its tiles, which follow from the number of tokens padded
@@ -26,21 +26,21 @@ from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 
-# Partial sums may cancel each other: rounded to bfloat16 each, they would then lose more than their
-# sum does when it is rounded (benchmarks/logits_error.py).
+# Partial sums may cancel each other: rounding each to bfloat16 would then lose more than rounding
+# their sum does (benchmarks/logits_error.py).
 PARTIAL_DTYPE = torch.float32
 
 _WORKSPACE_BYTES = 32 << 20
 _MAX_TILES = 1 << 14
 _REGISTERS = 65536  # per SM
-_FUSED = (Epilogue.NONE, Epilogue.RELU, Epilogue.SILU_MUL)  # that our kernels have
+_FUSED = (Epilogue.NONE, Epilogue.RELU, Epilogue.SILU_MUL)  # in our kernels
 # cuBLAS's product with bias and ReLU; it has no public name, and a torch may lack the private one.
 _addmm_activation = getattr(torch, "_addmm_activation", None)
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class CudaLinear:
-    """Reads a weight where it lies."""
+    """Uses a weight in place, without packing it."""
 
     keeps_weight = True
 
@@ -92,7 +92,7 @@ def linear(
 def linear_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, or its split-K partial sums [num_splits, num_tokens, out_features].
 
-    For a norm that adds them up: then no split waits for the others. Partial sums are of
+    The norm that follows adds them up, so no split waits for the others. Partial sums have
     PARTIAL_DTYPE.
     """
     num_tokens, size = x.shape
@@ -127,7 +127,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T by one product per half of W."""
+    """x W^T as one product per half of W."""
     y = x.new_empty((len(x), len(weight)))
     for rows, out in zip(weight.chunk(2), y.chunk(2, dim=1), strict=True):
         torch.mm(x, rows.t(), out=out)

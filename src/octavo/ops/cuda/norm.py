@@ -14,7 +14,7 @@ from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 MAX_SIZE = 16384  # elements per row, which one program holds in registers
-MANY_ROWS = 640  # five per SM: they fill it with fewer warps each
+MANY_ROWS = 640  # five per SM: fewer warps each fill it
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

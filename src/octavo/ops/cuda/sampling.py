@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: what worker/sampler.py defines, without a host's help.
+"""From logits to tokens on the device: what worker/sampler.py defines, without the host.
 
 Four kernels over the logits as they are (no float32 copy); static shapes, so a CUDA graph can hold
 them. A draw is a row of logits with its settings; several draws may share a row.
@@ -7,7 +7,7 @@ them. A draw is a row of logits with its settings; several draws may share a row
   3. Per chunk: the sum of the tokens' integer weights.
   4. Per draw: invert the sum at the draw's uniform number; the chunk first, then the token in it.
 Weights are exp((logit - largest) / temperature) * 2 ** WEIGHT_BITS, rounded down. Their sums are
-exact in any order, so a draw's token depends neither on its neighbours nor on how work is cut.
+exact in any order, so a draw's token depends neither on the rest of the batch nor on the chunks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     if not draws.is_greedy:
         limited = draws.is_limited
         if limited:
-            # A few draws have an SM each; many share one in pairs.
+            # A few draws get an SM each; with many, two share one.
             warps = 16 if num_draws <= 128 else 8
             find_limits[(num_draws,)](
                 *(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p),
@@ -122,7 +122,7 @@ def _peak_kernel(
     wait_previous(PDL)
     start = logits + tl.load(rows + draw) * stride
     values = tl.load(start + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    values = tl.where(values != values, float("inf"), values)  # NaN must not go unseen
+    values = tl.where(values != values, float("inf"), values)  # so that NaN is noticed
     peak, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(peaks + draw * num_chunks + chunk, peak)
     tl.store(peak_ids + draw * num_chunks + chunk, chunk * CHUNK + place)

@@ -1,8 +1,8 @@
 """The best next tokens of many rows by log-probability, without a float32 copy of the logits.
 
-One kernel reads every logit once: a program takes a chunk of a row, and leaves its share of the
-normaliser and its best tokens. A second one per row puts the chunks together. Of equal logits the
-lower token id comes first.
+One kernel reads every logit once: a program takes a chunk of a row, and writes its partial
+normaliser and its best tokens. A second kernel combines the chunks of each row. Among equal logits,
+the lower token id comes first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from octavo.ops.cuda.tile_sizes import power_of_2
 
 CHUNK = 4096
 MAX_CANDIDATES = 64
-# So few are found one after the other, each as the maximum of those left. On one H200 22 us for 41
-# by a partial sort (128 rows of 50,272 logits, 4 candidates), 77 for 166 (256, 8), 172 for 307
-# (384, 12), 45 for 60 (64, 16); of 32 the sort takes less.
+# Up to so many are found one after the other, each as the maximum of the rest. On one H200 this
+# takes 22 us instead of 41 by a partial sort (128 rows of 50,272 logits, 4 candidates), 77 instead
+# of 166 (256, 8), 172 instead of 307 (384, 12), 45 instead of 60 (64, 16); for 32 the sort is
+# faster.
 FEW = 16
-FEW_STEP = 4  # numbers are rounded up, so that few kernels are compiled
+FEW_STEP = 4  # numbers are rounded up to a multiple, so that few kernels are compiled
 
 
 def best_tokens(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from octavo.ops.cuda.sampling_weights import row_peak, scaled_logits, shares_of
 
 @triton.jit
 def ordered_key(values):
-    """int32 that order as the values do."""
+    """int32 keys in the same order as the values."""
     if values.dtype.primitive_bitwidth == 32:
         bits = values.to(tl.int32, bitcast=True)
         return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -60,7 +60,7 @@ def _values_of_keys(a, b, c, dtype: tl.constexpr):
 
 @triton.jit
 def _counts(start, vocab_size, a, b, c, BLOCK: tl.constexpr):
-    """How many logits have at least the key a, b and c."""
+    """How many logits have keys of at least a, b and c."""
     a, b, c = _values_of_keys(a, b, c, start.dtype.element_ty)
     ids = tl.arange(0, BLOCK)
     in_a = tl.zeros((BLOCK,), tl.int32)
@@ -77,7 +77,7 @@ def _counts(start, vocab_size, a, b, c, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rough_sums(start, vocab_size, peak, temperature, least, a, b, c, BLOCK: tl.constexpr):
-    """About `_exact_sums` / 2 ** WEIGHT_BITS: in float32, and several times as fast."""
+    """`_exact_sums` / 2 ** WEIGHT_BITS, approximately: in float32, and several times as fast."""
     a, b, c = _values_of_keys(a, b, c, start.dtype.element_ty)
     scale = 1.4426950408889634 / temperature  # for powers of 2
     ids = tl.arange(0, BLOCK)
@@ -204,7 +204,7 @@ def find_limits(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write what a kept token has at least: its scaled logit, and its share (sampling_weights.py).
+    """Write the least scaled logit and the least share (sampling_weights.py) of tokens to keep.
 
     limits: float32 [num_draws, 2].
     """
