@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from octavo.core.kv.invariants import check_scheduler
+from octavo.core.invariants import check_scheduler
 from octavo.engine.local_client import LocalStream
 from octavo.engine.snapshot import take_snapshot
 from octavo.errors import InvalidRequest
