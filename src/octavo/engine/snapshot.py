@@ -22,6 +22,10 @@ class TierView(msgspec.Struct, frozen=True):
     ref_counts: bytes  # holders of each block; 255 stands for 255 or more
     is_cached: bytes  # 1: the prefix cache can find the block's contents
 
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
 
 class SequenceView(msgspec.Struct, frozen=True):
     """One chain of tokens and where its KV lies."""

@@ -266,10 +266,10 @@ def _counts(snapshot: Snapshot) -> dict[str, int]:
         "running": len(snapshot.running),
         "waiting": snapshot.num_waiting,
         "swapped": len(snapshot.swapped),
-        "held": device.num_blocks - device.num_free,
+        "held": device.num_held,
         "cached": device.num_free_cached,
         "free": device.num_free,
-        "swap_held": swap.num_blocks - swap.num_free,
+        "swap_held": swap.num_held,
     }
 
 
