@@ -23,8 +23,8 @@ from octavo.registry import GROUP as PLUGINS
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.supervisor import Supervision
 from octavo.server.http.app import create_app
+from octavo.server.http.settings import ServerSettings
 from octavo.server.observability.observation import Observation
-from octavo.server.settings import ServerSettings
 from octavo_paper.command import reproduce
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -102,17 +102,19 @@ def test_the_contracts_bite(
     assert f"octavo.{importer} -> {imported} (l." in run.stdout
 
 
-def test_a_circle_is_found(copy: Path) -> None:
-    first, second = copy / "src/octavo/bench/x.py", copy / "src/octavo/bench/y.py"
-    first.write_text("import octavo.bench.y\n")
-    second.write_text("def f():\n    from octavo.bench import x\n")
+@pytest.mark.parametrize("package", ["bench", "core", "server"])
+def test_a_circle_is_found(copy: Path, package: str) -> None:
+    folder = copy / "src" / "octavo" / package
+    first, second = folder / "x.py", folder / "y.py"
+    first.write_text(f"import octavo.{package}.y\n")
+    second.write_text(f"def f():\n    from octavo.{package} import x\n")
     try:
         run = lint(copy, "--contract", "acyclic")
     finally:
         first.unlink()
         second.unlink()
     assert run.returncode == 1
-    assert "No cycles are allowed in octavo.bench." in run.stdout
+    assert f"No cycles are allowed in octavo.{package}." in run.stdout
 
 
 def test_a_new_package_needs_a_layer(copy: Path) -> None:

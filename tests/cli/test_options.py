@@ -22,7 +22,7 @@ from octavo.cli.serve import serve
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
 from octavo.models.registry import FAMILIES
 from octavo.server.engine_process.supervisor import Supervision
-from octavo.server.settings import ConnectionLimits, Listening, ServerSettings
+from octavo.server.http.settings import ConnectionLimits, Listening, ServerSettings
 
 SERVE_CLASSES = (ConnectionLimits, Listening, ServerSettings, Supervision)
 

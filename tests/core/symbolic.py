@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from octavo.core.block_table import NULL_BLOCK
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
-from octavo.core.kv.block_pool import NULL_BLOCK
 from octavo.core.kv.specs import KVSpec
 from octavo.core.sequence import DecodingMethod, Request
 from octavo.core.step import Candidates, SamplingSpec, StepPlan, StepResult, TokenLogprobs

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from core.worlds import BLOCK_SIZE, World, make_sequence
-from octavo.core.kv.block_pool import NULL_BLOCK
-from octavo.core.kv.invariants import check_scheduler
-from octavo.core.kv.prefix_cache import pack_tokens
+from octavo.core.block_table import NULL_BLOCK
+from octavo.core.invariants import check_scheduler
 from octavo.core.kv.reserving import OrcaOracle
 from octavo.core.kv.specs import FullAttention
+from octavo.core.prefix_node import pack_tokens
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Status
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.worlds import BLOCK_SIZE, compute, make_manager, make_sequence
-from octavo.core.kv.invariants import check_manager
+from octavo.core.invariants import check_manager
 from octavo.core.kv.manager import KVCacheManager
-from octavo.core.kv.prefix_cache import PrefixNode, sha256_128
+from octavo.core.kv.prefix_cache import sha256_128
 from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow, group_layers
+from octavo.core.prefix_node import PrefixNode
 from octavo.core.sequence import Sequence
 from octavo.core.step import BlockCopy
 

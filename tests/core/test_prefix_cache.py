@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.worlds import BLOCK_SIZE, World, compute, make_manager, make_sequence
+from octavo.core.block_table import BlockTable
 from octavo.core.decoding import PinPrefix
+from octavo.core.invariants import check_manager
 from octavo.core.kv import prefix_cache, prefix_matcher
-from octavo.core.kv.block_table import BlockTable
-from octavo.core.kv.invariants import check_manager
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.core.sequence import Sequence

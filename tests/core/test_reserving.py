@@ -12,8 +12,8 @@ from core.symbolic import Ask
 from core.workloads import Workload
 from core.worlds import sampling
 from octavo.config import CacheConfig, SchedulerConfig
+from octavo.core.invariants import check_scheduler
 from octavo.core.kv.extent_pool import Arena, BuddyPool
-from octavo.core.kv.invariants import check_scheduler
 from octavo.core.kv.memory_policy import make_kv_cache_manager
 from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.kv.specs import FullAttention

@@ -10,7 +10,7 @@ import pytest
 from core.symbolic import HARMFUL, Ask
 from core.worlds import BLOCK_SIZE, World, make_sequence
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
-from octavo.core.kv.invariants import check_scheduler
+from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import Changes
 from octavo.core.plan_builder import PlanBuilder
 from octavo.core.policies import SchedulingPolicy

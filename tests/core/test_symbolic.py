@@ -7,9 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from core.workloads import Workload
-from octavo.core.kv.block_pool import NULL_BLOCK, BlockPool
+from octavo.core.block_table import NULL_BLOCK
+from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.manager import KVCacheManager
-from octavo.core.kv.prefix_cache import PrefixCache, PrefixNode
+from octavo.core.kv.prefix_cache import PrefixCache
+from octavo.core.prefix_node import PrefixNode
 from octavo.core.sequence import Sequence
 
 FEW = 60  # workloads within which a broken rule must be noticed

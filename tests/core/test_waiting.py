@@ -9,7 +9,7 @@ import pytest
 
 from core.worlds import BLOCK_SIZE, World
 from octavo.core import plan_builder
-from octavo.core.kv.invariants import check_scheduler
+from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import sha256_128
 from octavo.core.kv.prefix_matcher import PrefixHit

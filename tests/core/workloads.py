@@ -16,7 +16,7 @@ from core.symbolic import (
     scores_of,
 )
 from octavo.config import SchedulerConfig
-from octavo.core.kv.invariants import check_scheduler
+from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import sha256_128
 from octavo.core.kv.specs import FullAttention, SlidingWindow

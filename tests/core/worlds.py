@@ -9,7 +9,7 @@ from typing import Any
 from core.symbolic import SymbolicExecutor
 from octavo.config import SchedulerConfig
 from octavo.core.decoding import Sampling
-from octavo.core.kv.invariants import check_scheduler
+from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.specs import FullAttention, KVSpec
 from octavo.core.scheduler import Progress, Scheduler

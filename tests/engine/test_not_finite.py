@@ -9,7 +9,7 @@ import pytest
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from octavo.core.kv.invariants import check_scheduler
+from octavo.core.invariants import check_scheduler
 from octavo.engine.local_client import LocalClient
 from octavo.engine.validation import Params
 from octavo.errors import LogitsNotFinite

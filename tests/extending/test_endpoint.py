@@ -19,7 +19,7 @@ from octavo.server.http.dialect import Dialect, Writer, in_order
 from octavo.server.http.generation import GenerationBody, Params, generation_params
 from octavo.server.http.replies import Usage
 from octavo.server.http.schema import documented
-from octavo.server.settings import ServerSettings
+from octavo.server.http.settings import ServerSettings
 from server.clients import run, symbolic_client
 from server.symbolic_engine import expected_tokens
 

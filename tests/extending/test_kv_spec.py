@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from core.worlds import BLOCK_SIZE, World
-from octavo.core.kv.block_table import NULL_BLOCK
+from octavo.core.block_table import NULL_BLOCK
 from octavo.core.kv.specs import FullAttention, group_layers
 
 NUM_REQUESTS = 8

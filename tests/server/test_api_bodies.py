@@ -26,9 +26,9 @@ from octavo.server.http.endpoints.chat import ChatBody, chat_params
 from octavo.server.http.endpoints.completions import CompletionBody, completion_params
 from octavo.server.http.errors import ApiError, ClientGone
 from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
+from octavo.server.http.settings import Listening, ServerSettings
 from octavo.server.http.token_texts import TokenTexts
 from octavo.server.offload import Offload
-from octavo.server.settings import Listening, ServerSettings
 from server.clients import run
 
 OFFLOAD = Offload()

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from octavo.errors import ConfigError
+from octavo.server.http.settings import Listening
 from octavo.server.run import bind, listen
-from octavo.server.settings import Listening
 from server.live_server import OPTIONS, TIMEOUT, LiveServer, live_server
 
 KEY, OTHER = "key-of-nobody-special", "key-of-the-acme-company"

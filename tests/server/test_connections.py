@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 from octavo.server.http import protocol as http_protocol
 from octavo.server.http.listener import MAX_SPARE, HttpServer
 from octavo.server.http.protocol import MIN_BODY_RATE, dispatch
-from octavo.server.settings import ConnectionLimits, Listening
+from octavo.server.http.settings import ConnectionLimits, Listening
 from server.clients import run
 
 GET = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n"

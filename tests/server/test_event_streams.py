@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message
 
 from octavo.errors import ConfigError
 from octavo.server.http.app import create_app
+from octavo.server.http.settings import ServerSettings
 from octavo.server.http.streams import EventStream
-from octavo.server.settings import ServerSettings
 from server.clients import run, symbolic_client
 from server.symbolic_engine import expected_tokens
 

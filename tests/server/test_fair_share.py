@@ -11,7 +11,7 @@ import pytest
 from octavo.server.engine_process.client import EngineClient, Supervision
 from octavo.server.http.app import create_app
 from octavo.server.http.keys import ApiKeys
-from octavo.server.settings import ServerSettings
+from octavo.server.http.settings import ServerSettings
 from server.clients import kill, run, symbolic_client
 from server.symbolic_engine import expected_tokens
 

@@ -17,17 +17,17 @@ from fastapi.testclient import TestClient
 from octavo.engine.events import Copied
 from octavo.engine.snapshot import Snapshot
 from octavo.server.engine_process.client import EngineClient, Health
-from octavo.server.engine_process.feed import MAX_EVENTS, MAX_VIEWERS, Feed
 from octavo.server.http.context import Context
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.gate import Gate
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.pages import pages_router
 from octavo.server.http.playpool import TEXTBOOK
+from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
+from octavo.server.observability.feed import MAX_EVENTS, MAX_VIEWERS, Feed, feed_router
 from octavo.server.observability.metrics import Metrics
 from octavo.server.observability.observation import Observation
-from octavo.server.settings import ServerSettings
 from server.observed import NUM_BLOCKS, FakeClient, admitted, engine_info, snapshot, view
 
 
@@ -41,7 +41,8 @@ def new_app(client: FakeClient) -> TestClient:
         cast(EngineClient, client), ServerSettings(("demo",)), TokenTexts(None)
     )
     add_error_handlers(app)
-    app.include_router(pages_router(new_feed(client)))
+    app.include_router(pages_router())
+    app.include_router(feed_router(new_feed(client)))
     return TestClient(app)
 
 
@@ -208,7 +209,7 @@ def test_too_many_viewers_are_refused() -> None:
             await next_frame(frames)
         app = FastAPI()
         add_error_handlers(app)
-        app.include_router(pages_router(feed))
+        app.include_router(feed_router(feed))
         reply = TestClient(app).get("/dashboard/feed")
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
         for frames in many:

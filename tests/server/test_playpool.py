@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.core.kv.invariants import check_manager
+from octavo.core.invariants import check_manager
 from octavo.errors import InvalidRequest
 from octavo.server.http import playpool
 from octavo.server.http.bodies import decode_body

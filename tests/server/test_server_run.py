@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from octavo.server.http.settings import ConnectionLimits, Listening
 from octavo.server.run import _serve, allow_files, bind, new_event_loop, signals
-from octavo.server.settings import ConnectionLimits, Listening
 from server.clients import run
 
 
@@ -67,7 +67,7 @@ def test_the_limit_of_open_files_is_raised_and_bounds_the_connections() -> None:
     program = """
 import resource
 from octavo.server.run import allow_files
-from octavo.server.settings import ConnectionLimits
+from octavo.server.http.settings import ConnectionLimits
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1000))
 print(allow_files(ConnectionLimits()).max_connections, resource.getrlimit(resource.RLIMIT_NOFILE))
 """

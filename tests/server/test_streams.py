@@ -16,7 +16,7 @@ from octavo.server.engine_process.delivery import Delivery
 from octavo.server.engine_process.exchange import Exchange
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import pack_logprobs
-from octavo.server.stream import MAX_DELTA_TOKENS, RequestStream
+from octavo.server.engine_process.stream import MAX_DELTA_TOKENS, RequestStream
 from server.clients import run
 
 

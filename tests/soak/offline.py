@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from octavo.core.kv.invariants import check_scheduler
+from octavo.core.invariants import check_scheduler
 from octavo.engine.local_client import LocalStream
 from octavo.engine.snapshot import take_snapshot
 from octavo.errors import InvalidRequest
@@ -111,7 +111,7 @@ def check_blocks(llm: LLM, report: Report) -> None:
             f"blocks {sorted(held ^ pinned)} are held and not pinned, or pinned and free"
         )
     if snapshot.swap.num_free != snapshot.swap.num_blocks:
-        report.violate(f"{snapshot.swap.num_blocks - snapshot.swap.num_free} swap blocks are held")
+        report.violate(f"{snapshot.swap.num_held} swap blocks are held")
     check_scheduler(llm.engine.scheduler)
 
 

@@ -62,8 +62,8 @@ def run_batch(
 
     from octavo.config import make_config
     from octavo.server.batch import prepare
+    from octavo.server.http.settings import ServerSettings
     from octavo.server.run import run_batch_file
-    from octavo.server.settings import ServerSettings
 
     batch = prepare(input_path, output_path)
     settings = ServerSettings(model_names or (model,), ignore_unknown_fields=ignore_unknown_fields)

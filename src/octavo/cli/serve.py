@@ -157,9 +157,9 @@ def serve(
     from octavo.config import make_config
     from octavo.server.engine_process.supervisor import Supervision
     from octavo.server.http.keys import ApiKeys, read_key_file
+    from octavo.server.http.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
     from octavo.server.observability.logs import set_up_logs
     from octavo.server.run import is_loopback, run_server
-    from octavo.server.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
 
     keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file else ())]
     address = Listening(**listening)

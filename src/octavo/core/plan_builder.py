@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import compress
 
 from octavo.core.beam_search import Search
-from octavo.core.kv.block_table import BlockTable
+from octavo.core.block_table import BlockTable
 from octavo.core.kv.manager import Changes
 from octavo.core.sequence import Request, Searching, Sequence
 from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite, TokenWrites

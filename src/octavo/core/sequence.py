@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol
 
-from octavo.core.kv.block_table import BlockTable
-from octavo.core.kv.prefix_cache import PrefixNode
+from octavo.core.block_table import BlockTable
+from octavo.core.prefix_node import PrefixNode
 from octavo.core.step import SamplingSpec, TokenLogprobs
 from octavo.errors import RequestFailed
 

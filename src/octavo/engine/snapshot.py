@@ -23,6 +23,10 @@ class TierView:
     ref_counts: bytes  # holders of each block; 255 stands for 255 or more
     is_cached: bytes  # 1: the prefix cache can find the block's contents
 
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:

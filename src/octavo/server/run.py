@@ -24,8 +24,8 @@ from octavo.server.engine_process.supervisor import Supervision
 from octavo.server.http.app import create_app
 from octavo.server.http.listener import RESERVED_FILES, HttpServer
 from octavo.server.http.open_files import raise_file_limit
+from octavo.server.http.settings import ConnectionLimits, Listening, ServerSettings
 from octavo.server.observability.observation import Observation
-from octavo.server.settings import ConnectionLimits, Listening, ServerSettings
 
 CLOSE_SECONDS = 2  # for connections to end once their requests have
 BACKLOG = 1 << 16  # connections that wait to be accepted; the system may allow fewer (somaxconn)

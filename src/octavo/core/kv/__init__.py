@@ -1,1 +1,1 @@
-"""The KV cache: blocks, block tables, prefix sharing, and the manager that owns them."""
+"""The KV cache: blocks, prefix sharing, and the manager that owns them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-NULL_BLOCK = 0  # stands in block tables where a block is no longer needed; never handed out
+from octavo.core.block_table import NULL_BLOCK
 
 
 class BlockPool:

@@ -1,6 +1,6 @@
 """The KV cache manager (paper sections 4.2 to 4.5): the block tables of all sequences.
 
-The invariants that it keeps are numbered in docs/kv_cache.md and checked by `invariants.py`.
+The invariants that it keeps are numbered in docs/kv_cache.md and checked by `core/invariants.py`.
 Every operation is all or nothing: one that cannot be met returns None and changes nothing.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from octavo.core.block_table import NULL_BLOCK, BlockTable
 from octavo.core.kv.batch_formation import BatchFormation, ContinuousBatching
-from octavo.core.kv.block_pool import NULL_BLOCK, BlockPool
-from octavo.core.kv.block_table import BlockTable
+from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.prefix_cache import Digest, PrefixCache, sha256_128
 from octavo.core.kv.prefix_matcher import PrefixHit, PrefixMatcher
 from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block

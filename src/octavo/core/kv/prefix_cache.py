@@ -9,11 +9,12 @@ another prefix's KV.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Container
 from operator import attrgetter
+
+from octavo.core.prefix_node import PrefixNode, same_prefix
 
 Digest = Callable[[bytes], bytes]
 MAX_EVICTED_KEYS = 1 << 16  # remembered, to tell an evicted prefix from one never seen
@@ -22,41 +23,6 @@ MAX_EVICTED_KEYS = 1 << 16  # remembered, to tell an evicted prefix from one nev
 def sha256_128(content: bytes) -> bytes:
     """The first 128 bits of SHA-256."""
     return hashlib.sha256(content).digest()[:16]
-
-
-class PrefixNode:
-    """A full block of tokens after a given prefix: one link of a chain that ends in a root."""
-
-    __slots__ = ("key", "parent", "tokens")
-
-    def __init__(self, parent: PrefixNode | None, tokens: bytes, key: bytes) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.key = key
-
-
-def pack_tokens(token_ids: list[int]) -> bytes:
-    """Token ids as 32-bit integers, the form in which they are hashed and compared."""
-    return array("i", token_ids).tobytes()
-
-
-def same_prefix(a: PrefixNode, b: PrefixNode) -> bool:
-    """Whether two chains hold the same tokens under the same root.
-
-    Chains found equal come to share their links, so that comparing their successors, block after
-    block, takes constant time each.
-    """
-    top_a, top_b = a, b
-    while a is not b:
-        if a.key != b.key or a.tokens != b.tokens:
-            return False
-        if a.parent is None or b.parent is None:
-            if a.parent is not b.parent:
-                return False
-            break
-        a, b = a.parent, b.parent
-    top_b.parent = top_a.parent
-    return True
 
 
 class CachedPrefix:

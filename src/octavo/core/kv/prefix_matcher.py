@@ -7,9 +7,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from octavo.core.kv.block_pool import NULL_BLOCK
-from octavo.core.kv.prefix_cache import CachedPrefix, PrefixCache, PrefixNode, pack_tokens
+from octavo.core.block_table import NULL_BLOCK
+from octavo.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block
+from octavo.core.prefix_node import PrefixNode, pack_tokens
 from octavo.core.sequence import Sequence
 
 # Why a hit is not longer. complete: only what must be computed is left; unknown: the next block was

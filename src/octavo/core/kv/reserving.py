@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from octavo.core.block_table import BlockTable
 from octavo.core.kv.batch_formation import RequestLevelBatching
-from octavo.core.kv.block_table import BlockTable
 from octavo.core.kv.extent_pool import Arena, BuddyPool, ExtentPool
 from octavo.core.kv.manager import Changes, KVCacheManager
 from octavo.core.kv.prefix_matcher import PrefixHit

@@ -19,14 +19,14 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
+from octavo.server.engine_process.health import Health, judge
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
+from octavo.server.engine_process.listening import Listener, Subscription
 from octavo.server.engine_process.messages import EngineInfo
 from octavo.server.engine_process.process import COMMAND
+from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.engine_process.supervisor import Supervision, Supervisor
-from octavo.server.observability.health import Health, judge
-from octavo.server.observability.listening import Listener, Subscription
 from octavo.server.offload import Offload
-from octavo.server.stream import RequestStream, StreamEvent
 
 __all__ = [
     "EngineClient",

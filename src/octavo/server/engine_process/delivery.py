@@ -14,8 +14,8 @@ from octavo.errors import OctavoError
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.exchange import Exchange
 from octavo.server.engine_process.journal import OpenRequest
-from octavo.server.observability.listening import Listener, Subscription
-from octavo.server.stream import RequestStream
+from octavo.server.engine_process.listening import Listener, Subscription
+from octavo.server.engine_process.stream import RequestStream
 
 logger = logging.getLogger(__name__)
 

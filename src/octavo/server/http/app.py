@@ -16,8 +16,8 @@ from octavo.server.http.endpoints import ROUTERS
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.gate import Gate
 from octavo.server.http.schema import describe
+from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
-from octavo.server.settings import ServerSettings
 
 
 def create_app(

@@ -15,8 +15,8 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.http.bodies import B, read_body
 from octavo.server.http.errors import ApiError
 from octavo.server.http.keys import Tenant
+from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
-from octavo.server.settings import ServerSettings
 
 encode = msgspec.json.Encoder().encode
 

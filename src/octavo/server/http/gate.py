@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server.http.errors import ApiError, as_api_error
-from octavo.server.settings import ServerSettings
+from octavo.server.http.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/version"})
 PORT = re.compile(r":[0-9]+$")

@@ -21,7 +21,7 @@ from octavo.host_memory import return_freed_memory
 from octavo.server.http.errors import ApiError
 from octavo.server.http.gate import OPEN_PATHS
 from octavo.server.http.protocol import RETRY_SECONDS, Connection, Connections, dispatch
-from octavo.server.settings import ConnectionLimits, Listening
+from octavo.server.http.settings import ConnectionLimits, Listening
 
 CHECK_SECONDS = 1.0  # between two checks of all connections
 TRIM_SECONDS = 10.0  # between two returns of freed memory to the system

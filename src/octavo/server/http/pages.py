@@ -17,12 +17,9 @@ from importlib import resources
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 
-from octavo.server.engine_process.feed import MAX_VIEWERS, Feed
 from octavo.server.http.bodies import read_body
 from octavo.server.http.context import context_of, reply
-from octavo.server.http.errors import ApiError
 from octavo.server.http.playpool import Play, play, textbook_case
-from octavo.server.http.streams import EventStream
 
 INCLUDE = re.compile(r"<!-- (style|script): ([\w. ]+) -->")
 
@@ -55,8 +52,8 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def pages_router(feed: Feed) -> APIRouter:
-    """The pages and the data behind them. Authentication is up to the gate."""
+def pages_router() -> APIRouter:
+    """The pages, and the pool behind /pool. Authentication is up to the gate."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
@@ -70,14 +67,6 @@ def pages_router(feed: Feed) -> APIRouter:
     @router.get("/docs")
     async def docs() -> Response:
         return _page("docs.html")
-
-    @router.get("/dashboard/feed")
-    async def frames(request: Request) -> Response:
-        if feed.is_full:
-            raise ApiError(
-                503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10
-            )
-        return EventStream(feed.frames(), context_of(request).settings.ping_seconds)
 
     @router.get("/pool/textbook")
     async def textbook() -> Response:

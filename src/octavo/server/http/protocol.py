@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from octavo.server.http.errors import ApiError
-from octavo.server.settings import ConnectionLimits
+from octavo.server.http.settings import ConnectionLimits
 
 MAX_HEAD_BYTES = 1 << 16  # of a request line and its headers
 MAX_HEADERS = 128

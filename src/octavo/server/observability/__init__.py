@@ -1,1 +1,1 @@
-"""Observing a running server: metrics, logs, health, and the events behind the pages."""
+"""Observing a running server: metrics, logs, the dashboard's feed, and the debug endpoint."""

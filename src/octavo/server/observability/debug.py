@@ -121,7 +121,7 @@ def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
 def _tier(tier: TierView) -> dict[str, int]:
     return {
         "num_blocks": tier.num_blocks,
-        "num_held": tier.num_blocks - tier.num_free,
+        "num_held": tier.num_held,
         "num_free": tier.num_free,
         "num_free_cached": tier.num_free_cached,
         "num_shared": sum(count > 1 for count in tier.ref_counts),

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from fastapi import APIRouter
 
 from octavo.server.engine_process.client import EngineClient, Listener
-from octavo.server.engine_process.feed import Feed
 from octavo.server.http.pages import pages_router
 from octavo.server.observability.debug import Lookups, debug_router
+from octavo.server.observability.feed import Feed, feed_router
 from octavo.server.observability.logs import RequestLog
 from octavo.server.observability.metrics import Metrics, metrics_router
 
@@ -39,9 +39,9 @@ class Observation:
     def routers(self, client: EngineClient) -> list[APIRouter]:
         """The endpoints, for an app whose gate checks API keys. To be called once per client."""
         self.metrics.watch(client)
-        feed = Feed(client, self.metrics)
         return [
             metrics_router(self.metrics),
-            pages_router(feed),
+            pages_router(),
+            feed_router(Feed(client, self.metrics)),
             debug_router(client, self.lookups),
         ]

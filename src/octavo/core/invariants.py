@@ -1,12 +1,15 @@
-"""The numbered invariants of docs/kv_cache.md as code. Tests check them after every step."""
+"""The numbered invariants of docs/kv_cache.md, and those of the queues, as code.
+
+Tests check them after every step.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 
-from octavo.core.kv.block_pool import NULL_BLOCK, BlockPool
-from octavo.core.kv.block_table import BlockTable
+from octavo.core.block_table import NULL_BLOCK, BlockTable
+from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.reserving import ReservingKVCacheManager
 from octavo.core.kv.specs import FullAttention

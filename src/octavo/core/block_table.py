@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.core.kv.block_pool import NULL_BLOCK
+NULL_BLOCK = 0  # stands in a table where a block is no longer needed; no pool hands it out
 
 
 class BlockTable:

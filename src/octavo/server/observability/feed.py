@@ -1,7 +1,7 @@
-"""What the dashboard sees: pictures of the pool and events, for as long as a page is open.
+"""GET /dashboard/feed: pictures of the pool and events, for as long as a page is open.
 
 One task asks the engine for a snapshot ten times a second while there is a viewer, and not at all
-otherwise. Each viewer gets what changed since its last frame; one that is slow skips frames.
+otherwise. Each viewer gets what changed since its last frame; a slow one skips frames.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import msgspec
+from fastapi import APIRouter, Request, Response
 
 from octavo import __version__
 from octavo.engine.events import Counters, Event
@@ -21,6 +22,9 @@ from octavo.engine.snapshot import RequestView, SequenceView, Snapshot
 from octavo.errors import EngineFailed, Unavailable
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.messages import EngineInfo
+from octavo.server.http.context import context_of
+from octavo.server.http.errors import ApiError
+from octavo.server.http.streams import EventStream
 from octavo.server.observability.event_text import describe
 from octavo.server.observability.metrics import Metrics
 
@@ -143,7 +147,7 @@ class Feed:
         return len(self._viewers) >= MAX_VIEWERS
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Frames for one more viewer, without end; closing the iterator ends its watching."""
+        """Frames for one more viewer, without end; closing the iterator removes the viewer."""
         viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
@@ -163,7 +167,7 @@ class Feed:
                 await self.stop()
 
     async def stop(self) -> None:
-        """Ask the engine no more."""
+        """Stop asking the engine for snapshots."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -216,6 +220,21 @@ class Feed:
         return self._client.counters.num_steps, self._client.gauges, num_open
 
 
+def feed_router(feed: Feed) -> APIRouter:
+    """What the dashboard reads. Authentication is up to the gate."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/dashboard/feed")
+    async def frames(request: Request) -> Response:
+        if feed.is_full:
+            raise ApiError(
+                503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10
+            )
+        return EventStream(feed.frames(), context_of(request).settings.ping_seconds)
+
+    return router
+
+
 def _sequence(seq: SequenceView, index: int, known: Tables) -> dict[str, Any]:
     """A sequence with what was added to its tables: [entries that stay, the entries after them]."""
     before = known.get(seq.seq_id)
@@ -247,10 +266,10 @@ def _counts(snapshot: Snapshot) -> dict[str, int]:
         "running": len(snapshot.running),
         "waiting": snapshot.num_waiting,
         "swapped": len(snapshot.swapped),
-        "held": device.num_blocks - device.num_free,
+        "held": device.num_held,
         "cached": device.num_free_cached,
         "free": device.num_free,
-        "swap_held": swap.num_blocks - swap.num_free,
+        "swap_held": swap.num_held,
     }
 
 

@@ -1,4 +1,7 @@
-"""Two ways to follow the engine: callbacks (metrics, logs), and batches of events (the pages)."""
+"""Two ways to observe the engine: callbacks, and batches of events.
+
+The observers themselves (metrics, logs, the dashboard) are in `octavo.server.observability`.
+"""
 
 from __future__ import annotations
 
