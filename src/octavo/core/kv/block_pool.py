@@ -9,13 +9,12 @@ from octavo.core.block_table import NULL_BLOCK
 
 
 class BlockPool:
-    """Owns a tier's blocks: how many holders each one has, and which free one goes next.
+    """Owns a tier's blocks: their reference counts, and the order in which free ones are taken.
 
     A block is *held* while its reference count is positive. A free block may still be *cached*:
     its contents can be found by prefix and brought back with `share`. Cached blocks are
     overwritten last, the one that has been free longest first. A *copy* of a cached block is only
-    noted while it is held. Every operation is O(1) and the cost of none depends on the size of the
-    pool.
+    noted while it is held. Every operation is O(1) unless it says otherwise.
     """
 
     def __init__(
@@ -26,8 +25,8 @@ class BlockPool:
     ) -> None:
         """Blocks 1 .. num_blocks, all free; 0 is the null block.
 
-        `on_evict` is told when a cached block is about to be overwritten, `on_copy_freed` when
-        the last holder of a copy is gone.
+        `on_evict` is called when a cached block will be overwritten, `on_copy_freed` when a copy
+        has lost its last holder.
         """
         self.num_blocks = num_blocks
         self._ref_counts = [0] * (num_blocks + 1)
@@ -58,7 +57,7 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def count_free(self, block_ids: list[int]) -> int:
-        """How many of these are free; the null block is none of them."""
+        """How many of these are free; the null block does not count."""
         counts = self._ref_counts
         return sum([counts[b] == 0 for b in block_ids if b != NULL_BLOCK])
 
@@ -66,7 +65,7 @@ class BlockPool:
         return block_id in self._cached
 
     def allocate(self) -> int:
-        """Take a free block; what it cached is forgotten. The caller has checked `num_free`."""
+        """Take a free block, and evict what it caches. The caller has checked `num_free`."""
         if self._emptied:
             block_id = self._emptied.pop()
         elif self._next_unused < self._end:
@@ -90,7 +89,7 @@ class BlockPool:
         self._ref_counts[block_id] = count + 1
 
     def release(self, block_id: int) -> None:
-        """Drop a holder. A block without holders is free, yet stays cached until it is taken."""
+        """Drop a holder. A block without holders is free, but stays cached until it is taken."""
         count = self._ref_counts[block_id] - 1
         assert count >= 0, f"block {block_id} is already free"
         self._ref_counts[block_id] = count
@@ -105,19 +104,18 @@ class BlockPool:
                     self._on_copy_freed(block_id)
 
     def mark_cached(self, block_id: int) -> None:
-        """The contents of a held block can be found by prefix from now on."""
+        """Mark a held block as cached: its contents can be found by prefix."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and cannot be indexed"
         self._copies.discard(block_id)
         self._cached.add(block_id)
 
     def mark_copy(self, block_id: int) -> None:
-        """The contents of a held block are those of a cached one."""
+        """Mark a held block as a copy of a cached one."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is free and no copy"
         self._copies.add(block_id)
 
     def forget_cached(self, block_id: int) -> None:
-        """The contents of a block, be it held or free, cannot be found by prefix any more, and are
-        not known to be a copy either."""
+        """Unmark a block, held or free, so that it is neither cached nor a copy."""
         self._copies.discard(block_id)
         if block_id in self._cached:
             self._cached.remove(block_id)
@@ -126,7 +124,7 @@ class BlockPool:
                 self._emptied.append(block_id)
 
     def drop_cached(self) -> None:
-        """Forget what all blocks cache; held blocks stay held."""
+        """Unmark all blocks; held blocks stay held. O(cached blocks)."""
         self._emptied.extend(reversed(self._free_cached))
         self._free_cached.clear()
         self._cached.clear()
@@ -137,7 +135,7 @@ class BlockPool:
         return self._ref_counts[1:]
 
     def cached_ids(self) -> set[int]:
-        """Blocks that the prefix cache can find, held or free; for inspection alone."""
+        """Blocks that the prefix cache can find, held or free; for inspection only."""
         return self._cached
 
     def free_ids(self) -> list[int]:

@@ -1,7 +1,7 @@
-"""Pools that hand out runs of consecutive blocks: what servers did before blocks were paged.
+"""Pools that hand out runs of consecutive blocks, as servers did before paged memory.
 
-A run is called an extent. Its first blocks are held like those of any other pool; the rest, taken
-up by rounding, is not held by anything and comes back with them.
+A run is called an extent. Its first blocks are held like those of any other pool; the rest,
+which results from rounding up, is not held by anything and is freed with them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from octavo.core.kv.block_pool import BlockPool
 
 
 class ExtentPool(BlockPool):
-    """Owns a tier's blocks, and gives them out in extents. Nothing in it is ever cached."""
+    """Owns a tier's blocks, and allocates them in extents. Nothing in it is ever cached."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -20,12 +20,12 @@ class ExtentPool(BlockPool):
 
     @property
     def num_free(self) -> int:
-        """Blocks outside of extents; they may lie apart from each other."""
+        """Blocks outside of extents; they need not be consecutive."""
         return self._num_free
 
     @property
     def num_referenced(self) -> int:
-        """Held blocks, without those that rounding has taken up."""
+        """Held blocks, without those that are taken only because of rounding."""
         return len(self._extent_of)
 
     def extent_size(self, num_blocks: int) -> int:
@@ -33,7 +33,7 @@ class ExtentPool(BlockPool):
         raise NotImplementedError
 
     def reserve(self, num_blocks: int) -> list[int] | None:
-        """Take an extent and hold its first `num_blocks` blocks. None if there is no room."""
+        """Take an extent and hold its first `num_blocks` blocks. None if no extent fits."""
         first = self._take(num_blocks)
         if first is None:
             return None
@@ -77,7 +77,7 @@ class ExtentPool(BlockPool):
         raise NotImplementedError
 
     def _give_back(self, first: int) -> int:
-        """An extent is not held any more; returns its size."""
+        """Free an extent that is no longer held; returns its size."""
         raise NotImplementedError
 
 
@@ -144,7 +144,7 @@ class BuddyPool(ExtentPool):
 
 
 class Arena(ExtentPool):
-    """Extents one after the other. Room comes back only when all of them are free again."""
+    """A bump allocator: memory becomes available again only when all extents are free."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)

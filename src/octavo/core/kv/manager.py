@@ -52,7 +52,7 @@ class KVCacheManager:
     ) -> None:
         assert specs, "a model has at least one KV group"
         self.specs = tuple(specs)
-        self._windowed = [  # groups that let go of blocks while they grow
+        self._windowed = [  # KV groups whose sequences free blocks while they grow
             group for group, spec in enumerate(self.specs) if not isinstance(spec, FullAttention)
         ]
         self.block_size = block_size
@@ -64,13 +64,13 @@ class KVCacheManager:
         self.pins: dict[str, Sequence] = {}  # prefixes that the provider keeps in the cache
         self.num_pinned_blocks = 0
         self.num_cow_copies = 0
-        # Of requests that asked the prefix cache, when they first started: tokens asked of it, and
-        # tokens found in it.
+        # Tokens looked up in the prefix cache and tokens found there, when requests were first
+        # admitted.
         self.num_lookup_tokens = 0
         self.num_hit_tokens = 0
         self.num_evicted_blocks = 0
-        # For those who watch: evicted blocks are noted if there is a list; `on_allocate` is told
-        # which sequence starts, and from what.
+        # For observers: evicted blocks are recorded if this is a list; `on_allocate` is called with
+        # each sequence that starts, and with its prefix hit.
         self.evicted_ids: list[int] | None = None
         self.on_allocate: Callable[[Sequence, PrefixHit], None] | None = None
         self.held_sources: Counter[int] = Counter()  # sources of copies not yet done
@@ -89,12 +89,12 @@ class KVCacheManager:
         return self.pool.num_held - only_held
 
     def num_rounding_slots(self, request: Request) -> int:
-        """Slots in the tables of each of its sequences beyond what was to be reserved."""
+        """Slots per sequence beyond the reservation, because its size was rounded up."""
         return 0
 
     def worst_case_blocks(self, request: Request, chunk: int) -> int:
-        """Blocks that a request may come to hold: samples and beams share the full blocks of the
-        prompt, and nothing else for certain."""
+        """The most blocks that a request may hold. Samples and beams always share the full blocks
+        of the prompt, but nothing else is certain to be shared."""
         method = request.method
         each = self.num_blocks_for(method.max_length, chunk)
         shared = self.num_shared_blocks(request.num_prompt_tokens, method.max_length)
@@ -110,15 +110,15 @@ class KVCacheManager:
         return bisect_right(fits, self.pool.num_blocks, key=lambda n: self.num_blocks_for(n, chunk))
 
     def num_shared_blocks(self, num_common: int, num_tokens: int) -> int:
-        """How many of a sequence's `num_blocks_for` it surely shares with another one that has
-        its first `num_common` tokens: windows may have passed, so only full attention counts."""
+        """How many of its `num_blocks_for` a sequence is certain to share with one that has its
+        first `num_common` tokens. Only full attention counts, as windows may have moved on."""
         full = sum(isinstance(spec, FullAttention) for spec in self.specs)
         return full * (min(num_common, num_tokens) // self.block_size)
 
     # ---------------------------------------------------------------- the prefix cache
 
     def no_hit(self) -> PrefixHit:
-        """Start from nothing."""
+        """An empty hit: nothing is taken from the cache."""
         return self._prefixes.no_hit()
 
     def lookup(
@@ -141,12 +141,12 @@ class KVCacheManager:
         return self._prefixes.is_in_progress(key)
 
     def seqs_in_progress(self) -> set[int]:
-        """Sequences that compute blocks which others may wait for; for inspection."""
+        """Sequences that compute blocks which others may be waiting for; for inspection."""
         return self._prefixes.seqs_in_progress()
 
     def register(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Offer full blocks to the prefix cache: those of the first `num_computed_tokens`, whose
-        KV is known to be in the cache by now."""
+        """Add full blocks to the prefix cache: those of the first `num_computed_tokens` tokens,
+        whose KV has been written."""
         table = seq.table
         if not self.enable_prefix_caching or table is None or not table.on_device:
             return
@@ -164,15 +164,15 @@ class KVCacheManager:
         table.num_registered = max(table.num_registered, num_full)
 
     def forget(self, seq: Sequence) -> None:
-        """Let nothing start any more from what is cached of a sequence's tokens, whichever sequence
-        computed it; except pinned blocks, which were found to be sound when they were pinned."""
+        """Remove the blocks of a sequence's prefix from the prefix cache, no matter which
+        sequence computed them, except pinned ones, which were verified when they were pinned."""
         pinned = {block_id for pin in self.pins.values() for block_id in _table(pin).held()}
         for node in seq.prefix_nodes:
             for block_id in self.prefix_cache.forget_prefix(node, pinned):
                 self.pool.forget_cached(block_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, except that pinned ones are indexed again at once."""
+        """Forget all cached prefixes except pinned ones."""
         self.prefix_cache.clear()
         self.pool.drop_cached()
         for seq in self.pins.values():
@@ -180,7 +180,7 @@ class KVCacheManager:
             self.register(seq, seq.num_computed_tokens)
 
     def pin(self, name: str, seq: Sequence) -> None:
-        """Keep a computed sequence's blocks for good: the provider's prefix (section 4.4)."""
+        """Keep a computed sequence's blocks until `unpin`: the provider's prefix (section 4.4)."""
         assert name not in self.pins, f"prefix {name!r} is pinned already"
         self.register(seq, seq.num_computed_tokens)
         self._hold_indexed_blocks(seq)
@@ -189,7 +189,7 @@ class KVCacheManager:
         self._count_pinned_blocks()
 
     def unpin(self, name: str) -> None:
-        """Give a pinned prefix's blocks back; they stay cached until they are taken."""
+        """Release a pinned prefix's blocks; they stay cached until they are evicted."""
         self.free(self.pins.pop(name))
         self._count_pinned_blocks()
 
@@ -212,7 +212,7 @@ class KVCacheManager:
             ids.extend(shared)
         table.num_registered = hit.num_tokens // self.block_size
         if hit.partial is not None:
-            # Held until the step is over, or something else could overwrite them first.
+            # Held until the step is over: they must not be overwritten before they are copied.
             for source in hit.partial:
                 self.pool.share(source)
             self.held_sources.update(hit.partial)
@@ -239,7 +239,7 @@ class KVCacheManager:
         return changes
 
     def without_partial(self, hit: PrefixHit) -> PrefixHit:
-        """The same hit, ending with its last whole block."""
+        """The same hit without its partial block."""
         num_tokens = len(hit.block_ids[0]) * self.block_size
         return PrefixHit(num_tokens, hit.block_ids, ended_by=hit.ended_by)
 
@@ -254,15 +254,15 @@ class KVCacheManager:
         return self.num_new_blocks(hit, num_tokens) - excess
 
     def num_releasable_blocks(self, seqs: Seq[Sequence], wanted: PrefixHit) -> int:
-        """How many blocks become free when sequences leave: those without other holders, and that
-        `wanted` would not take up again."""
+        """How many blocks become free when `seqs` are released: those without other holders, except
+        blocks of the hit `wanted`."""
         kept = {block_id for ids in wanted.block_ids for block_id in ids}
         kept.update(wanted.partial or ())
         holders = Counter(b for seq in seqs for b in _table(seq).held())
         return sum(self.pool.ref_count(b) == count for b, count in holders.items() if b not in kept)
 
     def num_new_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
-        """How many free blocks it takes to start from `hit` and reach `num_tokens`."""
+        """How many free blocks a sequence takes that starts from `hit` and reaches `num_tokens`."""
         total = -(-num_tokens // self.block_size)
         taken = 0
         for shared in hit.block_ids:
@@ -273,10 +273,10 @@ class KVCacheManager:
         return taken
 
     def append(self, targets: Seq[tuple[Sequence, int]]) -> Changes | None:
-        """Make room for each sequence to be written up to its number of tokens.
+        """Allocate the blocks that each sequence needs for its target number of tokens.
 
-        There is room for all of the sequences, or for none. A block at the end of a table
-        that others hold too is copied before it is written (copy-on-write, section 4.4).
+        It succeeds for all of the sequences or for none. A block at the end of a table
+        that has other holders is copied before it is written (copy-on-write, section 4.4).
         """
         num_new = 0
         for seq, num_tokens in targets:
@@ -285,7 +285,7 @@ class KVCacheManager:
                 if num_blocks > len(ids):
                     num_new += num_blocks - len(ids)
         outside = self._outside_windows(targets) if self._windowed else []
-        # Each tail may have to be copied; how many are is counted only where that matters.
+        # Each tail block may have to be copied; they are counted only if that matters.
         if num_new + len(targets) * len(self.specs) > self.pool.num_free:
             freed = sum(self.pool.ref_count(ids[i]) == 1 for ids, i in outside)
             if num_new + self._num_tail_copies(targets) > self.pool.num_free + freed:
@@ -299,7 +299,7 @@ class KVCacheManager:
         return changes
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share all of `parent`'s blocks. Takes no block."""
+        """Let `child` share all of `parent`'s blocks. Allocates nothing."""
         table = _table(parent)
         for block_id in table.held():
             self.pool.share(block_id)
@@ -311,8 +311,8 @@ class KVCacheManager:
         """Like `free(seq)` and `fork(parent, seq)`, for two sequences of a request that have
         computed equally many tokens.
 
-        Few blocks change hands: sequences that share a block share all before it, so that tables
-        differ at their ends, and where a window has been moved on in one of them alone.
+        Few entries change: sequences that share a block share all blocks before it, so their
+        tables differ only at the ends, and where a window has moved on in just one of them.
         """
         self._prefixes.abandon(seq)
         table, other, pool = _table(seq), _table(parent), self.pool
@@ -336,7 +336,7 @@ class KVCacheManager:
         self._begin_sharing(parent, seq)
 
     def free(self, seq: Sequence) -> None:
-        """Give back all blocks that a sequence holds. Without blocks it does nothing."""
+        """Release all blocks of a sequence; does nothing if it has none."""
         self._prefixes.abandon(seq)
         if seq.table is not None:
             self._release_table(seq.table)
@@ -373,7 +373,7 @@ class KVCacheManager:
         ]
 
     def release_sources(self, block_ids: Seq[int]) -> None:
-        """Copies are done: what `Changes.held` named may be overwritten."""
+        """Release the blocks of `Changes.held`, whose copies are done."""
         for block_id in block_ids:
             self.pool.release(block_id)
         self.held_sources -= Counter(block_ids)
@@ -381,10 +381,10 @@ class KVCacheManager:
     # ---------------------------------------------------------------- inside
 
     def _begin_sharing(self, parent: Sequence, child: Sequence) -> None:
-        """The two have the same blocks from now on."""
+        """Called when the two sequences have come to share all their blocks."""
         num_computed = parent.num_computed_tokens
         table = _table(parent)
-        # Both must ask before they write, for the tail block is shared.
+        # Both must check for copy-on-write, since the tail block is shared.
         table.writable_until = min(table.writable_until, num_computed)
         _table(child).writable_until = table.writable_until
         # Beyond what is computed, the two may already have different tokens.
@@ -395,8 +395,8 @@ class KVCacheManager:
         self.num_pinned_blocks = len(held)
 
     def _hold_indexed_blocks(self, seq: Sequence) -> None:
-        """Where the index names another block than the sequence's own for the same tokens, hold
-        that one: it is what later prompts find, and it must not be evicted."""
+        """Hold the indexed blocks where the sequence's own are copies of them: those are what later
+        prompts find, and they must not be evicted."""
         for i, node in enumerate(seq.prefix_nodes):
             entry = self.prefix_cache.find(node)
             if entry is None:
@@ -408,7 +408,7 @@ class KVCacheManager:
                     ids[i] = indexed
 
     def _evict(self, block_id: int) -> None:
-        """A cached block is about to be overwritten. A copy that is held takes its place."""
+        """Remove a block that will be overwritten from the cache; a held copy takes its place."""
         copy = self.prefix_cache.forget(block_id)
         if copy is not None:
             self.pool.mark_cached(copy)
@@ -421,7 +421,7 @@ class KVCacheManager:
             ids.append(self.pool.allocate())
 
     def _num_tail_copies(self, targets: Seq[tuple[Sequence, int]]) -> int:
-        """How many of `targets` are about to write into a block that stays with another holder."""
+        """How many of `targets` will write into a block that has another holder."""
         writers: dict[int, int] = {}
         for seq, _ in targets:
             if seq.num_computed_tokens % self.block_size == 0:
@@ -430,7 +430,7 @@ class KVCacheManager:
                 tail = ids[seq.num_computed_tokens // self.block_size]
                 if self.pool.ref_count(tail) > 1:
                     writers[tail] = writers.get(tail, 0) + 1
-        # The last holder keeps the block; all others need a copy of it.
+        # The last holder keeps the block; all others need a copy.
         return sum(min(n, self.pool.ref_count(tail) - 1) for tail, n in writers.items())
 
     def _append_one(self, seq: Sequence, num_tokens: int, changes: Changes) -> None:
@@ -469,7 +469,8 @@ class KVCacheManager:
         return outside
 
     def _release_table(self, table: BlockTable) -> None:
-        # Tails go first: a cached head without its tail is still useful; the reverse is not.
+        # Tails are released first, and so evicted first: a cached head is useful without its
+        # tail, but not the reverse.
         pool = self.pool if table.on_device else self.swap_pool
         for ids in table.block_ids:
             for block_id in reversed(ids):
@@ -479,7 +480,7 @@ class KVCacheManager:
     def _move(
         self, seqs: Seq[Sequence], held: list[int], source: BlockPool, target: BlockPool
     ) -> list[tuple[int, int]]:
-        """Replace every block of the sequences by one of the other tier, keeping what is shared."""
+        """Replace each block of the sequences by one of the other tier; sharing is preserved."""
         moved = {block_id: target.allocate() for block_id in held}
         seen: set[int] = set()
         for seq in seqs:

@@ -1,9 +1,9 @@
 """Finding blocks by the tokens they were computed from (paper section 4.4, made automatic).
 
-A full block is named by its *prefix*: its own tokens and all tokens before them. The name is a
-chained 128-bit digest, so that processes agree on it without talking; every hit is verified
+A full block is identified by its *prefix*: its own tokens and all tokens before them. The key is a
+chained 128-bit digest, so that processes agree on it without communication; every hit is verified
 against the stored tokens of the whole chain, so a collision can cost a miss but never return
-another prefix's KV.
+the KV of another prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from operator import attrgetter
 from octavo.core.prefix_node import PrefixNode, same_prefix
 
 Digest = Callable[[bytes], bytes]
-MAX_EVICTED_KEYS = 1 << 16  # remembered, to tell an evicted prefix from one never seen
+MAX_EVICTED_KEYS = 1 << 16  # kept to tell an evicted prefix from one never seen
 
 
 def sha256_128(content: bytes) -> bytes:
@@ -43,19 +43,19 @@ class CachedPrefix:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every group has a block: a prompt may end its hit inside of it."""
+        """Whether every group has a block, so that a hit may end inside it."""
         return None not in self.block_ids
 
 
-# Packed tokens are compared token by token, each as four bytes. In the order that this gives, the
-# entry with the longest common beginning is a neighbour of what is looked for.
+# Packed tokens are compared token by token, each as four bytes. In this order, the entry
+# with the longest common prefix is next to where the tokens sought would be inserted.
 _tokens_of = attrgetter("node.tokens")
 
 
 class PrefixCache:
     """Owns the index from prefixes to blocks. It holds no reference to any block.
 
-    Of blocks with the same contents one is indexed. The others are known as its copies, one of
+    If several blocks have the same contents, one is indexed. The others are its copies, one of
     which takes its place when it is overwritten.
     """
 
@@ -65,8 +65,7 @@ class PrefixCache:
         self._entries: dict[bytes, CachedPrefix] = {}
         self._places: dict[int, tuple[CachedPrefix, int]] = {}  # block id -> entry, group
         self._copies: dict[int, dict[int, None]] = {}  # indexed block -> its copies, oldest first
-        # By the parent's key: complete entries after one and the same parent, in the order of
-        # their tokens.
+        # Parent's key -> complete entries directly after this parent, in the order of their tokens.
         self._children: dict[bytes, list[CachedPrefix]] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys, the oldest first
 
@@ -74,13 +73,13 @@ class PrefixCache:
         return len(self._entries)
 
     def root(self, cache_salt: str) -> PrefixNode:
-        """Where a tenant's prefixes begin: tenants with other salts never meet."""
+        """The root of a tenant's prefixes: tenants with different salts never share any."""
         salt = cache_salt.encode()
         return PrefixNode(None, salt, self._digest(b"octavo " + salt))
 
     def node(self, parent: PrefixNode, tokens: bytes) -> PrefixNode:
-        """The link for a full block of packed `tokens` after `parent`: that of the index, if it is
-        there, which saves hashing and comparing."""
+        """The node of a full block of packed `tokens` after `parent`. An indexed one is reused,
+        which saves hashing and comparing."""
         siblings = self._children_of(parent)
         if siblings:
             place = bisect_left(siblings, tokens, key=_tokens_of)
@@ -96,17 +95,16 @@ class PrefixCache:
         return entry
 
     def closest(self, parent: PrefixNode, tokens: bytes) -> list[CachedPrefix]:
-        """Complete entries directly after `parent`, at most two, among which is the one that has
-        the most leading tokens in common with `tokens`. The cost does not depend on how many
-        there are, but for their number's logarithm."""
+        """At most two complete entries directly after `parent`; one of them has the longest common
+        prefix with `tokens` of all. The cost is logarithmic in the number of entries."""
         siblings = self._children_of(parent)
         place = bisect_left(siblings, tokens, key=_tokens_of)
         return siblings[max(0, place - 1) : place + 1]
 
     def add(self, node: PrefixNode, group: int, block_id: int) -> bool:
-        """Take note of a computed block, as the indexed one or as a copy of that.
+        """Add a computed block, as the indexed one or as a copy of it.
 
-        False if the block is known already, or the key is another prefix's.
+        False if the block has been added before, or if another prefix has the same key.
         """
         if block_id in self._places:
             return False
@@ -126,12 +124,12 @@ class PrefixCache:
         return True
 
     def is_indexed(self, block_id: int) -> bool:
-        """Whether lookups find this block: it is known, and no copy of another one."""
+        """Whether lookups find this block: it was added, and not as a copy."""
         place = self._places.get(block_id)
         return place is not None and place[0].block_ids[place[1]] == block_id
 
     def forget(self, block_id: int) -> int | None:
-        """Take a block out of the index, because it is about to be overwritten.
+        """Remove a block from the index, because it will be overwritten.
 
         Returns the copy that is indexed in its place, if it has one.
         """
@@ -148,7 +146,7 @@ class PrefixCache:
         return heir
 
     def forget_copy(self, block_id: int) -> None:
-        """A copy of an indexed block is free: it is of no use any more."""
+        """Remove a copy of an indexed block, which has become free."""
         entry, group = self._places.pop(block_id)
         indexed = entry.block_ids[group]
         assert indexed is not None, "a copy is a copy of an indexed block"
@@ -158,8 +156,8 @@ class PrefixCache:
             del self._copies[indexed]
 
     def forget_prefix(self, node: PrefixNode, kept: Container[int]) -> list[int]:
-        """Take all blocks that hold exactly this prefix out of the index, copies too, except those
-        of `kept` that are indexed. Returns them."""
+        """Remove all blocks that hold exactly this prefix, copies too, except indexed ones in
+        `kept`. Returns the removed blocks."""
         entry, forgotten = self.find(node), []
         for indexed in () if entry is None else tuple(entry.block_ids):
             if indexed is None:
@@ -173,7 +171,7 @@ class PrefixCache:
         return forgotten
 
     def was_evicted(self, node: PrefixNode) -> bool:
-        """Whether a prefix that is not in the index was there, as far as that is remembered."""
+        """Whether a prefix was evicted recently; MAX_EVICTED_KEYS evictions are remembered."""
         return node.key in self._evicted
 
     def clear(self) -> None:
@@ -190,8 +188,8 @@ class PrefixCache:
         return siblings if known is parent or same_prefix(known, parent) else []
 
     def _adopt(self, entry: CachedPrefix) -> None:
-        """An entry is complete. Where its parent's key is another prefix's too, only the children
-        of one of the two can be found by their beginnings."""
+        """List a complete entry under its parent. If two parents have the same key, `closest` finds
+        only the children of one of them."""
         siblings = self._children.setdefault(entry.parent.key, [])
         if not siblings or same_prefix(siblings[0].parent, entry.parent):
             insort(siblings, entry, key=_tokens_of)
@@ -205,7 +203,7 @@ class PrefixCache:
                 del self._children[entry.parent.key]
 
     def _drop(self, entry: CachedPrefix, group: int) -> None:
-        """A group has no block for an entry any more."""
+        """Remove a group's block from an entry."""
         if entry.is_complete:
             self._disown(entry)
         entry.block_ids[group] = None

@@ -27,9 +27,9 @@ class PrefixHit:
     block_ids: list[list[int]] = field(default_factory=list)  # per group, for whole blocks
     # The hit ends inside a block: these blocks, one per group, are to be copied.
     partial: list[int] | None = None
-    # The key of a block that another running request is computing, and that would come next.
+    # The key of the next block, if another running request is computing it.
     awaited: bytes | None = None
-    # There were too many blocks to hash for one lookup: it continues when it is repeated.
+    # There were too many blocks to hash for one lookup: the next lookup continues.
     is_unfinished: bool = False
     ended_by: HitEnd = "not_asked"
 
@@ -40,7 +40,7 @@ class PrefixHit:
 
 
 class PrefixMatcher:
-    """Hashes the blocks of sequences, and matches them with what is cached or being computed.
+    """Hashes the blocks of sequences, and matches them with blocks cached or being computed.
 
     It never holds or releases blocks; the manager does.
     """
@@ -116,12 +116,12 @@ class PrefixMatcher:
         return key in self._in_progress
 
     def seqs_in_progress(self) -> set[int]:
-        """Sequences whose blocks equal prompts wait for; for inspection."""
+        """Sequences whose blocks other prompts may wait for; for inspection."""
         return set(self._in_progress.values())
 
     def announce(self, seq: Sequence, num_tokens: int) -> None:
-        """A sequence is about to compute its tokens up to `num_tokens`: equal prompts should wait
-        for the blocks that these fill, as far as its tokens are known."""
+        """Announce that a sequence will compute its tokens up to `num_tokens`, so that prompts with
+        the same prefix wait for the blocks that these fill, as far as the tokens are known."""
         first = seq.num_computed_tokens // self._block_size
         end = min(num_tokens, seq.num_tokens) // self._block_size
         self.hash_blocks(seq, end)
@@ -129,12 +129,12 @@ class PrefixMatcher:
             self._in_progress.setdefault(node.key, seq.seq_id)
 
     def progressed(self, seq: Sequence, node: PrefixNode) -> None:
-        """A sequence has computed a block: equal prompts need not wait for it any more."""
+        """Called when a sequence has computed a block: prompts no longer wait for it."""
         if self._in_progress.get(node.key) == seq.seq_id:
             del self._in_progress[node.key]
 
     def abandon(self, seq: Sequence) -> None:
-        """A sequence leaves: equal prompts should not wait for what it has not computed."""
+        """Called when a sequence leaves: prompts must not wait for blocks it has not computed."""
         if self._in_progress and seq.table is not None:
             for node in seq.prefix_nodes[seq.table.num_registered :]:
                 self.progressed(seq, node)
@@ -162,8 +162,8 @@ class PrefixMatcher:
         return True
 
     def _num_wanted(self, seq: Sequence, limit: int) -> int:
-        """How many blocks a lookup may look at: those that it can take, and the one after them,
-        which may be in progress."""
+        """How many blocks a lookup considers: those that it can take, and the next one, which may
+        be in progress."""
         return min(seq.num_tokens // self._block_size, limit // self._block_size + 1)
 
     def _awaited(self, seq: Sequence, limit: int) -> bytes | None:
@@ -182,20 +182,20 @@ class PrefixMatcher:
         return nodes[end].key
 
     def _may_go_on(self, node: PrefixNode) -> bool:
-        """Whether a hit may include a block: it is cached wherever all blocks are needed."""
+        """Whether a hit may include a block: every full-attention group has it cached."""
         if not self._full:
             return True
         entry = self._cache.find(node)
         return entry is not None and entry.is_in(self._full)
 
     def _root(self, seq: Sequence) -> PrefixNode:
-        # Not kept: clients may send any number of salts.
+        # Not stored, since clients may send any number of salts.
         return self._cache.root(seq.request.cache_salt)
 
     def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:
         """The longest run of leading blocks that every group can start from.
 
-        None stands for a block that all groups' windows have left behind.
+        None stands for a block that the windows of all groups have passed.
         """
         find, full = self._cache.find, self._full
         found: list[CachedPrefix | None] = []

@@ -1,8 +1,8 @@
 """KV cache managers that reserve memory ahead: the systems that the paper compares with (6.1).
 
 A reservation is a block table of consecutive blocks, so the scheduler, the worker and the kernels
-are the same as with paged memory, and so are the tokens. What differs is what memory is wasted, and
-that nothing is shared: each sample or beam has an extent of its own, and a fork copies.
+are the same as with paged memory, and so are the tokens. What differs is how much memory
+is wasted, and that nothing is shared: each sample or beam has its own extent, and a fork copies.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Extent = list[list[int]]  # the blocks of one sequence, by KV group
 
 @dataclass(slots=True)
 class _Reservation:
-    """What one request has taken."""
+    """What one request has reserved."""
 
     num_holders: int = 0  # sequences with a table
-    spares: list[Extent] = field(default_factory=list)  # for sequences that are still to come
+    spares: list[Extent] = field(default_factory=list)  # for sequences that do not exist yet
 
 
 class ReservingKVCacheManager(KVCacheManager):
-    """Gives every sequence of a request, at admission, room for its greatest length.
+    """Reserves memory for the longest possible length of every sequence at admission.
 
-    Nothing ever runs out of room, so nothing is preempted. A fork shares its parent's table until
-    the next step and then moves to an extent of its own.
+    No sequence ever runs out of memory, so nothing is preempted. A fork shares its parent's
+    table until the next step and then moves to its own extent.
     """
 
     pool: ExtentPool
@@ -47,7 +47,7 @@ class ReservingKVCacheManager(KVCacheManager):
         self._reservations: dict[str, _Reservation] = {}
 
     def reserved_tokens(self, num_prompt_tokens: int, max_length: int) -> int:
-        """Tokens that a sequence gets room for, if it can grow to `max_length`."""
+        """Tokens to reserve for a sequence that can grow to `max_length`."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- sizes
@@ -73,13 +73,13 @@ class ReservingKVCacheManager(KVCacheManager):
         return request.method.max_sequences * self.num_blocks_for(num_tokens, chunk)
 
     def num_blocks_to_admit(self, hit: PrefixHit, num_tokens: int, chunk: int) -> int:
-        """None for certain: `allocate` alone knows whether there are extents."""
+        """0 as a lower bound: only `allocate` knows whether there are extents."""
         return 0
 
     # ---------------------------------------------------------------- verbs
 
     def allocate(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> Changes | None:
-        """Reserve extents for all sequences that the request may come to have, or nothing."""
+        """Reserve extents for all sequences that the request may have, or none at all."""
         assert seq.table is None, f"{seq} has blocks already"
         request = seq.request
         reserved = self.reserved_tokens(request.num_prompt_tokens, request.method.max_length)
@@ -96,13 +96,13 @@ class ReservingKVCacheManager(KVCacheManager):
         return Changes(table_writes=self.table_writes(seq))
 
     def append(self, targets: Seq[tuple[Sequence, int]]) -> Changes:
-        """There is room. Sequences that still share a table part now."""
+        """Never fails. Sequences that share a table after a fork get separate extents now."""
         changes = Changes()
         for seq, _ in targets:
             table = seq.table
             assert table is not None, f"{seq} holds no blocks"
             if self.pool.ref_count(table.block_ids[0][0]) > 1:
-                self._part(seq, table, changes)
+                self._separate(seq, table, changes)
             table.writable_until = len(table.block_ids[0]) * self.block_size
         return changes
 
@@ -126,7 +126,7 @@ class ReservingKVCacheManager(KVCacheManager):
         else:
             self._release_table(table)
             if is_shared and reservation.spares and not _may_fork(request):
-                self._release(reservation.spares.pop())  # one less to part
+                self._release(reservation.spares.pop())  # one sequence fewer needs an extent
         seq.table = None
         if not reservation.num_holders:
             for extent in self._reservations.pop(request.request_id).spares:
@@ -153,8 +153,8 @@ class ReservingKVCacheManager(KVCacheManager):
             for block_id in ids:
                 self.pool.release(block_id)
 
-    def _part(self, seq: Sequence, table: BlockTable, changes: Changes) -> None:
-        """Move a sequence to an extent of its own, with all that it has computed."""
+    def _separate(self, seq: Sequence, table: BlockTable, changes: Changes) -> None:
+        """Move a sequence to its own extent, with all that it has computed."""
         shared = table.block_ids
         num_used = -(-seq.num_computed_tokens // self.block_size)
         table.block_ids = self._reservations[seq.request.request_id].spares.pop()
@@ -167,7 +167,7 @@ class ReservingKVCacheManager(KVCacheManager):
 
 
 class OrcaMax(ReservingKVCacheManager):
-    """Orca without a guess: every sequence gets room for the longest that the model allows."""
+    """Orca (Max): every sequence reserves the longest length that the model allows."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class OrcaMax(ReservingKVCacheManager):
 
 
 class OrcaPow2(OrcaMax):
-    """Orca with a guess that is at most twice too high: a power of two tokens of output."""
+    """Orca (Pow2): the output length is over-reserved by at most a factor of two."""
 
     def reserved_tokens(self, num_prompt_tokens: int, max_length: int) -> int:
         output = max(1, max_length - num_prompt_tokens)
@@ -195,7 +195,7 @@ class OrcaPow2(OrcaMax):
 
 
 class OrcaOracle(OrcaMax):
-    """Orca that knows the length of every output, as far as `max_tokens` tells it."""
+    """Orca (Oracle): the output length is known in advance, as far as `max_tokens` tells it."""
 
     def reserved_tokens(self, num_prompt_tokens: int, max_length: int) -> int:
         return max_length

@@ -6,12 +6,12 @@ Measured on one Zen 5 core (benchmarks/cpu_kernels.py; 64 decodes of 32-767 toke
   torch, SDPA sequence by sequence        decode  fp32 5, 4     bf16 25, 24    prefill 3 to 4
   Numba, plain loops, LLVM's vectoriser   decode  fp32 3, 2.6
 What made the difference: K kept transposed in tiles of 16 tokens; register tiles, in which the
-query heads of a KV head share each load; the CPU's own product of bf16 pairs; and fetching ahead,
-because scattered blocks stop the CPU's prefetcher (a third of the decode time). Prompts without
-cached tokens would gain nothing from a kernel of their own.
+query heads of a KV head share each load; the CPU's own product of bf16 pairs; and software
+prefetching, because scattered blocks defeat the hardware prefetcher (a third of the decode time).
+A separate kernel for prompts without cached tokens would gain nothing.
 
-Work is cut into small items that threads take from a counter, so that a thread which loses its core
-to another program delays the others by one item at most.
+Threads take small work items from a shared counter, so that a thread which loses its core to
+another program delays the others by one item at most.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CpuBackend:
     """Owns the arguments of a kernel call per layer; a block is [num_kv_heads, K or V, ...] tiles.
 
     Limits: float32 and bfloat16; any head size, block size and ratio of heads. Block sizes that are
-    no multiple of 16 work, but cost a copy of each block that is read.
+    not a multiple of 16 work, but cost a copy of each block that is read.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CpuBackend:
         self._layers = list(layers)
         self._places = list(layer_places)
         self._row = {layer.layer_id: row for row, layer in enumerate(layers)}
-        self._counters = np.zeros(3 * 8, np.int64)  # each in its cache line
+        self._counters = np.zeros(3 * 8, np.int64)  # each in its own cache line
         self._steps = np.zeros(len(layers), STEP)
         for row, (layer, place) in enumerate(zip(layers, layer_places, strict=True)):
             self._fill_constants(row, layer, place)
@@ -75,7 +75,7 @@ class CpuBackend:
             [(layer.num_heads // layer.num_kv_heads, layer.num_kv_heads) for layer in layers]
         )
         self._run = _layer_runner(kv_cache.dtype)
-        self._held: list[object] = []  # what the addresses of this step point to
+        self._held: list[object] = []  # keeps alive what the addresses of this step point to
 
     @staticmethod
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ def _positions_of(keys: Sequence[Key]) -> dict[Key, list[int]]:
 
 
 def _check(batch: AttentionBatch) -> None:
-    """The kernels take addresses: a wrong dtype would not be noticed there."""
+    """Kernels take addresses, and would not notice a wrong dtype."""
     int32s = (batch.query_lens, batch.context_lens, batch.query_starts, *batch.block_tables)
     assert all(x.dtype == torch.int32 for x in int32s), "lengths and tables are int32"
     int64s = (batch.positions, *batch.slots)
@@ -192,7 +192,7 @@ def _write_items(batch: AttentionBatch) -> NDArray[np.int32]:
     items = []
     for seq in np.flatnonzero(lens > 1).tolist():
         cuts = np.arange(starts[seq], starts[seq + 1], WRITE_TOKENS)
-        # A token at an even slot clears its neighbour's half of a bf16 pair: never separate them.
+        # A token at an even slot clears the other half of its bf16 pair: never separate the two.
         cuts[1:] += slots[cuts[1:]] & 1
         ends = np.append(cuts[1:], starts[seq + 1])
         items += [(begin, end) for begin, end in zip(cuts, ends, strict=True) if begin < end]
@@ -204,8 +204,8 @@ def _attention_items(
 ) -> NDArray[np.int32]:
     """Rows of (sequence, first query, end of queries, first KV head, end of KV heads).
 
-    Large items first, so that threads end together. A query's result does not depend on which item
-    computes it.
+    Large items come first, so that threads end at about the same time. A query's result does not
+    depend on which item computes it.
     """
     chunk = max(1, ITEM_ROWS // group)
     prompts = [
@@ -216,7 +216,8 @@ def _attention_items(
     ]
     decodes = np.flatnonzero(query_lens == 1)
     decodes = decodes[np.argsort(-context_lens[decodes], kind="stable")].tolist()
-    # All KV heads of a block are contiguous in memory, but a few sequences must share the work.
+    # All KV heads of a block are contiguous in memory, but with few sequences the heads must be
+    # spread over threads.
     heads = num_kv_heads if len(decodes) >= 4 * torch.get_num_threads() else 1
     singles = [
         (seq, 0, 1, head, min(head + heads, num_kv_heads))

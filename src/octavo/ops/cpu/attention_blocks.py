@@ -1,8 +1,8 @@
-"""How K and V lie in a block, and the kernels that write them there and find them again.
+"""The layout of K and V in a block, and the kernels that write and locate them.
 
 Tokens are taken 16 at a time (a tile). When the block size is a multiple of 16, a tile lies in one
-block and is read where it is; otherwise 64 tokens at a time are first copied to a scratch in the
-same layout. In words of one fp32 or two bf16 numbers (`pair` is 1 or 2), a tile is
+block and is read where it is; otherwise 64 tokens at a time are first copied to scratch memory
+in the same layout. In words of one fp32 or two bf16 numbers (`pair` is 1 or 2), a tile is
   K  [head_dim / pair, 16 tokens]     the scores of 16 tokens add up in one vector
   V  [16 tokens / pair, padded_dim]   padded_dim is head_dim rounded up to 16
 """
@@ -92,7 +92,7 @@ def write_token(step: Any, elements: Any, token: int, head: int, rotated: Any) -
     for i in range(dim):
         v_tile[_v_index(i, t, pair, padded)] = value[i]
     if pair == 2 and t % 2 == 0:
-        # These words' other halves are not written yet, and might hold another sequence's NaN.
+        # The other halves of these words are not written yet: they may hold another sequence's NaN.
         for i in range(dim):
             v_tile[_v_index(i, t + 1, pair, padded)] = 0
 
@@ -105,7 +105,7 @@ def stage(
     pair = 4 // size_of(elements)
     dim, padded, size = step.head_dim, step.padded_dim, step.block_size
     if pair == 2:
-        # The first and the last pair may have a half outside. It gets a weight of 0, which does not
+        # The first and the last pair may have a half outside. Its weight is 0, which does not
         # remove a NaN of the sequence that was staged here before.
         for token in (begin // 2 * 2, (end - 1) // 2 * 2 + 1):
             tile, t = token % SPAN_TOKENS // LANES * LANES * padded, token % LANES

@@ -1,8 +1,8 @@
 """One attention layer of one step on a CPU: write K and V to blocks, attend to blocks in place.
 
-Softmax runs online over spans of 64 tokens, which begin at multiples of 64 in the sequence. So a
-token's result depends on its own sequence alone, to the bit: not on the batch, the chunking of the
-prompt, the block size or the number of threads.
+Softmax runs online over spans of 64 tokens, which begin at multiples of 64 in the sequence. So
+results are bit-identical whatever the batch, the chunking of the prompt, the block size and the
+number of threads.
 """
 
 # mypy: disable-error-code="attr-defined, call-arg, var-annotated, no-untyped-def"
@@ -32,8 +32,8 @@ from octavo.ops.cpu.vectors import LANES, fetch_add, from_float, pointer_to, siz
 # The running maximum before the first visible key; finite, so that no NaN arises.
 NEVER_SEEN = np.float32(-1e30)
 Scratch = namedtuple("Scratch", "places staged scores queries sums maxima totals rotated")
-"""What one thread works in; `run_layer` says of what sizes."""
-# The counters, each in a cache line of its own (bytes).
+"""The memory of one thread; `run_layer` allocates it."""
+# Offsets of the counters in bytes, each in its own cache line.
 NEXT_WRITE, WRITTEN, NEXT_ITEM = 0, 64, 128
 
 
@@ -164,7 +164,7 @@ def _begin_rows(
     head_end: int,
     scratch: Any,
 ) -> None:
-    """Rotated queries as rows [kv_heads, num_queries, group, padded_dim]; nothing seen yet."""
+    """Store rotated queries as rows [kv_heads, num_queries, group, padded_dim]; reset softmax."""
     dim, padded = step.head_dim, step.padded_dim
     group = step.num_heads // step.num_kv_heads
     positions = carray(pointer_to(step.positions + 8 * token, int64), num_queries)
@@ -209,7 +209,7 @@ def _store_output(
 
 @inlined
 def run_layer(steps: Any, words: Any, elements: Any) -> None:
-    """Take work on a layer until none is left; any number of threads may run this at once.
+    """Compute work items of a layer until none is left; any number of threads may run this.
 
     `words` and `elements` are empty arrays: their dtypes choose the arithmetic
     (attention_tiles.py).
@@ -225,9 +225,9 @@ def run_layer(steps: Any, words: Any, elements: Any) -> None:
         ),
         scores=np.empty(TILE_ROWS * SPAN_TOKENS, np.float32),  # then weights
         queries=np.empty(max_rows * padded, elements.dtype),
-        sums=np.empty(max_rows * padded, np.float32),  # of V, weighted
-        maxima=np.empty(max_rows, np.float32),  # of the scores so far
-        totals=np.empty(max_rows, np.float32),  # of the weights so far
+        sums=np.empty(max_rows * padded, np.float32),  # weighted sums of V
+        maxima=np.empty(max_rows, np.float32),  # maxima of the scores so far
+        totals=np.empty(max_rows, np.float32),  # sums of the weights so far
         rotated=np.empty(step.head_dim, elements.dtype),
     )
     writes = carray(pointer_to(step.writes, int32), (step.num_writes, 2))

@@ -1,8 +1,8 @@
 """The inner loops of attention on a CPU, as LLVM vector code that Numba inlines.
 
 Numba's own vectoriser cannot keep a tile of accumulators in registers; these loops, where the time
-goes, do. Nothing may reorder a sum: each output element is one chain of multiply-adds in the order
-of its tokens, whatever tile it is computed in.
+goes, do. Nothing may reorder a sum: each output element is one chain of multiply-adds in token
+order, whatever tile it is computed in.
 
 Memory is read in 32-bit words. The dtype of the parameter `like` chooses the arithmetic:
   float32  a word is one fp32 number
@@ -90,7 +90,7 @@ def multiply_keys(typingctx, like, rows, vecs, a, a_stride, tiles, depth, c):
       A    a word at a + r * a_stride + 4k
       K_v  a vector of words at tiles[v] + 64k, `tiles` being the address of 8 addresses
       C    a vector of fp32 at c + 256r + 64v
-    tiles[4 + v] is read next in the same way: its cache lines are fetched in passing.
+    tiles[4 + v] is read next in the same way: its cache lines are prefetched meanwhile.
     """
     signature = types.void(like, *([types.int64] * 7))
 
@@ -128,7 +128,7 @@ def multiply_values(
       A  a word at weights + 256r + 4w
       V  a vector of words at tiles[t] + offset + i * stride + 64v, for word i of tile t
       C  a vector of fp32 at c + r * c_stride + 64v
-    tiles[4 + t] is read next in the same way: its cache lines are fetched in passing.
+    tiles[4 + t] is read next in the same way: its cache lines are prefetched meanwhile.
     """
     signature = types.void(like, *([types.int64] * 10))
     shift = 4 if like.dtype == types.float32 else 3  # 16 or 8 words of tokens in a tile

@@ -14,14 +14,14 @@ from llvmlite.binding import get_host_cpu_features
 from numba import cfunc, njit, types
 from numba.core import config
 
-# Not cached one by one: `compile_kernel` caches the whole kernel.
+# Not cached individually: `compile_kernel` caches the whole kernel.
 jit = njit(nogil=True, error_model="numpy")
-# For functions with large vector loops: otherwise each caller's caller compiles them once more.
+# For functions with large vector loops, which indirect callers would otherwise compile again.
 inlined = njit(nogil=True, error_model="numpy", inline="always")
 
 
 def compile_kernel(function: Callable[[int], None]) -> Any:
-    """`function` as a C function of an address; its own is in `.address`.
+    """Compile `function` to a C function that takes an address; `.address` is where the code is.
 
     Cached on disk in a writable place: __pycache__ beside its module, or else the user's cache
     directory.
@@ -46,7 +46,7 @@ def digest_of(*modules: ModuleType) -> str:
 
 
 def host_has(feature: str) -> bool:
-    """Whether the CPU that Numba compiles for has a feature, in LLVM's name for it."""
+    """Whether the CPU that Numba compiles for has a feature, by its name in LLVM."""
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
         return f"+{feature}" in (config.CPU_FEATURES or "").split(",")
     return bool(get_host_cpu_features().get(feature))

@@ -1,6 +1,6 @@
-"""Projections whose weight is packed in the order in which our kernel reads it.
+"""Linear layers whose weight is packed in the order in which our kernel reads it.
 
-Sixteen outputs lie side by side: [tiles of 16 outputs, in_features / pair, 16, pair], with `pair`
+Sixteen outputs are adjacent: [tiles of 16 outputs, in_features / pair, 16, pair], with `pair`
 neighbours in a 32-bit word (1 in float32, 2 in bfloat16). So one load serves sixteen outputs, and
 an output is one chain of multiply-adds: results are batch-invariant, bit for bit.
 """
@@ -21,17 +21,17 @@ from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.cpu.vectors import LANES
 from octavo.ops.epilogue import Epilogue
 
-# Fewer multiply-adds than this are not worth waking a thread for. (To read a weight takes as long
-# as to multiply it with 8 tokens.)
+# Fewer multiply-adds than this are not worth waking a thread for. (Reading a weight takes as long
+# as multiplying it with 8 tokens.)
 WORTH_SHARING = 4_000_000
-_Job = c_int64 * len(JOB.names or ())  # ctypes takes a tenth of the time of numpy's assignments
-UNITS_PER_THREAD = 8  # so that a thread which loses its core holds up the others little
+_Job = c_int64 * len(JOB.names or ())  # ctypes takes a tenth of the time of assignments in NumPy
+UNITS_PER_THREAD = 8  # so that a thread which loses its core hardly delays the others
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether our kernel is the best there is for this weight on this CPU.
+    """Whether our kernel is the fastest one for this weight on this CPU.
 
-    It needs the 32 registers of AVX-512; matrix units (AMX) are oneDNN's to use.
+    It needs the 32 registers of AVX-512; with matrix units (AMX), oneDNN is faster.
     """
     if weight.device.type != "cpu" or not host_has("avx512f"):
         return False

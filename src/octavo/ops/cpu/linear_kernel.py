@@ -1,4 +1,4 @@
-"""The product of a batch with a packed weight; see linear.py."""
+"""The GEMM of a batch with a packed weight; see linear.py."""
 
 # mypy: disable-error-code="attr-defined, call-arg, no-untyped-def, var-annotated"
 
@@ -15,7 +15,7 @@ from octavo.ops.cpu.attention_tiles import SPAN, TILE_ROWS, multiply_keys
 from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
 from octavo.ops.cpu.vectors import LANES, fetch_add, from_float, pointer_to, size_of, to_float
 
-BLOCK = SPAN * LANES  # outputs computed side by side
+BLOCK = SPAN * LANES  # outputs computed together
 
 _FIELDS = ("next_unit", "x", "x_stride", "weight", "bias", "output", "num_rows", "out_features")
 JOB = np.dtype(
@@ -41,8 +41,8 @@ def _multiply_rows(
         rows = begin + (group + 1) * (end - begin) // groups - first
         for v in range(SPAN):
             tiles[v] = job.weight + (block * SPAN + v) * tile_bytes
-            # The groups of rows share the prefetching of the next block. A single group reads in
-            # order, which the CPU prefetches by itself.
+            # The groups of rows share the prefetching of the next block. A single group reads
+            # sequentially, which the hardware prefetcher handles.
             fetches = (
                 groups > 1 and v * groups // SPAN == group and (block + 1) * SPAN + v < num_tiles
             )
@@ -64,7 +64,7 @@ def _multiply_rows(
 
 @inlined
 def _linear(jobs: Any, words: Any, elements: Any) -> None:
-    """Take units of rows and outputs until none is left; any number of threads at once."""
+    """Compute units of rows and outputs until none is left; any number of threads may run this."""
     job = jobs[0]
     tiles = np.empty(2 * SPAN, np.int64)
     sums = np.empty(TILE_ROWS * BLOCK, np.float32)

@@ -1,7 +1,7 @@
-"""Projections with weights packed by oneDNN, through private ops of torch.
+"""Linear layers with weights packed by oneDNN, through private ops of torch.
 
-The ops are those by which torch's compiler packs weights when it freezes a model. A torch that has
-them in another form, or not at all, is served by F.linear instead.
+They are the ops with which torch's compiler packs weights when it freezes a model. If a version of
+torch has them in another form, or not at all, F.linear is used instead.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from octavo.ops.cpu.row_ops import apply_epilogue
 from octavo.ops.epilogue import Epilogue
 
-# For how many tokens oneDNN arranges a weight: 16 to 512 gave the same speed at every size, while
-# 1 halves that of larger batches.
+# The number of tokens that oneDNN optimises the layout for: 16 to 512 gave the same speed for every
+# batch size, while 1 halves the speed of larger batches.
 _NUM_TOKENS = 64
 
 
@@ -28,7 +28,7 @@ class OneDnnLinear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _NUM_TOKENS)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-        """See LinearKernel.apply. Batch-invariant, but in bf16 on CPUs with matrix units."""
+        """See LinearKernel.apply. Batch-invariant, except in bf16 on CPUs with matrix units."""
         y = self.apply_partial(x, bias)
         return apply_epilogue(y, epilogue) if epilogue else y
 
@@ -36,14 +36,14 @@ class OneDnnLinear:
         """See LinearKernel.apply_partial."""
         num_tokens = x.shape[0]
         if num_tokens == 1:
-            # For a single token oneDNN splits the sum differently. Two take as long as one.
+            # For a single token, oneDNN splits the sum differently; two tokens take as long as one.
             x = x.expand(2, -1)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return result[:num_tokens]
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this torch and this CPU have oneDNN's packed products for such a weight."""
+    """Whether this torch and this CPU have oneDNN's packed GEMM for such a weight."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return False
     return _has_ops(weight.dtype)
@@ -51,7 +51,7 @@ def can_pack(weight: Tensor) -> bool:
 
 @cache
 def _has_ops(dtype: torch.dtype) -> bool:
-    """Whether the ops exist and take the arguments that we give them."""
+    """Whether the ops exist and take our arguments."""
     mkldnn, ops = torch.backends.mkldnn, torch.ops.mkldnn
     names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
     if not mkldnn.is_available() or not all(hasattr(ops, name) for name in names):  # type: ignore[no-untyped-call]

@@ -59,7 +59,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
-    """epilogue.apply_epilogue, with our kernels where there are any."""
+    """Like `epilogue.apply_epilogue`, with our kernels where they exist."""
     if epilogue == Epilogue.SILU_MUL:
         return silu_mul(y)
     return epilogues.apply_epilogue(y, epilogue)

@@ -1,4 +1,4 @@
-"""Running a compiled kernel on the threads that torch already has."""
+"""Running compiled kernels on the threads that torch already has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Runner = Callable[[int, int], None]
 def make_runner(kernel: Any) -> Runner:
     """run(argument, num_threads): a kernel of jit.py, on several threads at once.
 
-    All of them get the same argument, and the kernel shares the work among them. The GIL is
+    All threads get the same argument, and the kernel divides the work among them. The GIL is
     released meanwhile.
     """
     alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
@@ -37,7 +37,7 @@ def make_runner(kernel: Any) -> Runner:
 def _openmp_parallel() -> Callable[[int, int, int, int], None] | None:
     """`#pragma omp parallel` of the OpenMP that torch loaded: (function, argument, threads, 0).
 
-    A pool of our own would wait for the cores on which torch's idle threads still spin.
+    Another pool would have to wait for cores on which torch's idle threads still spin.
     """
     try:
         parallel = ctypes.CDLL(None).GOMP_parallel

@@ -1,7 +1,7 @@
 """LLVM vector code for Numba kernels: what Numba itself does not offer.
 
-Helpers that write code at an IRBuilder, and intrinsics that kernels call. Vectors are 16 lanes of
-32 bits; LLVM splits them where the CPU has shorter ones.
+Helpers emit code at an IRBuilder; kernels call intrinsics. Vectors are 16 lanes of 32 bits; LLVM
+splits them where the CPU has shorter ones.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -107,7 +107,7 @@ def exp2(b: ir.IRBuilder, x: Any) -> Any:
 
 @intrinsic
 def exp2_nonpositive(typingctx, x):
-    """2**x for a float32 x <= 0, exactly 0 below -126: vectorised where a loop is."""
+    """2**x for a float32 x <= 0, exactly 0 below -126; LLVM can vectorise loops over it."""
 
     def codegen(context, b, sig, args):
         return exp2(b, args[0])
@@ -169,7 +169,7 @@ def pointer_to(typingctx, address, like):
 
 @intrinsic
 def fetch_add(typingctx, address, value):
-    """Atomically add to the int64 at an address; returns what it held."""
+    """Atomically add to the int64 at an address; returns its old value."""
     signature = types.int64(types.int64, types.int64)
 
     def codegen(context, b, sig, args):
@@ -184,4 +184,4 @@ else:
 
     @njit
     def yield_core():
-        """Windows gives no function to wait with; the caller's loop turns."""
+        """Does nothing on Windows, which has no such function: the caller spins."""

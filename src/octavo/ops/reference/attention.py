@@ -63,8 +63,8 @@ class ReferenceBackend:
         outputs = []
         for i, context_len in enumerate(batch.context_lens.tolist()):
             start, end = batch.query_starts[i : i + 2].tolist()
-            first = context_len - (end - start)  # position in the sequence of its first new token
-            # Keys that no query sees may lie in blocks already freed: never read them.
+            first = context_len - (end - start)  # position of the first new token
+            # Keys that no query sees may be in blocks already freed: never read them.
             first_key = 0 if layer.window is None else max(0, first - layer.window + 1)
             keys = torch.arange(first_key, context_len, device=query.device)
             table = batch.block_tables[place.group][i].to(query.device)
