@@ -1,8 +1,8 @@
-"""Chat templates: the Jinja programs by which models say how a conversation becomes a prompt.
+"""Chat templates: the Jinja programs that turn a conversation into a model's prompt.
 
-Templates come with the model and are run in a sandbox. What they may use is what transformers
-offers them: `messages`, the special tokens, `raise_exception`, `strftime_now`, `tojson`,
-loop controls, and the block tag `generation`, which marks the assistant's words for training.
+Templates come with the model and are run in a sandbox. They may use what transformers
+provides: `messages`, the special tokens, `raise_exception`, `strftime_now`, `tojson`,
+loop controls, and the block tag `generation`, which marks the assistant's text for training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """The prompt; InvalidRequest with the template's own words if it refuses."""
+        """The prompt; raises InvalidRequest with the template's message if it refuses the input."""
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(
@@ -57,7 +57,7 @@ class ChatTemplate:
 def find_template(directory: Path, config: Fields) -> str | None:
     """chat_template.jinja, else chat_template in tokenizer_config.json, else None.
 
-    The field may hold several named templates; the one called "default" is taken.
+    The field may hold several named templates; the one called "default" is used.
     """
     file = directory / "chat_template.jinja"
     if file.is_file():
@@ -76,7 +76,7 @@ def find_template(directory: Path, config: Fields) -> str | None:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` is its contents."""
+    """`{% generation %}...{% endgeneration %}` renders to its contents."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's interface)
 

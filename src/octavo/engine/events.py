@@ -1,4 +1,4 @@
-"""What happened to blocks and requests in a step: counters for metrics, events for a log."""
+"""What happened to blocks and requests in a step: counters for metrics, and events."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Counters:
     step_seconds: float = 0.0  # time in which the executor computed or moved blocks
     num_computed_tokens: int = 0  # prompts, recomputed tokens and decodes
     num_output_tokens: int = 0
-    num_lookup_tokens: int = 0  # asked of the prefix cache
-    num_hit_tokens: int = 0  # found in it
+    num_lookup_tokens: int = 0  # looked up in the prefix cache
+    num_hit_tokens: int = 0  # found there
     num_swap_preemptions: int = 0
     num_recompute_preemptions: int = 0
     num_copied_blocks: int = 0  # copy-on-write, and hits that end inside a block
@@ -25,7 +25,7 @@ class Counters:
 
 
 class Gauges(NamedTuple):
-    """How things stand after a step."""
+    """The engine's state after a step."""
 
     num_running: int = 0  # requests
     num_waiting: int = 0
@@ -41,7 +41,7 @@ class Gauges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request got its first blocks. Sent for every request, whether or not there is a watcher.
+    """A request got its first blocks. Sent for every request, with or without subscribers.
 
     `lookup_end` says why the prefix cache gave no more than `num_hit_tokens`:
     "complete": all of the prompt but the token that must be computed; "unknown": the next block has
@@ -69,12 +69,12 @@ class Preempted:
     mode: str  # "swap" or "recompute"
     num_blocks: int  # moved to the swap tier; 0 for recompute
     num_tokens: int  # to be computed again; 0 for swap
-    cost_seconds: float  # what coming back costs, by the scheduler's measurements; swap: both ways
+    cost_seconds: float  # measured cost of resuming the request; swap: both directions
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Blocks copied before they were written (copy-on-write). Sent while there is a watcher."""
+    """Blocks copied before they were written (copy-on-write). Sent only to subscribers."""
 
     time: float
     blocks: list[tuple[int, int]]  # source, destination
@@ -82,7 +82,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Cached blocks that no request held were taken. Sent while there is a watcher."""
+    """Cached blocks that no request held were evicted. Sent only to subscribers."""
 
     time: float
     block_ids: list[int]
@@ -90,7 +90,7 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Blocks moved between the tiers, (source, destination). Sent while there is a watcher."""
+    """Blocks moved between the tiers, (source, destination). Sent only to subscribers."""
 
     time: float
     direction: str  # "out" of the device or back "in"
@@ -99,7 +99,7 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """Sequences that came to share all blocks of another one. Sent while there is a watcher."""
+    """Sequences forked from others, whose blocks they share. Sent only to subscribers."""
 
     time: float
     pairs: list[tuple[int, int]]  # ids of parent and child

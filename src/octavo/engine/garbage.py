@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of what the device waits for."""
+"""Keeps Python's garbage collector from running while the device waits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting_later(is_wanted: bool) -> Iterator[None]:
-    """A context in which nothing is collected, if that is wanted: what comes due, comes after it.
+    """A context that delays garbage collection, if `is_wanted`, until after it.
 
-    The lists and tuples of one step are enough to make a collection due. A program that has turned
-    the collector off finds it off.
+    The lists and tuples of one step are enough to trigger a collection. If the program has disabled
+    the collector, it stays disabled.
     """
     pauses = is_wanted and gc.isenabled()
     if pauses:

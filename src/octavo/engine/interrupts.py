@@ -1,4 +1,4 @@
-"""Ctrl-C, kept out of the middle of a step."""
+"""Delays Ctrl-C until a step has ended."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from types import FrameType, TracebackType
 
 
 class InterruptsAfter:
-    """A context that an interrupt may end, but not cut short.
+    """A context at whose end KeyboardInterrupt is raised, if SIGINT arrived in it.
 
-    A step that stops halfway would leave scheduler and worker with different ideas of what runs. So
-    SIGINT is noted, and KeyboardInterrupt is raised when the context is left. A program's own
-    handler stays in place, because interrupts are then that program's to decide on.
+    A step that stops halfway would leave scheduler and worker in different states. If the program
+    has a handler of its own, that stays in place.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Turns what the core does into counters and events, step by step."""
+"""Records the core's steps as counters and events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from octavo.engine.events import (
 
 
 class Recorder:
-    """Watches one engine. Admissions, preemptions and counters are always recorded, the events of
+    """Observes one engine. Admissions, preemptions and counters are always recorded, events of
     single blocks only while `watching`."""
 
     def __init__(self, engine: Engine, on_admission: Callable[[Admitted], None]) -> None:
@@ -35,7 +35,7 @@ class Recorder:
         self._engine = engine
         self._step_size = (0, 0)  # tokens and sequences of the last step
         self._on_admission = on_admission
-        self._num_preemptions = 0  # of all requests, as far as they have been found
+        self._num_preemptions = 0  # of all requests, as far as they have been recorded
         self._preempted_before: dict[str, int] = {}  # how often, by request id
         engine.observers.append(self._observe)
         engine.kv.on_allocate = self._note_admission
@@ -49,15 +49,15 @@ class Recorder:
         self._engine.kv.evicted_ids = [] if on else None
 
     def clear(self) -> None:
-        """What was recorded has been sent. Counters go on."""
+        """Forget recorded events, which have been sent. Counters are kept."""
         self.preempted, self.watched = [], BlockEvents.none()
 
     def forget_step(self) -> None:
-        """The next report is about no step."""
+        """The next report is not about a step."""
         self._step_size = (0, 0)
 
     def gauges(self) -> Gauges:
-        """How things stand now."""
+        """The engine's present state."""
         scheduler, kv = self._engine.scheduler, self._engine.kv
         return Gauges(
             len(scheduler.running),
@@ -114,7 +114,7 @@ class Recorder:
         )
 
     def _find_preempted(self) -> None:
-        """The scheduler counts; which requests it was shows in their own counts."""
+        """Record new preemptions, found by comparing the scheduler's and the requests' counts."""
         scheduler = self._engine.scheduler
         total = sum(scheduler.num_preemptions.values())
         if total == self._num_preemptions:
@@ -128,7 +128,7 @@ class Recorder:
                 self._preempted_before[request.request_id] = request.num_preemptions
 
     def _preemption(self, request: Request) -> Preempted:
-        """What it costs to bring a request back that was just taken off the device."""
+        """The event of a request that was just preempted, with the cost of resuming it."""
         costs, now = self._engine.scheduler.costs, self._engine.clock()
         if request.status is Status.SWAPPED:
             held = [seq for seq in request.sequences if seq.table is not None]

@@ -1,4 +1,4 @@
-"""A picture of the core at one moment: blocks, queues, block tables. Plain values, to be sent."""
+"""A snapshot of the core: blocks, queues, block tables, as plain values that can be sent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from octavo.core.kv.block_pool import BlockPool
 from octavo.core.sequence import Request, Sequence
 from octavo.engine.engine import Engine
 
-# By what a decoding method wants at the end of a sequence's tokens.
+# Keyed by what a decoding method needs at the end of a sequence's tokens.
 METHOD_NAMES = {"token": "sampling", "candidates": "beam_search", "kv": "pin_prefix"}
 
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """A tier's blocks. Byte i of `ref_counts` and `is_cached` is about block i + 1 (0 is the null
-    block and no memory of its own)."""
+    """A tier's blocks. Byte i of `ref_counts` and `is_cached` is about block i + 1 (block 0 is the
+    null block)."""
 
     num_blocks: int
     num_free: int  # cached ones included
@@ -30,7 +30,7 @@ class TierView:
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """One chain of tokens and where its KV lies."""
+    """A sequence and its block tables."""
 
     seq_id: int
     index: int  # which of the request's samples or beams it is
@@ -38,8 +38,8 @@ class SequenceView:
     num_computed_tokens: int
     on_device: bool  # False: the block ids are of the swap tier
     block_ids: list[list[int]]  # per KV group; 0 is the null block; empty: it holds no blocks
-    cumulative_logprob: float  # of beams, and of samples whose log-probabilities were asked for
-    output_token_ids: list[int] | None = None  # only if asked for
+    cumulative_logprob: float  # for beams, and for samples with log-probabilities
+    output_token_ids: list[int] | None = None  # only if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Snapshot:
 
 
 def take_snapshot(engine: Engine, num_steps: int, max_waiting: int = 100) -> Snapshot:
-    """How an engine stands between two steps."""
+    """A snapshot of an engine between two steps."""
     scheduler, kv = engine.scheduler, engine.kv
     return Snapshot(
         engine.clock(),
@@ -142,7 +142,7 @@ def _view_tier(pool: BlockPool) -> TierView:
     counts = pool.ref_counts()
     try:
         ref_counts = bytes(counts)
-    except ValueError:  # a block with more holders than a byte can say
+    except ValueError:  # a block with more holders than a byte can count
         ref_counts = bytes([min(count, 255) for count in counts])
     return TierView(
         pool.num_blocks,

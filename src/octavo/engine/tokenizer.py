@@ -1,6 +1,6 @@
-"""Text to token ids and back, from a model directory's tokenizer files.
+"""Text to token ids and back, with a model directory's tokenizer files.
 
-Uses the `tokenizers` library alone. An engine that is given token ids needs no tokenizer.
+Only the `tokenizers` library is used. An engine that gets token ids needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from octavo.errors import InvalidRequest, ModelError, RequestTooLong
 from octavo.json_fields import Fields, read_json
 
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
-MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so more pending tokens are not one
-CONTEXT_TOKENS = 5  # of the prompt, on which the output's text may depend; a character has 4 bytes
+MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so more pending tokens are not a character
+CONTEXT_TOKENS = 5  # prompt tokens that the output's text may depend on; characters have 4 bytes
 MANY_TOKENS = 1_024  # they take about a millisecond to decode
 SPACE_MARK = "\u2581"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 ANY_BYTE_PIECE = "<0x61>"  # "a"; a vocabulary that has one byte has them all
 
 
-# Parts of a tokenizer that lose no characters -> how many characters they make one of, at most.
+# Parts of a tokenizer that drop no characters -> how many characters they merge into one at most.
 # Unicode composes up to four code points.
 _KEEPING_PARTS = {
     **{"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1},
@@ -46,10 +46,10 @@ class Detokenizer(ABC):
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], ending: list[int]) -> None:
-        """Begin after a prompt.
+        """Start after a prompt.
 
         Args:
-            tokenizer: whose tokens they are.
+            tokenizer: the tokenizer of the tokens.
             skipped: tokens that have no text here.
             ending: the last tokens of the prompt that have text, up to CONTEXT_TOKENS of them.
         """
@@ -67,7 +67,7 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def finish(self) -> str:
-        """What was held back: at most one incomplete character, as U+FFFD."""
+        """The text held back: at most one incomplete character, as U+FFFD."""
 
 
 class Tokenizer:
@@ -89,13 +89,13 @@ class Tokenizer:
             if token.special
         )
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        # One more than the largest token id. The model's vocabulary may be larger (padding).
+        # The largest token id plus 1. The model's vocabulary may be larger (padding).
         self.vocab_size = max(vocabulary.values()) + 1
-        # No text has more characters than this times its tokens; None if there is no such bound.
+        # Upper bound on a text's characters per token; None if there is none.
         self.max_characters_per_token = _max_characters_per_token(backend, vocabulary)
         decoder = backend.decoder
         self._is_byte_level = isinstance(decoder, tokenizers.decoders.ByteLevel)
-        # A byte token's id if the vocabulary falls back to bytes.
+        # The id of a byte token, if the vocabulary falls back to bytes.
         self._any_byte = backend.token_to_id(ANY_BYTE_PIECE) if _joins_bytes(decoder) else None
         self._detokenizer: type[Detokenizer] = _WindowDetokenizer
         if self._is_byte_level:
@@ -161,16 +161,16 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of `text`; with the special tokens (such as BOS) that the model expects.
 
-        Other threads run meanwhile. Raises InvalidRequest about `field` if it is no text, and
-        RequestTooLong if `context_len` is given and the tokens leave no room for another one in it:
-        where the number of characters alone says so, before any work.
+        Releases the GIL. Raises InvalidRequest about `field` if it is not text, and
+        RequestTooLong if `context_len` is given and the tokens leave no room in it for another
+        one; before any work, if the number of characters shows that.
         """
         if context_len is not None:
             self.check_length(text, field, context_len)
         if not isinstance(text, str):
             raise InvalidRequest(field, f"it is not valid text ({type(text).__name__})")
         try:
-            # Equal to `encode`, which would count offsets and keep the GIL.
+            # Like `encode`, which would compute offsets and hold the GIL.
             [encoding] = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -194,12 +194,12 @@ class Tokenizer:
         """The text of `token_ids`; ids outside the vocabulary have none."""
         if len(token_ids) < MANY_TOKENS:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        # Other threads run meanwhile; for few tokens it costs more than it saves.
+        # Releases the GIL, which costs more than it saves for few tokens.
         [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for by itself; b"" outside the vocabulary."""
+        """The bytes of a token by itself; b"" outside the vocabulary."""
         known = self._token_bytes.get(token_id)
         if known is None:
             if self._is_byte_level:
@@ -210,13 +210,13 @@ class Tokenizer:
         return known
 
     def is_special(self, token_id: int) -> bool:
-        """Whether it is a special token, such as BOS, which texts leave out."""
+        """Whether it is a special token, such as BOS, which is left out of texts."""
         return token_id in self._special_ids
 
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> Detokenizer:
-        """For one output that continues `prompt_ids`.
+        """A detokenizer for one output that continues `prompt_ids`.
 
         The text of a word's first token depends on whether anything stands before it: in
         vocabularies that mark spaces in front of words, a prompt keeps the output's first space.
@@ -231,7 +231,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is not None
 
     def fallback_byte(self, token_id: int) -> bytes | None:
-        """The byte of a byte token that is a part of a character; None for all other tokens."""
+        """The byte of a byte token that is part of a character; None for all other tokens."""
         try:
             return self._fallback_bytes[token_id]
         except KeyError:
@@ -293,10 +293,10 @@ class Tokenizer:
 
 
 class _Utf8:
-    """Joins bytes to characters, and holds the last one while it is incomplete."""
+    """Joins bytes to characters, and holds the last one back while it is incomplete."""
 
     def __init__(self, prompt_bytes: bytes) -> None:
-        """`prompt_bytes`: how the prompt ends, which may be in the middle of a character."""
+        """`prompt_bytes`: the end of the prompt, which may be in the middle of a character."""
         _, used = codecs.utf_8_decode(prompt_bytes, "replace", False)
         self._held = prompt_bytes[used:]
         self._is_shown = bool(self._held)  # as a U+FFFD at the end of the prompt's text
@@ -309,7 +309,7 @@ class _Utf8:
         return self._without_shown(text)
 
     def finish(self) -> str:
-        """What is held back, as U+FFFD; "" if nothing is."""
+        """The bytes held back, as U+FFFD; "" if there are none."""
         text, self._held = self._held.decode(errors="replace"), b""
         return self._without_shown(text)
 
@@ -322,7 +322,7 @@ class _Utf8:
 
 
 class _ByteDetokenizer(Detokenizer):
-    """For vocabularies of byte strings, as GPT-2's: a token's bytes are always the same."""
+    """For vocabularies of byte strings, such as GPT-2's: a token's bytes are always the same."""
 
     def _follow(self, ending: list[int]) -> None:
         self._utf8 = _Utf8(b"".join(map(self._tokenizer.token_bytes, ending)))
@@ -337,10 +337,10 @@ class _ByteDetokenizer(Detokenizer):
 
 
 class _FallbackDetokenizer(Detokenizer):
-    """For vocabularies of pieces of text, with byte tokens for what no piece spells, as Llama 2's.
+    """For vocabularies of pieces of text with byte tokens for everything else, such as Llama 2's.
 
-    `tokenizers` decodes neighbouring byte tokens as one: a byte that is missing makes all of them
-    U+FFFD. Here each character's bytes are decoded by themselves, as soon as all have come.
+    `tokenizers` decodes neighbouring byte tokens as one: if one byte is missing, all of them
+    become U+FFFD. Here the bytes of each character are decoded separately, when all are there.
     """
 
     def _follow(self, ending: list[int]) -> None:
@@ -364,8 +364,8 @@ class _FallbackDetokenizer(Detokenizer):
 class _WindowDetokenizer(Detokenizer):
     """For all other vocabularies, such as WordPiece's: neighbours may change a token's text.
 
-    Holds the few last tokens: those already shown, as context, and those held back. Decoding a
-    window instead of everything keeps the cost of a token constant.
+    Holds the last few tokens: those already shown, as context, and those held back. Decoding a
+    window instead of everything keeps the cost per token constant.
     """
 
     def _follow(self, ending: list[int]) -> None:
@@ -424,7 +424,7 @@ def _special_tokens(config: Fields) -> dict[str, str]:
 
 
 def _joins_bytes(decoder: tokenizers.decoders.Decoder | None) -> bool:
-    """Whether a decoder makes characters of byte tokens."""
+    """Whether a decoder joins byte tokens to characters."""
     if decoder is None:
         return False
     parts: dict[str, Any] = json.loads(decoder.__getstate__())
@@ -434,23 +434,23 @@ def _joins_bytes(decoder: tokenizers.decoders.Decoder | None) -> bool:
 def _max_characters_per_token(
     backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]
 ) -> int | None:
-    """The longest token's characters, unless some characters may go without a token.
+    """The characters of the longest token; None if some characters may have no token.
 
-    Those are spaces that a normalizer strips, for instance, and unknown characters that are not
-    spelt in bytes.
+    Those are, for instance, spaces that a normalizer strips, and unknown characters without byte
+    tokens.
     """
     parts = [backend.normalizer, backend.pre_tokenizer]
     shrinkage = [_shrinkage(json.loads(part.__getstate__())) for part in parts if part]
     if None in shrinkage or not _spells_everything(backend, vocabulary):
         return None
     added = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # they swallow spaces
+    if any(token.lstrip or token.rstrip for token in added):  # they absorb spaces
         return None
     return max(map(len, vocabulary)) * math.prod(filter(None, shrinkage))
 
 
 def _shrinkage(part: dict[str, Any]) -> int | None:
-    """How many characters a normalizer or a pre-tokenizer makes one of, at most; None: any number.
+    """The most characters that a normalizer or pre-tokenizer merges into one; None: any number.
 
     `part` is its description in tokenizer.json.
     """
@@ -468,7 +468,7 @@ def _shrinkage(part: dict[str, Any]) -> int | None:
 
 
 def _spells_everything(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> bool:
-    """Whether every character becomes a token or more, however rare it is."""
+    """Whether every character, however rare, becomes at least one token."""
     model, before = backend.model, backend.pre_tokenizer
     if not isinstance(model, tokenizers.models.BPE):
         return False

@@ -1,7 +1,7 @@
-"""Requests, checked and resolved to token ids: all that a scheduler needs of them, as plain values.
+"""Validates requests and resolves them to token ids and plain values, for the scheduler.
 
-What can be wrong with a request is found here, before anything is queued or sent; only whether it
-fits into the KV cache is the scheduler's to say.
+Errors in a request are found here, before anything is queued or sent; only the scheduler can tell
+whether it fits into the KV cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Params = SamplingParams | BeamSearchParams
 
 @dataclass(frozen=True, slots=True)
 class BeamSpec:
-    """What beam search needs to know."""
+    """Parameters of a beam search."""
 
     width: int
     length_penalty: float
@@ -49,8 +49,8 @@ class PreparedRequest:
     max_length: int  # tokens, prompt included
     n: int  # samples; 1 for beam search
     seed: int
-    eos_ids: tuple[int, ...]  # the model's own ends; () if they are ignored
-    stop_ids: tuple[int, ...]  # the client's
+    eos_ids: tuple[int, ...]  # end tokens of the model; () if they are ignored
+    stop_ids: tuple[int, ...]  # end tokens of the client
     beam: BeamSpec | None = None  # None: sampling
     priority: int = 0
     cache_salt: str = ""
@@ -71,8 +71,8 @@ class PreparedRequest:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequest if a token id is none of the model's: on a device it would take all
-        that is computed with it down."""
+        """Raises InvalidRequest if a token id is outside the model's vocabulary: on a device, it
+        would crash the whole batch."""
         spec = self.sampling
         fields: dict[str, Iterable[int]] = {
             "prompt": self.prompt_token_ids,
@@ -89,7 +89,7 @@ class PreparedRequest:
                     )
 
     def without_prompt_logprobs(self) -> PreparedRequest:
-        """The same request, for an engine that need not score the prompt (again)."""
+        """The same request without log-probabilities of the prompt, which are known already."""
         return replace(self, sampling=replace(self.sampling, num_prompt_logprobs=None))
 
 
@@ -99,7 +99,7 @@ def check_cache_salt(cache_salt: object) -> None:
 
 
 class RequestPreparer:
-    """Owns the rules for requests to one model, and the seeds of those that bring none."""
+    """Owns the rules for requests to one model, and chooses seeds for requests without one."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class RequestPreparer:
         return token_ids
 
     def tokenize(self, prompt: Prompt, max_model_len: int, field: str = "prompt") -> list[int]:
-        """A new list of token ids, at least one, all in the vocabulary, with room for another.
+        """At least one token id, all in the vocabulary, with room for another one in the context.
 
         Raises InvalidRequest or RequestTooLong about `field`.
         """
@@ -206,7 +206,7 @@ class RequestPreparer:
         return token_ids
 
     def _bad_word_ids(self, params: Params) -> Sequence[Sequence[int]]:
-        """Bad words as tokens: as a text may begin with them, and as they follow a space."""
+        """Bad words as tokens, each as at the beginning of a text and as after a space."""
         if isinstance(params, BeamSearchParams) or not params.bad_words:
             return []
         if self._tokenizer is None:
@@ -215,7 +215,7 @@ class RequestPreparer:
         for word in params.bad_words:
             for spelling in (word, " " + word.lstrip()):
                 token_ids = self._tokenizer.encode(spelling, add_special_tokens=False)
-                # A tokenizer may know tokens that the model does not have, and never generates.
+                # A tokenizer may have tokens that the model lacks, and so never generates.
                 can_come = bool(token_ids) and max(token_ids) < self._vocab_size
                 if can_come and token_ids not in spellings:
                     spellings.append(token_ids)
