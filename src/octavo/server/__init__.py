@@ -1,1 +1,1 @@
-"""The server: HTTP in one process, the engine in another, and whoever keeps both alive."""
+"""The server: HTTP in one process, the engine in another, and their supervision."""

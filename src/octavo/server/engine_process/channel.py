@@ -1,7 +1,7 @@
-"""The wire between the two processes: a pair of connected sockets; each message after its length.
+"""The connection between the two processes: a socket pair, with length-prefixed messages.
 
-A pair has no name, so no other process can connect; it is closed by the system when either process
-ends, however it ends; and what was sent before the end can still be read after it.
+A pair has no address, so no other process can connect. The system closes it when either process
+ends, however it ends; and what was sent before can still be read afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into messages."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -56,7 +56,7 @@ class Channel:
             self._socket.sendall(frame(payload))
 
     def receive(self, wait: bool) -> list[bytes] | None:
-        """Messages that have come; with `wait`, at least one. None if the other side is gone."""
+        """Messages that have arrived; with `wait`, at least one. None if the other side is gone."""
         messages: list[bytes] = []
         while self._poll.poll(None if wait and not messages else 0):
             try:
@@ -80,7 +80,7 @@ class ChannelProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are none of asyncio's classes.
+        # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:

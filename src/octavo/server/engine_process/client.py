@@ -19,7 +19,7 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
-from octavo.server.engine_process.health import Health, judge
+from octavo.server.engine_process.health import Health, health_of
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.listening import Listener, Subscription
 from octavo.server.engine_process.messages import EngineInfo
@@ -130,7 +130,7 @@ class EngineClient:
 
     @property
     def health(self) -> Health:
-        return judge(self._supervisor, self._supervision, self._delivery, self._is_draining)
+        return health_of(self._supervisor, self._supervision, self._delivery, self._is_draining)
 
     @property
     def gauges(self) -> Gauges:
@@ -342,7 +342,7 @@ class EngineClient:
         return await self.offload.text(sum(map(len, texts)), encode_all)
 
     async def _tokenize(self, prompt: Prompt, field: str) -> Prompt:
-        """Text as token ids; what is no text is checked later."""
+        """Encode text as token ids; any other prompt is returned unchanged and checked later."""
         if not isinstance(prompt, str):
             return prompt
         [token_ids] = await self._encode([prompt], field)

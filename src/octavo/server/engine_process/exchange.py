@@ -1,4 +1,4 @@
-"""What goes to the engine process and what comes back: commands, their answers, reports."""
+"""Messages to and from the engine process: commands, replies and reports."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from octavo.server.engine_process.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0  # when an engine that is being replaced may answer again
+RETRY_SECONDS = 1.0  # until an engine that is being replaced may reply again
 
 
 class Owner(Protocol):
-    """Is told what the engine processes say and what becomes of them."""
+    """Callbacks for messages from engine processes and for their end."""
 
     def engine_ready(self, info: m.EngineInfo) -> None: ...
 
     def engine_died(self, cause: str) -> None: ...
 
     def accepted(self, entry: OpenRequest) -> None:
-        """For the first time; a later engine may accept it again."""
+        """A request was accepted for the first time; a later engine may accept it again."""
 
     def admitted(self, entry: OpenRequest | None, admitted: Admitted) -> None:
         """A request got its first blocks; None if it is no longer open."""
@@ -37,16 +37,16 @@ class Owner(Protocol):
     def reported(self, report: m.StepReport) -> None: ...
 
     def failed(self, entry: OpenRequest, error: OctavoError) -> None:
-        """A request is given up; it is no longer in the journal."""
+        """A request has failed; it is no longer in the journal."""
 
 
 class Exchange:
-    """Owns the correspondence with the process that runs now, if there is one. What is open is in
-    the journal, so that the next process can be given all of it."""
+    """Owns the communication with the current process, if there is one. Open requests and pins are
+    in the journal, so that they can be sent to the next process."""
 
     def __init__(self, journal: Journal, owner: Owner) -> None:
         self.num_reports = 0  # steps of all processes
-        self.has_advanced = False  # this process has brought tokens, or pinned a prefix
+        self.has_advanced = False  # this process has generated tokens, or pinned a prefix
         self._journal = journal
         self._owner = owner
         self._process: EngineProcess | None = None
@@ -63,12 +63,12 @@ class Exchange:
 
     @property
     def has_work(self) -> bool:
-        """Whether the process has been given something that it has not finished."""
+        """Whether the process has unfinished work."""
         is_sent = any(entry.is_sent for entry in self._journal.requests.values())
         return is_sent or bool(self._asked or self._pinning)
 
     def begin(self, process: EngineProcess) -> None:
-        """A process is ready: give it what is open."""
+        """Called when a process is ready: sends it all open requests and pins."""
         self._process = process
         self.has_advanced = False
         if self._is_watched:
@@ -78,7 +78,7 @@ class Exchange:
         self._send_requests(process)
 
     def lose(self, reason: str) -> None:
-        """The process is gone; nothing more comes from it."""
+        """Called when the process is gone; no more messages come from it."""
         self._process = None
         for future in self._asked.values():
             if not future.done():
@@ -87,14 +87,14 @@ class Exchange:
             table.clear()
 
     def blame(self, death: Death) -> bool:
-        """Learn from the process's death. True if what caused it is not tried again."""
+        """Find what caused the process's death. True if that will not be tried again."""
         killer = self._quarantine.note_death(death)
         if killer is not None:
             self._fail_killer(killer, death)
         is_blamed = killer is not None
         for pin in self._pinning.values():
             if pin.computed.done():
-                continue  # an earlier engine has computed it without harm
+                continue  # an earlier engine has computed it without dying
             pin.num_deaths += 1
             if pin.num_deaths >= 2:
                 is_blamed = True
@@ -104,7 +104,7 @@ class Exchange:
         return is_blamed
 
     def fail(self, entry: OpenRequest, error: OctavoError) -> None:
-        """Give a request up."""
+        """Fail a request."""
         logger.error("request %s has failed: %s", entry.request_id, error)
         future = self._accepted.get(entry.request_id)
         if future is not None and not future.done():
@@ -113,7 +113,7 @@ class Exchange:
         self._owner.failed(entry, error)
 
     def give_up(self, error: OctavoError) -> None:
-        """There will be no other process: all that is open fails."""
+        """Fail all open requests and unfinished pins, since no other process will be started."""
         for entry in list(self._journal.requests.values()):
             self.fail(entry, error)
         for pin in [pin for pin in self._journal.pins.values() if not pin.computed.done()]:
@@ -122,7 +122,7 @@ class Exchange:
     # ---------------------------------------------------------------- what the client asks for
 
     def open(self, entry: OpenRequest) -> asyncio.Future[None]:
-        """Take a request into the journal; the future is done when an engine has accepted it."""
+        """Add a request to the journal; the future is done when an engine has accepted it."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._journal.add(entry)
         self._accepted[entry.request_id] = future
@@ -138,25 +138,25 @@ class Exchange:
         future = self._accepted.pop(entry.request_id, None)
         if (
             future is not None and not future.done()
-        ):  # ended by another caller than the one who waits
+        ):  # ended by a caller other than the one that waits
             future.set_exception(Unavailable("the request was ended before it was accepted"))
         self._searching.pop(entry.request_id, None)
         self._release_from_quarantine()
 
     def tell(self, command: m.Abort | m.FinishSample) -> None:
-        """A command without an answer. An engine that is not there need not be told."""
+        """Send a command that has no reply; does nothing if there is no engine."""
         if self._process is not None:
             self._process.send(command)
 
     def watch(self, on: bool) -> None:
-        """Whether all events are wanted from now on."""
+        """Subscribe to all events, or unsubscribe."""
         self._is_watched = on
         if self._process is not None:
             self._process.send(m.Watch(on))
 
     async def ask(self, make: type[m.Look] | type[m.Unpin], **fields: Any) -> Any:
-        """A command with an answer: what Seen holds, or None. Raises what the engine raised, and
-        Unavailable if there is none or it dies meanwhile."""
+        """Send a command, and return the contents of Seen, or None. Raises the engine's error, and
+        Unavailable if there is no engine or it dies meanwhile."""
         if self._process is None:
             raise Unavailable("there is no engine process to ask", RETRY_SECONDS)
         ticket = next(self._tickets)
@@ -168,24 +168,24 @@ class Exchange:
             self._asked.pop(ticket, None)
 
     def pin(self, pin: Pin) -> None:
-        """Pin a prefix in this engine process and all later ones; `pin.computed` says when."""
+        """Pin a prefix in this engine process and all later ones; sets `pin.computed` when done."""
         self._journal.pins[pin.name] = pin
         if self._process is not None:
             self._send_pin(self._process, pin)
 
     async def unpin(self, pin: Pin) -> None:
-        """Neither this engine process nor a later one shall keep it."""
+        """Unpin a prefix in this engine process and all later ones."""
         del self._journal.pins[pin.name]
-        # If it is still being computed, the answer to this is the only one.
+        # If it is still being computed, this command gets the only reply.
         self._pinning = {ticket: p for ticket, p in self._pinning.items() if p is not pin}
-        # An engine that dies meanwhile has forgotten it, too.
+        # If the engine dies meanwhile, the prefix is no longer pinned either.
         with contextlib.suppress(Unavailable):
             await self.ask(m.Unpin, name=pin.name)
 
     # ---------------------------------------------------------------- what the process gets
 
     def _send_requests(self, process: EngineProcess) -> None:
-        """Send what has not been sent: all, or the first quarantined request alone."""
+        """Send all requests not sent yet, or only the first quarantined one."""
         alone = self._quarantine.first
         for entry in list(self._journal.requests.values()) if alone is None else [alone]:
             if not entry.is_sent:
@@ -209,7 +209,7 @@ class Exchange:
     # ---------------------------------------------------------------- what the process says
 
     def receive(self, message: m.Message) -> None:
-        """Take in one message of the process that runs now."""
+        """Handle one message from the current process."""
         if isinstance(message, m.StepReport):
             self._take_report(message)
         elif isinstance(message, m.Admission):
@@ -235,7 +235,7 @@ class Exchange:
     def _take_admission(self, admitted: Admitted) -> None:
         entry = self._journal.requests.get(admitted.request_id)
         if entry is not None and not entry.is_accepted:
-            entry = None  # it was about an earlier request of the same name
+            entry = None  # it was about an earlier request with the same id
         if entry is not None:
             entry.is_running = True
             self._journal.note_start(entry)
@@ -272,14 +272,14 @@ class Exchange:
             if not pin.computed.done():
                 pin.computed.set_result(None)
             return
-        if pin.computed.done():  # an earlier engine had it
+        if pin.computed.done():  # an earlier engine had computed it
             logger.error("prefix %r could not be pinned again: %s", pin.name, error)
         self._drop_pin(pin, error)
 
     def _resolve(self, ticket: int, value: Any, error: Exception | None) -> None:
         future = self._asked.pop(ticket, None)
         if future is None or future.done():
-            return  # its caller has left
+            return  # its caller no longer waits
         if error is None:
             future.set_result(value)
         else:
@@ -300,7 +300,7 @@ class Exchange:
 
 
 def _log(line: m.LogLine) -> None:
-    """Give a record of the engine process to the loggers of this one."""
+    """Pass a log record of the engine process to the loggers of this process."""
     target = logging.getLogger(line.logger)
     if target.isEnabledFor(line.level):
         record = target.makeRecord(line.logger, line.level, "", 0, line.message, (), None)

@@ -1,4 +1,4 @@
-"""Whether the server can do its work: what /health and the metrics say."""
+"""Whether the server can serve requests, for /health and the metrics."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from octavo.server.engine_process.supervisor import Supervision, Supervisor
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the server can do its work; `reason` says why not."""
+    """Whether the server can serve requests; `reason` says why not."""
 
     healthy: bool
     reason: str | None
     state: str  # "starting", "ready", "restarting", "draining", "failed" or "closed"
-    num_open: int  # requests without an end
+    num_open: int  # requests that have not ended
 
 
-def judge(
+def health_of(
     supervisor: Supervisor, supervision: Supervision, delivery: Delivery, is_draining: bool
 ) -> Health:
-    """The health at this moment."""
+    """The server's present health."""
     state, stalled = supervisor.state, supervisor.seconds_stalled
     num_open = len(delivery.streams)
     reason = None

@@ -14,11 +14,11 @@ from octavo.outputs import RequestOutput
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import EngineInfo, StepReport
 
-MAX_BATCHES = 256  # that wait for a subscriber
+MAX_BATCHES = 256  # queued for a subscriber
 
 
 class Listener:
-    """Callbacks for what happens in the engine; metrics and logs override some. These do nothing.
+    """Callbacks for what happens in the engine, which do nothing by default.
 
     They are called in the API process, in its event loop between messages, and must be quick. Times
     are those of `time.monotonic`.
@@ -31,22 +31,22 @@ class Listener:
         """A request was refused: InvalidRequest, RequestTooLong, Overloaded, Unavailable."""
 
     def request_admitted(self, request: OpenRequest) -> None:
-        """It runs for the first time: `request.admitted_time` is known, `request.admission` too."""
+        """A request runs for the first time; `admitted_time` and `admission` are set."""
 
     def tokens_arrived(self, request: OpenRequest, num_tokens: int, now: float) -> None:
-        """A step added tokens to one of its samples."""
+        """A step added tokens to one of the request's samples."""
 
     def request_finished(self, request: OpenRequest, output: RequestOutput) -> None:
-        """It has ended, by itself or by abort."""
+        """A request has ended, by itself or by abort."""
 
     def request_failed(self, request: OpenRequest, error: Exception) -> None:
-        """It could not be computed, killed the engine process, or the engine is gone for good."""
+        """A request could not be computed, killed the engine process, or lost the engine."""
 
     def stepped(self, report: StepReport) -> None:
-        """Every step of the engine: gauges, the counters of this engine process, preemptions."""
+        """The engine has taken a step; reports gauges, this process's counters and preemptions."""
 
     def engine_started(self, info: EngineInfo) -> None:
-        """The first time, and after each restart."""
+        """The engine is ready, for the first time or after a restart."""
 
     def engine_died(self, reason: str) -> None:
         """The engine process has ended and a new one will be started."""

@@ -1,7 +1,7 @@
-"""What crosses the border between the API process and the engine process: msgpack, token ids only.
+"""Messages between the API process and the engine process: msgpack, with token ids only.
 
-The API process tokenizes, detokenizes and looks for stop strings, so that the engine process can be
-replaced at any time: all that a request needs to go on is in the API process.
+The API process tokenizes, detokenizes and searches for stop strings, so that the engine process can
+be replaced at any time: the API process has all that is needed to resume a request.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from octavo.engine.validation import PreparedRequest
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first message: make an engine. Answered by Ready or StartFailed."""
+    """The first message: create an engine. The reply is EngineInfo or StartFailed."""
 
     config: EngineConfig
-    log_level: int  # of the logging module; records come back as LogLine
+    log_level: int  # as in the logging module; records are sent back as LogLine
 
 
 class ResumedSample(msgspec.Struct, array_like=True):
-    """A sample that had begun when the engine process died."""
+    """A sample that was in progress when the engine process died."""
 
     index: int
     token_ids: list[int]  # the output so far
 
 
 class Add(msgspec.Struct, tag=True):
-    """Queue a request. Answered by Reply. With `samples` it goes on where it stood."""
+    """Queue a request. The reply is Reply. With `samples`, the request is resumed."""
 
     ticket: int
     request_id: str
     request: PreparedRequest
     arrival_time: float
-    samples: list[ResumedSample] = []  # those alive; empty: it has not begun
+    samples: list[ResumedSample] = []  # the unfinished ones; empty: it has not begun
 
 
 class Abort(msgspec.Struct, tag=True):
-    """End a request at once. Not answered: whatever of it is still on its way is ignored."""
+    """End a request at once. There is no reply; reports of it that still arrive are ignored."""
 
     request_id: str
 
 
 class FinishSample(msgspec.Struct, tag=True):
-    """A sample's text has come to a stop string. Not answered."""
+    """A sample's text has reached a stop string. There is no reply."""
 
     request_id: str
     index: int
@@ -60,7 +60,7 @@ class FinishSample(msgspec.Struct, tag=True):
 
 
 class Pin(msgspec.Struct, tag=True):
-    """Compute a prefix and keep its blocks. Answered by Reply when that is done."""
+    """Compute a prefix and pin its blocks. The reply is Reply, when that is done."""
 
     ticket: int
     name: str
@@ -69,21 +69,21 @@ class Pin(msgspec.Struct, tag=True):
 
 
 class Unpin(msgspec.Struct, tag=True):
-    """Answered by Reply."""
+    """Unpin a prefix. The reply is Reply."""
 
     ticket: int
     name: str
 
 
 class Look(msgspec.Struct, tag=True):
-    """Answered by Seen. With `request_id`: this request alone, with its tokens."""
+    """Take a snapshot. The reply is Seen. With `request_id`: of this request, with its tokens."""
 
     ticket: int
     request_id: str | None = None
 
 
 class Watch(msgspec.Struct, tag=True):
-    """Whether all events are wanted, or only those that are always sent."""
+    """Subscribe to all events, or only to those that are always sent."""
 
     on: bool
 
@@ -95,7 +95,7 @@ Command = Start | Add | Abort | FinishSample | Pin | Unpin | Look | Watch
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag=True):
-    """What an engine has and can do. Sent once it is ready."""
+    """An engine's properties. Sent once it is ready."""
 
     model: str  # as it was configured
     pid: int
@@ -104,14 +104,14 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     block_size: int  # tokens
     num_blocks: int
     num_swap_blocks: int
-    num_groups: int  # KV groups: block tables of a sequence
-    block_bytes: int  # of one block, all layers
+    num_groups: int  # KV groups: block tables per sequence
+    block_bytes: int  # per block, all layers of a KV group
     max_num_seqs: int
     max_num_batched_tokens: int
     max_logprobs: int
     enable_prefix_caching: bool
     policy: str
-    dtype: str  # asked for, or that of the weights' files
+    dtype: str  # as configured, or that of the weights' files
     device: str
     weight_bytes: int
     start_seconds: float  # from the start of the process until it was ready
@@ -119,7 +119,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not be made; the process ends."""
+    """The engine could not be created; the process ends."""
 
     error: ErrorReport
     traceback: str
@@ -140,13 +140,13 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 class Seen(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     snapshot: Snapshot | None = None
-    request: RequestView | None = None  # None: it is not known (any more)
+    request: RequestView | None = None  # None: it is not known, or no longer
 
 
 class LogLine(msgspec.Struct, frozen=True, tag=True):
     """A log record of the engine process."""
 
-    time: float  # of time.time
+    time: float  # as of time.time
     level: int
     logger: str
     message: str
@@ -160,14 +160,14 @@ class Admission(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepReport(msgspec.Struct, tag=True):
-    """What one step brought, to all requests. Sent after every step, and when there is none to be
-    taken after requests have left."""
+    """The results of one step for all requests. Sent after every step, and also without one when
+    requests have left and no step is due."""
 
-    time: float  # of time.monotonic
+    time: float  # as of time.monotonic
     counters: Counters
     gauges: Gauges
     results: StepResults[bytes] = msgspec.field(default_factory=StepResults.none)
-    admitted: list[Admitted] = []  # sent one by one; put in here when they arrive
+    admitted: list[Admitted] = []  # sent separately, and added here when they arrive
     preempted: list[Preempted] = []
     watched: BlockEvents = msgspec.field(default_factory=BlockEvents.none)
 

@@ -59,8 +59,8 @@ class EngineProcess:
     async def start(self, start: m.Start, seconds: float) -> m.EngineInfo:
         """Start it, and wait until the engine is ready.
 
-        Raises what the engine raised; NoRoom if there is no process, for want of something that
-        may be there later; EngineFailed if the process ended or took too long. No process is left
+        Raises the engine's error; NoRoom if the system has too few resources for a process at the
+        moment; EngineFailed if the process ended or took too long. No process is left
         then.
         """
         ours = self._start_child()

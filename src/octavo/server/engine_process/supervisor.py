@@ -1,7 +1,7 @@
-"""Starts the engine process, watches it, and starts another when it is gone.
+"""Starts the engine process, monitors it, and replaces it when it has died.
 
 A new process gets the pinned prefixes and all open requests, with what they have generated so far.
-Draws depend on a request's seed and position alone, so they go on as if nothing had happened.
+Sampling depends only on a request's seed and position, so requests resume as if uninterrupted.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "restarting", "failed", "closed"]
 TICK_SECONDS = 0.5
-MAX_PAUSE_SECONDS = 5.0  # before another start after a fruitless one
-NO_ROOM_SECONDS = 1.0  # between attempts while the system has no room for a process
-MAX_REVIVAL_DOUBLINGS = 4  # of Supervision.revival_seconds
+MAX_PAUSE_SECONDS = 5.0  # before another attempt after a fruitless one
+NO_ROOM_SECONDS = 1.0  # between attempts while the system lacks resources for a process
+MAX_REVIVAL_DOUBLINGS = 4  # limits how often Supervision.revival_seconds doubles
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """How patient the supervisor is. Times in seconds."""
+    """The supervisor's limits. Times in seconds."""
 
     max_waiting: int = 1024  # requests that may wait for their first block; more are refused
     stall_seconds: float = 30.0  # without a step while work waits: unhealthy
-    hang_seconds: float = 300.0  # the same: the engine process is killed and replaced
+    hang_seconds: float = 300.0  # likewise, until the engine process is killed and replaced
     start_seconds: float = 1800.0  # for an engine process to become ready
-    max_fruitless_restarts: int = 5  # in a row, without a new token: the engine is given up
-    revival_seconds: float = 30.0  # until it is tried again; twice as long each time, up to 8 min
+    max_fruitless_restarts: int = 5  # in a row, without a new token, until the engine is given up
+    revival_seconds: float = 30.0  # until the next attempt; doubles each time, up to 8 min
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -50,7 +50,7 @@ class Supervision:
 
 
 class Supervisor:
-    """Owns the engine process that runs now, and the decision to start another."""
+    """Owns the current engine process, and decides when to start another."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Supervisor:
         self._revival_time: float | None = None  # only for the state "failed"
 
     async def start(self) -> None:
-        """Start the first engine process; raises what it raised."""
+        """Start the first engine process; raises its error if it fails."""
         try:
             await self._launch()
         except BaseException:
@@ -87,7 +87,7 @@ class Supervisor:
         self._keeper.add_done_callback(self._check_keeper)
 
     async def close(self) -> None:
-        """End the engine process for good."""
+        """End the engine process; it is not replaced."""
         self.state = "closed"
         if self._keeper is not None:
             self._keeper.cancel()
@@ -101,36 +101,36 @@ class Supervisor:
 
     @property
     def seconds_stalled(self) -> float:
-        """How long no step has come, while something was to be done or there was no engine."""
+        """How long there has been work but no step, or no engine."""
         if self.state == "restarting":
             return time.monotonic() - self._down_since
         return self._seconds_without_step
 
     @property
     def seconds_to_revival(self) -> float | None:
-        """Of an engine that is given up: until it is tried again. None if it will not be."""
+        """Seconds until an engine that was given up is started again; None if it will not be."""
         if self._revival_time is None:
             return None
         return max(0.0, self._revival_time - time.monotonic())
 
     async def _launch(self, is_restart: bool = False) -> None:
-        """Start a process and give it what is open."""
+        """Start a process, and send it all open requests and pins."""
         process = EngineProcess(self._command, self.exchange.receive)
-        # Its loggers' levels are not known there: records below INFO are sent only if wanted.
+        # The process does not know our loggers' levels: it sends records below INFO only if needed.
         level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
         info = await process.start(m.Start(self._config, level), self._supervision.start_seconds)
         self._process = process
         self.num_restarts += is_restart
         self._seconds_without_step = 0.0
         if self.state == "failed":
-            logger.warning("the engine, which had been given up, is back")
+            logger.warning("the engine, which had been given up, is running again")
             self._num_fruitless, self._revival_time = 0, None
         self.state = "ready"
         self._owner.engine_ready(replace(info, num_restarts=self.num_restarts))
         self.exchange.begin(process)
 
     async def _keep(self) -> None:
-        """Replace the process whenever it is gone."""
+        """Replace the process whenever it has died."""
         while self._process is not None:
             death = await self._wait_for_death(self._process)
             self._down_since = time.monotonic()
@@ -140,7 +140,7 @@ class Supervisor:
             await self._start_again(death.cause)
 
     async def _start_again(self, cause: str) -> None:
-        """Try until there is a process again; after too many failures, in long intervals."""
+        """Try to start a process until one runs; after too many failures, at long intervals."""
         while self._process is None:
             if self._num_fruitless > self._supervision.max_fruitless_restarts:
                 await asyncio.sleep(self._give_up(cause))
@@ -148,7 +148,7 @@ class Supervisor:
                 await asyncio.sleep(min(MAX_PAUSE_SECONDS, 0.1 * 2**self._num_fruitless))
             try:
                 await self._launch(is_restart=True)
-            except NoRoom as error:  # no failure of the engine
+            except NoRoom as error:  # not a failure of the engine
                 logger.error("%s; another attempt follows", error)
                 await asyncio.sleep(NO_ROOM_SECONDS)
             except Exception as error:
@@ -157,18 +157,18 @@ class Supervisor:
                 self._num_fruitless += 1
 
     async def _wait_for_death(self, process: EngineProcess) -> Death:
-        """Watch a process until it is gone; one that hangs is killed."""
+        """Monitor a process until it has died; one that hangs is killed."""
         num_reports = self.exchange.num_reports
         while not process.gone.done():
             await asyncio.wait([process.gone], timeout=TICK_SECONDS)
-            # Counted in ticks: time in which this process did not run is not the engine's fault.
+            # Counted in ticks, so that time in which this process did not run does not count.
             self._seconds_without_step += TICK_SECONDS
             if self.exchange.num_reports > num_reports or not self.exchange.has_work:
                 num_reports = self.exchange.num_reports
                 self._seconds_without_step = 0.0
             elif self._seconds_without_step >= self._supervision.hang_seconds:
                 logger.error(
-                    "the engine process has not finished a step for %.0f s; it is killed",
+                    "the engine process has not finished a step for %.0f s; killing it",
                     self._seconds_without_step,
                 )
                 process.kill()
@@ -176,7 +176,7 @@ class Supervisor:
         return await process.end()
 
     def _take_death(self, process: EngineProcess, death: Death) -> None:
-        """Learn from it, and prepare for the next process."""
+        """Record a death, decide what caused it, and prepare for the next process."""
         num_open = len(self._journal.requests)
         logger.error(
             "the engine process %d died (%s); open requests: %d", process.pid, death.cause, num_open
@@ -191,7 +191,7 @@ class Supervisor:
             self._num_fruitless = self._num_given_up = 0
 
     def _give_up(self, cause: str) -> float:
-        """Fail all that is open. Returns the seconds until another attempt."""
+        """Fail all open requests and unfinished pins. Returns the seconds until the next attempt."""
         self.state = "failed"
         doublings = min(self._num_given_up, MAX_REVIVAL_DOUBLINGS)
         pause = self._supervision.revival_seconds * (1 << doublings)
@@ -206,7 +206,7 @@ class Supervisor:
         return pause
 
     def _check_keeper(self, keeper: asyncio.Task[None]) -> None:
-        """A bug in the supervision must not leave clients waiting."""
+        """Fail everything that is open if the supervision itself has failed."""
         if keeper.cancelled() or (error := keeper.exception()) is None:
             return
         self.state, self._revival_time = "failed", None

@@ -1,5 +1,5 @@
-"""API keys: which requests are allowed, whose cached prefixes they may find, and which tenant's
-share of the service they take."""
+"""API keys authenticate requests. The tenant that holds the key decides which cached prefixes a
+request may find, and whose share of the service it counts towards."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Tenant:
     name: str = ""
 
     def cache_salt(self, requested: str | None) -> str:
-        """The salt of a request. No two pairs of salts have the same one."""
+        """The cache salt of a request: unique for each pair of a tenant's and a requested salt."""
         if self.salt:
             return self.scoped(requested or "")
-        # A client must not write another tenant's scope into its own salt.
+        # The colon keeps a client from imitating another tenant's scope in its salt.
         return f":{requested}" if requested else ""
 
     def scoped(self, name: str) -> str:
-        """A name that is this tenant's own; names themselves have no colon."""
+        """`name` in this tenant's scope; names themselves have no colon."""
         return f"{len(self.salt)}:{self.salt}:{name}" if self.salt else name
 
     def unscoped(self, scoped: str) -> str | None:
@@ -44,11 +44,11 @@ class Tenant:
         return scoped.removeprefix(scope) if scoped.startswith(scope) else None
 
 
-EVERYBODY = Tenant()
+ANONYMOUS = Tenant()  # of all requests, where no key is configured
 
 
 class ApiKeys:
-    """Owns the keys, as digests: a key itself is neither kept nor shown."""
+    """Owns the digests of the keys; a key itself is neither stored nor shown."""
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
         """`entries` are `KEY` or `KEY:SALT`. Keys with equal salts are one tenant; a key without a
@@ -71,11 +71,11 @@ class ApiKeys:
     def tenant(self, authorization: str | None) -> Tenant | None:
         """The sender of this Authorization header; None if it holds no known key.
 
-        `Bearer KEY`, or `Basic` with the key as password, which is what browsers can send. The
-        time taken says nothing about the keys: all of them are compared, by digest.
+        `Bearer KEY`, or `Basic` with the key as password, which browsers can send. The time taken
+        reveals nothing about the keys: the digest is compared with all of theirs.
         """
         if not self._tenants:
-            return EVERYBODY
+            return ANONYMOUS
         presented = _digest(_key_in(authorization or ""))
         found = None
         for digest, tenant in self._tenants:
@@ -85,14 +85,14 @@ class ApiKeys:
 
 
 def read_key_file(path: Path) -> list[str]:
-    """The entries of a key file: one a line, blank lines and comments (#) apart."""
+    """The entries of a key file: one per line, except blank lines and comments (#)."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("api_key_file", f"{path} cannot be read: {error}") from error
     entries = [line.strip() for line in lines]
     keys = [entry for entry in entries if entry and not entry.startswith("#")]
-    if not keys:  # without a key everybody may, which is not what somebody with a key file wants
+    if not keys:  # an empty list would disable authentication
         raise ConfigError("api_key_file", f"{path} holds no key")
     return keys
 

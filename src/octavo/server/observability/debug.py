@@ -1,4 +1,4 @@
-"""GET /debug/kv: a request's block tables, its prefix-cache hits, and why there were no more."""
+"""GET /debug/kv: block tables of requests, prefix-cache hits, and why they were not longer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class History:
 
 
 class Lookups(Listener):
-    """Remembers admissions and preemptions of requests, also of the last ones that ended."""
+    """Stores admissions and preemptions of open requests and of the last ones that ended."""
 
     def __init__(self) -> None:
         self._histories: OrderedDict[str, History] = OrderedDict()
@@ -67,7 +67,7 @@ class Lookups(Listener):
         while len(self._ended) > KEPT_REQUESTS:
             oldest = self._ended.popleft()
             known = self._histories.get(oldest)
-            # The id may have been used again since.
+            # The id may have been reused since.
             if known is not None and known.finish_reasons is not None:
                 del self._histories[oldest]
 

@@ -1,10 +1,10 @@
-"""The engine's events in words, for the dashboard and the log."""
+"""Texts of the engine's events, for the dashboard and the log."""
 
 from __future__ import annotations
 
 from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
 
-SHOWN_BLOCKS = 6  # named in a line; of more, only their number is given
+SHOWN_BLOCKS = 6  # listed per line; if there are more, only their number is given
 
 # Why a lookup in the prefix cache ended; see `octavo.engine.events.Admitted`.
 LOOKUP_ENDS = {

@@ -30,20 +30,20 @@ from octavo.server.observability.metrics import Metrics
 
 FRAME_SECONDS = 0.1
 IDLE_SECONDS = 1.0  # between frames while nothing happens
-MAX_EVENTS = 100  # in a frame; the oldest are left out
+MAX_EVENTS = 100  # per frame; the oldest are left out
 MAX_VIEWERS = 32
 
-Tables = dict[int, list[list[int]]]  # by sequence id, a table per KV group
+Tables = dict[int, list[list[int]]]  # sequence id -> one table per KV group
 
 
 class Viewer:
-    """One open page: what it has been told, and what it is to be told next."""
+    """One open page: what has been sent to it, and what is to be sent next."""
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
-        self.is_new = True  # it has seen nothing yet
-        self.is_over = False  # nothing more will come
-        self.snapshot: Snapshot | None = None  # None: there is no engine to ask
+        self.is_new = True  # no frame has been sent yet
+        self.is_over = False  # there will be no more frames
+        self.snapshot: Snapshot | None = None  # None: there is no engine
         self.events: list[Event] = []
         self._info: EngineInfo | None = None
         self._requests: dict[str, RequestView] = {}
@@ -55,7 +55,7 @@ class Viewer:
         self.events = [*self.events, *batch][-MAX_EVENTS:]
 
     def encode(self, info: EngineInfo, counters: Counters, metrics: Metrics) -> bytes:
-        """The next frame as server-sent events, with a greeting if the engine is a new one."""
+        """The next frame as server-sent events, preceded by a greeting if the engine is new."""
         greeting = b""
         if info is not self._info:
             self._info = info
@@ -100,7 +100,7 @@ class Viewer:
             "cached_tokens": view.num_cached_tokens,
             "preemptions": view.num_preemptions,
             "sequences": [
-                # Beams have no number of their own; they are counted as they stand.
+                # Beams have no index of their own: they are numbered in their present order.
                 _sequence(seq, place if view.method == "beam_search" else seq.index, known)
                 for place, seq in enumerate(view.sequences)
             ],
@@ -126,7 +126,7 @@ class Viewer:
 
 
 class _Closed(Exception):
-    """The server ends, and so do the streams."""
+    """The server is shutting down, which ends all streams."""
 
 
 class Feed:
@@ -178,11 +178,11 @@ class Feed:
         try:
             async with self._client.events() as batches, asyncio.TaskGroup() as group:
                 group.create_task(self._hear(batches))
-                group.create_task(self._look())
+                group.create_task(self._poll())
         except* _Closed:
             pass
         finally:
-            # Stopped because the last viewer left, it has none: those are of the next task.
+            # If the last viewer has left, the task has none: any new ones belong to the next task.
             if self._task is asyncio.current_task():
                 for viewer in self._viewers:
                     viewer.is_over = True
@@ -193,7 +193,7 @@ class Feed:
             for viewer in self._viewers:
                 viewer.hear(batch)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         last_state: tuple[Any, ...] = ()
         last_time = 0.0
         while True:
@@ -215,7 +215,7 @@ class Feed:
             await asyncio.sleep(FRAME_SECONDS)
 
     def _state(self) -> tuple[Any, ...]:
-        """Differs if a new picture may differ; costs the engine nothing."""
+        """Changes whenever a new snapshot may differ; costs the engine nothing."""
         num_open = len(self._client.open_requests)
         return self._client.counters.num_steps, self._client.gauges, num_open
 

@@ -43,13 +43,13 @@ class JsonFormatter(logging.Formatter):
         values |= _fields(record)
         if record.exc_info and record.exc_info[1] is not None:
             values["error"] = type(record.exc_info[1]).__name__
-            # Lines of code, not the error's message: it may hold a piece of a prompt.
+            # Lines of code, but not the error's message, which may contain parts of a prompt.
             values["traceback"] = "".join(traceback.format_tb(record.exc_info[2]))
         return json.dumps(values, ensure_ascii=False, default=str)
 
 
 class TextFormatter(logging.Formatter):
-    """The same for people."""
+    """One line of plain text per record, with the same contents."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{name}={_quoted(value)}" for name, value in _fields(record).items())

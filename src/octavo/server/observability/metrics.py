@@ -1,7 +1,7 @@
 """Prometheus metrics: names and meanings are in docs/observability.md.
 
-Gauges and totals are read from the engine's client when they are scraped, so they cost nothing in
-between. Only distributions, those of times and sizes, are observed as they happen.
+Gauges and totals are read from the engine's client at each scrape, so they cost nothing in between.
+Only histograms (times and sizes) are updated as things happen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import StepReport
 from octavo.server.observability.totals import LABELS, EngineTotals
 
-# Seconds. Decoding a small model takes under a millisecond a token, so the first are fine.
+# Seconds. Decoding a small model takes under a millisecond per token, so the first are small.
 SHORT = (
     *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015),
     *(0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10, 20, 80),
@@ -92,13 +92,13 @@ class Metrics(Listener):
     def __init__(self, model_name: str) -> None:
         registry = self.registry = CollectorRegistry()
         self._model_name = model_name
-        # By request: when its latest tokens came, and those of the step before (None: no such).
+        # By request: the times of its last two steps with tokens (None: there was only one).
         self._token_times: dict[str, tuple[float, float | None]] = {}
         self._families = {
             name: Histogram(f"octavo_{name}", text, LABELS, buckets=buckets, registry=registry)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        # Resolved to the model's name, so that observing looks no label up.
+        # With the model's name as label, so that observing needs no lookup of labels.
         self._histograms = {
             name: family.labels(model_name) for name, family in self._families.items()
         }
@@ -192,8 +192,8 @@ class Metrics(Listener):
     # ---------------------------------------------------------------- inside
 
     def _time_before(self, request: OpenRequest, now: float) -> float | None:
-        """When the step before the one of `now` gave a request tokens. Several samples get theirs
-        in one step, at one time; the first of all counts as the request's first token."""
+        """When a request got its previous tokens, before the step at `now`. Several samples may get
+        tokens in one step. The first call for a request observes the time to first token."""
         known = self._token_times.get(request.request_id)
         if known is None:
             self._observe("time_to_first_token_seconds", now - request.arrival_time)

@@ -1,4 +1,4 @@
-"""Everything that observes a server, put together: metrics, dashboard, debug endpoint, log."""
+"""All observers of a server: metrics, dashboard, debug endpoint, log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Observation:
         return [self.metrics, self.lookups, self.log]
 
     def routers(self, client: EngineClient) -> list[APIRouter]:
-        """The endpoints, for an app whose gate checks API keys. To be called once per client."""
+        """The endpoints, for an app whose gate checks API keys. Call this once per client."""
         self.metrics.watch(client)
         return [
             metrics_router(self.metrics),
