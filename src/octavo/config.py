@@ -1,4 +1,4 @@
-"""Engine options: nested, frozen, checked when they are made."""
+"""Engine options: nested, frozen, checked when they are created."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _require(condition: bool, name: str, message: str) -> None:
 
 
 def _check_types(options: Any) -> None:
-    """That every option is of its kind: a switch is no text, and a count no fraction."""
+    """Check that every option has its declared type."""
     for name, hint in get_type_hints(type(options)).items():
         value = getattr(options, name)
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
@@ -71,7 +71,7 @@ class CacheConfig:
     kv_cache_memory: int | None = None
     """Bytes for the pool, instead of `num_blocks`. None: measured."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that this process may take, weights included."""
+    """Fraction of a GPU's memory that this process may use, weights included."""
     swap_space: int = 1 * GIB
     """Bytes of host memory for swapped-out blocks; 0: preempted requests are computed again."""
     enable_prefix_caching: bool = True
@@ -115,7 +115,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Who runs, and how much of it, in one step.
+    """Which requests run in a step, and how many of their tokens it computes.
 
     Raises:
         ConfigError: an option has a value that cannot be; `field` names it.
@@ -136,11 +136,11 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = "auto"
     """How blocks are freed when they run out; "auto" takes the cheaper way."""
     enable_chunked_prefill: bool = True
-    """Compute long prompts in pieces, beside running decodes."""
+    """Compute long prompts in chunks, in the same steps as running decodes."""
     max_passes: int = 16
     """Requests that may overtake a head of the queue that does not fit."""
     watermark: float = 0.01
-    """Share of the pool that is kept free when a request is admitted."""
+    """Fraction of the pool that is kept free when a request is admitted."""
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -161,7 +161,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that an engine needs to know before it starts; `make_config` makes one.
+    """All options of an engine; `make_config` creates one.
 
     Raises:
         ConfigError: an option has a value that cannot be; `field` names it.
@@ -177,7 +177,7 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     """"dummy": random weights, made from config.json alone."""
     max_model_len: int | None = None
-    """Longest sequence in tokens, prompt and output. None: what the model was made for."""
+    """Longest sequence in tokens, prompt and output. None: the model's own limit."""
     device: DeviceName = "auto"
     """Where the model runs; "auto": on a GPU if there is one."""
     cuda_graphs: bool = True
@@ -187,21 +187,21 @@ class EngineConfig:
     executor: str = "local"
     """What computes the steps; "local": one device, in the engine's process."""
     seed: int = 0
-    """Of requests that bring none, and of dummy weights."""
+    """Seed of requests without one, and of dummy weights."""
     max_logprobs: int = 20
-    """Most log-probabilities that a request may ask for at each place."""
+    """Most log-probabilities per position that a request may ask for."""
     num_threads: int | None = None
-    """Threads that a CPU computes with, at most as many as this process has CPUs. They hold while
-    octavo computes; outside, torch has the program's own number. None: that number."""
+    """Threads that a CPU computes with, at most as many as this process has CPUs. They apply while
+    octavo computes; otherwise torch keeps the program's own number. None: that number."""
     overlap: bool | None = None
     """Plan the next step while the device computes this one. None: on a GPU only."""
     owns_process: bool = False
     """Whether the process serves this engine alone, so that it may be tuned as a whole: malloc
-    keeps freed memory, and what exists when the engine is ready on a GPU is no longer looked at
-    by the garbage collector. The commands and the server's engine process are run so; another
-    program is left as it is unless it asks for it."""
+    keeps freed memory, and the garbage collector ignores objects that exist when the engine is
+    ready on a GPU. True for the commands and the server's engine process; other programs are not
+    tuned unless they ask for it."""
     has_usual_steps: bool = False
-    """`max_num_seqs` and `max_num_batched_tokens` were not asked for, and may follow the device."""
+    """`max_num_seqs` and `max_num_batched_tokens` are defaults, and may depend on the device."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The options of the KV cache."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -225,14 +225,14 @@ class EngineConfig:
         )
 
     def for_gpu(self, memory: int) -> EngineConfig:
-        """For a GPU with so many bytes of memory: larger steps than usual if it is a large one."""
+        """The options for a GPU with `memory` bytes: larger steps than usual on a large one."""
         if not self.has_usual_steps or memory < LARGE_GPU:
             return self
         steps = replace(self.scheduler, max_num_seqs=1024, max_num_batched_tokens=8192)
         return replace(self, scheduler=steps)
 
     def dtype_for(self, stored: str) -> str:
-        """What a model whose files are in `stored` was asked to be computed in."""
+        """The dtype to compute a model in whose files are in `stored`."""
         return stored if self.dtype == "auto" else self.dtype
 
 

@@ -1,6 +1,6 @@
 """Errors that a user can cause. Each message names the field, the value and the limit.
 
-An `assert` in octavo marks a bug of ours; whatever a user can bring about raises one of these.
+An `assert` in octavo guards against its own bugs; what a user can cause raises one of these errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class OctavoError(Exception):
     """Base of all errors that octavo raises for a user's mistake or a user's machine."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default a copy is made by __init__ from the message alone, which is not what it takes.
+        # By default, unpickling calls __init__ with the message alone, which is not its signature.
         return _restore, (type(self), self.args, self.__dict__)
 
 
@@ -64,8 +64,8 @@ class EngineClosed(OctavoError):
 
 
 class RequestFailed(OctavoError):
-    """A request that cannot be computed, though others can: it was running each time when the
-    engine process died, say. It is not tried again."""
+    """A request that cannot be computed, though others can; for instance, one that was running each
+    time the engine process died. It is not tried again."""
 
 
 class LogitsNotFinite(RequestFailed):
@@ -93,7 +93,7 @@ class TraceError(OctavoError, ValueError):
 
 
 class _Shortened(reprlib.Repr):
-    """Representations that fit into a line, also of what has none (integers of 5,000 digits)."""
+    """Representations that fit into a line, even where repr() fails (integers of 5,000 digits)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,14 +101,14 @@ class _Shortened(reprlib.Repr):
         self.maxdict = self.maxlist = self.maxtuple = 4
 
     def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() > 128:  # Python refuses to write very long ones
+        if x.bit_length() > 128:  # Python refuses to convert very long ones
             sign = "-" if x < 0 else ""
             return f"about {sign}2**{x.bit_length() - 1}"
         return repr(x)
 
 
 def shown(value: object) -> str:
-    """A value as messages quote it: its repr, shortened if it is long. Never raises."""
+    """A value for an error message: its repr, shortened if it is long. Never raises."""
     return _SHORTENED.repr(value).replace("\n", " ")
 
 

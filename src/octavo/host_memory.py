@@ -1,4 +1,4 @@
-"""What the machine gives this process, and how a process of our own is tuned. No torch."""
+"""The memory and CPUs of this process, and the tuning of a dedicated process. No torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-# Turns that an idle thread spins before it sleeps. By default OpenMP spins for milliseconds, and
-# where another program holds one of two cores, everything waits for a thread that does not run:
-# small linear layers took 40 times as long. Quiet machines lose nothing by this number.
+# Iterations that an idle thread spins before it sleeps. By default OpenMP spins for milliseconds,
+# and where another program holds one of two cores, everything waits for a thread that does not run:
+# small linear layers took 40 times as long. On an idle machine this number costs nothing.
 _SPIN_COUNT = "1000"
 
 
 @contextmanager
 def limited_spinning() -> Iterator[None]:
-    """A context in which torch is to be loaded first: OpenMP's idle threads will sleep soon,
-    unless the user has decided otherwise.
+    """A context to import torch in, so that OpenMP's idle threads sleep soon, unless the user has
+    set the variable.
 
-    OpenMP reads the variable when it is loaded, so it is gone when the context is left.
+    OpenMP reads it when it is loaded, so it is removed at the end of the context.
     """
     if "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ:
         yield
@@ -36,9 +36,9 @@ def limited_spinning() -> Iterator[None]:
 
 
 def return_freed_memory() -> None:
-    """Give back to the system what was freed (weights that have been packed), once.
+    """Return freed memory (of weights that have been packed) to the system, once.
 
-    glibc only; other C libraries are left as they are.
+    glibc only; does nothing with other C libraries.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
@@ -46,11 +46,11 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed from now on, for the next step, which needs the same again.
+    """Let glibc keep memory that is freed from now on, since the next step needs as much again.
 
-    By default large blocks go back to the system after each use, and the next one pays a page
-    fault every 4 KiB: a tenth of the time of a small model's step. The activations' share of the
-    budget stays taken anyhow. For a process of our own, as all of its allocations are concerned.
+    By default large blocks are returned to the system after each use, and the next use costs a
+    page fault every 4 KiB: a tenth of the time of a small model's step. The budget includes the
+    activations anyway. Only for a dedicated process, since this affects all of its allocations.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -59,13 +59,13 @@ def keep_freed_memory() -> None:
 
 
 def host_memory() -> int:
-    """Bytes this process can still take: what is free, within its cgroups and its own limits."""
+    """Bytes this process can still allocate: free memory, within its cgroups and its own limits."""
     limits = [_meminfo_available(), *_cgroup_headrooms(), *_own_headroom()]
     return max(0, min(limits))
 
 
 def num_cpus() -> int:
-    """CPUs that this process may keep busy: those it may run on, within its cgroups' quotas."""
+    """CPUs that this process may use: those it may run on, within its cgroups' quotas."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, math.ceil(min([allowed or 1, *_cgroup_quotas()])))
 
@@ -92,7 +92,7 @@ def _meminfo_available() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    # Not Linux: half of what is installed.
+    # Not Linux: half of the installed memory.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
@@ -123,7 +123,7 @@ def _cgroup_headrooms() -> Iterator[int]:
 
 
 def _page_cache(folder: Path) -> int:
-    """File pages that the kernel drops when memory is short count as used, yet can be had."""
+    """Bytes in the page cache: counted as used, but dropped by the kernel when memory is short."""
     for line in (folder / "memory.stat").read_text().splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):
@@ -132,8 +132,7 @@ def _page_cache(folder: Path) -> int:
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
-    """The cgroup by which `controller` limits this process and all that hold it, innermost
-    first."""
+    """The cgroup by which `controller` limits this process, and its ancestors, innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

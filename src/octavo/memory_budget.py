@@ -1,6 +1,6 @@
-"""The memory budget: what is taken, printed before it is taken. Plain Python, no torch.
+"""The memory budget, which is known before anything is allocated. Plain Python, no torch.
 
-The worker spends by these numbers, and `octavo memory` prints them on a machine without the device.
+The worker allocates by these numbers, and `octavo memory` prints them on any machine.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from octavo.core.kv.specs import KVLayout
 from octavo.errors import OutOfMemory
 from octavo.models.config import ModelConfig
 
-CPU_CACHE_SHARE = 0.4  # of the memory left when weights and activations are paid
-CPU_CACHE_LIMIT = 4 * GIB  # of the default on a CPU, where other programs live too
+CPU_CACHE_SHARE = 0.4  # of the memory left after weights and activations
+CPU_CACHE_LIMIT = 4 * GIB  # by default on a CPU, where other programs need memory too
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -28,17 +28,17 @@ def format_bytes(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """How large the KV of one model is."""
+    """The size of one model's KV."""
 
     layout: KVLayout
     block_size: int  # tokens
-    layer_bytes: int  # one layer's keys and values in one block, as the attention backend lays out
+    layer_bytes: int  # one layer's keys and values in one block, in the attention backend's layout
 
     @classmethod
     def dense(
         cls, layout: KVLayout, block_size: int, num_kv_heads: int, head_dim: int, dtype_bytes: int
     ) -> KVShape:
-        """The shape for a backend that pads nothing."""
+        """The shape for a backend without padding."""
         return cls(layout, block_size, 2 * block_size * num_kv_heads * head_dim * dtype_bytes)
 
     @property
@@ -48,7 +48,7 @@ class KVShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """What a token takes while all groups hold it, padding layers included."""
+        """Bytes of a token while all groups hold it, padding layers included."""
         return len(self.layout.groups) * self.block_bytes // self.block_size
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
@@ -71,7 +71,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
-    """What is paid before the KV cache; bytes."""
+    """Memory taken before the KV cache; bytes."""
 
     weights: int
     activations: int
@@ -84,7 +84,7 @@ class FixedMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What each part takes; bytes, except the counts of blocks."""
+    """The memory of each component; bytes, except the counts of blocks."""
 
     total: int  # all that this process may take on the device
     weights: int
@@ -133,16 +133,16 @@ def plan_memory(
     """Divide `total` bytes.
 
     Args:
-        cache: what the user asked for; block counts round down, and the null block is paid too.
+        cache: the user's settings; block counts round down, and the null block is included.
         shape: the size of the model's KV.
-        fixed: what is paid first.
+        fixed: memory taken before the KV cache.
         total: what this process may take on the device.
-        default_kv_cache: bytes for the KV cache if the user asked for nothing.
-        swap_limit: host memory that is there for the swap tier; None: what is left of `total`,
+        default_kv_cache: bytes for the KV cache if the settings give no size.
+        swap_limit: host memory available to the swap tier; None: what is left of `total`,
             because host and device are the same (a CPU).
 
     Raises:
-        OutOfMemory: not even one block fits, or the blocks asked for do not; names what would.
+        OutOfMemory: not even one block fits, or not the requested ones; names what would fit.
     """
     block_bytes = shape.block_bytes
     room = total - fixed.total
@@ -173,7 +173,7 @@ def plan_memory(
 
 
 def _no_room(cache: CacheConfig, shape: KVShape, fixed: FixedMemory, total: int) -> str:
-    """Why no KV cache fits, and which settings would."""
+    """Why the KV cache does not fit, and which settings would."""
     block_bytes = shape.block_bytes
     room = total - fixed.total
     most = room // block_bytes - 1
@@ -218,9 +218,9 @@ def check_model_len(budget: MemoryBudget, shape: KVShape, max_model_len: int, ch
 
 
 def check_asked_length(budget: MemoryBudget, shape: KVShape, config: EngineConfig) -> None:
-    """`check_model_len` of the max_model_len that was asked for, if it was.
+    """`check_model_len` for the configured max_model_len, if there is one.
 
-    The model's own limit may be more than fits: then longer requests are refused one by one.
+    If the model's own limit is more than fits, longer requests are refused individually.
     """
     asked, scheduler = config.max_model_len, config.scheduler
     if asked is not None:

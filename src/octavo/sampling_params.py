@@ -1,4 +1,4 @@
-"""What a client may ask of decoding: checked when it is made, never clamped in silence.
+"""Sampling and beam-search parameters: checked when they are created, never silently clamped.
 
 Every bad value raises `InvalidRequest`, which names the field, the value and the limit. What
 depends on the model (its vocabulary, the engine's `max_logprobs`) is checked by `check_against`.
@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Literal, Self
 from octavo.core.step import SamplingSpec
 from octavo.errors import InvalidRequest, shown
 
-MAX_SEQUENCES = 16_384  # of n, and of a beam's width
+MAX_SEQUENCES = 16_384  # for n and beam_width
 MAX_TEMPERATURE = 2.0
 MIN_TEMPERATURE = 1e-5  # below, sampling is greedy
 MAX_STOP_STRINGS = 16
 MAX_STRING_LENGTH = 1_024  # characters of a stop string or a bad word
 MAX_BAD_WORDS = 128
-MAX_BAD_WORD_TOKENS = 1_024  # of all bad words together
+MAX_BAD_WORD_TOKENS = 1_024  # in all bad words together
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 32.0  # length ** penalty is a finite float up to 2 ** 31 tokens
 INT64_MAX = (1 << 63) - 1
@@ -36,7 +36,7 @@ def _integer(field: str, value: object) -> int:
 
 def integer_in(field: str, value: object, low: int, high: int = INT64_MAX) -> int:
     """`value` as an int, if it is an integer from `low` to `high`."""
-    # Larger ones fit into neither messages nor tensors.
+    # Larger ones fit neither into messages nor into tensors.
     number = _integer(field, value)
     if number < low:
         raise InvalidRequest(field, f"{shown(number)} is less than {low}")
@@ -141,7 +141,7 @@ def _check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> 
 
 
 class _Parameters:
-    """Refuses fields that do not exist as it refuses bad values, with their likely spelling."""
+    """Raises InvalidRequest for fields that do not exist, and suggests the likely spelling."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -177,11 +177,11 @@ class SamplingParams(_Parameters):
     """Draw from the most likely tokens whose probabilities add up to this much; above 0, up to 1
     (all tokens)."""
     min_p: float = 0.0
-    """0 to 1: leave out tokens less likely than this share of the likeliest one's probability."""
+    """0 to 1: leave out tokens less likely than this fraction of the most likely one."""
     presence_penalty: float = 0.0
-    """-2 to 2: subtracted from the logits of tokens that the output has already."""
+    """-2 to 2: subtracted from the logits of tokens that the output already contains."""
     frequency_penalty: float = 0.0
-    """-2 to 2: the same, once for each time that the output has the token."""
+    """-2 to 2: likewise, once for each time that the token occurs in the output."""
     repetition_penalty: float = 1.0
     """Above 0: logits of tokens seen in the prompt or the output are divided by it if they are
     positive, and multiplied if they are negative. 1 changes nothing."""
@@ -208,10 +208,10 @@ class SamplingParams(_Parameters):
     seed: int | None = None
     """Equal seeds give equal draws, whatever else runs. None: the engine chooses."""
     logprobs: int | None = None
-    """Report log-probabilities: of each token drawn, and of the `logprobs` likeliest tokens at its
-    place. 0: of the token drawn alone; None: none. At most the engine's `max_logprobs`."""
+    """Report log-probabilities of each drawn token, and of the `logprobs` most likely tokens at its
+    position. 0: of the drawn token only; None: none. At most the engine's `max_logprobs`."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first."""
+    """Likewise for each token of the prompt except the first."""
     skip_special_tokens: bool = True
     """Leave special tokens (such as end of sequence) out of the text."""
     detokenize: bool = True
@@ -275,7 +275,7 @@ class SamplingParams(_Parameters):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as it was checked: always a tuple."""
+        """The checked value of `stop`, always a tuple."""
         assert isinstance(self.stop, tuple), "__post_init__ makes it one"
         return self.stop
 
@@ -298,11 +298,11 @@ class SamplingParams(_Parameters):
     def to_spec(
         self, eos_ids: Sequence[int], bad_word_ids: Sequence[Sequence[int]] = ()
     ) -> SamplingSpec:
-        """The worker's part of these parameters.
+        """The parameters that the worker needs.
 
         Args:
             eos_ids: tokens that end a sequence.
-            bad_word_ids: `bad_words` as token ids; a word may stand in several spellings.
+            bad_word_ids: `bad_words` as token ids; a word may have several spellings.
 
         Raises:
             InvalidRequest: the bad words have too many tokens, or no token is left to draw.
@@ -408,9 +408,9 @@ class BeamSearchParams(_Parameters):
     def to_spec(
         self, eos_ids: Sequence[int], bad_word_ids: Sequence[Sequence[int]] = ()
     ) -> SamplingSpec:
-        """The worker's part: how many candidates each beam must offer.
+        """The parameters that the worker needs: how many candidates each beam must have.
 
-        If all ends stand among a beam's candidates, `beam_width` others must still be left
+        If all end tokens are among a beam's candidates, `beam_width` others must still be left
         (transformers: `max(2, 1 + n_eos_tokens) * num_beams`).
         """
         ends = set(self.stop_token_ids) | (set() if self.ignore_eos else set(eos_ids))

@@ -166,7 +166,9 @@ def test_unknown_tensors(tmp_path: Path) -> None:
     directory = changed(
         tmp_path, "qwen2", lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2)})
     )
-    message = r"tensors that qwen2 has not: model\.layers\.9\.mlp\.up_proj\.weight \(model\.safe"
+    message = (
+        r"tensors that qwen2 does not have: model\.layers\.9\.mlp\.up_proj\.weight \(model\.safe"
+    )
     with pytest.raises(ModelError, match=message):
         logits(directory)
 
@@ -211,7 +213,7 @@ def test_a_file_that_is_something_else(tmp_path: Path) -> None:
 def test_a_missing_shard(tmp_path: Path) -> None:
     directory = shard(tmp_path, "llama")
     (directory / "model-2.safetensors").unlink()
-    message = r"model\.safetensors\.index\.json lists model-2\.safetensors, which is not there"
+    message = r"model\.safetensors\.index\.json lists model-2\.safetensors, which does not exist"
     with pytest.raises(ModelError, match=message):
         logits(directory)
 

@@ -37,7 +37,7 @@ ENGINE_HELP = {
     "block_size": "Tokens in a KV block.",
     "num_blocks": "KV blocks in the pool, instead of as many as the memory allows.",
     "kv_cache_memory": "Memory for the KV pool, such as 4GiB.",
-    "gpu_memory_utilization": "Share of a GPU's memory that octavo may take.",
+    "gpu_memory_utilization": "Fraction of a GPU's memory that octavo may use.",
     "swap_space": "Host memory for swapped-out blocks, such as 4GiB.",
     "enable_prefix_caching": "Reuse the KV of equal prefixes.",
     "memory_policy": "Who gets KV blocks: paged takes them on demand, the others reserve ahead.",
@@ -49,7 +49,7 @@ ENGINE_HELP = {
     "preemption_mode": "How blocks are freed when they run out; auto takes the cheaper way.",
     "enable_chunked_prefill": "Compute long prompts in chunks, beside running decodes.",
     "max_passes": "Requests that may overtake one that does not fit.",
-    "watermark": "Share of the pool kept free when a request is admitted.",
+    "watermark": "Fraction of the pool kept free when a request is admitted.",
 }
 SAMPLING_HELP = {
     "n": "Samples per prompt; they share the prompt's KV blocks.",

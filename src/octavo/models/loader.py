@@ -1,4 +1,4 @@
-"""From a model directory to a model that is ready to run.
+"""Loads a model directory into a model that is ready to run.
 
 Tensors are read from memory-mapped safetensors files straight into the parameters, so the model
 is in memory once. Every parameter must be loaded and every tensor must be used.
@@ -29,7 +29,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DUMMY_STD = 0.02
-# Dummy weights repeat one run of noise; a prime length keeps rows of a matrix different.
+# Dummy weights repeat one array of noise; its prime length makes the rows of a matrix differ.
 NOISE_LENGTH = 1_000_003
 
 
@@ -40,7 +40,7 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
 ) -> CausalLM:
-    """The model with its weights, cast to `dtype`, on `device`; ModelError if they do not fit.
+    """Load a model with its weights, cast to `dtype`, on `device`; ModelError if they do not fit.
 
     With load_format "dummy" the weights are random, from `seed`, and no file is read.
     """
@@ -61,7 +61,7 @@ def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
     model_class = getattr(import_module(module_name), class_name)
     with torch.device("meta"):  # shapes only, until dtype and device are set
         model: CausalLM = model_class(config, device)
-    # Not Module.to_empty: copying from "meta" imports a second of symbolic algebra.
+    # Not Module.to_empty: copying from "meta" imports sympy, which takes a second.
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             weight = torch.empty(parameter.shape, dtype=dtype, device=device)
@@ -96,7 +96,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
             unknown.append(f"{name} ({path.name})")
     if unknown:
         raise ModelError(
-            f"{config.directory}: tensors that {config.family} has not: {_few(unknown)}"
+            f"{config.directory}: tensors that {config.family} does not have: {_few(unknown)}"
         )
     missing = [name for name, target in targets.items() if id(target) not in loaded]
     if missing:
@@ -153,7 +153,7 @@ def _check(tensor: Tensor, target: Tensor, where: str) -> None:
 
 
 def _contradiction(is_embedding: bool) -> str:
-    """What is wrong with a tensor whose parameter another one has set to other values."""
+    """The error for a tensor whose parameter another tensor has set to different values."""
     if is_embedding:
         return (
             "differs from the token embeddings, but config.json says that they are the same "
@@ -188,12 +188,12 @@ def _weight_files(directory: Path) -> dict[Path, set[str]]:
         raise ModelError(f"{directory / INDEX_FILE}: weight_map does not map tensors to files")
     files: dict[Path, set[str]] = {}
     for name, file_name in weight_map.items():
-        # Only a file's name counts: an index cannot point outside the directory.
+        # Only the file name is used, so that an index cannot point outside the directory.
         files.setdefault(directory / Path(file_name).name, set()).add(name)
     present = {path.name for path in directory.iterdir() if path.is_file()}
     absent = [path.name for path in files if path.name not in present]
     if absent:
-        raise ModelError(f"{directory}: {INDEX_FILE} lists {_few(absent)}, which is not there")
+        raise ModelError(f"{directory}: {INDEX_FILE} lists {_few(absent)}, which does not exist")
     return files
 
 

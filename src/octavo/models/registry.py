@@ -49,7 +49,7 @@ UNSERVED = {
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """Read `config.json` and `generation_config.json` in `directory`; weights are not looked at.
+    """Read `config.json` and `generation_config.json` in `directory`; weights are not read.
 
     Raises:
         ModelError: a missing or broken file, a family that octavo does not serve, quantised

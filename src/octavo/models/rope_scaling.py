@@ -149,7 +149,7 @@ def _read_yarn(
         original_max_positions=original,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
-        # The one field whose null is no default in transformers: it is false.
+        # The only field whose null does not mean the default in transformers: it means false.
         truncate="truncate" not in rope.values or rope.flag("truncate", False),
         attention_factor=rope.number("attention_factor", inferred),
     )
