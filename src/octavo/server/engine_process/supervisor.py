@@ -191,7 +191,7 @@ class Supervisor:
             self._num_fruitless = self._num_given_up = 0
 
     def _give_up(self, cause: str) -> float:
-        """Fail all open requests and unfinished pins. Returns the seconds until the next attempt."""
+        """Fail open requests and unfinished pins. Returns the seconds until the next attempt."""
         self.state = "failed"
         doublings = min(self._num_given_up, MAX_REVIVAL_DOUBLINGS)
         pause = self._supervision.revival_seconds * (1 << doublings)
