@@ -216,7 +216,7 @@ class LLM:
             A prompt for `generate` or `stream`.
 
         Raises:
-            InvalidRequest: `messages` is no conversation, the model has no chat template, or its
+            InvalidRequest: `messages` is not a conversation, the model has no chat template, or its
                 template refuses.
 
         Example:
@@ -270,7 +270,7 @@ class LLM:
         return self._stream(prompt, each, priority, tenant, cache_salt)
 
     def pin_prefix(self, prefix: Prompt, name: str | None = None, cache_salt: str = "") -> str:
-        """Compute a prefix that many prompts will share, and keep it in the cache for good.
+        """Compute a prefix that many prompts will share, and keep it until `unpin_prefix`.
 
         Args:
             prefix: text or token ids; whole blocks of it are kept.
@@ -284,7 +284,7 @@ class LLM:
             InvalidRequest: the prefix is shorter than a block, the name is taken, or prefix
                 caching is off.
             RequestTooLong: too few KV blocks would be left for other requests.
-            LogitsNotFinite: what was computed is no number; nothing is kept.
+            LogitsNotFinite: the result is not finite; nothing is kept.
             EngineFailed, EngineClosed: there is no engine any more.
 
         Example:
@@ -464,7 +464,7 @@ _METHODS: dict[type, str] = {SamplingParams: "generate", BeamSearchParams: "beam
 
 
 def _check_conversation(messages: object) -> None:
-    """Templates are programs, and would make something even of what is no conversation."""
+    """Templates are programs, and would render something even if it is not a conversation."""
     if not isinstance(messages, list | tuple):
         raise InvalidRequest("messages", f"{shown(messages)} is not a list of messages")
     if not messages:

@@ -117,10 +117,10 @@ def test_a_bad_line_gets_an_error_reply_of_its_own(tmp_path: Path) -> None:
     for (message, name), (start, expected_name) in zip(
         errors,
         [
-            ("line 3: it is no request (", None),
-            ("line 4: it is no request (", None),
-            ("line 5: it is no request (", None),
-            ("line 6: it is no request (", "half"),
+            ("line 3: it is not a request (", None),
+            ("line 4: it is not a request (", None),
+            ("line 5: it is not a request (", None),
+            ("line 6: it is not a request (", "half"),
             ("line 7: POST /v1/embeddings is not POST to", "other"),
             ("line 8: a batch has no streams", "stream"),
             ("the body: input should be an object", "list"),

@@ -101,7 +101,7 @@ def test_a_calibration_is_for_one_model_and_device(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it was made on a100-40gb, and this is a100-80gb"):
         again.apply(replace(config, gpu="a100-80gb"))
     (tmp_path / "cal.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"cal.json is no calibration"):
+    with pytest.raises(ConfigError, match=r"cal.json is not a calibration"):
         read_calibration(tmp_path / "cal.json")
 
 

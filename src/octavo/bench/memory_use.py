@@ -85,7 +85,7 @@ def slot_use(tails: Iterable[Tail], num_held: int, num_blocks: int, block_size: 
     distinct: dict[int, tuple[int, int, int]] = {}
     for tail in tails:
         reserved = max(0, min(tail.unfilled, tail.to_come))
-        # Of several sharers, the one that will use most of the block decides.
+        # If a block is shared, the sequence that will use most of it decides.
         distinct[tail.block_id] = max(
             distinct.get(tail.block_id, (0, 0, 0)), (reserved, tail.unfilled, tail.rounding)
         )

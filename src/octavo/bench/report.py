@@ -23,8 +23,8 @@ PARTS = {
 }
 DEFINITION = """\
   A reservation will still be filled by its sequence; internal fragmentation never; external are
-  free blocks. Shared blocks count once. Of the pool: all slots count, as in the paper's figure 2
-  (vLLM: 3.7 %). Of held blocks: only those of running requests."""
+  free blocks. Shared blocks count once. Percentages of the pool count all slots, as in the
+  paper's figure 2 (vLLM: 3.7 %); those of held blocks only the slots of running requests."""
 
 
 def throughput_tables(report: ThroughputReport) -> tuple[RenderableType, ...]:

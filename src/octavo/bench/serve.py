@@ -71,7 +71,7 @@ async def run_serve(
 ) -> ServeReport:
     """Send `queries` at `rate` requests per second (Poisson), and measure.
 
-    Raises ConfigError if the rate is no positive number, or none of the requests got an answer.
+    Raises ConfigError if the rate is not a positive number, or none of the requests got an answer.
     """
     if not rate > 0:
         raise ConfigError("request_rate", f"{rate} is not more than 0")

@@ -36,7 +36,7 @@ def columns(name: str, *titles: str) -> Table:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print tables and texts on stdout; where that is no terminal, as plain text."""
+    """Print tables and texts on stdout; if that is not a terminal, as plain text."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)

@@ -64,8 +64,8 @@ class Ranking(NamedTuple):
 
 
 def rank(searches: Seq[Search], candidates: Candidates) -> Iterator[Ranking]:
-    """The best continuations of each search. Of two equal ones, that of the earlier sequence, or
-    with the better token, comes first."""
+    """The best continuations of each search. Ties go to the earlier sequence, and then to the
+    better token."""
     by_shape: dict[tuple[int, int, int], list[Search]] = {}
     for search in searches:
         request, method, _ = search

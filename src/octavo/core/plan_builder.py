@@ -206,7 +206,7 @@ class PlanBuilder:
         return True
 
     def apply(self, changes: Changes) -> None:
-        """Add what the KV cache manager wants done before the tokens are computed."""
+        """Add the changes that the KV cache manager needs before the tokens are computed."""
         self._copies += changes.copies
         self.in_flight.held += changes.held
         self._table_writes += changes.table_writes

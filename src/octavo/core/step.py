@@ -122,7 +122,7 @@ class StepPlan:
     # Moves of whole blocks, (source, destination) ids.
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # device -> swap tier
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # swap tier -> device
-    # Of what blocks hold, device -> device.
+    # Copies of the filled part of blocks, device -> device.
     copies: list[BlockCopy] = field(default_factory=list)
 
     @property
@@ -132,7 +132,7 @@ class StepPlan:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether it computes something, and of every sequence one token."""
+        """Whether the step computes exactly one token of each sequence, and has any."""
         return 0 < len(self.seq_ids) == self.num_tokens
 
     @property

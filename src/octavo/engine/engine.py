@@ -292,8 +292,8 @@ class Engine:
     # ---------------------------------------------------------------- pinned prefixes
 
     def pin_prefix(self, name: str, token_ids: list[int], cache_salt: str = "") -> Request:
-        """Queue a request that computes a prefix and keeps its blocks for good (paper section 4.4,
-        shared prefix). When it is finished, later prompts find the prefix.
+        """Queue a request that computes a prefix and pins its blocks (paper section 4.4, shared
+        prefix). When it is finished, later prompts find the prefix.
 
         Args:
             name: for `unpin_prefix`.

@@ -161,13 +161,13 @@ class LocalClient:
         return self._conclude(stream, self.engine.clock())
 
     def pin_prefix(self, prefix: Prompt, name: str, cache_salt: str = "") -> None:
-        """Compute a prefix and keep its blocks for good.
+        """Compute a prefix and pin its blocks.
 
         Raises:
             InvalidRequest: the prefix is shorter than a block, the name is taken, or prefix
                 caching is off.
             RequestTooLong: too few KV blocks would be left for other requests.
-            LogitsNotFinite: what was computed is no number; nothing is kept.
+            LogitsNotFinite: the result is not finite; nothing is kept.
             EngineFailed, EngineClosed: there is no engine any more.
         """
         engine = self.engine

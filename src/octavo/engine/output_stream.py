@@ -49,7 +49,7 @@ class Sample(Generic[Scores]):
     """One sample's output so far."""
 
     index: int
-    text: OutputText | None = None  # None: no text is wanted
+    text: OutputText | None = None  # None: no text was requested
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Scores] = field(default_factory=list)  # one per token, if asked for
     finish_reason: str | None = None

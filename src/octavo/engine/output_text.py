@@ -60,7 +60,7 @@ class OutputText:
         last = len(token_ids) - 1
         for i, token_id in enumerate(token_ids):
             if ended == "stop" and i == last and not self._include_stop:
-                break  # the token that ends a sequence is no part of its text
+                break  # the token that ends a sequence is not part of its text
             self.text += self._detokenizer.add(token_id)
             if self._stops:
                 stop = self._find_stop(num_before + i + 1)

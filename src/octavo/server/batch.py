@@ -2,7 +2,7 @@
 
 The requests go through the same application as those of HTTP clients, so they are validated and
 answered in the same way. Replies are written as they arrive; a batch that was interrupted continues
-when it is run again with the same files. A line that is no request gets an error reply of its own.
+when it is run again with the same files. A line that is not a request gets its own error reply.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _keep_answered(path: Path) -> Counter[str]:
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     if line.endswith(b"\n"):
                         raise InvalidRequest(
-                            "output", f"line {number} of {path} is no reply; choose another file"
+                            "output", f"line {number} of {path} is not a reply; choose another file"
                         ) from error
                     continue
                 if reply.response.get("status_code", 500) < 500:
@@ -195,7 +195,7 @@ def _write(output: FileIO, reply: BatchReply) -> None:
 
 
 async def _answer(app: ASGIApp, line: Line) -> BatchReply:
-    """The reply to a line; one that is no request is refused like any bad request."""
+    """The reply to a line; one that is not a request is refused like any bad request."""
     try:
         request = _request(line)
         status, request_id, data = await post(app, request.url, bytes(request.body))
@@ -211,7 +211,7 @@ def _request(line: Line) -> BatchRequest:
     try:
         request = msgspec.json.decode(line.data, type=BatchRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise refused(where, f"it is no request ({error})") from error
+        raise refused(where, f"it is not a request ({error})") from error
     if request.method != "POST" or request.url not in URLS:
         asked = f"{request.method[:MAX_SHOWN]} {request.url[:MAX_SHOWN]}"
         raise refused(where, f"{asked} is not POST to {' or '.join(URLS)}")
@@ -231,7 +231,7 @@ class _Name(msgspec.Struct):
 
 
 def _custom_id(line: Line) -> str | None:
-    """None if there is none, or if it cannot be found because the line is no request."""
+    """None if there is none, or if it cannot be found because the line is not a request."""
     return _in(line.data, _Name, _Name()).custom_id
 
 

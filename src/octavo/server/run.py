@@ -112,7 +112,9 @@ def bind(listening: Listening) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError("host", f"{host!r} is no address of this machine ({error})") from error
+        raise ConfigError(
+            "host", f"{host!r} is not an address of this machine ({error})"
+        ) from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -11,7 +11,7 @@ from octavo.errors import ConfigError
 
 MAX_REQUESTS = 1_000_000  # on average; each is simulated
 MAX_DURATION = 1e6  # seconds: some 11 days
-MIN_BURSTINESS, MAX_BURSTINESS = 1e-3, 100.0  # below, a clock; beyond, single crowds
+MIN_BURSTINESS, MAX_BURSTINESS = 1e-3, 100.0  # below: evenly spaced; above: a single burst
 QUANTUM = 0.01  # seconds; the paper's generator draws a Poisson number for each
 
 

@@ -124,7 +124,7 @@ def read_calibration(path: str | Path) -> Calibration:
             FitError(**values["on_held_out"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("calibration", f"{path} is no calibration: {error}") from error
+        raise ConfigError("calibration", f"{path} is not a calibration: {error}") from error
 
 
 def cost_model_of(setting: Setting, coefficients: Coefficients) -> CostModel:

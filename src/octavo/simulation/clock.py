@@ -1,10 +1,10 @@
-"""Time that passes only when somebody says so."""
+"""Virtual time, which passes only when it is set."""
 
 from __future__ import annotations
 
 
 class VirtualClock:
-    """Seconds from the start of a simulation; called like `time.monotonic`. Anybody may set it."""
+    """Seconds from the start of a simulation; called like `time.monotonic`, and settable."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -25,7 +25,7 @@ class SimulationConfig:
     dtype: DTypeName = "auto"
     max_model_len: int | None = None
     memory_share: float = 0.95  # of a device's memory
-    workspace: int = 1 * GIB  # bytes on each device that nobody accounts for
+    workspace: int = 1 * GIB  # bytes on each device that no other item accounts for
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     coefficients: Coefficients = field(default_factory=Coefficients)

@@ -26,7 +26,7 @@ REDUCES_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: after attention
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What the data sheet does not say. Efficiencies are shares of the peak.
+    """What the data sheet does not say. Efficiencies are fractions of the peak.
 
     The defaults are those of octavo's kernels on an H200 (docs/performance.md: whole layers of
     OPT-13B, decodes of 1,024 tokens, prompts of 2,048); overheads and all-reduces are guesses.

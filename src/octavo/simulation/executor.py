@@ -63,7 +63,7 @@ class SimulatedExecutor:
         self.capacity = capacity
         self.is_asynchronous = is_asynchronous
         self.spans: list[tuple[float, float]] = []  # when each step began and ended
-        # Requests that run: a plan knows only sequences, so whoever owns the engine says.
+        # The number of running requests: set by the engine's owner, as a plan knows only sequences.
         self.count_requests: Callable[[], int] = lambda: 0
         self._cost_model = cost_model
         self._clock = clock
@@ -71,8 +71,8 @@ class SimulatedExecutor:
         self._beam_spacing = beam_spacing
         self._last_end = 0.0
         self._random = random.Random(seed)
-        self._num_draws: dict[int, int] = {}  # of rows that will draw more than one token
-        self._num_candidates: dict[int, int] = {}  # of beams
+        self._num_draws: dict[int, int] = {}  # for rows that will draw more than one token
+        self._num_candidates: dict[int, int] = {}  # for beams
 
     def submit(self, plan: StepPlan) -> SimulatedStep:
         shape = replace(self._tracker.follow(plan), num_requests=self.count_requests())

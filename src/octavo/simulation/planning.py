@@ -194,7 +194,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a machine is no choice."""
+    """Why a machine cannot be chosen."""
 
     config: SimulationConfig
     reason: str

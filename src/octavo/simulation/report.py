@@ -55,7 +55,7 @@ def probe_text(probe: Probe) -> str:
         f"{probe.rate:8.3f} requests/s: meets it, {result.normalized_latency:.4f} s/token, "
         f"p99 {result.time_to_first_token.at[99]:.2f} s to the first token and "
         f"{1e3 * result.time_per_output_token.at[99]:.0f} ms for each other, "
-        f"{result.mean_batched_requests:.1f} requests a step"
+        f"{result.mean_batched_requests:.1f} requests per step"
     )
 
 

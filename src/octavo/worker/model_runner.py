@@ -309,8 +309,8 @@ class ModelRunner:
         if plan.only_decodes:
             return Captured(graphs.size_for(num_seqs))
         num_chunks = sum(n > 1 for n in plan.num_scheduled_tokens)
-        wanted = PaddedSizes(plan.num_tokens, num_seqs - num_chunks, num_chunks)
-        mixed = graphs.mixed_size_for(wanted)
+        needed = PaddedSizes(plan.num_tokens, num_seqs - num_chunks, num_chunks)
+        mixed = graphs.mixed_size_for(needed)
         return Captured(mixed.num_tokens, mixed) if mixed else None
 
     def _num_indices(self, mixed: PaddedSizes) -> int:

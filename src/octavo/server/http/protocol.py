@@ -1,8 +1,8 @@
 """A connection: uvicorn's HTTP/1.1, behind bounds on what a client may send and how slowly.
 
 `Connection` stands between the socket and uvicorn's protocol. It parses what comes in with a parser
-of its own (the same httptools), so that it knows of each request how far it has come, refuses what
-is too large, too slow or no HTTP, and hands everything else on unchanged. Of uvicorn it uses what
+of its own (the same httptools), so that it can track the progress of each request; it refuses what
+is too large, too slow or not HTTP, and forwards everything else unchanged. It uses uvicorn as
 uvicorn's own server does: a protocol is made from a config, a `ServerState` and an `app_state`, is
 called as asyncio calls protocols, and has a `shutdown`.
 """
@@ -119,10 +119,10 @@ class Connection(asyncio.Protocol):
         self._num_headers = 0  # and trailers
         self._num_head_bytes = 0  # of headers and trailers
         self._num_body_bytes = 0
-        self._num_pending_bytes = 0  # of a header that has not come to its end
+        self._num_pending_bytes = 0  # of an incomplete header
         self._has_parsed = False  # anything, of the data that came last
         self._num_requests = 0
-        # Of each request that has not been answered to its end: the host in its URL.
+        # The host in the URL of each request without a complete reply.
         self._authorities: deque[bytes | None] = deque()
         self._num_unanswered = 0
         self._has_begun_reply = False
@@ -302,7 +302,7 @@ class Connection(asyncio.Protocol):
             self._all.when_spare_ends()
 
     def refuse_body(self) -> None:
-        """There is no room for the rest of what the client sends."""
+        """Refuse the rest of a body, since too much memory is taken by bodies."""
         message = f"bodies that are being received have more than {MAX_BODIES_BYTES} bytes"
         self._refuse(503, message, "too_many_bodies", RETRY_SECONDS)
 

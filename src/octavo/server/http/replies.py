@@ -40,7 +40,7 @@ PromptLogprobs = list[dict[str, ScoredToken] | None]
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry a token. A token that is no text by itself is written as bytes:\\x.."""
+    """One entry per token. A token that is not text by itself is written as bytes:\\x.."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

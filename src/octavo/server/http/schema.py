@@ -38,7 +38,7 @@ DESCRIPTION = """octavo serves large language models with PagedAttention.
 Bodies are JSON. Every field is honoured, or refused with a 400 that names it. All errors have one
 shape: `{"error": {"message", "type", "param", "code"}}`."""
 
-# Of the 422 that octavo never sends.
+# FastAPI's schemas for the 422 response, which octavo never sends.
 FASTAPI_OWN = ("HTTPValidationError", "ValidationError")
 
 # By their names in the description; filled as routes are declared.

@@ -29,7 +29,7 @@ from octavo.worker.sampler import (
 WEIGHT_BITS = 40
 # exp(_NEVER) * 2 ** WEIGHT_BITS rounds to 0. exp takes several times longer where it underflows.
 _NEVER = -60.0
-_NUM_BEST = 1024  # most likely tokens that are looked at before a row is sorted
+_NUM_BEST = 1024  # most likely tokens that are searched before a whole row is sorted
 _CHUNK = 128  # tokens that are summed up before the search; any size gives the same token
 _MAX_DRAWS_AT_ONCE = 256
 _SLICE_ELEMENTS = 1 << 18  # logits worked on at once
@@ -249,7 +249,7 @@ def top_p_limits(
 
 
 def _limits_of_sorted(ordered: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The limits of rows in descending order, and whether their tokens reach what is wanted."""
+    """The limits of rows in descending order, and whether their tokens reach `wanted`."""
     counts = ordered.to(torch.int64)
     ends = counts.cumsum(dim=-1)
     # A token stays while those before it fall short; the first one always stays.
