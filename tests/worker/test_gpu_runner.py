@@ -32,8 +32,7 @@ from octavo.ops.cuda.attention_cascade import cascade_attention
 from octavo.ops.cuda.sampling import DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import best_tokens
 from octavo.outputs import RequestOutput
-from octavo.worker import cascade as shared_blocks
-from octavo.worker import sampler
+from octavo.worker import cascade, sampler
 from octavo.worker.device import cuda_sampling
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.device.cuda import CudaDevice
@@ -204,7 +203,7 @@ def test_the_sampler_draws_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -
 def test_keys_of_gangs_and_common_prefixes_are_read_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_blocks, "MIN_KEYS", 64)
+    monkeypatch.setattr(cascade, "MIN_KEYS", 64)
     overlapped, plain = engines(name, 40, "recompute")
     calls = 0
 

@@ -1,7 +1,7 @@
-"""GET /dashboard/feed: pictures of the pool and events, for as long as a page is open.
+"""GET /dashboard/feed: snapshots of the pool and events, for as long as a page is open.
 
 One task asks the engine for a snapshot ten times a second while there is a viewer, and not at all
-otherwise. Each viewer gets what changed since its last frame; a slow one skips frames.
+otherwise. Each viewer gets the changes since its last frame; a slow one skips frames.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Feed:
         return len(self._viewers) >= MAX_VIEWERS
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Frames for one more viewer, without end; closing the iterator removes the viewer."""
+        """Frames for a new viewer, without end; closing the iterator removes the viewer."""
         viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
