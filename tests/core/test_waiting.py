@@ -179,6 +179,25 @@ def test_names_that_one_prompt_leaves_go_to_the_next(monkeypatch: pytest.MonkeyP
     world.run()
 
 
+def test_many_prompts_of_a_long_cached_prefix_start_together() -> None:
+    """512 prompts of 64 cached blocks each: hashing them spreads over few steps, not over many."""
+    world = World(num_blocks=2000, max_num_seqs=600, max_num_batched_tokens=4096)
+    prefix = [3] * 64 * BLOCK_SIZE
+    world.add("first", prompt=prefix, num_output_tokens=1)
+    world.run()
+    world.add("decoding", 2, 40)
+    world.step()
+    for i in range(512):
+        world.add(f"r{i}", prompt=[*prefix, i % 7, i // 7 % 7, i // 49], num_output_tokens=30)
+    num_steps = 0
+    while world.scheduler.waiting:
+        world.step()
+        num_steps += 1
+    assert num_steps <= 10
+    assert len(world.scheduler.running) == 513
+    world.run()
+
+
 def test_a_waiting_prompt_is_hashed_once() -> None:
     """It is looked up whenever a block comes free."""
     hashed: list[bytes] = []
