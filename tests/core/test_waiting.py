@@ -188,7 +188,7 @@ def test_many_prompts_of_a_long_cached_prefix_start_together() -> None:
     world.add("decoding", 2, 40)
     world.step()
     for i in range(512):
-        world.add(f"r{i}", prompt=[*prefix, i % 7, i // 7 % 7, i // 49], num_output_tokens=30)
+        world.add(f"r{i}", prompt=[*prefix, 100 + i], num_output_tokens=30)
     num_steps = 0
     while world.scheduler.waiting:
         world.step()
