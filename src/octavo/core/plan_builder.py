@@ -11,11 +11,12 @@ from octavo.core.kv.manager import Changes
 from octavo.core.sequence import Request, Searching, Sequence
 from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 
-# Blocks of waiting requests that are hashed in one step: about 3 ms, during which running requests
+# Blocks of waiting requests that are hashed in one step: about 1 ms, during which running requests
 # wait, unless the device computes meanwhile. A request with more of them continues in the next
-# steps. The limit also bounds how many requests with a long cached prefix start together: with 512,
-# a step admitted 8 of those that share 1,024 tokens, and 512 of them took 133 steps instead of 74.
-MAX_HASHES = 4096
+# steps. The limit also bounds how many requests with a long cached prefix start together: a step
+# admits 15 of those that share 1,024 tokens. (512 of them, of 64 output tokens each, take 99 steps
+# with this limit, 133 with half of it and 74 with four times as much, but hashing takes 4 ms then.)
+MAX_HASHES = 1024
 
 
 class RowChanges:
