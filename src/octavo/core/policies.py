@@ -227,7 +227,7 @@ class FairShare(SchedulingPolicy):
             self._floor = max(self._floor, self._last_backlogged.counter)
 
     def _lowest_counter(self) -> float:
-        """The lowest counter of the backlogged tenants, of which there is at least one."""
+        """The lowest counter of the backlogged tenants; there must be at least one."""
         heap, backlogged = self._lowest, self._backlogged
         while True:
             counter, name = heap[0]

@@ -449,7 +449,7 @@ class Scheduler:
     ) -> Admission:
         """Start a waiting request if it fits; at most `room` of its tokens are computed now.
 
-        `quota`: how many tokens a step with prompts should have; None: no limit.
+        `quota`: the most tokens that a step with prompts should compute; None: no limit.
         """
         if request.is_pending:
             return Admission.PENDING
