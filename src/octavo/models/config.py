@@ -6,13 +6,13 @@ them. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import (
     AttentionConfig,
     LinearConfig,
@@ -30,12 +30,15 @@ class LayerConfig:
 
     norm_placement: "pre" normalises the input of each block; "post" normalises the residual stream
     after each block (OPT-350m).
+    kv_spec: which tokens' KV the layer keeps, at least those that the attention's window reads;
+    None: exactly those.
     """
 
     attention: AttentionConfig
     mlp: MLPConfig
     norm: NormConfig
     norm_placement: NormPlacement = "pre"
+    kv_spec: KVSpec | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -71,6 +74,7 @@ class ModelDescription:
         assert len(kv_shapes) == 1, "blocks of the KV cache have one shape in all layers"
         layers = tuple(_within_context(layer, self.max_model_len) for layer in self.layers)
         object.__setattr__(self, "layers", layers)
+        _check_kv_specs(layers, self.max_model_len)
 
     @property
     def num_layers(self) -> int:
@@ -114,8 +118,8 @@ class ModelDescription:
     def kv_specs(self) -> list[KVSpec]:
         """Which tokens' KV each layer keeps."""
         return [
-            FullAttention() if window is None else SlidingWindow(window)
-            for window in self.layer_windows
+            _window_spec(layer.attention.window) if layer.kv_spec is None else layer.kv_spec
+            for layer in self.layers
         ]
 
     def num_lookup_parameters(self) -> int:
@@ -165,3 +169,27 @@ def _within_context(layer: LayerConfig, max_model_len: int) -> LayerConfig:
     if window is None or window < max_model_len:
         return layer
     return replace(layer, attention=replace(layer.attention, window=None))
+
+
+def _window_spec(window: int | None) -> KVSpec:
+    """The spec that keeps what a window reads, and nothing else."""
+    return FullAttention() if window is None else SlidingWindow(window)
+
+
+def _check_kv_specs(layers: Sequence[LayerConfig], max_model_len: int) -> None:
+    """Raise ModelError if a layer's own KV spec frees tokens that its attention still reads."""
+    checked = set()
+    for layer_id, layer in enumerate(layers):
+        spec, window = layer.kv_spec, layer.attention.window
+        if spec is None or (spec, window) in checked:
+            continue
+        checked.add((spec, window))
+        read = _window_spec(window)
+        for position in range(max_model_len):
+            kept, needed = spec.first_needed_token(position), read.first_needed_token(position)
+            if kept > needed:
+                raise ModelError(
+                    f"kv_spec of layer {layer_id}: {spec} keeps no token before {kept} at position "
+                    f"{position}, where the attention reads tokens from {needed} on "
+                    f"(window: {window})"
+                )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import EngineConfig
-from octavo.core.kv.specs import SlidingWindow, group_layers
+from octavo.core.kv.specs import FullAttention, group_layers
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
@@ -98,7 +98,7 @@ class ModelRunner:
         on_device = None
         if device.keeps_tables:
             max_blocks = -(-model_config.max_model_len // block_size)
-            have_windows = [isinstance(group.spec, SlidingWindow) for group in layout.groups]
+            have_windows = [not isinstance(group.spec, FullAttention) for group in layout.groups]
             on_device = DeviceTables(
                 block_size, have_windows, num_rows, max_blocks, device.torch_device
             )
