@@ -1,0 +1,132 @@
+"""How the ranks of a tensor-parallel group exchange tensors.
+
+All ranks make the same calls, with tensors of the same shapes and dtypes, in the same order.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.parallel import Shard
+
+
+class ReductionSite(IntEnum):
+    """Where in a decoder partial sums are added up over the ranks.
+
+    Consecutive reductions of a step are at different sites, so that they may use different buffers.
+    """
+
+    EMBEDDING = 0
+    ATTENTION = 1
+    MLP = 2
+
+
+class Communicator(Protocol):
+    """One rank's connection to the others."""
+
+    shard: Shard
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks, of x's shape and dtype.
+
+        It is computed in float32 in the order of the ranks and rounded once: it has the same bits
+        on all ranks and is batch-invariant. x is left unchanged; it may be returned.
+        """
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks in the order of the ranks: [size, *x.shape], dense."""
+
+    def close(self) -> None:
+        """Leave the group. A second call does nothing."""
+
+
+class Reduction(NamedTuple):
+    """One place in a model where partial sums are added up over the ranks."""
+
+    communicator: Communicator
+    site: ReductionSite
+
+
+class SingleRank:
+    """One rank that holds the whole model: nothing is exchanged."""
+
+    shard = Shard()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Communicator.all_reduce."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See Communicator.all_gather."""
+        return x.unsqueeze(0)
+
+    def close(self) -> None:
+        """See Communicator.close."""
+
+
+class GroupCommunicator:
+    """The ranks of a torch.distributed process group: gloo on CPUs, NCCL on GPUs.
+
+    On a GPU calls return when they are launched, and may be captured in a CUDA graph.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.shard = Shard(group.rank(), group.size())
+        self._group: dist.ProcessGroup | None = group
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, which must not have been closed."""
+        assert self._group is not None, "the communicator is closed"
+        return self._group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Communicator.all_reduce."""
+        parts = self.all_gather(x)
+        total = parts[0].float()
+        for rank in range(1, self.shard.size):
+            total = total + parts[rank]
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See Communicator.all_gather."""
+        gathered = torch.empty((self.shard.size, *x.shape), dtype=x.dtype, device=x.device)
+        if x.numel():
+            # As bytes: gloo does not know all dtypes.
+            sent = x.contiguous().view(-1).view(torch.uint8)
+            dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), sent, self.group)
+        return gathered
+
+    def close(self) -> None:
+        """See Communicator.close."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def connect(shard: Shard, address: str, device: torch.device) -> Communicator:
+    """Join the group; returns when all of its ranks have.
+
+    Args:
+        address: where the ranks meet, "file:///path" of a file that does not exist yet, or
+            "tcp://127.0.0.1:port", where rank 0 will listen.
+        device: on which tensors will be exchanged; a GPU is the process's current one.
+    """
+    if shard.size == 1:
+        return SingleRank()
+    is_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if is_gpu else "gloo",
+        init_method=address,
+        rank=shard.rank,
+        world_size=shard.size,
+        device_id=device if is_gpu else None,
+    )
+    group = dist.group.WORLD
+    assert group is not None, "it was just made"
+    return GroupCommunicator(group)

@@ -1,0 +1,88 @@
+"""Groups of processes, each a rank, that carry out functions side by side over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.ops.communicator import connect
+from octavo.parallel import Shard
+
+PRELOADED = ["torch", "numpy", "safetensors"]  # not octavo: the server has not our sys.path
+
+
+class Ranks:
+    """Owns `size` processes. Functions are called in all of them, and see their communicator.
+
+    The processes are forked from a server that has imported torch, which takes a few milliseconds.
+    """
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.size = size
+        self._directory = Path(tempfile.mkdtemp(prefix="octavo-ranks-"))
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, size, self._directory),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call function(communicator, *args) in every rank."""
+        for connection in self._connections:
+            connection.send((function, args))
+
+    def results(self) -> list[Any]:
+        """What the call that was started first has returned, by rank; raises what it raised."""
+        answers = [connection.recv() for connection in self._connections]
+        for error, where in (answer[1:] for answer in answers if answer[0] == "error"):
+            error.add_note(where)
+            raise error
+        return [answer[1] for answer in answers]
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`start` and `results`."""
+        self.start(function, *args)
+        return self.results()
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(timeout=10)
+            process.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _serve(connection: Connection, rank: int, size: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    address = (directory / "store").as_uri()
+    communicator = connect(Shard(rank, size), address, torch.device("cpu"))
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            break
+        try:
+            connection.send(("result", function(communicator, *args)))
+        except Exception as error:
+            connection.send(("error", error, f"rank {rank}: {traceback.format_exc()}"))
+    communicator.close()

@@ -1,0 +1,81 @@
+"""Exchanges between ranks: what every rank gets, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor
+
+from octavo.ops.communicator import Communicator, SingleRank
+
+SIZES = (2, 3)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What a rank contributes: numbers of very different sizes."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(shape, generator=generator)
+    return (values * 10.0 ** (3 * rank)).to(dtype)
+
+
+def exchange(
+    communicator: Communicator, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum, gathered, this rank's part afterwards)."""
+    x = part_of(communicator.shard.rank, shape, dtype)
+    return communicator.all_reduce(x), communicator.all_gather(x), x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_exchanges(size: int, dtype: torch.dtype, ranks: Callable[[int], Ranks]) -> None:
+    for shape in [(4, 6), (1, 7), (0, 6), (3, 2, 5), (5,)]:
+        parts = [part_of(rank, shape, dtype) for rank in range(size)]
+        total = torch.zeros(shape)
+        for part in parts:
+            total += part.float()
+        results = ranks(size).call(exchange, shape, dtype)
+        for rank, (reduced, gathered, own) in enumerate(results):
+            assert reduced.dtype == gathered.dtype == dtype
+            assert torch.equal(reduced, total.to(dtype))
+            assert torch.equal(gathered, torch.stack(parts))
+            assert torch.equal(own, parts[rank])
+
+
+def exchange_strided(communicator: Communicator) -> tuple[Tensor, Tensor]:
+    x = part_of(communicator.shard.rank, (6, 4), torch.bfloat16).t()
+    return communicator.all_reduce(x), communicator.all_gather(x)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_strided_tensors(size: int, ranks: Callable[[int], Ranks]) -> None:
+    parts = [part_of(rank, (6, 4), torch.bfloat16).t() for rank in range(size)]
+    for reduced, gathered in ranks(size).call(exchange_strided):
+        assert torch.equal(gathered, torch.stack(parts))
+        assert reduced.shape == (4, 6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_do_not_depend_on_the_batch(dtype: torch.dtype, ranks: Callable[[int], Ranks]) -> None:
+    [(whole, *_), *_] = ranks(3).call(exchange, (64, 48), dtype)
+    parts = [part_of(rank, (64, 48), dtype) for rank in range(3)]
+    for row in (0, 17, 63):
+        [reduced, *_] = ranks(3).call(reduce_row, parts, row)
+        assert torch.equal(reduced, whole[row : row + 1])
+
+
+def reduce_row(communicator: Communicator, parts: list[Tensor], row: int) -> Tensor:
+    return communicator.all_reduce(parts[communicator.shard.rank][row : row + 1])
+
+
+def test_a_single_rank_exchanges_nothing() -> None:
+    communicator: Communicator = SingleRank()
+    x = torch.randn(3, 4)
+    assert communicator.all_reduce(x) is x
+    assert torch.equal(communicator.all_gather(x), x.unsqueeze(0))
+    communicator.close()
+    communicator.close()
