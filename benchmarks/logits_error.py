@@ -48,6 +48,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.loader import build_model, weight_targets
 from octavo.models.registry import read_model_config
 from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, load_backend
+from octavo.ops.communicator import SingleRank
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 
 FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3")
@@ -125,7 +126,7 @@ def model_config(family: str, scale: Scale) -> ModelConfig:
 
 def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: bool) -> CausalLM:
     """A bfloat16 model with outliers, not yet packed. Its weights are the same on every device."""
-    model = build_model(config, BF16, device)
+    model = build_model(config, BF16, device, SingleRank())
     generator = torch.Generator().manual_seed(seed)
 
     def normal(like: Tensor, deviation: float) -> Tensor:
@@ -292,9 +293,10 @@ class TransformersTorch:
         )
         own = self._model.state_dict()
         prefixes = ("", "model.", "transformer.", "model.decoder.")
-        for name, tensor in weight_targets(model, config).items():
+        for name, target in weight_targets(model, config).items():
             full = next(prefix + name for prefix in prefixes if prefix + name in own)
-            own[full].copy_(tensor)
+            for tensor, index in target.slices:
+                own[full][index].copy_(tensor)
         self._model = self._model.to(device).eval()
         self._past: Any = None
 

@@ -23,6 +23,7 @@ from octavo.json_fields import Fields
 from octavo.layers.rotary import rotary_table
 from octavo.models.loader import build_model, load_weights
 from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
 
 CPU = torch.device("cpu")
 FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3")
@@ -153,7 +154,7 @@ def test_every_value_in_the_index(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     save_file(tensors, tmp_path / "part.safetensors")
     config = read_model_config(tmp_path)
-    model = build_model(config, torch.float32, CPU)
+    model = build_model(config, torch.float32, CPU, SingleRank())
     whole = dict.fromkeys(tensors, "part.safetensors")
     index = {"metadata": {}, "weight_map": whole}
 

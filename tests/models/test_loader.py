@@ -24,6 +24,7 @@ from octavo.models.loader import (
     weight_targets,
 )
 from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
 
 CPU = torch.device("cpu")
 PROMPT = model_zoo.random_token_ids(20)
@@ -31,7 +32,7 @@ Tensors = dict[str, Tensor]
 
 
 def logits(directory: Path) -> Tensor:
-    model = load_model(read_model_config(directory), torch.float32, CPU)
+    model = load_model(read_model_config(directory), torch.float32, CPU, SingleRank())
     return DenseHarness(model, len(PROMPT)).run({0: PROMPT})[0]
 
 
@@ -64,9 +65,10 @@ def shard(directory: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", model_zoo.NAMES)
 def test_every_parameter_has_a_target(name: str) -> None:
     config = read_model_config(model_zoo.model_directory(name))
-    model = build_model(config, torch.float32, CPU)
+    model = build_model(config, torch.float32, CPU, SingleRank())
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    targets = {id(target): target for target in weight_targets(model, config).values()}
+    slices = [each for target in weight_targets(model, config).values() for each in target.slices]
+    targets = {each.target.data_ptr(): each.target for each in slices}
     assert sum(target.numel() for target in targets.values()) == num_parameters
     assert num_parameters == config.num_parameters()
     assert num_parameters == model_zoo.reference_model(name).num_parameters()
@@ -143,7 +145,7 @@ def test_one_parameter_under_two_names(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_one_tensor() -> None:
     config = read_model_config(model_zoo.model_directory("llama3"))
-    model = build_model(config, torch.float32, CPU)
+    model = build_model(config, torch.float32, CPU, SingleRank())
     assert model.head.linear.weight is model.embedding.weight
 
 
@@ -260,10 +262,11 @@ def test_loading_casts(tmp_path: Path) -> None:
             tensors[key] = tensors[key].bfloat16()
 
     config = read_model_config(changed(tmp_path, "qwen3", halve))
-    model = build_model(config, torch.float32, CPU)
+    model = build_model(config, torch.float32, CPU, SingleRank())
     load_weights(model, config)
     want = load_file(tmp_path / "model.safetensors")["model.norm.weight"].float()
-    assert torch.equal(weight_targets(model, config)["norm.weight"], want)
+    (part,) = weight_targets(model, config)["norm.weight"].slices
+    assert torch.equal(part.target, want)
 
 
 @pytest.mark.parametrize("name", model_zoo.NAMES)
@@ -272,9 +275,9 @@ def test_dummy_weights(name: str, tmp_path: Path) -> None:
     shutil.copy(model_zoo.model_directory(name) / "config.json", tmp_path)
     config = read_model_config(tmp_path)
     runs = [
-        DenseHarness(load_model(config, torch.float32, CPU, "dummy", seed), len(PROMPT)).run(
-            {0: PROMPT}
-        )[0]
+        DenseHarness(
+            load_model(config, torch.float32, CPU, SingleRank(), "dummy", seed), len(PROMPT)
+        ).run({0: PROMPT})[0]
         for seed in (0, 0, 1)
     ]
     assert runs[0].isfinite().all()
@@ -285,11 +288,13 @@ def test_dummy_weights(name: str, tmp_path: Path) -> None:
 def test_dummy_weights_look_random() -> None:
     """More numbers than the noise has: the noise repeats, rows do not."""
     config = read_model_config(Path(__file__).parents[2] / "benchmarks" / "configs" / "llama-15m")
-    model = build_model(config, torch.bfloat16, CPU)
-    fill_with_noise(model, 0)
+    model = build_model(config, torch.bfloat16, CPU, SingleRank())
+    fill_with_noise(model, config, 0)
     weight = model.embedding.weight.float()
     assert weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert weight.mean().abs() < 1e-4
     assert torch.unique(weight[:, :8], dim=0).shape[0] == config.vocab_size
-    norms = [t for key, t in weight_targets(model, config).items() if key.endswith("norm.weight")]
+    targets = weight_targets(model, config).items()
+    norms = [target.slices[0].target for key, target in targets if key.endswith("norm.weight")]
+    assert norms
     assert all((norm == 1).all() for norm in norms)

@@ -16,6 +16,7 @@ import model_zoo
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ PROMPT = model_zoo.random_token_ids(70)  # longer than the zoo's sliding windows
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(read_model_config(directory), dtype, CPU)
+    return load_model(read_model_config(directory), dtype, CPU, SingleRank())
 
 
 def expected(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
@@ -144,7 +145,7 @@ def test_longrope_within_the_original_context(tmp_path: Path) -> None:
     reference = model_zoo.load_reference(directory)
     config = read_model_config(directory)
     for limit, prompt in ((128, PROMPT), (512, model_zoo.random_token_ids(129))):
-        model = load_model(config.with_max_model_len(limit), torch.float32, CPU)
+        model = load_model(config.with_max_model_len(limit), torch.float32, CPU, SingleRank())
         got = DenseHarness(model, len(prompt)).run({0: prompt})[0]
         assert_equal(got, expected(reference, prompt))
 

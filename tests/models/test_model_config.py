@@ -19,6 +19,7 @@ from octavo.models.config import ModelConfig, PositionTable
 from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model
 from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
 
 GPT2 = {
     "activation_function": "gelu_new",
@@ -245,7 +246,7 @@ def test_num_parameters_of_published_models(
     """Declared shapes count the same as the published weights, and as the modules made of them."""
     config = read(tmp_path, fields)
     assert config.num_parameters() == num_parameters
-    model = build_model(config, torch.bfloat16, torch.device("meta"))
+    model = build_model(config, torch.bfloat16, torch.device("meta"), SingleRank())
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 

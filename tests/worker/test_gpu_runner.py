@@ -25,6 +25,7 @@ from octavo.llm import load_engine
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.ops import PaddedSizes, load_backend
+from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_cascade as attention_cascade
 from octavo.ops.cuda import attention_decode
@@ -61,7 +62,7 @@ class CudaExecutor:
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, has_graphs: bool = True
     ) -> None:
-        model = load_model(model_config, torch.float32, DEVICE)
+        model = load_model(model_config, torch.float32, DEVICE, SingleRank())
         most = config.scheduler.max_num_seqs
         mixed = [PaddedSizes(n, min(n, most), 16) for n in (4, 16, 24)]
         graphs = Graphs([1, 2, 4, most], mixed, DEVICE) if has_graphs else None

@@ -24,11 +24,13 @@ class LocalExecutor:
             ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do.
         """
         device = find_device(config)
-        from octavo.worker.worker import Worker  # loads torch, as the device wants it loaded
+        # These load torch, as the device wants it loaded.
+        from octavo.ops.communicator import SingleRank
+        from octavo.worker.worker import Worker
 
         self.config = device.adapt(config)
         self.is_asynchronous = device.is_asynchronous
-        self._worker = Worker(self.config, model_config, device)
+        self._worker = Worker(self.config, model_config, device, SingleRank())
         budget = self._worker.budget
         self.capacity = KVCapacity(
             num_blocks=budget.num_blocks,

@@ -1,13 +1,16 @@
 """Descriptions of layers, from which they are built.
 
 Every shape of a weight is declared here, so that memory can be counted without torch, which this
-module does not import.
+module does not import. Families describe whole layers; `sharded` makes of such a description that
+of one rank's part (parallel.py), in which all counts and sizes are the rank's own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from octavo.parallel import WHOLE, Shard
 
 RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 NormKind = Literal["rms", "layer"]
@@ -44,14 +47,39 @@ class LinearConfig:
     out_sizes: tuple[int, ...]  # the outputs of each merged projection, in their order in W
     bias: bool = False
     method: str = "plain"  # how W is stored and computed: a name in registry.LINEAR_METHODS
+    # Which part of the whole projection this is: of the outputs of each merged one (none: all of
+    # them), or of the inputs, so that y is a partial sum.
+    out_shards: tuple[Shard, ...] = ()
+    in_shard: Shard = WHOLE
+    padding: int = 0  # outputs that the whole projection, of which there is one, lacks to divide
 
     @property
     def out_features(self) -> int:
         return sum(self.out_sizes)
 
+    def out_ranges(self) -> list[tuple[int, slice]]:
+        """For each merged projection, how many outputs the whole has, and which of them these are:
+        without padding."""
+        shards = self.out_shards or (WHOLE,) * len(self.out_sizes)
+        found = []
+        for size, shard in zip(self.out_sizes, shards, strict=True):
+            whole, start = size * shard.size - self.padding, size * shard.rank
+            found.append((whole, slice(start, min(start + size, whole))))
+        return found
+
+    def in_range(self) -> tuple[int, slice]:
+        """How many inputs the whole has, and which of them these are."""
+        start = self.in_features * self.in_shard.rank
+        return self.in_features * self.in_shard.size, slice(start, start + self.in_features)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether this part adds the bias: of partial sums, the first does."""
+        return self.bias and self.in_shard.rank == 0
+
     @property
     def num_parameters(self) -> int:
-        return self.out_features * (self.in_features + self.bias)
+        return self.out_features * (self.in_features + self.has_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +113,39 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     linear_method: str = "plain"  # of its projections
+    shard: Shard = WHOLE  # which part of the query heads these are
+    kv_shard: Shard = WHOLE  # which part of the KV heads these are
+
+    def sharded(self, shard: Shard) -> AttentionConfig:
+        """One rank's heads. Raises ConfigError if they do not divide."""
+        return replace(
+            self,
+            num_heads=shard.divide(self.num_heads, "the number of attention heads"),
+            num_kv_heads=max(1, self.num_kv_heads // shard.size),
+            shard=shard,
+            kv_shard=shard.of_kv_heads(self.num_kv_heads),
+        )
 
     @property
     def qkv(self) -> LinearConfig:
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        sizes = (query_size, kv_size, kv_size)
-        return LinearConfig(self.hidden_size, sizes, self.qkv_bias, self.linear_method)
+        return LinearConfig(
+            self.hidden_size,
+            (query_size, kv_size, kv_size),
+            self.qkv_bias,
+            self.linear_method,
+            out_shards=(self.shard, self.kv_shard, self.kv_shard),
+        )
 
     @property
     def output(self) -> LinearConfig:
-        heads_size = self.num_heads * self.head_dim
-        return LinearConfig(heads_size, (self.hidden_size,), self.output_bias, self.linear_method)
+        return LinearConfig(
+            self.num_heads * self.head_dim,
+            (self.hidden_size,),
+            self.output_bias,
+            self.linear_method,
+            in_shard=self.shard,
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -116,17 +166,33 @@ class MLPConfig:
     activation: Activation
     bias: bool = False
     linear_method: str = "plain"  # of its projections
+    shard: Shard = WHOLE  # which part of the intermediate elements these are
+
+    def sharded(self, shard: Shard) -> MLPConfig:
+        """One rank's intermediate elements. Raises ConfigError if they do not divide."""
+        size = shard.divide(self.intermediate_size, "the intermediate size")
+        return replace(self, intermediate_size=size, shard=shard)
 
     @property
     def up(self) -> LinearConfig:
         merged = 2 if self.kind == "gated" else 1
-        sizes = (self.intermediate_size,) * merged
-        return LinearConfig(self.hidden_size, sizes, self.bias, self.linear_method)
+        return LinearConfig(
+            self.hidden_size,
+            (self.intermediate_size,) * merged,
+            self.bias,
+            self.linear_method,
+            out_shards=(self.shard,) * merged,
+        )
 
     @property
     def down(self) -> LinearConfig:
-        sizes = (self.hidden_size,)
-        return LinearConfig(self.intermediate_size, sizes, self.bias, self.linear_method)
+        return LinearConfig(
+            self.intermediate_size,
+            (self.hidden_size,),
+            self.bias,
+            self.linear_method,
+            in_shard=self.shard,
+        )
 
     @property
     def num_parameters(self) -> int:

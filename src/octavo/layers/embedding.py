@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.layers.base import WeightOwner
+from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import LinearConfig
 from octavo.layers.linear import PlainLinear
+from octavo.ops.communicator import Communicator
+from octavo.parallel import WHOLE, Shard
 
 
 class Embedding(WeightOwner):
-    """Owns a table of vectors: [num_rows, size]."""
+    """Owns a table of vectors: [num_rows, size], or a shard of its rows, padded."""
 
-    def __init__(self, num_rows: int, size: int) -> None:
+    def __init__(self, num_rows: int, size: int, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_rows, size), requires_grad=False)
+        self.num_rows = num_rows
+        self.shard = shard
+        held = shard.padded(num_rows)
+        self.start = shard.rank * held  # the first row that this rank holds
+        self.weight = nn.Parameter(torch.empty(held, size), requires_grad=False)
+
+    def targets(self, names: Sequence[str]) -> WeightTargets:
+        """See WeightOwner.targets."""
+        (name,) = names
+        held, size = self.weight.shape
+        index = (slice(self.start, min(self.start + held, self.num_rows)), slice(0, size))
+        target = WeightTarget((self.num_rows, size), (WeightSlice(self.weight, index),))
+        return {f"{name}.weight": target}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [num_tokens] -> [num_tokens, size]."""
-        return F.embedding(ids, self.weight)
+        """int64 [num_tokens] -> [num_tokens, size]; of a shard, 0 for rows that others hold."""
+        if self.shard.size == 1:
+            return F.embedding(ids, self.weight)
+        places = ids - self.start
+        is_elsewhere = (places < 0) | (places >= self.weight.shape[0])
+        vectors = F.embedding(places.masked_fill(is_elsewhere, 0), self.weight)
+        return vectors.masked_fill_(is_elsewhere.unsqueeze(-1), 0)
 
 
 class PositionEmbedding(Embedding):
@@ -38,9 +59,12 @@ class PositionEmbedding(Embedding):
 class LMHead(nn.Module):
     """Owns the projection to the vocabulary, or shares the token embedding's table for it."""
 
-    def __init__(self, config: LinearConfig) -> None:
+    def __init__(self, config: LinearConfig, vocab_size: int, communicator: Communicator) -> None:
+        """`config`: of this rank's part of the vocabulary."""
         super().__init__()
         self.linear = PlainLinear(config)
+        self.vocab_size = vocab_size
+        self.communicator = communicator
 
     def tie(self, embedding: Embedding) -> None:
         """Use the embedding's table; called before weights are loaded."""
@@ -49,4 +73,8 @@ class LMHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[num_rows, size] -> logits [num_rows, vocab_size], float32; on a GPU in its dtype."""
         logits = self.linear.forward(hidden)
-        return logits if logits.device.type == "cuda" else logits.float()
+        logits = logits if logits.device.type == "cuda" else logits.float()
+        if self.communicator.shard.size == 1:
+            return logits
+        parts = self.communicator.all_gather(logits)
+        return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size]

@@ -7,12 +7,12 @@ loaded, and computes. Quantised, sharded or adapted projections are further clas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from octavo.layers.base import WeightOwner, WeightTargets
+from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import LinearConfig
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.linear import LinearKernel, make_linear_kernel
@@ -50,22 +50,29 @@ class PlainLinear(LinearMethod):
     def __init__(self, config: LinearConfig) -> None:
         super().__init__()
         shape = (config.out_features, config.in_features)
-        self.out_sizes = list(config.out_sizes)
+        self.config = config
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.bias: nn.Parameter | None = None
-        if config.bias:
+        if config.has_bias:
             self.bias = nn.Parameter(torch.empty(config.out_features), requires_grad=False)
         self._kernel: LinearKernel
 
     def targets(self, names: Sequence[str]) -> WeightTargets:
         """See WeightOwner.targets."""
-        if len(names) == 1:
-            return super().targets(names)
-        return {
-            f"{name}.{key}": part
-            for key, parameter in self.named_parameters(recurse=False)
-            for name, part in zip(names, torch.split(parameter, self.out_sizes), strict=True)
-        }
+        assert self.weight is not None, "called before finalize"
+        config, outputs = self.config, self.config.out_ranges()
+        num_inputs, inputs = config.in_range()
+        per_name = [outputs] if len(names) == 1 else [[each] for each in outputs]
+        found: WeightTargets = {}
+        parts = iter(torch.split(self.weight, list(config.out_sizes)))
+        for name, ranges in zip(names, per_name, strict=True):
+            found[f"{name}.weight"] = _target(ranges, parts, (num_inputs,), (inputs,))
+        if config.bias:
+            biases = () if self.bias is None else torch.split(self.bias, list(config.out_sizes))
+            parts = iter(biases)
+            for name, ranges in zip(names, per_name, strict=True):
+                found[f"{name}.bias"] = _target(ranges, parts)
+        return found
 
     def finalize(self) -> None:
         """Pack the weight where that pays, and then let go of it.
@@ -84,6 +91,22 @@ class PlainLinear(LinearMethod):
     def forward_partial(self, x: Tensor) -> Tensor:
         """See LinearMethod.forward_partial."""
         return self._kernel.apply_partial(x, self.bias)
+
+
+def _target(
+    ranges: Sequence[tuple[int, slice]],
+    parts: Iterator[Tensor],
+    inner_shape: tuple[int, ...] = (),
+    inner_index: tuple[slice, ...] = (),
+) -> WeightTarget:
+    """Of a tensor in which a checkpoint has merged the projections with these ranges of outputs;
+    `parts` are where they go, and none where this rank keeps nothing."""
+    begin, slices = 0, []
+    for (size, outputs), part in zip(ranges, parts, strict=False):
+        index = slice(begin + outputs.start, begin + outputs.stop)
+        slices.append(WeightSlice(part, (index, *inner_index)))
+        begin += size
+    return WeightTarget((sum(size for size, _ in ranges), *inner_shape), tuple(slices))
 
 
 def make_linear(config: LinearConfig) -> LinearMethod:

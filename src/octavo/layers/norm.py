@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner
 from octavo.layers.config import NormConfig
+from octavo.ops.communicator import Reduction
 from octavo.ops.cpu.row_ops import add_rms_norm, rms_norm
 
 
@@ -18,6 +19,12 @@ class Norm(WeightOwner):
     bias: nn.Parameter | None
     eps: float
 
+    def __init__(self, reduction: Reduction | None) -> None:
+        """`reduction`: set if `hidden` is a partial sum of this rank; the norm adds up those of
+        all ranks first."""
+        super().__init__()
+        self.reduction = reduction
+
     def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(hidden + residual), hidden + residual); without residual (norm(hidden), hidden).
 
@@ -27,14 +34,18 @@ class Norm(WeightOwner):
         """
         raise NotImplementedError
 
+    def _reduced(self, hidden: Tensor) -> Tensor:
+        """The sum over the ranks, if hidden is a partial one."""
+        return hidden if self.reduction is None else self.reduction.communicator.all_reduce(hidden)
+
 
 class RMSNorm(Norm):
     """A root-mean-square norm (arXiv:1910.07467) with a scale."""
 
     weight: nn.Parameter
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
+    def __init__(self, size: int, eps: float, reduction: Reduction | None = None) -> None:
+        super().__init__(reduction)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
 
@@ -43,8 +54,13 @@ class RMSNorm(Norm):
         if hidden.device.type == "cuda":
             from octavo.ops.cuda import norm
 
+            if self.reduction is not None:
+                return norm.reduce_add_rms_norm(
+                    hidden, self.weight, self.eps, residual, self.reduction
+                )
             normed = norm.rms_norm(hidden, self.weight, self.eps, residual)
             return normed, hidden if residual is None else residual
+        hidden = self._reduced(hidden)
         if residual is None:
             return rms_norm(hidden, self.weight, self.eps), hidden
         return add_rms_norm(hidden, residual, self.weight, self.eps), residual
@@ -53,8 +69,10 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """A layer norm with scale and shift; with neither unless it is `affine`."""
 
-    def __init__(self, size: int, eps: float, affine: bool = True) -> None:
-        super().__init__()
+    def __init__(
+        self, size: int, eps: float, affine: bool = True, reduction: Reduction | None = None
+    ) -> None:
+        super().__init__(reduction)
         self.shape = (size,)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False) if affine else None
@@ -65,18 +83,28 @@ class LayerNorm(Norm):
         if hidden.device.type == "cuda":
             from octavo.ops.cuda import norm
 
+            if self.reduction is not None:
+                return norm.reduce_add_layer_norm(
+                    hidden, self.weight, self.bias, self.eps, residual, self.reduction
+                )
             normed = norm.layer_norm(hidden, self.weight, self.bias, self.eps, residual)
             return normed, hidden if residual is None else residual
+        hidden = self._reduced(hidden)
         if residual is not None:
             hidden = residual.add_(hidden)
         return F.layer_norm(hidden, self.shape, self.weight, self.bias, self.eps), hidden
 
 
-def make_norm(config: NormConfig) -> Norm:
-    """The norm that a model's description asks for, with uninitialised weights."""
+def make_norm(config: NormConfig, reduction: Reduction | None = None) -> Norm:
+    """The norm that a model's description asks for, with uninitialised weights.
+
+    reduction: set if what it normalises is the sum of what all ranks have, to be added up by it.
+    """
+    if reduction is not None and reduction.communicator.shard.size == 1:
+        reduction = None
     if config.kind == "rms":
-        return RMSNorm(config.size, config.eps)
-    return LayerNorm(config.size, config.eps, config.affine)
+        return RMSNorm(config.size, config.eps, reduction)
+    return LayerNorm(config.size, config.eps, config.affine, reduction)
 
 
 def add_partial(residual: Tensor, hidden: Tensor) -> Tensor:

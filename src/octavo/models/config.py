@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow
 from octavo.errors import ConfigError, ModelError
@@ -20,6 +20,7 @@ from octavo.layers.config import (
     NormConfig,
     RotaryConfig,
 )
+from octavo.parallel import WHOLE, Shard
 
 NormPlacement = Literal["pre", "post"]
 
@@ -39,6 +40,10 @@ class LayerConfig:
     norm: NormConfig
     norm_placement: NormPlacement = "pre"
     kv_spec: KVSpec | None = None
+
+    def sharded(self, shard: Shard) -> LayerConfig:
+        """One rank's part. Raises ConfigError if something does not divide."""
+        return replace(self, attention=self.attention.sharded(shard), mlp=self.mlp.sharded(shard))
 
     @property
     def num_parameters(self) -> int:
@@ -67,6 +72,7 @@ class ModelDescription:
     final_norm: NormConfig | None
     embedding_size: int | None = None  # None: hidden_size; OPT-350m projects its embeddings to it
     tied_embeddings: bool = False
+    shard: Shard = WHOLE  # which part of the model the layers describe
 
     def __post_init__(self) -> None:
         attentions = [layer.attention for layer in self.layers]
@@ -75,6 +81,22 @@ class ModelDescription:
         layers = tuple(_within_context(layer, self.max_model_len) for layer in self.layers)
         object.__setattr__(self, "layers", layers)
         _check_kv_specs(layers, self.max_model_len)
+
+    def sharded(self, shard: Shard) -> Self:
+        """What one rank holds of the whole model: its heads, MLP elements and vocabulary rows.
+
+        Counts of parameters and heads are then the rank's own; sizes of the vocabulary and of
+        hidden states are not divided.
+
+        Raises:
+            ConfigError: something does not divide into so many parts; names it.
+        """
+        assert self.shard.size == 1, "already sharded"
+        if shard.size == 1:
+            return self
+        shard.padded(self.vocab_size)
+        layers = tuple(layer.sharded(shard) for layer in self.layers)
+        return replace(self, layers=layers, shard=shard)
 
     @property
     def num_layers(self) -> int:
@@ -112,8 +134,14 @@ class ModelDescription:
 
     @property
     def head(self) -> LinearConfig:
-        """From the final hidden states to logits."""
-        return LinearConfig(self.embedding_size or self.hidden_size, (self.vocab_size,))
+        """From the final hidden states to logits of this rank's part of the vocabulary."""
+        rows = self.shard.padded(self.vocab_size)
+        return LinearConfig(
+            self.embedding_size or self.hidden_size,
+            (rows,),
+            out_shards=(self.shard,),
+            padding=rows * self.shard.size - self.vocab_size,
+        )
 
     def kv_specs(self) -> list[KVSpec]:
         """Which tokens' KV each layer keeps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,35 @@ from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
 from octavo.models.config import LayerConfig, ModelDescription, NormPlacement
 from octavo.ops import AttentionBackend, RotaryTable
+from octavo.ops.communicator import Communicator, Reduction, ReductionSite
 
 
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward block, each with a norm."""
 
-    def __init__(self, config: LayerConfig, layer_id: int, rotaries: Sequence[RotaryTable]) -> None:
+    passes_partial_sums: ClassVar[bool]
+    """Whether `hidden` before and after a layer is a partial sum of this rank's: the norm that
+    follows adds up those of all ranks."""
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        layer_id: int,
+        rotaries: Sequence[RotaryTable],
+        communicator: Communicator,
+    ) -> None:
         super().__init__()
         rotary = None if config.attention.rotary is None else rotaries[config.attention.rotary]
-        self.attention_norm = make_norm(config.norm)
+        before_attention, before_mlp = self.reduction_sites(layer_id)
+        self.attention_norm = make_norm(config.norm, Reduction(communicator, before_attention))
         self.attention = Attention(config.attention, layer_id, rotary)
-        self.mlp_norm = make_norm(config.norm)
+        self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
         self.mlp = make_mlp(config.mlp)
+
+    @staticmethod
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
+        """What `attention_norm` and `mlp_norm` add up over the ranks."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -39,8 +57,8 @@ class DecoderLayer(nn.Module):
         """One layer's step.
 
         Args:
-            hidden: [num_tokens, hidden_size], still to be added to the residual; on a GPU perhaps
-                partial sums (LinearMethod.forward_partial).
+            hidden: [num_tokens, hidden_size], still to be added to the residual; perhaps a partial
+                sum of this rank's, and on a GPU perhaps in splits (LinearMethod.forward_partial).
             residual: [num_tokens, hidden_size], or None if there is nothing to add to.
             backend: has been given the step's metadata.
             indices: int64, the tokens that go on behind the attention; None: all.
@@ -53,6 +71,14 @@ class DecoderLayer(nn.Module):
 
 class PreNormLayer(DecoderLayer):
     """Each block's input is normalised (GPT-2, OPT, Llama)."""
+
+    passes_partial_sums = True
+
+    @staticmethod
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
+        """See DecoderLayer.reduction_sites."""
+        before = ReductionSite.MLP if layer_id else ReductionSite.EMBEDDING
+        return before, ReductionSite.ATTENTION
 
     def forward(
         self,
@@ -73,6 +99,13 @@ class PreNormLayer(DecoderLayer):
 
 class PostNormLayer(DecoderLayer):
     """The residual stream is normalised after each block (OPT-350m)."""
+
+    passes_partial_sums = False
+
+    @staticmethod
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
+        """See DecoderLayer.reduction_sites."""
+        return ReductionSite.ATTENTION, ReductionSite.MLP
 
     def forward(
         self,
@@ -97,12 +130,16 @@ LAYERS: dict[NormPlacement, type[DecoderLayer]] = {"pre": PreNormLayer, "post": 
 class Decoder(CausalLM):
     """Owns the weights and the rotary tables."""
 
-    def __init__(self, config: ModelDescription, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelDescription, device: torch.device, communicator: Communicator
+    ) -> None:
+        """`config`: of the communicator's shard (ModelDescription.sharded)."""
         super().__init__()
+        self.communicator = communicator
         rotaries = [rotary_table(each, config.max_model_len, device) for each in config.rotaries]
         hidden_size, positions = config.hidden_size, config.positions
         project_in, project_out, norm = config.project_in, config.project_out, config.final_norm
-        self.embedding = Embedding(config.vocab_size, config.head.in_features)
+        self.embedding = Embedding(config.vocab_size, config.head.in_features, config.shard)
         self.positions = (
             None
             if positions is None
@@ -110,14 +147,17 @@ class Decoder(CausalLM):
         )
         self.project_in = None if project_in is None else make_linear(project_in)
         layers = [
-            LAYERS[layer.norm_placement](layer, layer_id, rotaries)
+            LAYERS[layer.norm_placement](layer, layer_id, rotaries, communicator)
             for layer_id, layer in enumerate(config.layers)
         ]
         self.attention_layers = [layer.attention.spec for layer in layers]
         self.layers = nn.ModuleList(layers)
-        self.norm = None if norm is None else make_norm(norm)
+        last = (
+            Reduction(communicator, ReductionSite.MLP) if layers[-1].passes_partial_sums else None
+        )
+        self.norm = None if norm is None else make_norm(norm, last)
         self.project_out = None if project_out is None else make_linear(project_out)
-        self.head = LMHead(config.head)
+        self.head = LMHead(config.head, config.vocab_size, communicator)
 
     def forward(
         self,
@@ -127,18 +167,24 @@ class Decoder(CausalLM):
         logits_indices: Tensor | None = None,
     ) -> Tensor:
         """See CausalLM.forward."""
-        hidden, residual = self.embedding.forward(input_ids), None
+        # All of this is linear: the ranks' partial sums may be added up behind it.
+        hidden: Tensor = self.embedding.forward(input_ids)
+        residual: Tensor | None = None
         if self.project_in is not None:
             hidden = self.project_in.forward(hidden)
-        if self.positions is not None:
+        if self.positions is not None and self.communicator.shard.rank == 0:
             hidden = hidden.add_(self.positions.forward(positions))
         *layers, last = self.layers
+        if not last.passes_partial_sums:
+            hidden = self.communicator.all_reduce(hidden)
         for layer in layers:
             hidden, residual = layer.forward(hidden, residual, attention)
         hidden, residual = last.forward(hidden, residual, attention, logits_indices)
         if self.norm is not None:
             return self.norm.forward(hidden, residual)[0]
-        return hidden if residual is None else add_partial(residual, hidden)
+        if residual is not None:
+            hidden = add_partial(residual, self.communicator.all_reduce(hidden))
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.logits."""

@@ -6,10 +6,13 @@ is in memory once. Every parameter must be loaded and every tensor must be used.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,12 +21,13 @@ from torch import Tensor, nn
 from octavo.config import LoadFormat
 from octavo.errors import ModelError, shown
 from octavo.json_fields import read_json
-from octavo.layers.base import WeightOwner, WeightTargets
+from octavo.layers.base import WeightOwner, WeightTarget, WeightTargets
 from octavo.layers.linear import LinearMethod
 from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.registry import FAMILIES
+from octavo.ops.communicator import Communicator
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,22 +35,27 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DUMMY_STD = 0.02
 # Dummy weights repeat one array of noise; its prime length makes the rows of a matrix differ.
 NOISE_LENGTH = 1_000_003
+NOISE_ELEMENTS = 1 << 22  # that are filled in at once
 
 
 def load_model(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
+    communicator: Communicator,
     load_format: LoadFormat = "auto",
     seed: int = 0,
 ) -> CausalLM:
-    """Load a model with its weights, cast to `dtype`, on `device`; ModelError if they do not fit.
+    """Load a model with its weights, cast to `dtype`, on `device`.
+
+    `config` is of the communicator's shard (ModelDescription.sharded).
 
     With load_format "dummy" the weights are random, from `seed`, and no file is read.
+    Raises ModelError if the weights do not fit the configuration.
     """
-    model = build_model(config, dtype, device)
+    model = build_model(config, dtype, device, communicator)
     if load_format == "dummy":
-        fill_with_noise(model, seed)
+        fill_with_noise(model, config, seed)
     else:
         load_weights(model, config)
     for module in model.modules():
@@ -55,12 +64,14 @@ def load_model(
     return model
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def build_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, communicator: Communicator
+) -> CausalLM:
     """The model with uninitialised weights, before any `finalize`."""
     module_name, _, class_name = FAMILIES[config.family].model_class.partition(":")
     model_class = getattr(import_module(module_name), class_name)
     with torch.device("meta"):  # shapes only, until dtype and device are set
-        model: CausalLM = model_class(config, device)
+        model: CausalLM = model_class(config, device, communicator)
     # Not Module.to_empty: copying from "meta" imports sympy, which takes a second.
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -79,26 +90,29 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     """
     names = FAMILIES[config.family].weights
     targets = weight_targets(model, config)
-    loaded: set[int] = set()  # ids of targets; tied weights have two names
+    loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
     for path, name, tensor in _read_tensors(config.directory):
         key = _without_prefix(name, names.prefixes)
         target = targets.get(key)
         if target is not None:
-            where = f"{path}: {name}"
-            _check(tensor, target, where)
-            if id(target) not in loaded:
-                target.copy_(tensor)
-            elif not tensor.to(target).allclose(target, rtol=0, atol=0, equal_nan=True):
-                raise ModelError(f"{where} {_contradiction(target is model.embedding.weight)}")
-            loaded.add(id(target))
+            where, identity = f"{path}: {name}", _identity(key, target)
+            for part, destination in _parts(tensor, target, where):
+                rows = destination[: len(part)]
+                if identity not in loaded:
+                    rows.copy_(part)
+                    destination[len(part) :].zero_()
+                elif not part.to(rows).allclose(rows, rtol=0, atol=0, equal_nan=True):
+                    is_embedding = rows.data_ptr() == model.embedding.weight.data_ptr()
+                    raise ModelError(f"{where} {_contradiction(is_embedding)}")
+            loaded.add(identity)
         elif not any(re.fullmatch(pattern, key) for pattern in names.ignored):
             unknown.append(f"{name} ({path.name})")
     if unknown:
         raise ModelError(
             f"{config.directory}: tensors that {config.family} does not have: {_few(unknown)}"
         )
-    missing = [name for name, target in targets.items() if id(target) not in loaded]
+    missing = [name for name, target in targets.items() if _identity(name, target) not in loaded]
     if missing:
         raise ModelError(f"{config.directory}: the weights lack {_few(missing)}")
 
@@ -112,28 +126,65 @@ def weight_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
             continue
         own = module.targets(names.of(path))
         if names.transposed and path.startswith("layers.") and isinstance(module, LinearMethod):
-            own = {name: target.t() for name, target in own.items()}
+            own = {name: target.transposed() for name, target in own.items()}
         targets |= own
     return targets
 
 
-def fill_with_noise(model: CausalLM, seed: int) -> None:
-    """Random weights: norms are 1, everything else is normal with a small deviation."""
+def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
+    """Random weights: norms are 1, everything else is normal with a small deviation.
+
+    Each of a checkpoint's tensors has the same values however the model is sharded.
+    """
     first = next(model.parameters())
     generator = torch.Generator(first.device).manual_seed(seed)
     noise = torch.randn(NOISE_LENGTH, generator=generator, device=first.device)
     noise = (noise * DUMMY_STD).to(first.dtype)
-    position = 0
-    for parameter in model.parameters():
-        flat, done = parameter.view(-1), 0
-        while done < flat.numel():
-            part = noise[position : position + flat.numel() - done]
-            flat[done : done + part.numel()].copy_(part)
-            done += part.numel()
-            position = (position + part.numel()) % NOISE_LENGTH
+    begin, filled = 0, set()
+    for name, target in weight_targets(model, config).items():
+        identity = _identity(name, target)
+        if identity in filled:
+            continue
+        filled.add(identity)
+        for destination, index in target.slices:
+            _fill_slice(destination, index, target.shape, noise, begin)
+        begin = (begin + math.prod(target.shape)) % NOISE_LENGTH
     for module in model.modules():
         if isinstance(module, Norm) and module.weight is not None:
             module.weight.fill_(1.0)
+
+
+def _fill_slice(
+    destination: Tensor,
+    index: tuple[slice, ...],
+    shape: tuple[int, ...],
+    noise: Tensor,
+    begin: int,
+) -> None:
+    """Fill in a slice of a tensor whose elements, in their order, are the noise from `begin` on."""
+    rows, columns = index[0], index[1] if len(index) > 1 else slice(0, 1)
+    width, num_columns = math.prod(shape[1:]), columns.stop - columns.start
+    num_rows = rows.stop - rows.start
+    destination[num_rows:].zero_()
+    destination = destination[:num_rows]
+    begin += rows.start * width + columns.start
+    if num_columns == width and destination.is_contiguous():
+        _fill_run(destination.view(-1), noise, begin % NOISE_LENGTH)
+        return
+    inner = torch.arange(num_columns, device=noise.device)
+    for part in torch.split(destination, max(1, NOISE_ELEMENTS // num_columns)):
+        starts = torch.arange(len(part), device=noise.device) * width + begin
+        part.copy_(noise[(starts.unsqueeze(1) + inner) % NOISE_LENGTH])
+        begin += len(part) * width
+
+
+def _fill_run(flat: Tensor, noise: Tensor, begin: int) -> None:
+    done = 0
+    while done < flat.numel():
+        part = noise[begin : begin + flat.numel() - done]
+        flat[done : done + part.numel()].copy_(part)
+        done += part.numel()
+        begin = 0
 
 
 def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
@@ -143,13 +194,43 @@ def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
     return name
 
 
-def _check(tensor: Tensor, target: Tensor, where: str) -> None:
+def _identity(name: str, target: WeightTarget) -> object:
+    """Equal for names of the same parameters."""
+    places = [(each.target.data_ptr(), each.target.shape) for each in target.slices]
+    return tuple(places) or name
+
+
+def _parts(
+    tensor: TensorInFile, target: WeightTarget, where: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(slice of the tensor, where it goes), of those that this rank keeps."""
     if tensor.shape != target.shape:
         raise ModelError(
             f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}"
         )
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise ModelError(f"{where} is {tensor.dtype}: quantised weights are not served")
+    for destination, index in target.slices:
+        part = tensor.read(index)
+        if not part.is_floating_point() or part.element_size() < 2:
+            raise ModelError(f"{where} is {part.dtype}: quantised weights are not served")
+        yield part, destination
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInFile:
+    """A tensor of an open weight file, of which only slices that are asked for are read."""
+
+    file: Any
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, index: tuple[slice, ...]) -> Tensor:
+        """A slice of it; all of it is memory-mapped."""
+        sizes = [each.stop - each.start for each in index]
+        if tuple(sizes) == self.shape:
+            tensor: Tensor = self.file.get_tensor(self.name)
+        else:
+            tensor = self.file.get_slice(self.name)[index]
+        return tensor
 
 
 def _contradiction(is_embedding: bool) -> str:
@@ -162,8 +243,8 @@ def _contradiction(is_embedding: bool) -> str:
     return "differs from another tensor for the same parameter"
 
 
-def _read_tensors(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """(file, name, memory-mapped tensor) of every tensor in the weight files."""
+def _read_tensors(directory: Path) -> Iterator[tuple[Path, str, TensorInFile]]:
+    """(file, name, tensor) of every tensor in the weight files."""
     for path, expected in _weight_files(directory).items():
         try:
             with safe_open(path, framework="pt") as file:
@@ -172,7 +253,8 @@ def _read_tensors(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
                 if lacking:
                     raise ModelError(f"{path} lacks {_few(lacking)}, which {INDEX_FILE} lists")
                 for name in sorted(names):
-                    yield path, name, file.get_tensor(name)
+                    shape = tuple(file.get_slice(name).get_shape())
+                    yield path, name, TensorInFile(file, name, shape)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
 

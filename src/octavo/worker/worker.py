@@ -16,6 +16,7 @@ from octavo.errors import OutOfMemory
 from octavo.memory_budget import KVShape
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
+from octavo.ops.communicator import Communicator
 from octavo.worker.device.base import Demand, Device
 from octavo.worker.graphs import Graphs
 from octavo.worker.model_runner import ModelRunner
@@ -26,16 +27,26 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Owns what one device holds: the model's weights, and the runner with the KV cache."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, device: Device) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        device: Device,
+        communicator: Communicator,
+    ) -> None:
         """
         Args:
             config: with what follows from the device (Device.adapt).
+            model_config: of the whole model; this worker holds the communicator's shard of it.
+            communicator: with the workers of the other shards, which run the same plans.
 
         Raises:
             ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do;
                 the last with settings that would.
         """
+        model_config = model_config.sharded(communicator.shard)
         self._device = device
+        self._communicator = communicator
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         backend_class = device.resolve_backend(config.attention_backend)
@@ -52,7 +63,12 @@ class Worker:
             started = time.perf_counter()
             with _refused("the weights", "use a smaller model or dtype"):
                 model = load_model(
-                    model_config, dtype, device.torch_device, config.load_format, config.seed
+                    model_config,
+                    dtype,
+                    device.torch_device,
+                    communicator,
+                    config.load_format,
+                    config.seed,
                 )
             loaded = time.perf_counter()
 

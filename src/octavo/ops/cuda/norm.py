@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.communicator import Reduction
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
 
@@ -41,6 +42,45 @@ def layer_norm(
 ) -> Tensor:
     """(x - mean) / std * weight + bias over the last dimension; otherwise as `rms_norm`."""
     return _norm(x, weight, bias, eps, residual, is_rms=False)
+
+
+def reduce_add_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, reduction: Reduction
+) -> tuple[Tensor, Tensor]:
+    """Add up x over the ranks and add it to the residual in place; norm the sum.
+
+    Args:
+        x: this rank's partial sum, as `rms_norm` takes it.
+        residual: the same on all ranks; None: there is nothing to add to.
+
+    Returns:
+        The norm and the sum, both [num_rows, size], the same bits on all ranks.
+    """
+    parts, residual = _gather(x, residual, reduction)
+    return rms_norm(parts, weight, eps, residual), residual
+
+
+def reduce_add_layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    reduction: Reduction,
+) -> tuple[Tensor, Tensor]:
+    """The same with a layer norm."""
+    parts, residual = _gather(x, residual, reduction)
+    return layer_norm(parts, weight, bias, eps, residual), residual
+
+
+def _gather(x: Tensor, residual: Tensor | None, reduction: Reduction) -> tuple[Tensor, Tensor]:
+    """The ranks' partial sums, which the norm's kernel adds up as it does those of splits, and
+    what to add them to."""
+    if residual is None:
+        residual = torch.zeros_like(x)
+    if x.dim() == 3:
+        x = x.sum(0)
+    return reduction.communicator.all_gather(x.to(residual.dtype)), residual
 
 
 def _norm(
