@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from core.symbolic import EOS, Ask, expected_beams, expected_samples
+from octavo.channel import Channel
 from octavo.config import make_config
 from octavo.engine.engine import Engine
 from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
@@ -23,7 +24,6 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.server.engine_process.channel import Channel
 from octavo.server.engine_process.client import Listener, Supervision
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.loop import EngineLoop

@@ -290,7 +290,7 @@ def test_want_of_files_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPat
             good = asyncio.create_task(complete(client, [1, 2, 3], 200))
             while client.gauges.step_seqs == 0:
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr("octavo.server.engine_process.process.socket.socketpair", exhausted)
+            monkeypatch.setattr("octavo.child_process.socket.socketpair", exhausted)
             monkeypatch.setattr("octavo.server.engine_process.supervisor.NO_ROOM_SECONDS", 0.01)
             os.kill(client.info.pid, signal.SIGKILL)
             await good

@@ -7,11 +7,8 @@ When nothing is to be computed it sleeps until a command comes; when the other s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-import signal
-import socket
 import sys
 import time
 import traceback
@@ -19,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from octavo.channel import Channel
+from octavo.child_process import forward_logs, open_connection
 from octavo.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.recorder import Recorder
@@ -27,11 +26,8 @@ from octavo.engine.snapshot import take_snapshot, view_request
 from octavo.errors import OctavoError, RequestFailed
 from octavo.llm import load_engine
 from octavo.server.engine_process import messages as m
-from octavo.server.engine_process.channel import Channel
 
 logger = logging.getLogger("octavo.server.engine_process.loop")  # the module may be run as __main__
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class EngineLoop:
@@ -184,22 +180,6 @@ def _failing_alone(request_id: str) -> Iterator[None]:
         raise RequestFailed(f"the engine could not queue the request ({kind})") from error
 
 
-class ChannelLog(logging.Handler):
-    """Sends log records to the API process, which owns the log."""
-
-    def __init__(self, channel: Channel) -> None:
-        super().__init__()
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        line = m.LogLine(record.created, record.levelno, record.name, text)
-        try:
-            self._channel.send(m.encode(line))
-        except OSError:
-            self.handleError(record)  # the other side is gone, and the process about to end
-
-
 def engine_info(engine: Engine, start_seconds: float) -> m.EngineInfo:
     """What the other side needs to know of an engine that is ready."""
     config, capacity = engine.config, engine.executor.capacity
@@ -225,30 +205,19 @@ def engine_info(engine: Engine, start_seconds: float) -> m.EngineInfo:
     )
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when the thread that started it ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_engine) -> int:
     """Make the engine that the first message asks for, and serve it. Returns the exit status."""
     started = time.monotonic()
-    os.set_inheritable(file_descriptor, False)
-    die_with_parent()
-    # A Ctrl-C in the terminal, its end, or a service manager's SIGTERM goes to all processes at
-    # once: the API process decides what becomes of the requests.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=file_descriptor))
+    channel = Channel(open_connection(file_descriptor))
     first = channel.receive(wait=True)
     if not first:
         return 0
     start = m.decode_command(first[0])
-    package_logger = logging.getLogger("octavo")
-    package_logger.setLevel(start.log_level)
-    package_logger.handlers = [ChannelLog(channel)]
-    package_logger.propagate = False
+
+    def send_log(record: logging.LogRecord, text: str) -> None:
+        channel.send(m.encode(m.LogLine(record.created, record.levelno, record.name, text)))
+
+    forward_logs(start.log_level, send_log)
     try:
         engine = load(replace(start.config, owns_process=True))
     except Exception as error:

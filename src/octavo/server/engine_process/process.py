@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Thread
 
+from octavo.child_process import ChildProcess, describe_exit
 from octavo.engine.results import error_of
 from octavo.errors import EngineFailed
 from octavo.server.engine_process import messages as m
@@ -23,12 +19,6 @@ logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "octavo.server.engine_process.loop")
 EXIT_SECONDS = 5.0  # for a process to end by itself
-# Files, memory or processes of this one, or of the whole system.
-NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
-
-
-class NoRoom(EngineFailed):
-    """The system has no room for an engine process now. It says nothing of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +43,7 @@ class EngineProcess:
         self._crash: str | None = None
         self._was_killed = False
         self._channel = ChannelProtocol(self._receive, self._end)
-        self._child: subprocess.Popen[bytes] | None = None
-        self._exit_status: Future[int] = Future()
+        self._child: ChildProcess | None = None
 
     async def start(self, start: m.Start, seconds: float) -> m.EngineInfo:
         """Start it, and wait until the engine is ready.
@@ -63,12 +52,13 @@ class EngineProcess:
         moment; EngineFailed if the process ended or took too long. No process is left
         then.
         """
-        ours = self._start_child()
+        self._child = ChildProcess(self._command, "an engine process")
+        connection = self._child.connection
         try:
             loop = asyncio.get_running_loop()
-            await loop.create_unix_connection(lambda: self._channel, sock=ours)
+            await loop.create_unix_connection(lambda: self._channel, sock=connection)
         except BaseException:
-            ours.close()  # which ends the child
+            connection.close()  # which ends the child
             raise
         self.send(start)
         try:
@@ -87,47 +77,6 @@ class EngineProcess:
             )
         return info
 
-    def _start_child(self) -> socket.socket:
-        """Start the program; returns our end of the socket to it. Raises NoRoom."""
-        spawned: Future[subprocess.Popen[bytes]] = Future()
-        try:
-            ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    # The child asks the kernel to end it with the thread that started it. This
-                    # thread lasts as long as the child does; the event loop's may not.
-                    Thread(target=self._watch_child, args=(theirs, spawned), daemon=True).start()
-                    self._child = spawned.result()
-            except BaseException:
-                ours.close()
-                raise
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                raise NoRoom(f"there is no room for an engine process ({error.strerror})") from None
-            raise
-        except RuntimeError as error:  # of Thread.start
-            raise NoRoom(f"there is no room for an engine process ({error})") from None
-        return ours
-
-    def _watch_child(
-        self, connection: socket.socket, spawned: Future[subprocess.Popen[bytes]]
-    ) -> None:
-        """Start the program and wait for its end; in a process group of its own, so that the
-        terminal's Ctrl-C does not reach it."""
-        try:
-            child = subprocess.Popen(
-                [*self._command, str(connection.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what libraries print goes to the log, too
-                pass_fds=[connection.fileno()],
-                process_group=0,
-            )
-        except BaseException as error:
-            spawned.set_exception(error)
-            return
-        spawned.set_result(child)
-        self._exit_status.set_result(child.wait())
-
     @property
     def pid(self) -> int:
         assert self._child is not None, "it has not been started"
@@ -139,15 +88,14 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End it at once, whatever it does."""
-        if self._child is not None and self._child.poll() is None:
+        if self._child is not None and self._child.kill():
             self._was_killed = True
-            self._child.send_signal(signal.SIGKILL)
 
     async def end(self) -> Death:
         """Close the socket, which ends the process, and wait. Says how it ended."""
         self._channel.close()
         assert self._child is not None, "it has not been started"
-        exiting = asyncio.wrap_future(self._exit_status)
+        exiting = asyncio.wrap_future(self._child.exit_status)
         done, _ = await asyncio.wait([exiting], timeout=EXIT_SECONDS)
         if not done:
             self.kill()
@@ -155,11 +103,8 @@ class EngineProcess:
         status = exiting.result()
         if self._crash is not None:
             return Death(self._crash, is_kill_from_outside=False)
-        if status < 0:
-            name = signal.Signals(-status).name
-            is_outside = -status == signal.SIGKILL and not self._was_killed
-            return Death(f"it was ended by signal {-status} ({name})", is_outside)
-        return Death(f"it exited with status {status}", is_kill_from_outside=False)
+        is_outside = -status == signal.SIGKILL and not self._was_killed
+        return Death(describe_exit(status), is_outside)
 
     def _receive(self, payload: bytes) -> None:
         message = m.decode_message(payload)

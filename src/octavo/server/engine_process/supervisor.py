@@ -15,12 +15,13 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from octavo.child_process import NoRoom
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineFailed, Unavailable
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.exchange import Exchange, Owner
 from octavo.server.engine_process.journal import Journal
-from octavo.server.engine_process.process import COMMAND, Death, EngineProcess, NoRoom
+from octavo.server.engine_process.process import COMMAND, Death, EngineProcess
 
 logger = logging.getLogger(__name__)
 

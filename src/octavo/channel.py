@@ -1,0 +1,84 @@
+"""The connection between two processes: a socket pair, with length-prefixed messages.
+
+A pair has no address, so no other process can connect. The system closes it when either process
+ends, however it ends; and what was sent before can still be read afterwards.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+LENGTH_BYTES = 4
+RECEIVE_BYTES = 1 << 18
+
+
+def frame(payload: bytes) -> bytes:
+    """A message as it is sent: after its length."""
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+class FrameReader:
+    """Splits a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that `data` completes."""
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while (body := start + LENGTH_BYTES) <= len(buffer):
+            end = body + int.from_bytes(buffer[start:body], "little")
+            if end > len(buffer):
+                break
+            yield bytes(buffer[body:end])
+            start = end
+        del buffer[:start]
+
+
+class Channel:
+    """One end of a pair. Sending blocks while the other side does not read."""
+
+    def __init__(self, connection: socket.socket, send_seconds: float | None = None) -> None:
+        """send_seconds: how long `send` waits for room before it raises TimeoutError."""
+        self._socket = connection
+        self._socket.settimeout(send_seconds)
+        self._reader = FrameReader()
+        self._lock = threading.Lock()  # log records may come from any thread
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def fileno(self) -> int:
+        """The file descriptor to poll."""
+        return self._socket.fileno()
+
+    def send(self, payload: bytes) -> None:
+        """Send a message. Raises OSError if the other side is gone."""
+        self.send_framed(frame(payload))
+
+    def send_framed(self, message: bytes) -> None:
+        """See `send`; of a message that is framed already."""
+        with self._lock:
+            self._socket.sendall(message)
+
+    def receive(self, wait: bool) -> list[bytes] | None:
+        """Messages that have arrived; with `wait`, at least one. None if the other side is gone,
+        and all that it has sent was received."""
+        messages: list[bytes] = []
+        while self._poll.poll(None if wait and not messages else 0):
+            try:
+                data = self._socket.recv(RECEIVE_BYTES)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                return messages or None
+            messages += self._reader.feed(data)
+        return messages
+
+    def close(self) -> None:
+        """Close this end, which the other side learns."""
+        self._socket.close()

@@ -1,0 +1,139 @@
+"""A process of octavo's own and the socket to it: started, monitored, killed. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Thread
+
+from octavo.errors import EngineFailed
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Files, memory or processes of this one, or of the whole system.
+NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
+
+class NoRoom(EngineFailed):
+    """The system has no room for another process now. It says nothing of the engine."""
+
+
+class ChildProcess:
+    """Owns a process that ends when the socket to it is closed."""
+
+    def __init__(self, command: Sequence[str], what: str) -> None:
+        """Start a program.
+
+        Args:
+            command: gets the number of its socket's file descriptor as its last argument.
+            what: names the process in errors.
+
+        Raises:
+            NoRoom: the system has too few resources for a process at the moment.
+        """
+        self.exit_status: Future[int] = Future()
+        spawned: Future[subprocess.Popen[bytes]] = Future()
+        try:
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    # The child asks the kernel to end it with the thread that started it. This
+                    # thread lasts as long as the child does; the caller's may not.
+                    arguments = (command, theirs, spawned, self.exit_status)
+                    Thread(target=_watch, args=arguments, daemon=True).start()
+                    self._process = spawned.result()
+            except BaseException:
+                ours.close()
+                raise
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise NoRoom(f"there is no room for {what} ({error.strerror})") from None
+            raise
+        except RuntimeError as error:  # of Thread.start
+            raise NoRoom(f"there is no room for {what} ({error})") from None
+        self.connection = ours
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> bool:
+        """End it at once, whatever it does. False if it has ended."""
+        if self._process.poll() is not None:
+            return False
+        self._process.send_signal(signal.SIGKILL)
+        return True
+
+
+def _watch(
+    command: Sequence[str],
+    connection: socket.socket,
+    spawned: Future[subprocess.Popen[bytes]],
+    exit_status: Future[int],
+) -> None:
+    """Start the program and wait for its end; in a process group of its own, so that the terminal's
+    Ctrl-C does not reach it."""
+    try:
+        child = subprocess.Popen(
+            [*command, str(connection.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what libraries print goes to the log, too
+            pass_fds=[connection.fileno()],
+            process_group=0,
+        )
+    except BaseException as error:
+        spawned.set_exception(error)
+        return
+    spawned.set_result(child)
+    exit_status.set_result(child.wait())
+
+
+def describe_exit(status: int) -> str:
+    """How a process has ended, by its `exit_status`."""
+    if status < 0:
+        return f"it was ended by signal {-status} ({signal.Signals(-status).name})"
+    return f"it exited with status {status}"
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def open_connection(file_descriptor: int) -> socket.socket:
+    """The socket to the parent process. From now on this process ends with it, and leaves signals
+    that go to all processes at once to it."""
+    os.set_inheritable(file_descriptor, False)
+    if sys.platform == "linux":
+        # Have the kernel end this process when the thread that started it ends.
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A Ctrl-C in the terminal, its end, or a service manager's SIGTERM: the parent decides what
+    # becomes of the requests.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    return socket.socket(fileno=file_descriptor)
+
+
+def forward_logs(level: int, send: Callable[[logging.LogRecord, str], None]) -> None:
+    """Hand octavo's log records, with their text, to the parent process, which owns the log."""
+    logger = logging.getLogger("octavo")
+    logger.setLevel(level)
+    logger.handlers = [_Forwarding(send)]
+    logger.propagate = False
+
+
+class _Forwarding(logging.Handler):
+    def __init__(self, send: Callable[[logging.LogRecord, str], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._send(record, self.format(record))
+        except OSError:
+            self.handleError(record)  # the other side is gone, and the process about to end
