@@ -46,7 +46,7 @@ def make_backend(
     Raises ConfigError where a layer's score function has a feature that the backend does not list
     among its `score_features`; a backend that lists none computes none.
     """
-    computed = getattr(backend, "score_features", frozenset())
+    computed: frozenset[str] = getattr(backend, "score_features", frozenset())
     for layer in layers:
         if missing := layer.scores.features - computed:
             raise ConfigError(

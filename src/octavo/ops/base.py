@@ -85,10 +85,14 @@ class LayerSpec:
         if self.window is not None and self.window < 1:
             raise ValueError(f"layer {self.layer_id}: window must be positive, not {self.window}")
         slopes, sinks = self.scores.alibi_slopes, self.scores.sinks
-        for name, values in (("alibi_slopes", slopes), ("sinks", sinks and sinks.weight)):
-            if values is not None and len(values) != self.num_heads:
+        counts = {
+            "alibi_slopes": self.num_heads if slopes is None else len(slopes),
+            "sinks": self.num_heads if sinks is None else len(sinks.weight),
+        }
+        for name, count in counts.items():
+            if count != self.num_heads:
                 raise ValueError(
-                    f"layer {self.layer_id}: {len(values)} {name} for {self.num_heads} query heads"
+                    f"layer {self.layer_id}: {count} {name} for {self.num_heads} query heads"
                 )
 
 
