@@ -14,7 +14,14 @@ from gpu_harness import device_seconds
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
+from octavo.ops import (
+    AttentionBatch,
+    LayerPlace,
+    LayerSpec,
+    RotaryTable,
+    ScoreFunction,
+    load_backend,
+)
 
 BLOCK_SIZE, HEAD_DIM = 16, 128
 GPU = torch.device("cuda")
@@ -68,7 +75,7 @@ class Work:
         self.heads_of_tokens = fused.bfloat16().split([self.heads, *(2 * [self.kv_heads])], dim=1)
         self.rotary = rotary_table(self.context) if rotated else None
         layers = [
-            LayerSpec(i, self.heads, self.kv_heads, HEAD_DIM, HEAD_DIM**-0.5)
+            LayerSpec(i, self.heads, self.kv_heads, HEAD_DIM, ScoreFunction(HEAD_DIM**-0.5))
             for i in range(self.num_layers)
         ]
         places = [LayerPlace(0, i) for i in range(self.num_layers)]

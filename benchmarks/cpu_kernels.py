@@ -22,7 +22,14 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor
 
-from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, RotaryTable, load_backend
+from octavo.ops import (
+    AttentionBatch,
+    LayerPlace,
+    LayerSpec,
+    RotaryTable,
+    ScoreFunction,
+    load_backend,
+)
 from octavo.ops.cpu import onednn
 from octavo.ops.cpu import row_ops as cpu_ops
 from octavo.ops.epilogue import Epilogue
@@ -84,9 +91,9 @@ def octavo_attention(work: Work) -> Callable[[], object]:
     backend_class = load_backend("cpu")
     shape = backend_class.kv_block_shape(BLOCK_SIZE, work.kv_heads, work.head_dim)
     cache = torch.randn(work.num_blocks, NUM_LAYERS, *shape).to(work.dtype)
-    scale = work.head_dim**-0.5
+    scores = ScoreFunction(work.head_dim**-0.5)
     layers = [
-        LayerSpec(i, work.heads, work.kv_heads, work.head_dim, scale) for i in range(NUM_LAYERS)
+        LayerSpec(i, work.heads, work.kv_heads, work.head_dim, scores) for i in range(NUM_LAYERS)
     ]
     places = [LayerPlace(0, i) for i in range(NUM_LAYERS)]
     backend = backend_class(layers, places, cache, BLOCK_SIZE)

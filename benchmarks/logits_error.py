@@ -47,7 +47,7 @@ from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.loader import build_model, weight_targets
 from octavo.models.registry import read_model_config
-from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, load_backend
+from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, load_backend, make_backend
 from octavo.ops.communicator import SingleRank
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 
@@ -257,7 +257,7 @@ class PlainTorch:
         window = spec.window
         if window is not None:
             mask &= distance < window
-        scale = spec.scale
+        scale = spec.scores.scale
         if self._dtype == FP32:
             scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -math.inf)
             attended = scores.softmax(-1) @ value
@@ -352,7 +352,7 @@ class Octavo:
         size = (1 + max_num_seqs * blocks_per_seq, len(layers), *shape)
         cache = torch.zeros(size, dtype=BF16, device=self._device)
         places = [LayerPlace(0, i) for i in range(len(layers))]
-        self._attention = backend_class(layers, places, cache, BLOCK_SIZE)
+        self._attention = make_backend(backend_class, layers, places, cache, BLOCK_SIZE)
         tables = 1 + torch.arange(max_num_seqs * blocks_per_seq, dtype=torch.int32)
         self._tables = tables.view(max_num_seqs, blocks_per_seq)
         self._length = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from toys import Register
 
 from model_zoo import model_directory, random_token_ids
 from octavo import LLM, SamplingParams
-from octavo.ops import AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
+from octavo.errors import ConfigError
+from octavo.ops import (
+    AttentionBatch,
+    HeadNorm,
+    LayerPlace,
+    LayerSpec,
+    RotaryTable,
+    ScoreFunction,
+    make_backend,
+)
 from octavo.registry import ATTENTION_BACKENDS
 
 PROMPTS = [random_token_ids(length, seed=length) for length in (3, 40, 75)]
@@ -20,6 +30,8 @@ PROMPTS = [random_token_ids(length, seed=length) for length in (3, 40, 75)]
 
 class TokenMajor:
     """Keeps a token's K and V beside each other, and attends by torch's own attention."""
+
+    score_features: frozenset[str] = frozenset()  # scaled dot products alone
 
     def __init__(
         self,
@@ -67,7 +79,7 @@ class TokenMajor:
             ago = torch.arange(context_len)[-q.shape[1] :, None] - torch.arange(context_len)
             mask = (ago >= 0) & (ago < (layer.window or context_len))
             attended = F.scaled_dot_product_attention(
-                q[None], k[None], v[None], mask, scale=layer.scale, enable_gqa=True
+                q[None], k[None], v[None], mask, scale=layer.scores.scale, enable_gqa=True
             )
             outputs.append(attended[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
@@ -87,6 +99,17 @@ class TokenMajor:
         size = self._kv_cache.shape[2]
         blocks = table[: -(-num_tokens // size)].long()
         return self._kv_cache[blocks, place.index].flatten(0, 1)[:num_tokens]
+
+
+def test_scores_that_a_backend_does_not_compute_are_refused() -> None:
+    scores = ScoreFunction(0.25, softcap=30.0, alibi_slopes=(0.5, 0.25))
+    layer = LayerSpec(3, num_heads=2, num_kv_heads=1, head_dim=16, scores=scores)
+    cache = torch.zeros(2, 1, *TokenMajor.kv_block_shape(8, 1, 16))
+    reason = "TokenMajor does not compute alibi_slopes, softcap, .* layer 3"
+    with pytest.raises(ConfigError, match=reason):
+        make_backend(TokenMajor, [layer], [LayerPlace(0, 0)], cache, 8)
+    plain = replace(layer, scores=ScoreFunction(0.25))
+    assert isinstance(make_backend(TokenMajor, [plain], [LayerPlace(0, 0)], cache, 8), TokenMajor)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.base import CausalLM
-from octavo.ops import AttentionBatch, LayerPlace, load_backend
+from octavo.ops import AttentionBatch, LayerPlace, load_backend, make_backend
 
 BLOCK_SIZE = 8
 
@@ -25,7 +25,7 @@ class DenseHarness:
         kv_cache = torch.zeros(1 + max_seqs * blocks_per_seq, len(layers), *shape, dtype=dtype)
         places = [LayerPlace(0, i) for i in range(len(layers))]
         self.model = model
-        self.attention = backend(layers, places, kv_cache, BLOCK_SIZE)
+        self.attention = make_backend(backend, layers, places, kv_cache, BLOCK_SIZE)
         self.tables = 1 + torch.arange(max_seqs * blocks_per_seq, dtype=torch.int32).view(
             max_seqs, blocks_per_seq
         )

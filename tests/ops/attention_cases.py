@@ -16,7 +16,9 @@ from octavo.ops import (
     LayerPlace,
     LayerSpec,
     RotaryTable,
+    ScoreFunction,
     load_backend,
+    make_backend,
 )
 from octavo.ops.base import AttentionBackend
 
@@ -35,6 +37,7 @@ class Case:
     rotary_dim: int | None = None
     head_norm: bool = False
     seed: int = 0
+    scores: ScoreFunction | None = None  # None: scaled dot products
 
     @property
     def layer(self) -> LayerSpec:
@@ -43,7 +46,7 @@ class Case:
             num_heads=self.num_kv_heads * self.group,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            scores=self.scores or ScoreFunction(self.head_dim**-0.5),
             window=self.window,
         )
 
@@ -104,7 +107,8 @@ class Bench:
         cache = torch.full(
             (num_blocks, num_layers, *shape), float("nan"), dtype=case.dtype, device=device
         )
-        self.backend: AttentionBackend = kind([layer], [LayerPlace(0, num_layers - 1)], cache, size)
+        places = [LayerPlace(0, num_layers - 1)]
+        self.backend: AttentionBackend = make_backend(kind, [layer], places, cache, size)
         order = (
             torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(case.seed)) + 1
         )

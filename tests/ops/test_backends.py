@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import Bench, Case, check_that_nan_stays_alone
 from torch import Tensor
 
-from octavo.ops import LayerPlace, LayerSpec, load_backend
+from octavo.ops import LayerPlace, LayerSpec, ScoreFunction, load_backend
 from octavo.ops.base import AttentionBackend
 from octavo.ops.cpu import threads as cpu_threads
 from octavo.registry import ATTENTION_BACKENDS
@@ -120,8 +123,10 @@ def test_cpu_without_torchs_openmp_uses_threads_of_its_own(monkeypatch: pytest.M
 def attend_once(kind: type[AttentionBackend], inputs: Tensor) -> Tensor:
     """Two groups of layers in one cache: layer 1 has a window and tables of its own."""
     layers = [
-        LayerSpec(0, num_heads=2, num_kv_heads=2, head_dim=16, scale=0.25),
-        LayerSpec(1, num_heads=2, num_kv_heads=2, head_dim=16, scale=0.25, window=3),
+        LayerSpec(0, num_heads=2, num_kv_heads=2, head_dim=16, scores=ScoreFunction(0.25)),
+        LayerSpec(
+            1, num_heads=2, num_kv_heads=2, head_dim=16, scores=ScoreFunction(0.25), window=3
+        ),
     ]
     cache = torch.zeros(20, 1, *kind.kv_block_shape(4, 2, 16))
     backend = kind(layers, [LayerPlace(0, 0), LayerPlace(1, 0)], cache, 4)
@@ -160,6 +165,36 @@ def test_reference_is_softmax_attention() -> None:
     torch.testing.assert_close(bench.run()[0], expected.transpose(0, 1).flatten(1))
 
 
+def test_reference_computes_each_part_of_a_score_function() -> None:
+    """One query, written out in float64."""
+    case = Case(((20, 1),), head_dim=16, group=2, num_kv_heads=1)
+    sinks = SimpleNamespace(weight=torch.tensor([0.3, -1.0]))
+    function = ScoreFunction(0.8, softcap=1.5, alibi_slopes=(0.25, 0.5), sinks=sinks)
+    fused = Bench("reference", case)._tokens(0, 0, 21).double()
+    query, key, value = fused[20, :2], fused[:, 2], fused[:, 3]
+    scores = 1.5 * torch.tanh(query @ key.T * 0.8 / 1.5)
+    scores += torch.tensor([[0.25], [0.5]]) * (torch.arange(21) - 20)
+    weights = scores.exp() / (scores.exp().sum(1) + sinks.weight.exp()).unsqueeze(1)
+    (got,) = Bench("reference", replace(case, scores=function)).run()
+    torch.testing.assert_close(got, (weights @ value).float().view(1, -1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"scale": math.nan}, "scale must be finite, not nan"),
+        ({"softcap": 0.0}, "softcap must be positive and finite, not 0.0"),
+        ({"softcap": math.inf}, "softcap must be positive and finite, not inf"),
+        ({"alibi_slopes": (0.5, math.inf)}, "alibi_slopes must be finite"),
+        ({"alibi_slopes": (0.5,)}, "layer 7: 1 alibi_slopes for 2 query heads"),
+        ({"sinks": SimpleNamespace(weight=torch.zeros(3))}, "layer 7: 3 sinks for 2 query heads"),
+    ],
+)
+def test_impossible_score_functions_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LayerSpec(7, 2, 1, 16, ScoreFunction(**({"scale": 1.0} | wrong)))
+
+
 def test_half_precision_is_for_the_reference_only() -> None:
     case = Case(((3, 2), (0, 9)), dtype=torch.float16)
     assert all(torch.isfinite(output).all() for output in Bench("reference", case).run())
@@ -184,6 +219,7 @@ def test_missing_numba_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     "wrong", [{"num_heads": 5}, {"head_dim": 0}, {"window": 0}], ids=["heads", "dim", "window"]
 )
 def test_impossible_layers_are_refused(wrong: dict[str, int]) -> None:
-    right = {"layer_id": 0, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "scale": 0.1}
+    scores = ScoreFunction(0.1)
+    right = {"layer_id": 0, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "scores": scores}
     with pytest.raises(ValueError, match="layer 0"):
         LayerSpec(**(right | wrong))

@@ -11,7 +11,14 @@ from attention_cases import Bench, Case, check_that_nan_stays_alone
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
+from octavo.ops import (
+    AttentionBatch,
+    LayerPlace,
+    LayerSpec,
+    PaddedSizes,
+    ScoreFunction,
+    load_backend,
+)
 from octavo.ops.base import AttentionBackend
 from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_decode
@@ -163,7 +170,9 @@ def backend_over(device: str, num_seqs: int, max_blocks: int) -> tuple[Attention
     kind = load_backend("triton")
     num_blocks = num_seqs * max_blocks
     cache = torch.randn(num_blocks + 1, 1, *kind.kv_block_shape(16, 2, 64), device=device)
-    backend = kind([LayerSpec(0, 8, 2, 64, 0.125)], [LayerPlace(0, 0)], cache.bfloat16(), 16)
+    backend = kind(
+        [LayerSpec(0, 8, 2, 64, ScoreFunction(0.125))], [LayerPlace(0, 0)], cache.bfloat16(), 16
+    )
     table = torch.randperm(num_blocks).view(num_seqs, max_blocks) + 1
     return backend, table.int().to(device)
 
@@ -185,7 +194,9 @@ def test_a_captured_step_of_prompts_finds_room(num_tokens: int, num_heads: int) 
     """What it stages depends on its size alone, and fits even where an item takes one token."""
     kind = load_backend("triton")
     cache = torch.zeros(9, 1, *kind.kv_block_shape(16, 2, 16))
-    backend = kind([LayerSpec(0, num_heads, 2, 16, 0.25)], [LayerPlace(0, 0)], cache, 16)
+    backend = kind(
+        [LayerSpec(0, num_heads, 2, 16, ScoreFunction(0.25))], [LayerPlace(0, 0)], cache, 16
+    )
     staging = FixedStaging("cpu")
     seen = []
     for lens in ([num_tokens], [1, 1, 2], [3] * (num_tokens // 3), [num_tokens - 1, 1]):

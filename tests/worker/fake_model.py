@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.config import make_config
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, TableWrite
-from octavo.ops import AttentionBackend, LayerSpec, load_backend
+from octavo.ops import AttentionBackend, LayerSpec, ScoreFunction, load_backend
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.model_runner import ModelRunner
@@ -31,8 +31,9 @@ class FakeModel:
             return torch.randn(*shape, generator=generator) * 0.5
 
         size = NUM_HEADS * HEAD_DIM
+        scores = ScoreFunction(HEAD_DIM**-0.5)
         self.attention_layers = [
-            LayerSpec(i, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, window)
+            LayerSpec(i, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, scores, window)
             for i, window in enumerate(windows)
         ]
         self.embedding = weights(VOCAB_SIZE, size) * 2
@@ -82,7 +83,7 @@ class FakeModel:
             query, key, value = heads.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
             repeats = NUM_HEADS // NUM_KV_HEADS
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-            scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scale
+            scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scores.scale
             probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             attended = torch.einsum("hqk,khd->qhd", probs, value).reshape(length, -1)
             hidden = torch.tanh(hidden + attended)

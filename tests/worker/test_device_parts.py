@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from octavo.core.step import BlockCopy, StepPlan
-from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, PaddedSizes, load_backend
+from octavo.ops import (
+    AttentionBatch,
+    LayerPlace,
+    LayerSpec,
+    PaddedSizes,
+    ScoreFunction,
+    load_backend,
+)
 from octavo.ops.cuda.sampling import NO_TOKEN
 from octavo.worker import cascade
 from octavo.worker.block_tables import BlockTables, DeviceTables, carry_out
@@ -62,7 +69,9 @@ def test_the_largest_step_finds_room_in_the_staging(
     staging = UploadStaging(DEVICE, num_seqs, num_tokens, num_shapes)
     kind = load_backend("triton")
     windows = [None, *range(32, 31 + num_shapes)]
-    layers = [LayerSpec(i, 64, 8, 16, 0.25, window=each) for i, each in enumerate(windows)]
+    layers = [
+        LayerSpec(i, 64, 8, 16, ScoreFunction(0.25), window=each) for i, each in enumerate(windows)
+    ]
     places = [LayerPlace(0, 0), *[LayerPlace(1, 0)] * (num_shapes - 1)]
     cache = torch.zeros(2, 1, *kind.kv_block_shape(16, 8, 16), device=DEVICE)
     backend = kind(layers, places, cache, 16)

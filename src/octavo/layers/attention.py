@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from octavo.layers.config import AttentionConfig
 from octavo.layers.linear import make_linear
 from octavo.layers.norm import make_norm
-from octavo.ops import AttentionBackend, LayerSpec, RotaryTable
+from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction
 
 
 class Attention(nn.Module):
@@ -21,7 +21,7 @@ class Attention(nn.Module):
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.scale,
+            scores=ScoreFunction(config.scale),
             window=config.window,
         )
         self.rotary = rotary

@@ -7,8 +7,9 @@ can copy and swap whole blocks without knowing what is in them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +20,46 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634  # multiplies scores for a softmax in powers of 2
 
 
+class Sinks(Protocol):
+    """Attention sinks: one learned score per head that no key belongs to."""
+
+    weight: Any  # Tensor [num_heads], loaded before a backend is made
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreFunction:
+    """How the dot product of a query and a key becomes the weight of the key's value.
+
+        score = scale * (query . key)
+        score = softcap * tanh(score / softcap)                                  with a softcap
+        score = score + slope of the head * (key position - query position)      with ALiBi
+        weight = exp(score) / (sum of exp(score) over the visible keys + exp(sink of the head))
+
+    The last summand is there only with sinks. The fields after `scale` are optional features: a
+    backend lists those that it computes (AttentionBackend.score_features), and `make_backend`
+    refuses layers that need any other.
+    """
+
+    scale: float
+    softcap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None  # per query head (arXiv:2108.12409)
+    sinks: Sinks | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale must be finite, not {self.scale}")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap must be positive and finite, not {self.softcap}")
+        if not all(map(math.isfinite, self.alibi_slopes or ())):
+            raise ValueError(f"alibi_slopes must be finite, not {self.alibi_slopes}")
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The names of the optional features that are in use."""
+        names = [each.name for each in fields(self) if each.name != "scale"]
+        return frozenset(name for name in names if getattr(self, name) is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One attention layer, as the model declares it."""
@@ -27,7 +68,7 @@ class LayerSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float
+    scores: ScoreFunction
     window: int | None = None
     """In tokens: the query at p sees the keys p - window + 1 .. p. None: all keys up to p."""
 
@@ -43,6 +84,16 @@ class LayerSpec:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"layer {self.layer_id}: window must be positive, not {self.window}")
+        slopes, sinks = self.scores.alibi_slopes, self.scores.sinks
+        counts = {
+            "alibi_slopes": self.num_heads if slopes is None else len(slopes),
+            "sinks": self.num_heads if sinks is None else len(sinks.weight),
+        }
+        for name, count in counts.items():
+            if count != self.num_heads:
+                raise ValueError(
+                    f"layer {self.layer_id}: {count} {name} for {self.num_heads} query heads"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +234,9 @@ class AttentionBatch:
 
 class AttentionBackend(Protocol):
     """Writes a step's K and V into blocks and attends to all of them."""
+
+    # The optional fields of ScoreFunction that it computes.
+    score_features: frozenset[str]
 
     def __init__(
         self,

@@ -23,7 +23,14 @@ from octavo.core.kv.specs import FullAttention, group_layers
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
-from octavo.ops import AttentionBackend, AttentionBatch, CascadeSegments, LayerPlace, PaddedSizes
+from octavo.ops import (
+    AttentionBackend,
+    AttentionBatch,
+    CascadeSegments,
+    LayerPlace,
+    PaddedSizes,
+    make_backend,
+)
 from octavo.worker.block_tables import BlockTables, DeviceTables, carry_out
 from octavo.worker.device.base import Device, Moment
 from octavo.worker.graphs import Graphs
@@ -110,7 +117,8 @@ class ModelRunner:
         self._vocab_size = model_config.vocab_size
         self._staging = device.staging(scheduler, len(shapes))
         self.kv_cache = KVCache(*num_blocks, (layout.layers_per_group, *block_shape), dtype, device)
-        self._backend = backend_class(
+        self._backend = make_backend(
+            backend_class,
             layers,
             [LayerPlace(*places[layer.layer_id]) for layer in layers],
             self.kv_cache.blocks,

@@ -51,6 +51,8 @@ class CpuBackend:
     not a multiple of 16 work, but cost a copy of each block that is read.
     """
 
+    score_features: frozenset[str] = frozenset()
+
     def __init__(
         self,
         layers: Sequence[LayerSpec],
@@ -163,7 +165,7 @@ class CpuBackend:
         step["head_dim"] = layer.head_dim
         step["padded_dim"] = -(-layer.head_dim // LANES) * LANES
         step["window"] = 2**40 if layer.window is None else layer.window
-        step["scale"] = layer.scale * LOG2_E  # the kernel's softmax is in powers of 2
+        step["scale"] = layer.scores.scale * LOG2_E  # the kernel's softmax is in powers of 2
 
 
 def _positions_of(keys: Sequence[Key]) -> dict[Key, list[int]]:

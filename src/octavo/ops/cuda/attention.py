@@ -99,6 +99,8 @@ class TritonBackend:
     Takes fp16, bf16 and fp32; any head size, block size and ratio of heads.
     """
 
+    score_features: frozenset[str] = frozenset()
+
     def __init__(
         self,
         layers: Sequence[LayerSpec],
@@ -265,7 +267,7 @@ class TritonBackend:
                 work.members,
                 self._scratch,
                 changes,
-                spec.scale,
+                spec.scores.scale,
                 work.config,
             )
         if shape in self._decodes:
@@ -280,7 +282,7 @@ class TritonBackend:
                 self._scratch,
                 output,
                 changes,
-                spec.scale,
+                spec.scores.scale,
                 spec.window,
                 decode,
             )
@@ -289,7 +291,7 @@ class TritonBackend:
             query = write_kv(query, key, value, self._tokens, table, cache, changes)
             prefills, prefill = self._prefills[shape]
             prefill_attention(
-                query, cache, table, prefills, output, spec.scale, spec.window, prefill
+                query, cache, table, prefills, output, spec.scores.scale, spec.window, prefill
             )
         return output
 

@@ -7,11 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.ops.base import AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
+from octavo.ops.base import (
+    AttentionBatch,
+    HeadNorm,
+    LayerPlace,
+    LayerSpec,
+    RotaryTable,
+    ScoreFunction,
+)
 
 
 class ReferenceBackend:
     """Keeps K and V inside a block as [2, block_size, num_kv_heads, head_dim]."""
+
+    score_features = frozenset({"softcap", "alibi_slopes", "sinks"})
 
     def __init__(
         self,
@@ -104,10 +113,30 @@ def _attend(
     ratio = layer.num_heads // layer.num_kv_heads
     k = key.float().repeat_interleave(ratio, dim=1)
     v = value.float().repeat_interleave(ratio, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.float(), k) * layer.scale
+    products = torch.einsum("qhd,khd->hqk", query.float(), k)
     distance = query_positions[:, None] - key_positions[None, :]
     visible = distance >= 0
     if layer.window is not None:
         visible &= distance < layer.window
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    weights = _weights(layer.scores, products, distance, visible)
     return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
+
+
+def _weights(
+    function: ScoreFunction, products: Tensor, distance: Tensor, visible: Tensor
+) -> Tensor:
+    """From dot products [num_heads, q, k] to the weights of the values, in the same shape.
+
+    distance [q, k]: by how many positions a key is behind a query; visible [q, k]: bool.
+    """
+    scores = products * function.scale
+    if function.softcap is not None:
+        scores = function.softcap * torch.tanh(scores / function.softcap)
+    if function.alibi_slopes is not None:
+        slopes = torch.tensor(function.alibi_slopes, device=scores.device)
+        scores = scores - slopes[:, None, None] * distance
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if function.sinks is None:
+        return scores.softmax(dim=-1)
+    sinks = function.sinks.weight.float()[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
