@@ -1,16 +1,24 @@
-"""Which tokens' KV a layer keeps, and how layers that keep the same form groups.
+"""Which tokens' KV a layer keeps, and how layers that keep the same tokens form groups.
 
 A group of layers shares one block table. All groups share one pool of blocks of equal size in
-bytes, so each holds the same number of layers (the last may be padded). CrossAttention (the
-encoder's length, fixed at admission) takes its place here with the encoder-decoder models.
+bytes, so every block has room for the same number of layers. CrossAttention (the encoder's length,
+fixed at admission) takes its place here with the encoder-decoder models.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
+
+MAX_GROUPS = 8  # unless there are more different specs: every sequence has a block table per group
+# What a group costs beside its memory, as a fraction of the KV: so little that it decides only
+# between layouts that take about equally much memory.
+GROUP_COST = 0.002
+TYPICAL_LENGTHS = (512, 2048, 8192, 32_768, 131_072)  # of sequences, in tokens
+TYPICAL_BLOCK = 16  # tokens
 
 
 class KVSpec(Protocol):
@@ -80,6 +88,7 @@ class KVLayout:
 
     @property
     def layers_per_group(self) -> int:
+        """Layers that a block has room for."""
         return max(len(group.layer_ids) for group in self.groups)
 
     @property
@@ -94,20 +103,44 @@ class KVLayout:
             for index, layer_id in enumerate(group.layer_ids)
         }
 
+    def relative_bytes(self, lengths: Sequence[int] = TYPICAL_LENGTHS) -> float:
+        """The memory that decoding sequences of these lengths take, as a multiple of the KV that
+        their layers read; the mean over the lengths."""
+        return fmean(self._relative_bytes(length) for length in lengths)
+
+    def _relative_bytes(self, num_tokens: int) -> float:
+        taken = read = 0
+        for group in self.groups:
+            num_blocks = group.spec.max_blocks(num_tokens, TYPICAL_BLOCK, chunk=1)
+            taken += num_blocks * TYPICAL_BLOCK * self.layers_per_group
+            read += len(group.layer_ids) * group.spec.max_blocks(num_tokens, 1, chunk=1)
+        return taken / read
+
 
 def group_layers(specs: Sequence[KVSpec]) -> KVLayout:
-    """Form groups of equal size from the layers' specs, `specs[i]` being layer i's.
+    """The groups of a model's layers, `specs[i]` being layer i's.
 
-    Layers of the rarest spec set the group size; a spec with more layers takes several groups,
-    so a model with 5 sliding layers for each full one pads at most one group per spec.
+    Of all numbers of layers per block, the one with which sequences of typical lengths take the
+    least memory: padding costs little in a group of sliding windows, and much in one of full
+    attention. There are at most MAX_GROUPS groups, or one for each different spec.
     """
     by_spec: dict[KVSpec, list[int]] = {}
     for layer_id, spec in enumerate(specs):
         by_spec.setdefault(spec, []).append(layer_id)
-    size = min(len(layer_ids) for layer_ids in by_spec.values())
+    limit = max(MAX_GROUPS, len(by_spec))
+    most = max(len(layer_ids) for layer_ids in by_spec.values())
+    layouts = (_layout(by_spec, layers_per_group) for layers_per_group in range(1, most + 1))
+    return min(
+        (layout for layout in layouts if len(layout.groups) <= limit),
+        key=lambda layout: layout.relative_bytes() + GROUP_COST * len(layout.groups),
+    )
+
+
+def _layout(by_spec: Mapping[KVSpec, Sequence[int]], layers_per_group: int) -> KVLayout:
+    """The layers of each spec divided into as few groups as possible, about equally large."""
     groups = []
     for spec, layer_ids in by_spec.items():
-        num_groups = math.ceil(len(layer_ids) / size)
+        num_groups = math.ceil(len(layer_ids) / layers_per_group)
         for number in range(num_groups):
             groups.append(KVGroup(spec, tuple(layer_ids[number::num_groups])))
     return KVLayout(tuple(groups))

@@ -1,0 +1,85 @@
+"""How the layers of models form KV groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.core.kv.specs import (
+    MAX_GROUPS,
+    FullAttention,
+    KVLayout,
+    KVSpec,
+    SlidingWindow,
+    group_layers,
+)
+
+
+def layout_of(*counts: tuple[int | None, int]) -> KVLayout:
+    """`counts`: windows (None: full attention), and how many layers have them."""
+    specs: list[KVSpec] = []
+    for window, num_layers in counts:
+        specs += [FullAttention() if window is None else SlidingWindow(window)] * num_layers
+    return group_layers(specs)
+
+
+def groups_of(layout: KVLayout) -> list[tuple[KVSpec, int]]:
+    return [(group.spec, len(group.layer_ids)) for group in layout.groups]
+
+
+@pytest.mark.parametrize(
+    ("num_full", "num_sliding", "window", "num_groups", "bytes_used"),
+    [
+        (32, 0, 1, 1, 1.01),  # Llama
+        (0, 32, 4096, 1, 1.01),  # Mistral 7B
+        (21, 21, 4096, 2, 1.01),  # Gemma 2 9B
+        (23, 23, 4096, 2, 1.01),  # Gemma 2 27B
+        (4, 22, 512, 7, 1.04),  # Gemma 3 1B
+        (5, 29, 1024, 7, 1.03),  # Gemma 3 4B
+        (8, 40, 1024, 6, 1.01),  # Gemma 3 12B
+        (10, 52, 1024, 7, 1.08),  # Gemma 3 27B
+        (12, 12, 128, 2, 1.01),  # gpt-oss-20b
+        (18, 18, 128, 2, 1.01),  # gpt-oss-120b
+        (8, 24, 4096, 4, 1.01),  # OLMo 3 7B, Command R7B
+        (16, 48, 4096, 4, 1.01),  # OLMo 3 32B, EXAONE 4 32B
+        (9, 27, 32_768, 4, 1.01),  # Ministral 8B
+        (9, 39, 128, 6, 1.05),  # MiMo-V2-Flash
+    ],
+)
+def test_little_of_the_blocks_of_real_models_is_padding(
+    num_full: int, num_sliding: int, window: int, num_groups: int, bytes_used: float
+) -> None:
+    layout = layout_of((None, num_full), (window, num_sliding))
+    assert len(layout.groups) == num_groups
+    assert layout.relative_bytes() <= bytes_used
+
+
+@pytest.mark.parametrize("num_layers", [1, 7, 31, 127, 200])
+def test_layers_that_keep_the_same_tokens_are_one_group(num_layers: int) -> None:
+    assert groups_of(layout_of((None, num_layers))) == [(FullAttention(), num_layers)]
+
+
+def test_every_layer_has_a_place_of_its_own() -> None:
+    full, near, far = FullAttention(), SlidingWindow(7), SlidingWindow(100)
+    specs = [full, near, near, far, near] * 7 + [near] * 3
+    layout = group_layers(specs)
+    places = layout.places()
+    assert sorted(places) == list(range(len(specs)))
+    assert len(set(places.values())) == len(specs)
+    for layer_id, (group, index) in places.items():
+        assert layout.groups[group].spec == specs[layer_id]
+        assert index < layout.layers_per_group
+
+
+def test_the_number_of_groups_is_bounded_unless_more_specs_differ() -> None:
+    for num_full in range(1, 12):
+        for num_sliding in range(1, 60, 7):
+            assert len(layout_of((None, num_full), (64, num_sliding)).groups) <= MAX_GROUPS
+    windows = [(window, 2) for window in range(1, 2 * MAX_GROUPS)]
+    assert len(layout_of(*windows).groups) == len(windows)
+
+
+def test_padding_is_put_where_it_costs_least() -> None:
+    """Long sequences pay for padding in full attention, and hardly for padding behind windows."""
+    layout = layout_of((None, 10), (1024, 52))
+    assert groups_of(layout)[0] == (FullAttention(), layout.layers_per_group)
+    assert layout.relative_bytes([32_768]) < 1.03
