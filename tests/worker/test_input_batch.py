@@ -293,14 +293,14 @@ def test_any_integer_is_a_seed() -> None:
     assert got == [0, -1, (1 << 63) - 1, -(1 << 63), -(1 << 63), 5]
 
 
-def test_tensors_have_the_types_that_backends_rely_on() -> None:
+def test_arrays_have_the_types_that_models_and_backends_rely_on() -> None:
     batch = make_batch()
     plan = StepPlan(0, [1], [3], [1], [], opened=[opened(1, 3)])
     batch.apply(plan)
     inputs = batch.model_input(plan)
     attention = inputs.attention
     dtypes = {
-        "int64": [inputs.input_ids, attention.positions, *attention.slots],
+        "int64": [attention.positions, *attention.slots],
         "int32": [
             attention.query_lens,
             attention.context_lens,
@@ -312,6 +312,11 @@ def test_tensors_have_the_types_that_backends_rely_on() -> None:
         for tensor in tensors:
             assert str(tensor.dtype) == f"torch.{name}"
             assert tensor.is_contiguous()
+    arrays = {"int64": [inputs.input_ids, inputs.positions], "int32": [inputs.rows]}
+    for name, each in arrays.items():
+        for array in each:
+            assert array.dtype == name
+            assert array.flags.c_contiguous
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,10 @@ _ROW = np.dtype(
 class ModelInput:
     """One step's input to the model; `num_tokens` is the sum of all rows' scheduled tokens."""
 
-    input_ids: Tensor  # int64 [num_tokens]
-    attention: AttentionBatch  # holds the positions
+    input_ids: Int64s  # [num_tokens]
+    positions: Int64s  # [num_tokens]
+    rows: Int32s  # [num_seqs]: the sequences' rows of the block tables
+    attention: AttentionBatch  # shares the memory of positions and rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +69,6 @@ class Drawn:
     seq_ids: Sequence[int]
     rows: Int64s
     positions: Int64s
-
-
-def at_least_one(indices: Tensor) -> Tensor:
-    """Logits indices for CausalLM.forward, which needs one: index 0 if there are none."""
-    return indices if len(indices) else indices.new_zeros(1)
 
 
 class InputBatch:
@@ -124,6 +121,8 @@ class InputBatch:
         if num_padding:
             positions[-num_padding:] = 0
         tables = self._tables.of_step(rows, query_lens, context_lens, row_of_token, positions)
+        token_ids = self._token_ids[row_of_token, positions].astype(np.int64)
+        table_rows = rows.astype(np.int32)
         attention = AttentionBatch(
             query_lens=torch.from_numpy(query_lens.astype(np.int32)),
             context_lens=torch.from_numpy(context_lens.astype(np.int32)),
@@ -131,22 +130,21 @@ class InputBatch:
             positions=torch.from_numpy(positions),
             block_tables=tables.block_tables,
             slots=tables.slots,
-            rows=torch.from_numpy(rows.astype(np.int32)),
+            rows=torch.from_numpy(table_rows),
             staging=self._staging,
             cascade=tables.cascade,
         )
-        token_ids = self._token_ids[row_of_token, positions].astype(np.int64)
-        return ModelInput(torch.from_numpy(token_ids), attention)
+        return ModelInput(token_ids, positions, table_rows, attention)
 
     def stage_tables(self) -> list[Update]:
         """See BlockTables.stage."""
         return self._tables.stage(self._staging)
 
-    def logits_indices(self, plan: StepPlan, seq_ids: Sequence[int]) -> Tensor:
-        """int64 [len(seq_ids)]: index of each sequence's last token among the step's tokens."""
+    def logits_indices(self, plan: StepPlan, seq_ids: Sequence[int]) -> Int64s:
+        """[len(seq_ids)]: index of each sequence's last token among the step's tokens."""
         ends = np.zeros(len(self._rows), np.int64)
         ends[self.rows_of(plan.seq_ids)] = np.cumsum(plan.num_scheduled_tokens) - 1
-        return torch.from_numpy(ends[self.rows_of(seq_ids)])
+        return ends[self.rows_of(seq_ids)]
 
     def sampling_batch(self, sampled: Sequence[int], expanded: Sequence[int]) -> SamplingBatch:
         """What the sampler needs to choose the next tokens of these sequences."""

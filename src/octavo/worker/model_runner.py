@@ -23,18 +23,11 @@ from octavo.core.kv.specs import FullAttention, group_layers
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
-from octavo.ops import (
-    AttentionBackend,
-    AttentionBatch,
-    CascadeSegments,
-    LayerPlace,
-    PaddedSizes,
-    make_backend,
-)
+from octavo.ops import AttentionBackend, CascadeSegments, LayerPlace, PaddedSizes, make_backend
 from octavo.worker.block_tables import BlockTables, DeviceTables, carry_out
 from octavo.worker.device.base import Device, Moment
 from octavo.worker.graphs import Graphs
-from octavo.worker.input_batch import Drawn, InputBatch, at_least_one
+from octavo.worker.input_batch import Drawn, InputBatch, Int32s, Int64s, ModelInput
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.prompt_scores import not_finite, score_prompts
 from octavo.worker.sampler import (
@@ -190,7 +183,7 @@ class ModelRunner:
                 captured = captured._replace(has_cascade=True)
             if captured.mixed is not None:
                 attention = replace(attention, padded=captured.mixed)
-        input_ids, positions, rows = self._stage_inputs(inputs.input_ids, attention)
+        input_ids, positions, rows = self._stage_inputs(inputs, attention.padded)
         self._backend.plan(attention)
         logits_indices = hidden_indices = sampling = sampled_rows = None
         if not (plan.only_decodes and ending == plan.seq_ids):
@@ -202,7 +195,7 @@ class ModelRunner:
         if ending:
             sampling = self._sampler.stage(batch.sampling_batch(plan.sampled, plan.expanded))
             if self._pending is not None and plan.sampled:
-                padded_rows = attention.rows if decodes and plan.sampled == plan.seq_ids else None
+                padded_rows = inputs.rows if decodes and plan.sampled == plan.seq_ids else None
                 sampled_rows = self._stage_sampled_rows(plan, padded_rows, sampling)
         return StagedStep(
             captured,
@@ -216,17 +209,15 @@ class ModelRunner:
         )
 
     def _stage_inputs(
-        self, input_ids: Tensor, attention: AttentionBatch
+        self, inputs: ModelInput, padded: PaddedSizes | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, positions and rows, the former padded as `attention` is."""
+        """Token ids, positions and rows, padded to the sizes of a captured step, if it is one."""
         staging = self._staging
-        assert attention.rows is not None, "the rows of the block tables"
-        ids, positions = input_ids.numpy(), attention.positions.numpy()
-        rows = attention.rows.numpy()
-        if attention.padded is not None:
-            ids = _padded(ids, attention.padded.num_tokens)
-            positions = _padded(positions, attention.padded.num_tokens)
-            rows = _padded(rows, attention.padded.num_singles)
+        ids, positions, rows = inputs.input_ids, inputs.positions, inputs.rows
+        if padded is not None:
+            ids = _padded(ids, padded.num_tokens)
+            positions = _padded(positions, padded.num_tokens)
+            rows = _padded(rows, padded.num_singles)
         staged_rows = staging.put("rows", rows, staging.max_num_seqs)
         return (
             staging.put("input_ids", ids, staging.max_num_tokens),
@@ -234,22 +225,23 @@ class ModelRunner:
             staged_rows,
         )
 
-    def _stage_indices(self, indices: Tensor, captured: Captured | None) -> Tensor:
-        """Where the tokens stand whose logits are needed; at least one."""
-        values = at_least_one(indices).numpy()
+    def _stage_indices(self, indices: Int64s, captured: Captured | None) -> Tensor:
+        """Where the tokens stand whose logits are needed; token 0 if there are none, because
+        CausalLM.forward needs one."""
+        num_indices = max(1, len(indices))
         if captured is not None and captured.mixed is not None:
-            values = _padded(values, self._num_indices(captured.mixed))
+            num_indices = self._num_indices(captured.mixed)
         staging = self._staging
+        values = _padded(indices, num_indices)
         return staging.put("logits_indices", values, staging.max_num_seqs)
 
     def _stage_sampled_rows(
-        self, plan: StepPlan, padded_rows: Tensor | None, sampling: StagedSampling
+        self, plan: StepPlan, padded_rows: Int32s | None, sampling: StagedSampling
     ) -> Tensor:
         """The rows of `plan.sampled`; padded_rows: the same with padding, if they are known."""
         staging = self._staging
-        if padded_rows is not None:
-            rows = padded_rows.numpy()
-        else:
+        rows = padded_rows
+        if rows is None:
             rows = self._batch.rows_of(plan.sampled).astype(np.int32)
             if self._graphs is not None and sampling.mode is not None:
                 rows = _padded(rows, self._graphs.size_for(len(rows)))
@@ -336,7 +328,7 @@ class ModelRunner:
         if captured.has_cascade:
             empty = [CascadeSegments.empty()] * len(attention.block_tables)
             attention = replace(attention, cascade=empty)
-        staged_inputs = self._stage_inputs(inputs.input_ids, attention)
+        staged_inputs = self._stage_inputs(inputs, captured.mixed)
         self._backend.plan(attention)
         sampling = self._sampler.stage(batch.sampling_batch([], []))
         rows = np.zeros(staging.max_num_seqs, np.int32)
