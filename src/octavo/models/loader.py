@@ -50,7 +50,7 @@ def load_model(
     else:
         load_weights(model, config)
     for module in model.modules():
-        if isinstance(module, LinearMethod):
+        if isinstance(module, WeightOwner):
             module.finalize()
     return model
 
@@ -133,7 +133,7 @@ def fill_with_noise(model: CausalLM, seed: int) -> None:
             position = (position + part.numel()) % NOISE_LENGTH
     for module in model.modules():
         if isinstance(module, Norm) and module.weight is not None:
-            module.weight.fill_(1.0)
+            module.weight.fill_(1.0 - module.config.offset)
 
 
 def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:

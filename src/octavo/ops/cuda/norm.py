@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.ops.norm import Affine
 
 MAX_SIZE = 16384  # elements per row, which one program holds in registers
 MANY_ROWS = 640  # five per SM: fewer warps each fill it
@@ -29,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     Returns:
         Dense, without the dimension of splits, of the residual's dtype, or of x's.
     """
-    return _norm(x, weight, None, eps, residual, is_rms=True)
+    return norm(x, Affine(weight), eps, residual, is_rms=True)[0]
 
 
 def layer_norm(
@@ -40,53 +41,72 @@ def layer_norm(
     residual: Tensor | None = None,
 ) -> Tensor:
     """(x - mean) / std * weight + bias over the last dimension; otherwise as `rms_norm`."""
-    return _norm(x, weight, bias, eps, residual, is_rms=False)
+    return norm(x, Affine(weight, bias), eps, residual, is_rms=False)[0]
 
 
-def _norm(
+def norm(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    affine: Affine | None,
     eps: float,
     residual: Tensor | None,
     is_rms: bool,
-) -> Tensor:
+    *,
+    second: Tensor | None = None,
+    branch: Affine | None = None,
+    twin: Affine | None = None,
+) -> list[Tensor]:
+    """See ops/norm.py, and `rms_norm` for x; `second` has the same forms as x, and is dense."""
     size = x.shape[-1]
     assert size <= MAX_SIZE, f"rows of {size} are longer than {MAX_SIZE}"
-    num_splits, heads = 1, 1
+    num_splits, second_splits, heads = 1, 0, 1
     if residual is not None:
         assert residual.is_contiguous()
         num_splits = x.shape[0] if x.dim() == 3 else 1
-        out = torch.empty_like(residual)
+        shape, dtype = residual.shape, residual.dtype
     else:
         heads = x.shape[1] if x.dim() == 3 else 1
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_rows = out.numel() // size
+        shape, dtype = x.shape, x.dtype
+    if second is not None:
+        assert second.is_contiguous()
+        second_splits = second.shape[0] if second.dim() == 3 else 1
+    affines = [each for each in (affine, twin) if each is not None]
+    results = [torch.empty(shape, dtype=dtype, device=x.device) for _ in affines]
+    num_rows = shape.numel() // size
     if num_rows == 0:
-        return out
+        return results
     block = power_of_2(size)
+    weight, bias = affine or Affine(None)
+    twin_weight, twin_bias = twin or Affine(None)
+    branch_weight, branch_bias = branch or Affine(None)
     _norm_kernel[(num_rows,)](
         x,
+        second,
         residual,
+        branch_weight,
+        branch_bias,
         weight,
         bias,
-        out,
+        None if affine is None else results[0],
+        twin_weight,
+        twin_bias,
+        None if twin is None else results[-1],
         x.stride(0) if num_splits > 1 else 0,
         x.stride(-2) if residual is not None or x.dim() == 2 else x.stride(0),
         x.stride(1) if heads > 1 else 0,
         heads,
+        num_rows * size,
         size,
         eps,
         BLOCK=block,
         IS_RMS=is_rms,
         ADDS=residual is not None,
         SPLITS=num_splits,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        num_warps=_num_warps(block, num_rows, num_splits),
+        SECOND_SPLITS=second_splits,
+        NORMS_BRANCH=branch is not None,
+        num_warps=_num_warps(block, num_rows, num_splits + second_splits),
         **launch_options(x.device),
     )
-    return out
+    return results
 
 
 def _num_warps(block: int, num_rows: int, num_splits: int) -> int:
@@ -102,41 +122,78 @@ def _num_warps(block: int, num_rows: int, num_splits: int) -> int:
     return max(1, few // 2) if num_rows > MANY_ROWS else few
 
 
-@triton.jit(do_not_specialize=["heads", "split_stride"])
+@triton.jit
+def _sum_of_splits(start, stride, inside, columns, SPLITS: tl.constexpr):
+    values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        more = tl.load(start + split * stride + columns, mask=inside, other=0.0)
+        values += more.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _standardised(values, inside, size, eps, IS_RMS: tl.constexpr):
+    if not IS_RMS:
+        mean = tl.sum(values, 0) / size
+        values = tl.where(inside, values - mean, 0.0)
+    return values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+
+
+@triton.jit
+def _scale_and_shift(weight, bias, inside, columns):
+    """1 and 0 for what is None; loaded before the preceding kernel has ended (pdl.py)."""
+    scale = 1.0
+    shift = 0.0
+    if weight is not None:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return scale, shift
+
+
+@triton.jit(do_not_specialize=["heads", "split_stride", "second_stride"])
 def _norm_kernel(
     x,
+    second,
     residual,
+    branch_weight,
+    branch_bias,
     weight,
     bias,
     out,
+    twin_weight,
+    twin_bias,
+    twin_out,
     split_stride,
     row_stride,
     head_stride,
     heads,
+    second_stride,
     size,
     eps,
     BLOCK: tl.constexpr,
     IS_RMS: tl.constexpr,
     ADDS: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    SECOND_SPLITS: tl.constexpr,
+    NORMS_BRANCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    if HAS_WEIGHT:
-        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    scale, shift = _scale_and_shift(weight, bias, inside, columns)
+    branch_scale, branch_shift = _scale_and_shift(branch_weight, branch_bias, inside, columns)
+    twin_scale, twin_shift = _scale_and_shift(twin_weight, twin_bias, inside, columns)
     wait_previous(PDL)
     start = x + (row // heads) * row_stride + (row % heads) * head_stride
-    values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        more = tl.load(start + split * split_stride + columns, mask=inside, other=0.0)
-        values += more.to(tl.float32)
+    values = _sum_of_splits(start, split_stride, inside, columns, SPLITS)
+    if SECOND_SPLITS > 0:
+        start = second + row * size
+        values += _sum_of_splits(start, second_stride, inside, columns, SECOND_SPLITS)
+    if NORMS_BRANCH:
+        values = _standardised(values, inside, size, eps, IS_RMS) * branch_scale + branch_shift
     if ADDS:
         # The sum is rounded before it is normalised: later layers see the same numbers.
         places = residual + row * size + columns
@@ -144,12 +201,11 @@ def _norm_kernel(
         total = values.to(residual.dtype.element_ty)
         tl.store(places, total, mask=inside)
         values = total.to(tl.float32)
-    if not IS_RMS:
-        mean = tl.sum(values, 0) / size
-        values = tl.where(inside, values - mean, 0.0)
-    values *= tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    if HAS_WEIGHT:
-        values *= scale
-    if HAS_BIAS:
-        values += shift
-    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
+    if out is not None:
+        values = _standardised(values, inside, size, eps, IS_RMS)
+        normed = values * scale + shift
+        tl.store(out + row * size + columns, normed.to(out.dtype.element_ty), mask=inside)
+        if twin_out is not None:
+            normed = values * twin_scale + twin_shift
+            places = twin_out + row * size + columns
+            tl.store(places, normed.to(twin_out.dtype.element_ty), mask=inside)
