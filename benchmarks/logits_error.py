@@ -223,7 +223,7 @@ class PlainTorch:
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
         if isinstance(norm, LayerNorm):
-            return F.layer_norm(x, norm.shape, norm.weight, norm.bias, norm.eps)
+            return F.layer_norm(x, (norm.config.size,), norm.weight, norm.bias, norm.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
         return norm.weight * wide.to(x.dtype)

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from octavo.layers.config import LinearConfig
+from octavo.layers.config import LinearConfig, NormConfig, NormKind
 from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
 from octavo.layers.linear import PlainLinear
 from octavo.layers.mlp import GATED_EPILOGUES, PLAIN_EPILOGUES
-from octavo.layers.norm import LayerNorm, RMSNorm, add_partial
+from octavo.layers.norm import LayerNorm, RMSNorm, add_partial, make_norm
 from octavo.models.families.common import GATED_ACTIVATIONS as GATED_NAMES
 from octavo.models.families.common import PLAIN_ACTIVATIONS as PLAIN_NAMES
 from octavo.ops.communicator import SingleRank
@@ -38,7 +38,9 @@ def close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_rms_norm(dtype: torch.dtype, num_tokens: int) -> None:
-    norm, reference = RMSNorm(48, 1e-5).to(dtype), LlamaRMSNorm(48, 1e-5).to(dtype)
+    norm = RMSNorm(NormConfig("rms", 48, 1e-5)).to(dtype)
+    reference = LlamaRMSNorm(48, 1e-5).to(dtype)
+    assert norm.weight is not None
     norm.weight.copy_(torch.randn(48))
     reference.weight.data.copy_(norm.weight)
     hidden, residual = torch.randn(2, num_tokens, 48).to(dtype)
@@ -53,7 +55,8 @@ def test_rms_norm(dtype: torch.dtype, num_tokens: int) -> None:
 
 def test_rms_norm_of_strided_heads() -> None:
     """Qwen3's norms on queries and keys see views of the fused projection."""
-    norm = RMSNorm(8, 1e-6)
+    norm = RMSNorm(NormConfig("rms", 8, 1e-6))
+    assert norm.weight is not None
     norm.weight.copy_(torch.randn(8))
     heads = torch.randn(3, 4 * 8).view(3, 4, 8)[:, 1:3]
     close(norm.forward(heads)[0], norm.forward(heads.contiguous())[0])
@@ -62,7 +65,7 @@ def test_rms_norm_of_strided_heads() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("affine", [True, False])
 def test_layer_norm(dtype: torch.dtype, affine: bool) -> None:
-    norm = LayerNorm(48, 1e-5, affine).to(dtype)
+    norm = LayerNorm(NormConfig("layer", 48, 1e-5, affine)).to(dtype)
     for parameter in norm.parameters():
         parameter.copy_(torch.randn(48))
     hidden, residual = torch.randn(2, 5, 48).to(dtype)
@@ -70,6 +73,72 @@ def test_layer_norm(dtype: torch.dtype, affine: bool) -> None:
     got, got_sum = norm.forward(hidden, residual.clone())
     close(got, F.layer_norm(want_sum, (48,), norm.weight, norm.bias, 1e-5))
     assert torch.equal(got_sum, want_sum)
+
+
+def test_a_layer_norm_without_a_shift() -> None:
+    config = NormConfig("layer", 48, 1e-5, bias=False)
+    norm = LayerNorm(config)
+    assert [parameter.numel() for parameter in norm.parameters()] == [config.num_parameters]
+    assert norm.weight is not None
+    norm.weight.copy_(torch.randn(48))
+    x = torch.randn(3, 48)
+    close(norm.forward(x)[0], F.layer_norm(x, (48,), norm.weight, None, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_offset_and_multiplier(kind: NormKind, dtype: torch.dtype) -> None:
+    """In float32: a scale near 1 whose distance from 1 is much smaller than bfloat16's steps."""
+    plain = make_norm(NormConfig(kind, 48, 1e-5))
+    norm = make_norm(NormConfig(kind, 48, 1e-5, offset=1.0, multiplier=0.25)).to(dtype)
+    stored = 2**-12 * torch.arange(1, 49)
+    assert norm.weight is not None
+    assert plain.weight is not None
+    norm.weight.copy_(stored)
+    plain.weight.copy_(0.25 * (1 + norm.weight.float()))
+    if norm.bias is not None and plain.bias is not None:
+        norm.bias.normal_()
+        plain.bias.copy_(0.25 * norm.bias.float())
+    norm.finalize()
+    assert list(norm.parameters()) == []
+    assert torch.equal(norm.weight, plain.weight)
+    x = torch.randn(5, 48).to(dtype)
+    close(norm.forward(x)[0], plain.forward(x.float())[0].to(dtype))
+    other = make_norm(NormConfig(kind, 48, 1e-5)).to(dtype)
+    before = list(other.parameters())
+    other.finalize()
+    assert [id(each) for each in other.parameters()] == [id(each) for each in before]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norms_of_branches_and_of_parallel_blocks(kind: NormKind, dtype: torch.dtype) -> None:
+    first, second, third = (make_norm(NormConfig(kind, 48, 1e-5)).to(dtype) for _ in range(3))
+    for norm in (first, second, third):
+        for parameter in norm.parameters():
+            parameter.normal_()
+    if third.bias is not None:
+        third.bias.zero_()  # norms of branches are not shifted
+    x, y, residual = torch.randn(3, 5, 48).to(dtype)
+
+    total = (x.float() + y.float() + residual.float()).to(dtype)
+    normed, twin, summed = first.forward_twice((x, y), residual.clone(), second)
+    close(summed, total)
+    close(normed, first.forward(total)[0])
+    close(twin, second.forward(total)[0])
+    normed, summed = first.forward((x, y), residual.clone())
+    close(summed, total)
+    close(normed, first.forward(total)[0])
+
+    branch = third.forward(x.float())[0] if dtype == torch.float32 else third.forward(x)[0]
+    total = (branch.float() + residual.float()).to(dtype)
+    close(third.add_normed(x, residual.clone()), total)
+    first.follow(third)
+    assert len(list(first.modules())) == 1
+    normed, summed = first.forward(x, residual.clone())
+    close(summed, total)
+    close(normed, first.forward(total)[0])  # what comes first of all has no residual and no norm
+    close(add_partial(residual.clone(), (x, y)), residual + x + y)
 
 
 @pytest.mark.parametrize("name", PLAIN_NAMES)

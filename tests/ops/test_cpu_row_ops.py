@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from octavo.ops.cpu import row_ops
+from octavo.ops.norm import Affine
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -39,6 +41,53 @@ def test_operations_are_those_of_torch(dtype: torch.dtype, num_tokens: int) -> N
     gate_up = 20 * torch.randn(num_tokens, 2 * 1000).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
     torch.testing.assert_close(row_ops.silu_mul(gate_up).float(), F.silu(gate) * up, **close)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), [*zip(DTYPES, DTYPES, strict=True), (torch.bfloat16, torch.float32)]
+)
+@pytest.mark.parametrize("is_rms", [True, False])
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])
+def test_forms_of_norms(
+    dtype: torch.dtype, weight_dtype: torch.dtype, is_rms: bool, num_tokens: int
+) -> None:
+    """What is added to the residual stream, and in which ways the sum is scaled and shifted."""
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    if torch.bfloat16 in (dtype, weight_dtype):
+        close = {"atol": 6e-2, "rtol": 3e-2}
+    scales = torch.randn(3, 100).to(weight_dtype)
+    shifts = [None, None] if is_rms else list(torch.randn(2, 100).to(weight_dtype))
+    affine, twin, branch = Affine(scales[0], shifts[0]), Affine(scales[1], shifts[1]), scales[2]
+
+    def plain(x: Tensor, affine: Affine) -> Tensor:
+        weight, bias = (None if each is None else each.float() for each in affine)
+        if is_rms:
+            return F.rms_norm(x.float(), (100,), weight, EPS)
+        return F.layer_norm(x.float(), (100,), weight, bias, EPS)
+
+    x, second, given = torch.randn(3, num_tokens, 100).to(dtype)
+    for takes_second, takes_branch in ((True, False), (False, True), (False, False)):
+        addend = x.float() + (second.float() if takes_second else 0)
+        if takes_branch:
+            addend = plain(x, Affine(branch))
+        total = (given.float() + addend).to(dtype)
+        for affines in ([affine, twin], [affine], [] if takes_branch else [affine]):
+            residual = given.clone()
+            results = row_ops.norm(
+                x,
+                affines[0] if affines else None,
+                EPS,
+                residual,
+                is_rms,
+                second=second if takes_second else None,
+                branch=Affine(branch) if takes_branch else None,
+                twin=affines[1] if len(affines) > 1 else None,
+            )
+            assert [result.dtype for result in results] == [dtype] * len(affines)
+            torch.testing.assert_close(residual.float(), total.float(), **close)
+            for result, each in zip(results, affines, strict=True):
+                torch.testing.assert_close(result.float(), plain(residual, each), **close)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from octavo.ops.cuda.norm import layer_norm, rms_norm
+from octavo.ops.cuda.norm import layer_norm, norm, rms_norm
+from octavo.ops.norm import Affine
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS = 1e-5
@@ -47,6 +49,69 @@ def test_norms(device: torch.device, is_rms: bool, num_parts: int) -> None:
 def test_a_layer_norm_without_scale_and_shift(device: torch.device) -> None:
     x = torch.randn(3, 40, device=device)
     torch.testing.assert_close(layer_norm(x, None, None, EPS), F.layer_norm(x, (40,), eps=EPS))
+
+
+FORMS = {
+    "parallel": {"second"},
+    "twin": {"second", "twin"},
+    "branch": {"branch"},
+    "branch alone": {"branch", "alone"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_rms", [True, False])
+@pytest.mark.parametrize("splits", [(1, 1), (3, 1), (1, 2)])
+def test_forms(device: torch.device, form: str, is_rms: bool, splits: tuple[int, int]) -> None:
+    """What blocks add, in partial sums or not, and what happens to it and to the sum."""
+    parts = FORMS[form]
+    for num_rows, size in SIZES[device.type]:
+        for dtype in DTYPES[device.type]:
+            scales = torch.randn(3, size, device=device)  # float32, whatever the rows are
+            shifts = [None, None] if is_rms else list(torch.randn(2, size, device=device))
+            affine, twin = (Affine(scales[i], shifts[i]) for i in range(2))
+            x, second = (
+                torch.randn(num, num_rows, size, device=device)
+                if num > 1
+                else torch.randn(num_rows, size, device=device).to(dtype)
+                for num in splits
+            )
+            residual = torch.randn(num_rows, size, device=device).to(dtype)
+            total = residual.float()
+            addend = x.sum(0) if splits[0] > 1 else x.float()
+            if "second" in parts:
+                addend = addend + (second.sum(0) if splits[1] > 1 else second.float())
+            if "branch" in parts:
+                total = total + plain(addend, Affine(scales[2]), is_rms)
+            else:
+                total = total + addend
+            total = total.to(dtype)
+            results = norm(
+                x,
+                None if "alone" in parts else affine,
+                EPS,
+                residual,
+                is_rms,
+                second=second if "second" in parts else None,
+                branch=Affine(scales[2]) if "branch" in parts else None,
+                twin=twin if "twin" in parts else None,
+            )
+            tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
+            if dtype != torch.float32:
+                tolerance = {"rtol": 2e-2, "atol": 4e-2}
+            torch.testing.assert_close(residual.float(), total.float(), **tolerance)
+            wanted = [] if "alone" in parts else [affine, *([twin] if "twin" in parts else [])]
+            assert len(results) == len(wanted)
+            for result, each in zip(results, wanted, strict=True):
+                assert result.dtype == dtype
+                expected = plain(residual.float(), each, is_rms)
+                torch.testing.assert_close(result.float(), expected, **tolerance)
+
+
+def plain(x: Tensor, affine: Affine, is_rms: bool) -> Tensor:
+    if is_rms:
+        return F.rms_norm(x, x.shape[-1:], affine.weight, EPS)
+    return F.layer_norm(x, x.shape[-1:], affine.weight, affine.bias, EPS)
 
 
 @pytest.mark.parametrize("heads", [1, 3])

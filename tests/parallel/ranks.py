@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from octavo.ops.communicator import connect
+from octavo.ops.connect import connect
 from octavo.parallel import Shard
 
 PRELOADED = ["torch", "numpy", "safetensors"]  # not octavo: the server has not our sys.path

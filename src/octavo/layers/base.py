@@ -48,3 +48,6 @@ class WeightOwner(nn.Module):
         (name,) = names
         own = self.named_parameters(recurse=False)
         return {f"{name}.{key}": WeightTarget.whole(parameter) for key, parameter in own}
+
+    def finalize(self) -> None:
+        """Rearrange the loaded weights for the device that they are on; called once."""

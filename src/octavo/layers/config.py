@@ -89,13 +89,16 @@ class NormConfig:
     kind: NormKind
     size: int
     eps: float
-    affine: bool = True  # has a scale and, if it is a layer norm, a shift
+    affine: bool = True  # has a scale and, if it is a layer norm with `bias`, a shift
+    bias: bool = True
+    offset: float = 0.0  # added to the scale; Gemma's checkpoints hold the scale minus 1
+    multiplier: float = 1.0  # of the result
 
     @property
     def num_parameters(self) -> int:
         if not self.affine:
             return 0
-        return self.size if self.kind == "rms" else 2 * self.size
+        return 2 * self.size if self.kind == "layer" and self.bias else self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

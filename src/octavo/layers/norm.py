@@ -2,111 +2,157 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner
 from octavo.layers.config import NormConfig
 from octavo.ops.communicator import Reduction
-from octavo.ops.cpu.row_ops import add_rms_norm, rms_norm
+from octavo.ops.cpu import row_ops
+from octavo.ops.norm import Affine
+
+# What blocks add to the residual stream: [num_tokens, size], or two of them in a parallel layer. On
+# a GPU each may be partial sums [num_splits, num_tokens, size] that are added up
+# (LinearMethod.forward_partial).
+Branches = Tensor | tuple[Tensor, Tensor]
 
 
 class Norm(WeightOwner):
     """Normalises rows; owns a scale, a shift, both or neither."""
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    eps: float
+    is_rms: ClassVar[bool]
+    weight: Tensor | None
+    bias: Tensor | None
 
-    def __init__(self, reduction: Reduction | None) -> None:
-        """`reduction`: set if `hidden` is a partial sum of this rank; the norm adds up those of
-        all ranks first."""
+    def __init__(self, config: NormConfig, reduction: Reduction | None = None) -> None:
+        """reduction: set if what is normalised, or what is added to the residual stream before, is
+        this rank's partial sum: the norm adds up those of all ranks first."""
         super().__init__()
+        self.config = config
         self.reduction = reduction
+        self.eps = config.eps
+        has_bias = config.affine and config.bias and not self.is_rms
+        self.weight = _parameter(config.size) if config.affine else None
+        self.bias = _parameter(config.size) if has_bias else None
+        self._branch_norm: tuple[Norm, ...] = ()
 
-    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def finalize(self) -> None:
+        """Apply offset and multiplier to the loaded weights.
+
+        In float32: rounding 1 + w to bfloat16 would lose most of a small w. The result replaces
+        the parameters.
+        """
+        offset, multiplier = self.config.offset, self.config.multiplier
+        if offset == 0 and multiplier == 1:
+            return
+        weight, bias = self.affine
+        assert weight is not None, "offset and multiplier need a scale that they are put into"
+        del self.weight, self.bias
+        self.weight = (weight.float() + offset) * multiplier
+        self.bias = None if bias is None else bias.float() * multiplier
+
+    @property
+    def affine(self) -> Affine:
+        """Scale and shift, as kernels take them."""
+        return Affine(self.weight, self.bias)
+
+    def follow(self, branch_norm: Norm) -> None:
+        """Apply `branch_norm`, which another module owns, to what is added to the residual."""
+        self._branch_norm = (branch_norm,)  # in a tuple, so that it is not a submodule
+
+    def forward(self, hidden: Branches, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm(hidden + residual), hidden + residual); without residual (norm(hidden), hidden).
 
-        hidden and residual: [num_tokens, size], of the same dtype. The sum is written into
-        `residual`. On a GPU hidden may be partial sums [num_splits, num_tokens, size] that are
-        added up (LinearMethod.forward_partial).
+        residual: [num_tokens, size], of hidden's dtype; the sum is written into it. Without it,
+        hidden is one complete tensor, of which every row of the last dimension is normalised.
         """
-        raise NotImplementedError
+        results, residual = self._normalise(hidden, residual)
+        return results[0], residual
 
-    def _reduced(self, hidden: Tensor) -> Tensor:
-        """The sum over the ranks, if hidden is a partial one."""
-        return hidden if self.reduction is None else self.reduction.communicator.all_reduce(hidden)
+    def forward_twice(
+        self, hidden: Branches, residual: Tensor | None, twin: Norm
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `forward`, with twin's norm of the same sum as the second of three results."""
+        results, residual = self._normalise(hidden, residual, twin.affine)
+        return results[0], results[1], residual
+
+    def add_normed(self, branch: Tensor, residual: Tensor) -> Tensor:
+        """residual + norm(branch), written into residual; branch as in `Branches`."""
+        _norm_on(residual)(
+            branch,
+            None,
+            self.eps,
+            residual,
+            self.is_rms,
+            branch=self.affine,
+            reduction=self.reduction,
+        )
+        return residual
+
+    def _normalise(
+        self, hidden: Branches, residual: Tensor | None, twin: Affine | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        first, second = hidden if isinstance(hidden, tuple) else (hidden, None)
+        branch = None
+        if self._branch_norm and residual is not None:
+            branch = self._branch_norm[0].affine
+        if self.reduction is not None and residual is None:
+            residual = torch.zeros_like(first)  # where the sum over the ranks is kept
+        results = _norm_on(first)(
+            first,
+            self.affine,
+            self.eps,
+            residual,
+            self.is_rms,
+            second=second,
+            branch=branch,
+            twin=twin,
+            reduction=self.reduction,
+        )
+        return results, first if residual is None else residual
+
+
+def _norm_on(x: Tensor) -> Callable[..., list[Tensor]]:
+    """The kernels for x's device; see ops/norm.py."""
+    if x.device.type == "cuda":
+        from octavo.ops.cuda import norm
+
+        return norm.norm
+    return row_ops.norm
 
 
 class RMSNorm(Norm):
     """A root-mean-square norm (arXiv:1910.07467) with a scale."""
 
-    weight: nn.Parameter
-
-    def __init__(self, size: int, eps: float, reduction: Reduction | None = None) -> None:
-        super().__init__(reduction)
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-
-    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See Norm.forward."""
-        if hidden.device.type == "cuda":
-            from octavo.ops.cuda import norm
-
-            if self.reduction is not None:
-                return norm.reduce_add_rms_norm(
-                    hidden, self.weight, self.eps, residual, self.reduction
-                )
-            normed = norm.rms_norm(hidden, self.weight, self.eps, residual)
-            return normed, hidden if residual is None else residual
-        hidden = self._reduced(hidden)
-        if residual is None:
-            return rms_norm(hidden, self.weight, self.eps), hidden
-        return add_rms_norm(hidden, residual, self.weight, self.eps), residual
+    is_rms = True
 
 
 class LayerNorm(Norm):
-    """A layer norm with scale and shift; with neither unless it is `affine`."""
+    """A layer norm with scale and shift, with a scale, or with neither."""
 
-    def __init__(
-        self, size: int, eps: float, affine: bool = True, reduction: Reduction | None = None
-    ) -> None:
-        super().__init__(reduction)
-        self.shape = (size,)
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False) if affine else None
-        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if affine else None
-
-    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See Norm.forward."""
-        if hidden.device.type == "cuda":
-            from octavo.ops.cuda import norm
-
-            if self.reduction is not None:
-                return norm.reduce_add_layer_norm(
-                    hidden, self.weight, self.bias, self.eps, residual, self.reduction
-                )
-            normed = norm.layer_norm(hidden, self.weight, self.bias, self.eps, residual)
-            return normed, hidden if residual is None else residual
-        hidden = self._reduced(hidden)
-        if residual is not None:
-            hidden = residual.add_(hidden)
-        return F.layer_norm(hidden, self.shape, self.weight, self.bias, self.eps), hidden
+    is_rms = False
 
 
 def make_norm(config: NormConfig, reduction: Reduction | None = None) -> Norm:
     """The norm that a model's description asks for, with uninitialised weights.
 
-    reduction: set if what it normalises is the sum of what all ranks have, to be added up by it.
+    reduction: see Norm; without effect in a group of one rank.
     """
     if reduction is not None and reduction.communicator.shard.size == 1:
         reduction = None
-    if config.kind == "rms":
-        return RMSNorm(config.size, config.eps, reduction)
-    return LayerNorm(config.size, config.eps, config.affine, reduction)
+    kind = RMSNorm if config.kind == "rms" else LayerNorm
+    return kind(config, reduction)
 
 
-def add_partial(residual: Tensor, hidden: Tensor) -> Tensor:
-    """residual + hidden, written into residual; hidden may be partial sums (see Norm.forward)."""
-    return residual.add_(hidden.sum(0) if hidden.dim() == 3 else hidden)
+def add_partial(residual: Tensor, hidden: Branches) -> Tensor:
+    """residual + hidden, written into residual."""
+    for each in hidden if isinstance(hidden, tuple) else (hidden,):
+        residual.add_(each.sum(0) if each.dim() == 3 else each)
+    return residual
+
+
+def _parameter(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size), requires_grad=False)

@@ -59,7 +59,7 @@ def load_model(
     else:
         load_weights(model, config)
     for module in model.modules():
-        if isinstance(module, LinearMethod):
+        if isinstance(module, WeightOwner):
             module.finalize()
     return model
 
@@ -151,7 +151,7 @@ def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
         begin = (begin + math.prod(target.shape)) % NOISE_LENGTH
     for module in model.modules():
         if isinstance(module, Norm) and module.weight is not None:
-            module.weight.fill_(1.0)
+            module.weight.fill_(1.0 - module.config.offset)
 
 
 def _fill_slice(

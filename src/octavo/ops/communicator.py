@@ -41,6 +41,14 @@ class Communicator(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks in the order of the ranks: [size, *x.shape], dense."""
 
+    def reserve(
+        self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Take what memory reductions of `max_rows` rows need on this device.
+
+        Called once, by all ranks; larger reductions are possible, but may be slower.
+        """
+
     def close(self) -> None:
         """Leave the group. A second call does nothing."""
 
@@ -64,6 +72,11 @@ class SingleRank:
     def all_gather(self, x: Tensor) -> Tensor:
         """See Communicator.all_gather."""
         return x.unsqueeze(0)
+
+    def reserve(
+        self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """See Communicator.reserve."""
 
     def close(self) -> None:
         """See Communicator.close."""
@@ -102,31 +115,13 @@ class GroupCommunicator:
             dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), sent, self.group)
         return gathered
 
+    def reserve(
+        self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """See Communicator.reserve."""
+
     def close(self) -> None:
         """See Communicator.close."""
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
-
-
-def connect(shard: Shard, address: str, device: torch.device) -> Communicator:
-    """Join the group; returns when all of its ranks have.
-
-    Args:
-        address: where the ranks meet, "file:///path" of a file that does not exist yet, or
-            "tcp://127.0.0.1:port", where rank 0 will listen.
-        device: on which tensors will be exchanged; a GPU is the process's current one.
-    """
-    if shard.size == 1:
-        return SingleRank()
-    is_gpu = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if is_gpu else "gloo",
-        init_method=address,
-        rank=shard.rank,
-        world_size=shard.size,
-        device_id=device if is_gpu else None,
-    )
-    group = dist.group.WORLD
-    assert group is not None, "it was just made"
-    return GroupCommunicator(group)

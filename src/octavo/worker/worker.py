@@ -70,6 +70,12 @@ class Worker:
                     config.load_format,
                     config.seed,
                 )
+                communicator.reserve(
+                    config.scheduler.max_num_batched_tokens,
+                    model_config.hidden_size,
+                    dtype,
+                    device.torch_device,
+                )
             loaded = time.perf_counter()
 
             def runner(num_blocks: int, num_swap_blocks: int, graphs: Graphs | None) -> ModelRunner:

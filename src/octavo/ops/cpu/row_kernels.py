@@ -23,8 +23,10 @@ from octavo.ops.cpu.vectors import (
     to_float,
 )
 
-# What a kernel call needs, each an int64; strides are in elements.
-NEXT_ROW, SOURCE, RESIDUAL, WEIGHT, OUTPUT, EPS, TOKENS, HEADS, SIZE, STRIDE, CHUNK = range(11)
+# What a kernel call needs, each an int64; strides are in elements, and 0 is an address of nothing.
+NEXT_ROW, SOURCE, SECOND, RESIDUAL, BRANCH_WEIGHT, WEIGHT, BIAS, OUTPUT = range(8)
+TWIN_WEIGHT, TWIN_BIAS, TWIN_OUTPUT, EPS, TOKENS, HEADS, SIZE, STRIDE, CHUNK = range(8, 17)
+NUM_ARGS = 17
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
 
 # The sum of a row may be taken in any order, as long as it is always the same.
@@ -32,48 +34,112 @@ sum_jit = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"}
 
 
 @sum_jit
-def _mean_square(row: Any, size: int) -> Any:
+def _mean(row: Any, size: int) -> Any:
     total = np.float32(0.0)
     for i in range(size):
-        x = to_float(row[i])
+        total += to_float(row[i])
+    return total / np.float32(size)
+
+
+@sum_jit
+def _mean_square(row: Any, mean: Any, size: int) -> Any:
+    total = np.float32(0.0)
+    for i in range(size):
+        x = to_float(row[i]) - mean
         total += x * x
     return total / np.float32(size)
 
 
 @jit
-def _rms_norm_row(row: Any, weight: Any, output: Any, size: int, eps: float, like: Any) -> None:
-    inverse = np.float32(1.0) / np.sqrt(_mean_square(row, size) + eps)
-    for i in range(size):
-        output[i] = from_float(to_float(row[i]) * inverse * to_float(weight[i]), like)
+def _moments(row: Any, size: int, eps: float, is_rms: Any) -> Any:
+    """What is subtracted from a row, and what the difference is multiplied by."""
+    mean = np.float32(0.0)
+    if not is_rms:
+        mean = _mean(row, size)
+    return mean, np.float32(1.0) / np.sqrt(_mean_square(row, mean, size) + eps)
 
 
 @jit
-def _rms_norm(address: int, like: Any) -> None:
-    """output = norm(source [tokens, heads, size]); with a residual, that is added to first."""
-    args = carray(pointer_to(address, int64), 11)
+def _scaled_row(
+    row: Any, moments: Any, weight: int, bias: int, output: int, size: int, like: Any, wide: Any
+) -> None:
+    """output = norm(row); weight, bias and output are addresses."""
+    mean, inverse = moments
+    out = carray(pointer_to(output, like), size)
+    scale = carray(pointer_to(weight, wide), size)
+    if bias == 0:
+        for i in range(size):
+            result = (to_float(row[i]) - mean) * inverse * to_float(scale[i])
+            out[i] = from_float(result, like)
+    else:
+        shift = carray(pointer_to(bias, wide), size)
+        for i in range(size):
+            result = (to_float(row[i]) - mean) * inverse * to_float(scale[i]) + to_float(shift[i])
+            out[i] = from_float(result, like)
+
+
+@jit
+def _add(row: Any, second: int, residual: Any, size: int, like: Any) -> None:
+    if second == 0:
+        for i in range(size):
+            residual[i] = from_float(to_float(residual[i]) + to_float(row[i]), like)
+    else:
+        other = carray(pointer_to(second, like), size)
+        for i in range(size):
+            total = to_float(residual[i]) + to_float(row[i]) + to_float(other[i])
+            residual[i] = from_float(total, like)
+
+
+@jit
+def _add_normed(row: Any, weight: Any, residual: Any, moments: Any, size: int, like: Any) -> None:
+    mean, inverse = moments
+    for i in range(size):
+        normed = (to_float(row[i]) - mean) * inverse * to_float(weight[i])
+        residual[i] = from_float(to_float(residual[i]) + normed, like)
+
+
+@jit
+def _norm(address: int, is_rms: Any, like: Any, wide: Any) -> None:
+    """output = norm(source [tokens, heads, size]); with a residual, that is added to first.
+
+    What is added is the source, or the source plus a second one, or the source's own norm. The
+    result can be scaled and shifted in two ways (twin). `wide`: like the weights.
+    """
+    args = carray(pointer_to(address, int64), NUM_ARGS)
     eps = carray(pointer_to(address + 8 * EPS, float32), 1)[0]
     heads, size, itemsize = args[HEADS], args[SIZE], size_of(like)
     num_rows = args[TOKENS] * heads
-    weight = carray(pointer_to(args[WEIGHT], like), size)
     begin = fetch_add(address, args[CHUNK])
     while begin < num_rows:
         for r in range(begin, min(begin + args[CHUNK], num_rows)):
             place = args[SOURCE] + (r // heads * args[STRIDE] + r % heads * size) * itemsize
             row = carray(pointer_to(place, like), size)
-            output = carray(pointer_to(args[OUTPUT] + r * size * itemsize, like), size)
+            offset = r * size * itemsize
             if args[RESIDUAL] != 0:
-                residual = carray(pointer_to(args[RESIDUAL] + r * size * itemsize, like), size)
-                for i in range(size):
-                    residual[i] = from_float(to_float(residual[i]) + to_float(row[i]), like)
+                residual = carray(pointer_to(args[RESIDUAL] + offset, like), size)
+                if args[BRANCH_WEIGHT] != 0:
+                    branch_weight = carray(pointer_to(args[BRANCH_WEIGHT], wide), size)
+                    moments = _moments(row, size, eps, is_rms)
+                    _add_normed(row, branch_weight, residual, moments, size, like)
+                else:
+                    second = 0 if args[SECOND] == 0 else args[SECOND] + offset
+                    _add(row, second, residual, size, like)
                 row = residual
-            _rms_norm_row(row, weight, output, size, eps, like)
+            if args[OUTPUT] != 0:
+                moments = _moments(row, size, eps, is_rms)
+                output = args[OUTPUT] + offset
+                _scaled_row(row, moments, args[WEIGHT], args[BIAS], output, size, like, wide)
+                if args[TWIN_OUTPUT] != 0:
+                    output = args[TWIN_OUTPUT] + offset
+                    weight, bias = args[TWIN_WEIGHT], args[TWIN_BIAS]
+                    _scaled_row(row, moments, weight, bias, output, size, like, wide)
         begin = fetch_add(address, args[CHUNK])
 
 
 @jit
 def _silu_mul(address: int, like: Any) -> None:
     """output [tokens, size] = silu(gate) * up for source [tokens, gate and up, size]."""
-    args = carray(pointer_to(address, int64), 11)
+    args = carray(pointer_to(address, int64), NUM_ARGS)
     size, itemsize = args[SIZE], size_of(like)
     begin = fetch_add(address, args[CHUNK])
     while begin < args[TOKENS]:
@@ -91,15 +157,15 @@ def _silu_mul(address: int, like: Any) -> None:
         begin = fetch_add(address, args[CHUNK])
 
 
-def compile_rms_norm(element: Any) -> Any:
-    """As a C function of the address of its arguments; `element` is float32 or uint16 (bf16)."""
+def compile_norm(element: Any, weight_element: Any, is_rms: bool) -> Any:
+    """As a C function of the address of its arguments; elements are float32 or uint16 (bf16)."""
     sources = digest_of(cpu_vectors)
 
-    def rms_norm(address):
+    def norm(address):
         sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)
-        _rms_norm(address, np.empty(0, element))
+        _norm(address, is_rms, np.empty(0, element), np.empty(0, weight_element))
 
-    return compile_kernel(rms_norm)
+    return compile_kernel(norm)
 
 
 def compile_silu_mul(element: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable
 from ctypes import addressof, c_int64
 from functools import cache
 from importlib.util import find_spec
@@ -16,35 +15,66 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops import epilogue as epilogues
+from octavo.ops import norm as norms
+from octavo.ops.communicator import Reduction
 from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.norm import Affine
 
 CHUNK = 16384  # elements that a thread takes at once
 WORTH_SHARING = 4 * CHUNK  # elements; below this, waking a thread costs more than it saves
-_Args = c_int64 * 11  # ctypes takes a fraction of the time of a numpy array
+_Args = c_int64 * 17  # ctypes takes a fraction of the time of a numpy array
+
+
+def norm(
+    x: Tensor,
+    affine: Affine | None,
+    eps: float,
+    residual: Tensor | None,
+    is_rms: bool,
+    *,
+    second: Tensor | None = None,
+    branch: Affine | None = None,
+    twin: Affine | None = None,
+    reduction: Reduction | None = None,
+) -> list[Tensor]:
+    """See ops/norm.py. Computed in float32 and rounded once; tokens of x may be strided."""
+    if reduction is not None:
+        x, second = reduction.communicator.all_reduce(x if second is None else x + second), None
+    weight = (affine or branch or Affine(None)).weight
+    kernel = None
+    if weight is not None and _is_plain(x) and (residual is None or residual.is_contiguous()):
+        kernel = _norm_kernel(x.dtype, weight.dtype, is_rms)
+    if kernel is None:
+        return norms.norm(x, affine, eps, residual, is_rms, second=second, branch=branch, twin=twin)
+    num_results = (affine is not None) + (twin is not None)
+    results = [torch.empty(x.shape, dtype=x.dtype) for _ in range(num_results)]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    _run(
+        kernel,
+        x,
+        (x.shape[0], heads, x.shape[-1]),
+        _address(second),
+        _address(residual),
+        _address(None if branch is None else branch.weight),
+        *((0, 0, 0) if affine is None else (*map(_address, affine), results[0].data_ptr())),
+        *((0, 0, 0) if twin is None else (*map(_address, twin), results[-1].data_ptr())),
+        _bits(eps),
+    )
+    return results
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension of x [num_tokens, (heads,) size].
-
-    Computed in float32 and rounded once. Tokens may be strided, the rest of x is dense.
-    """
-    kernel = _rms_norm_kernel(x.dtype) if _is_plain(x) else None
-    if kernel is None:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return _normalise(kernel, x, None, weight, eps)
+    """x / rms(x) * weight over the last dimension of x [num_tokens, (heads,) size]."""
+    return norm(x, Affine(weight), eps, None, is_rms=True)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to `residual` in place, both [num_tokens, size]; return the sum's rms_norm."""
-    kernel = _rms_norm_kernel(x.dtype) if _is_plain(x) and residual.is_contiguous() else None
-    if kernel is None:
-        return F.rms_norm(residual.add_(x), weight.shape, weight, eps)
-    return _normalise(kernel, x, residual, weight, eps)
+    return norm(x, Affine(weight), eps, residual, is_rms=True)[0]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -54,7 +84,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return epilogues.apply_epilogue(gate_up, Epilogue.SILU_MUL)
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty((num_tokens, size))
-    _run(kernel, gate_up, 0, 0, output, 0.0, (num_tokens, 1, size))
+    _run(kernel, gate_up, (num_tokens, 1, size), *(0,) * 5, output.data_ptr(), *(0,) * 4)
     return output
 
 
@@ -65,32 +95,15 @@ def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
     return epilogues.apply_epilogue(y, epilogue)
 
 
-def _normalise(
-    kernel: Runner, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> Tensor:
-    output = torch.empty(x.shape, dtype=x.dtype)
-    heads = x.shape[1] if x.dim() == 3 else 1
-    added = 0 if residual is None else residual.data_ptr()
-    _run(kernel, x, added, weight.data_ptr(), output, eps, (x.shape[0], heads, x.shape[-1]))
-    return output
-
-
-def _run(
-    kernel: Runner,
-    x: Tensor,
-    residual: int,
-    weight: int,
-    output: Tensor,
-    eps: float,
-    shape: tuple[int, int, int],
-) -> None:
-    """Call a kernel with its arguments in the order of row_kernels.py."""
+def _run(kernel: Runner, x: Tensor, shape: tuple[int, int, int], *rest: int) -> None:
+    """Call a kernel with its arguments in the order of row_kernels.py: SECOND to EPS are `rest`."""
     total = shape[0] * shape[1] * shape[2]
-    args = _Args(
-        *(0, x.data_ptr(), residual, weight, output.data_ptr()),
-        *(_bits(eps), *shape, x.stride(0), max(1, CHUNK // shape[2])),
-    )
+    args = _Args(0, x.data_ptr(), *rest, *shape, x.stride(0), max(1, CHUNK // shape[2]))
     kernel(addressof(args), torch.get_num_threads() if total >= WORTH_SHARING else 1)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @cache
@@ -104,21 +117,30 @@ def _is_plain(x: Tensor) -> bool:
     return x.device.type == "cpu" and (x.is_contiguous() or x[0].is_contiguous())
 
 
-def _compile(name: str, dtype: torch.dtype) -> Runner | None:
-    elements = {torch.float32: np.float32, torch.bfloat16: np.uint16}
-    if dtype not in elements or find_spec("numba") is None:
-        return None
-    from octavo.ops.cpu import row_kernels
+_ELEMENTS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 
-    compile_kernel: Callable[..., Any] = getattr(row_kernels, name)
-    return make_runner(compile_kernel(np.dtype(elements[dtype])))
+
+def _element(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """What kernels take it as; None if there are no kernels for it, or no Numba."""
+    if dtype not in _ELEMENTS or find_spec("numba") is None:
+        return None
+    return np.dtype(_ELEMENTS[dtype])
 
 
 @cache
-def _rms_norm_kernel(dtype: torch.dtype) -> Runner | None:
-    return _compile("compile_rms_norm", dtype)
+def _norm_kernel(dtype: torch.dtype, weight_dtype: torch.dtype, is_rms: bool) -> Runner | None:
+    element, weight_element = _element(dtype), _element(weight_dtype)
+    if element is None or weight_element is None:
+        return None
+    from octavo.ops.cpu.row_kernels import compile_norm
+
+    return make_runner(compile_norm(element, weight_element, is_rms))
 
 
 @cache
 def _silu_mul_kernel(dtype: torch.dtype) -> Runner | None:
-    return _compile("compile_silu_mul", dtype)
+    if (element := _element(dtype)) is None:
+        return None
+    from octavo.ops.cpu.row_kernels import compile_silu_mul
+
+    return make_runner(compile_silu_mul(element))

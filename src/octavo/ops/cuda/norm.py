@@ -11,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.communicator import Reduction
+from octavo.ops.cuda.all_reduce import Exchange, exchange_for, sum_over_ranks
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.ops.norm import Affine
 
 MAX_SIZE = 16384  # elements per row, which one program holds in registers
 MANY_ROWS = 640  # five per SM: fewer warps each fill it
@@ -30,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     Returns:
         Dense, without the dimension of splits, of the residual's dtype, or of x's.
     """
-    return _norm(x, weight, None, eps, residual, is_rms=True)
+    return norm(x, Affine(weight), eps, residual, is_rms=True)[0]
 
 
 def layer_norm(
@@ -41,142 +43,209 @@ def layer_norm(
     residual: Tensor | None = None,
 ) -> Tensor:
     """(x - mean) / std * weight + bias over the last dimension; otherwise as `rms_norm`."""
-    return _norm(x, weight, bias, eps, residual, is_rms=False)
+    return norm(x, Affine(weight, bias), eps, residual, is_rms=False)[0]
 
 
-def reduce_add_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, reduction: Reduction
-) -> tuple[Tensor, Tensor]:
-    """Add up x over the ranks and add it to the residual in place; norm the sum.
-
-    Args:
-        x: this rank's partial sum, as `rms_norm` takes it.
-        residual: the same on all ranks; None: there is nothing to add to.
-
-    Returns:
-        The norm and the sum, both [num_rows, size], the same bits on all ranks.
-    """
-    parts, residual = _gather(x, residual, reduction)
-    return rms_norm(parts, weight, eps, residual), residual
-
-
-def reduce_add_layer_norm(
+def norm(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    reduction: Reduction,
-) -> tuple[Tensor, Tensor]:
-    """The same with a layer norm."""
-    parts, residual = _gather(x, residual, reduction)
-    return layer_norm(parts, weight, bias, eps, residual), residual
-
-
-def _gather(x: Tensor, residual: Tensor | None, reduction: Reduction) -> tuple[Tensor, Tensor]:
-    """The ranks' partial sums, which the norm's kernel adds up as it does those of splits, and
-    what to add them to."""
-    if residual is None:
-        residual = torch.zeros_like(x)
-    if x.dim() == 3:
-        x = x.sum(0)
-    return reduction.communicator.all_gather(x.to(residual.dtype)), residual
-
-
-def _norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    affine: Affine | None,
     eps: float,
     residual: Tensor | None,
     is_rms: bool,
-) -> Tensor:
+    *,
+    second: Tensor | None = None,
+    branch: Affine | None = None,
+    twin: Affine | None = None,
+    reduction: Reduction | None = None,
+) -> list[Tensor]:
+    """See ops/norm.py, and `rms_norm` for x; `second` has the same forms as x, and is dense."""
+    exchange = None
+    if reduction is not None:
+        assert residual is not None
+        exchange = exchange_for(reduction, len(residual))
+        if exchange is None:
+            total = _complete(x) if second is None else _complete(x) + _complete(second)
+            x, second = reduction.communicator.all_gather(total.to(residual.dtype)), None
+    return _launch(x, affine, eps, residual, is_rms, second, branch, twin, exchange)
+
+
+def _complete(x: Tensor) -> Tensor:
+    """The sum of its splits."""
+    return x.sum(0) if x.dim() == 3 else x
+
+
+def _launch(
+    x: Tensor,
+    affine: Affine | None,
+    eps: float,
+    residual: Tensor | None,
+    is_rms: bool,
+    second: Tensor | None,
+    branch: Affine | None,
+    twin: Affine | None,
+    exchange: Exchange | None,
+) -> list[Tensor]:
     size = x.shape[-1]
     assert size <= MAX_SIZE, f"rows of {size} are longer than {MAX_SIZE}"
-    num_splits, heads = 1, 1
+    num_splits, second_splits, heads = 1, 0, 1
     if residual is not None:
         assert residual.is_contiguous()
         num_splits = x.shape[0] if x.dim() == 3 else 1
-        out = torch.empty_like(residual)
+        shape, dtype = residual.shape, residual.dtype
     else:
         heads = x.shape[1] if x.dim() == 3 else 1
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_rows = out.numel() // size
+        shape, dtype = x.shape, x.dtype
+    if second is not None:
+        assert second.is_contiguous()
+        second_splits = second.shape[0] if second.dim() == 3 else 1
+    affines = [each for each in (affine, twin) if each is not None]
+    results = [torch.empty(shape, dtype=dtype, device=x.device) for _ in affines]
+    num_rows = shape.numel() // size
     if num_rows == 0:
-        return out
+        return results
     block = power_of_2(size)
+    weight, bias = affine or Affine(None)
+    twin_weight, twin_bias = twin or Affine(None)
+    branch_weight, branch_bias = branch or Affine(None)
     _norm_kernel[(num_rows,)](
         x,
+        second,
         residual,
+        branch_weight,
+        branch_bias,
         weight,
         bias,
-        out,
+        None if affine is None else results[0],
+        twin_weight,
+        twin_bias,
+        None if twin is None else results[-1],
+        None if exchange is None else exchange.peers,
         x.stride(0) if num_splits > 1 else 0,
         x.stride(-2) if residual is not None or x.dim() == 2 else x.stride(0),
         x.stride(1) if heads > 1 else 0,
         heads,
+        num_rows * size,
+        0 if exchange is None else exchange.slot_stride,
         size,
         eps,
         BLOCK=block,
         IS_RMS=is_rms,
         ADDS=residual is not None,
         SPLITS=num_splits,
-        HAS_WEIGHT=weight is not None,
-        HAS_BIAS=bias is not None,
-        num_warps=_num_warps(block, num_rows, num_splits),
+        SECOND_SPLITS=second_splits,
+        NORMS_BRANCH=branch is not None,
+        RANK=0 if exchange is None else exchange.rank,
+        RANKS=1 if exchange is None else exchange.size,
+        SENT=None if exchange is None else _SENT[exchange.dtype],
+        num_warps=_num_warps(block, num_rows, num_splits + second_splits, exchange is not None),
         **launch_options(x.device),
     )
-    return out
+    return results
 
 
-def _num_warps(block: int, num_rows: int, num_splits: int) -> int:
+def _num_warps(block: int, num_rows: int, num_splits: int, exchanges: bool) -> int:
     """More warps for partial sums, fewer where there are many rows.
 
     Microseconds on one H200 with half as many warps, as many, and twice as many as rows without
     partial sums take: 128 x 5,120 2.95, 2.44, 2.91, in three splits 3.72, 3.97, 3.03; 256 x 4,096
     in two 3.68, 3.21, 2.48; 64 x 1,024 in four 1.41, 1.30, 1.10; 1,940 x 5,120 22.3, 25.2, 28.9.
+
+    Rows that are exchanged with other ranks take as many as there can be: where several programs
+    that wait share an SM, they are up to ten times slower (256 x 4,096: 69 us with 16 warps, 10.5
+    with 32; 1 x 4,096: 3.48 and 3.34).
     """
+    if exchanges:
+        return min(32, max(1, block // 32))
     few = min(16, max(1, block // 256))
     if num_splits > 1:
         return 2 * few
     return max(1, few // 2) if num_rows > MANY_ROWS else few
 
 
-@triton.jit(do_not_specialize=["heads", "split_stride"])
+@triton.jit
+def _sum_of_splits(start, stride, inside, columns, SPLITS: tl.constexpr):
+    values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        more = tl.load(start + split * stride + columns, mask=inside, other=0.0)
+        values += more.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _standardised(values, inside, size, eps, IS_RMS: tl.constexpr):
+    if not IS_RMS:
+        mean = tl.sum(values, 0) / size
+        values = tl.where(inside, values - mean, 0.0)
+    return values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+
+
+@triton.jit
+def _scale_and_shift(weight, bias, inside, columns):
+    """1 and 0 for what is None; loaded before the preceding kernel has ended (pdl.py)."""
+    scale = 1.0
+    shift = 0.0
+    if weight is not None:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    return scale, shift
+
+
+_SENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@triton.jit(do_not_specialize=["heads", "split_stride", "second_stride", "slot_stride"])
 def _norm_kernel(
     x,
+    second,
     residual,
+    branch_weight,
+    branch_bias,
     weight,
     bias,
     out,
+    twin_weight,
+    twin_bias,
+    twin_out,
+    peers,
     split_stride,
     row_stride,
     head_stride,
     heads,
+    second_stride,
+    slot_stride,
     size,
     eps,
     BLOCK: tl.constexpr,
     IS_RMS: tl.constexpr,
     ADDS: tl.constexpr,
     SPLITS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    SECOND_SPLITS: tl.constexpr,
+    NORMS_BRANCH: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    if HAS_WEIGHT:
-        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    scale, shift = _scale_and_shift(weight, bias, inside, columns)
+    branch_scale, branch_shift = _scale_and_shift(branch_weight, branch_bias, inside, columns)
+    twin_scale, twin_shift = _scale_and_shift(twin_weight, twin_bias, inside, columns)
     wait_previous(PDL)
     start = x + (row // heads) * row_stride + (row % heads) * head_stride
-    values = tl.load(start + columns, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLITS):
-        more = tl.load(start + split * split_stride + columns, mask=inside, other=0.0)
-        values += more.to(tl.float32)
+    values = _sum_of_splits(start, split_stride, inside, columns, SPLITS)
+    if SECOND_SPLITS > 0:
+        start = second + row * size
+        values += _sum_of_splits(start, second_stride, inside, columns, SECOND_SPLITS)
+    if RANKS > 1:
+        values = sum_over_ranks(
+            values, peers, row, columns, inside, size, slot_stride, RANK, RANKS, SENT
+        )
+    if NORMS_BRANCH:
+        values = _standardised(values, inside, size, eps, IS_RMS) * branch_scale + branch_shift
     if ADDS:
         # The sum is rounded before it is normalised: later layers see the same numbers.
         places = residual + row * size + columns
@@ -184,12 +253,11 @@ def _norm_kernel(
         total = values.to(residual.dtype.element_ty)
         tl.store(places, total, mask=inside)
         values = total.to(tl.float32)
-    if not IS_RMS:
-        mean = tl.sum(values, 0) / size
-        values = tl.where(inside, values - mean, 0.0)
-    values *= tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    if HAS_WEIGHT:
-        values *= scale
-    if HAS_BIAS:
-        values += shift
-    tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=inside)
+    if out is not None:
+        values = _standardised(values, inside, size, eps, IS_RMS)
+        normed = values * scale + shift
+        tl.store(out + row * size + columns, normed.to(out.dtype.element_ty), mask=inside)
+        if twin_out is not None:
+            normed = values * twin_scale + twin_shift
+            places = twin_out + row * size + columns
+            tl.store(places, normed.to(twin_out.dtype.element_ty), mask=inside)

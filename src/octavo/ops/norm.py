@@ -1,0 +1,69 @@
+"""Norms of rows with the additions to the residual stream that come before them, in plain torch.
+
+The kernels (cpu/row_ops.py, cuda/norm.py) take the same arguments and do it in one pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.ops.communicator import Reduction
+
+
+class Affine(NamedTuple):
+    """Scale and shift of a norm, [size] each, float32 or of the rows' dtype; None: without."""
+
+    weight: Tensor | None
+    bias: Tensor | None = None
+
+
+def norm(
+    x: Tensor,
+    affine: Affine | None,
+    eps: float,
+    residual: Tensor | None,
+    is_rms: bool,
+    *,
+    second: Tensor | None = None,
+    branch: Affine | None = None,
+    twin: Affine | None = None,
+    reduction: Reduction | None = None,
+) -> list[Tensor]:
+    """Add to the residual stream, and normalise the sum.
+
+    Args:
+        x: [num_tokens, (heads,) size], the last dimension dense.
+        affine: scale and shift of the result; None: only the residual is computed.
+        eps: of all norms here.
+        residual: [num_tokens, size]. x is added to it in place, and the sum is normalised. None: x
+            itself is normalised.
+        is_rms: whether the norms are RMS norms (arXiv:1910.07467), else layer norms.
+        second: [num_tokens, size], dense, also added: a parallel block has two results.
+        branch: scale of a norm that is applied to x before it is added; not with `second`.
+        twin: another scale and shift, for a second result.
+        reduction: x + second is this rank's part of a sum over all ranks, which is computed first.
+            Needs a residual, which all ranks have alike.
+
+    Returns:
+        The results for `affine` and `twin`, as far as they are given, dense, shaped like x.
+    """
+    if reduction is not None:
+        x, second = reduction.communicator.all_reduce(x if second is None else x + second), None
+    if second is not None:
+        x = x + second
+    elif branch is not None:
+        x = _norm(x, branch, eps, is_rms)
+    total = x if residual is None else residual.add_(x)
+    return [_norm(total, each, eps, is_rms) for each in (affine, twin) if each is not None]
+
+
+def _norm(x: Tensor, affine: Affine, eps: float, is_rms: bool) -> Tensor:
+    weight, bias = affine
+    if weight is not None and weight.dtype != x.dtype:  # float32, which is not to be rounded
+        return _norm(x.float(), affine, eps, is_rms).to(x.dtype)
+    if is_rms:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
