@@ -22,8 +22,8 @@ from octavo.core.kv.prefix_cache import sha256_128
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.core.policies import FairShare
 from octavo.core.scheduler import Scheduler
-from octavo.core.sequence import Request
-from octavo.core.step import StepPlan, StepResult
+from octavo.core.sequence import Request, Sequence
+from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.errors import RequestTooLong
 
 STOP = "a stop string"
@@ -87,6 +87,7 @@ class Workload:
         self.failed: list[Ask] = []
         self.alive: dict[str, Ask] = {}
         self.samples: dict[str, list[int]] = {}  # those that are to come, by request
+        self.scores: dict[Sequence, list[TokenLogprobs]] = {}  # of all tokens, if asked for
 
     def scarce(self, chunk: int) -> int:
         """Hardly more blocks than a large request may need; some will be refused."""
@@ -142,13 +143,20 @@ class Workload:
             assert steps < 5000, "no progress"
             if not under_way:
                 continue
-            progress = scheduler.update(*under_way.popleft())
-            check_scheduler(scheduler)
-            for request in progress.finished:
-                self.check_result(request)
+            self.update(*under_way.popleft())
             self.now += 0.1
         self.try_again()
         self.finish()
+
+    def update(self, plan: StepPlan, result: StepResult) -> None:
+        """Take in a step's result, and check the requests that it ends."""
+        progress = self.scheduler.update(plan, result)
+        check_scheduler(self.scheduler)
+        for seq in progress.advanced:
+            if seq.last_logprobs is not None:
+                self.scores.setdefault(seq, []).append(seq.last_logprobs)
+        for request in progress.finished:
+            self.check_result(request)
 
     def try_again(self) -> None:
         """Whatever failed, and is harmless by itself, finds nothing unsound in the cache soon."""
@@ -163,9 +171,7 @@ class Workload:
                 while not request.is_finished:
                     plan = self.scheduler.schedule()
                     assert plan is not None
-                    self.scheduler.update(plan, self.executor.execute(plan))
-                    check_scheduler(self.scheduler)
-                self.check_result(request)
+                    self.update(plan, self.executor.execute(plan))
                 if ask.kind == "pin" and request.error is None:
                     self.kv.unpin(ask.name)
             assert request.error is None, "what failed before has left something in the cache"
@@ -251,6 +257,6 @@ class Workload:
                 assert seq.stop_reason == ask.stop_id
             assert seq.output_token_ids == tokens, f"{ask} got other tokens than alone"
             if ask.wants_logprobs:
-                assert seq.logprobs == scores_of(seq.token_ids)[len(ask.prompt) :]
+                assert self.scores[seq] == scores_of(seq.token_ids)[len(ask.prompt) :]
         if ask.wants_logprobs:
             assert request.prompt_logprobs == scores_of(list(ask.prompt))[1:]

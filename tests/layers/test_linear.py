@@ -93,6 +93,23 @@ def test_a_packed_row_does_not_depend_on_the_batch(
         assert torch.equal(layer.forward(x[:num_tokens]), expected[:num_tokens]), num_tokens
 
 
+@pytest.mark.usefixtures("way", "threads")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 256, 257, 700])
+def test_a_gated_projection_of_many_tokens(dtype: torch.dtype, num_tokens: int) -> None:
+    layer = PlainLinear(LinearConfig(64, (160, 160), bias=True))
+    filled(layer, dtype)
+    layer.finalize()
+    # As a view of a wider tensor, at an odd distance.
+    x = torch.randn(num_tokens, 64 + 3).to(dtype)[:, 1:-2]
+    gate, up = layer.forward(x).float().chunk(2, dim=1)
+    result = layer.forward(x, Epilogue.SILU_MUL)
+    assert result.dtype == dtype
+    assert result.is_contiguous()
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(result.float(), F.silu(gate) * up, atol=tolerance, rtol=tolerance)
+
+
 def test_packing_lets_go_of_the_loaded_weight(way: str) -> None:
     layer = PlainLinear(LinearConfig(64, (64,)))
     filled(layer, torch.float32)

@@ -49,7 +49,6 @@ class SequenceLifecycle:
     def fork(self, parent: Sequence, sample_index: int) -> Sequence:
         child = self.create(parent.request, list(parent.token_ids), sample_index)
         child.cumulative_logprob = parent.cumulative_logprob
-        child.logprobs = list(parent.logprobs)
         self._kv.fork(parent, child)
         parent.request.sequences.append(child)
         self._rows.fork(parent, child)
@@ -108,7 +107,6 @@ class SequenceLifecycle:
         """Make a sequence a copy of `parent`, a sequence of the same request."""
         seq.token_ids = parent.token_ids.copy()
         seq.sample_index = parent.sample_index
-        seq.logprobs = parent.logprobs.copy()
         self._kv.replace(seq, parent)
         self._rows.fork(parent, seq)
 

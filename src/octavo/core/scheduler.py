@@ -607,7 +607,7 @@ class Scheduler:
             samples = [by_index[index] for index in range(len(draws))]
         scores = result.logprobs.get(seq.seq_id, [])
         for sample, score in zip(samples, scores, strict=False):
-            sample.logprobs.append(score)
+            sample.last_logprobs = score
             sample.cumulative_logprob += score.logprob
         if len(draws) == 1:
             reason = method.accept(seq, token_id)

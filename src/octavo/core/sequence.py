@@ -34,8 +34,8 @@ class Sequence:
         "branch_at",
         "cumulative_logprob",
         "finish_reason",
+        "last_logprobs",
         "leader",
-        "logprobs",
         "num_computed_tokens",
         "num_pending",
         "num_prompt_tokens",
@@ -61,7 +61,7 @@ class Sequence:
         self.num_pending = 0  # tokens being sampled by steps in flight
         self.table: BlockTable | None = None  # None while no block is held
         self.prefix_nodes: list[PrefixNode] = []  # hashes of the leading full blocks
-        self.logprobs: list[TokenLogprobs] = []  # one per output token, if requested
+        self.last_logprobs: TokenLogprobs | None = None  # of the newest token, if requested
         self.cumulative_logprob = 0.0
         self.score: float | None = None  # beam search: length-penalised
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"

@@ -257,7 +257,7 @@ class Engine:
             [seq.token_ids[-1:] for seq in sampled],
             [seq.finish_reason for seq in sampled],
             [seq.stop_reason for seq in sampled],
-            [seq.logprobs[-1:] if seq.logprobs else () for seq in sampled],
+            [() if seq.last_logprobs is None else (seq.last_logprobs,) for seq in sampled],
         )
         results = StepResults([], tokens, [])
         if self._unscored:

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.ops.cpu.attention_tiles import TILE_ROWS
 from octavo.ops.cpu.jit import host_has
 from octavo.ops.cpu.linear_kernel import BLOCK, JOB, compile_linear
-from octavo.ops.cpu.row_ops import apply_epilogue
+from octavo.ops.cpu.row_ops import apply_epilogue, silu_mul
 from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.cpu.vectors import LANES
 from octavo.ops.epilogue import Epilogue
@@ -26,6 +26,7 @@ from octavo.ops.epilogue import Epilogue
 WORTH_SHARING = 4_000_000
 _Job = c_int64 * len(JOB.names or ())  # ctypes takes a tenth of the time of assignments in NumPy
 UNITS_PER_THREAD = 8  # so that a thread which loses its core hardly delays the others
+GATED_TOKENS = 256  # whose gates are held at once
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -64,6 +65,8 @@ class PackedLinear:
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
+        if epilogue == Epilogue.SILU_MUL and len(x) > GATED_TOKENS:
+            return self._apply_gated(x, bias)
         y = self.apply_partial(x, bias)
         return apply_epilogue(y, epilogue) if epilogue else y
 
@@ -86,6 +89,18 @@ class PackedLinear:
             rows_per_unit, max(1, self._num_blocks // (UNITS_PER_THREAD * threads)),
         )  # fmt: skip
         self._run(addressof(job), threads)
+        return output
+
+    def _apply_gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`apply` with SILU_MUL, to a part of the tokens at a time.
+
+        y is the largest activation of a step. For all tokens at once it would leave the caches
+        before it is read, and take nearly half of the memory of a step with many tokens.
+        """
+        output = torch.empty((len(x), self.out_features // 2), dtype=x.dtype)
+        for first in range(0, len(x), GATED_TOKENS):
+            part = slice(first, first + GATED_TOKENS)
+            silu_mul(self.apply_partial(x[part], bias), output[part])
         return output
 
 

@@ -77,13 +77,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return norm(x, Affine(weight), eps, residual, is_rms=True)[0]
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [num_tokens, 2 * size], gate first -> [num_tokens, size]."""
+def silu_mul(gate_up: Tensor, output: Tensor | None = None) -> Tensor:
+    """silu(gate) * up for gate_up [num_tokens, 2 * size], gate first -> [num_tokens, size].
+
+    Written into `output` if that is given, which is contiguous.
+    """
     kernel = _silu_mul_kernel(gate_up.dtype) if _is_plain(gate_up) else None
     if kernel is None:
-        return epilogues.apply_epilogue(gate_up, Epilogue.SILU_MUL)
+        result = epilogues.apply_epilogue(gate_up, Epilogue.SILU_MUL)
+        return result if output is None else output.copy_(result)
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    output = gate_up.new_empty((num_tokens, size))
+    if output is None:
+        output = gate_up.new_empty((num_tokens, size))
     _run(kernel, gate_up, (num_tokens, 1, size), *(0,) * 5, output.data_ptr(), *(0,) * 4)
     return output
 
