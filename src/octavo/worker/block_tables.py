@@ -99,9 +99,12 @@ class BlockTables:
             return StepTables(self._on_device.tables, [], cascade)
         num_blocks = -(-int(context_lens.max(initial=1)) // self._block_size)
         index, offset = np.divmod(positions, self._block_size)
-        slots = self._tables[:, row_of_token, index].astype(np.int64) * self._block_size + offset
-        gathered = self._tables[:, rows, :num_blocks]
-        return StepTables(torch.from_numpy(gathered).unbind(), torch.from_numpy(slots).unbind(), [])
+        gathered, slots = [], []
+        for table in self._tables:
+            gathered.append(torch.from_numpy(table[rows, :num_blocks]))
+            blocks = table[row_of_token, index].astype(np.int64)
+            slots.append(torch.from_numpy(blocks * self._block_size + offset))
+        return StepTables(gathered, slots, [])
 
     def stage(self, staging: Staging) -> TableUpdate | None:
         """Stage changed entries for the next upload, after which the update can be carried out;
