@@ -66,8 +66,8 @@ def test_only_the_last_holder_of_a_tail_block_writes_in_place() -> None:
 
 @pytest.mark.parametrize("steps", [(8, 4), (4, 4, 4), (12,)])
 def test_a_sequence_is_replaced_wherever_its_window_stands(steps: tuple[int, ...]) -> None:
-    """Blocks behind a window are returned with the next ones, so that tables of equal length may
-    differ at both ends."""
+    """Blocks behind a window are returned when a step's results are in, so that tables of equal
+    length may differ at both ends."""
     kv = make_manager(specs=[FullAttention(), SlidingWindow(6)])
     parent = make_sequence(0, [1] * 10)
     compute(kv, parent)
@@ -76,15 +76,18 @@ def test_a_sequence_is_replaced_wherever_its_window_stands(steps: tuple[int, ...
     grow(kv, parent, 12)
     for num_tokens in steps:
         grow(kv, child, num_tokens)
+        kv.settle(child, child.num_tokens)
+    assert child.table is not None
+    assert child.table.num_dropped == [0, 4]
     for seq, other in [(child, parent), (parent, child)]:
         kv.replace(seq, other)
-        check_manager(kv, [parent, child])
+        check_manager(kv, [parent, child], is_settled=False)
         assert parent.table is not None
         assert child.table is not None
         assert parent.table.block_ids == child.table.block_ids
         assert kv.pool.num_held == len(set(parent.table.held()))
         grow(kv, seq)  # a copy of the tail, or a block
-        check_manager(kv, [parent, child])
+        check_manager(kv, [parent, child], is_settled=False)
         grow(kv, other)
         other.token_ids = list(seq.token_ids)
 
@@ -281,8 +284,9 @@ def test_a_window_returns_the_blocks_behind_it() -> None:
     compute(kv, seq)
     for _ in range(20):
         grow(kv, seq)
+        kv.settle(seq, seq.num_tokens)
         check_manager(kv, [seq])
-        assert sum(b != 0 for b in seq.table.block_ids[1]) <= 3  # type: ignore[union-attr]
+        assert sum(b != 0 for b in seq.table.block_ids[1]) <= 2  # type: ignore[union-attr]
     assert 0 not in seq.table.block_ids[0]  # type: ignore[union-attr]
 
 
@@ -290,8 +294,8 @@ def test_a_window_needs_only_its_own_blocks_for_a_hit() -> None:
     kv = make_manager(specs=[SlidingWindow(4)])
     seq = make_sequence(0, list(range(12)))
     compute(kv, seq)
-    grow(kv, seq, 8)  # drops what the window has passed; it stays cached for now
-    kv.register(seq, 20)
+    grow(kv, seq, 8)
+    kv.settle(seq, 20)  # drops what the window has passed; it stays cached for now
     taken = [kv.pool.allocate() for _ in range(kv.pool.num_free)]  # evicts all that is free
     for block_id in taken:
         kv.pool.release(block_id)
@@ -355,7 +359,6 @@ class ManagerMachine(RuleBasedStateMachine):
         self.held += changes.held
         self.family[seq.seq_id] = seq.seq_id
         seq.num_computed_tokens = seq.num_tokens
-        self.kv.register(seq, seq.num_tokens)
         self.on_device.append(seq)
 
     @precondition(lambda self: self.on_device)
@@ -370,7 +373,16 @@ class ManagerMachine(RuleBasedStateMachine):
         for seq in gang:
             seq.token_ids += [seq.seq_id % 2] * count
             seq.num_computed_tokens += count
-            self.kv.register(seq, seq.num_computed_tokens)
+
+    @precondition(lambda self: self.on_device or self.swapped)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        """The results of a sequence's steps arrive, perhaps after it was swapped out."""
+        seq = data.draw(st.sampled_from(self.on_device + self.swapped))
+        self.kv.settle(seq, seq.num_computed_tokens)
+        assert seq.table is not None
+        window = self.kv.specs[1].first_needed_token(seq.num_computed_tokens) // BLOCK_SIZE
+        assert seq.table.num_dropped == [0, window]
 
     @precondition(lambda self: self.on_device)
     @rule(data=st.data())
@@ -448,7 +460,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def hold(self) -> None:
-        check_manager(self.kv, self.on_device, self.swapped)
+        check_manager(self.kv, self.on_device, self.swapped, is_settled=False)
 
     def teardown(self) -> None:
         self.copies_are_done()

@@ -97,7 +97,7 @@ def test_a_prompt_continues_from_part_of_a_block_only_if_all_groups_have_it() ->
     for _ in range(2):
         assert kv.append([(first, first.num_computed_tokens + BLOCK_SIZE)]) is not None
         first.num_computed_tokens += BLOCK_SIZE
-        kv.register(first, first.num_computed_tokens)
+        kv.settle(first, first.num_computed_tokens)
     hit = kv.lookup(make_sequence(1, [1, 1, 1, 3, 3]))
     assert hit.num_tokens == 3
     taken = [kv.pool.allocate() for _ in range(kv.pool.num_free)]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from core.workloads import Workload
-from octavo.core.block_table import NULL_BLOCK
+from octavo.core.block_table import NULL_BLOCK, BlockTable
 from octavo.core.kv.block_pool import BlockPool
-from octavo.core.kv.manager import KVCacheManager
+from octavo.core.kv.manager import Changes, KVCacheManager
 from octavo.core.kv.prefix_cache import PrefixCache
 from octavo.core.prefix_node import PrefixNode
 from octavo.core.sequence import Sequence
@@ -101,6 +101,48 @@ def swap_without_moving(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCacheManager, "swap_out", swap_out)
 
 
+def free_by_another_window(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are freed by the first group's window, whichever group they are in."""
+    original = KVCacheManager._left_behind
+
+    def left_behind(self: KVCacheManager, table: BlockTable, num_computed_tokens: int) -> object:
+        specs = self.specs
+        self.specs = (specs[self._windowed[0]],) * len(specs)
+        try:
+            yield from original(self, table, num_computed_tokens)
+        finally:
+            self.specs = specs
+
+    patch.setattr(KVCacheManager, "_left_behind", left_behind)
+
+
+def free_a_step_early(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are freed that the window leaves with the next token."""
+    original = KVCacheManager._leave_behind
+
+    def leave_behind(self: KVCacheManager, table: BlockTable, num_computed_tokens: int) -> None:
+        original(self, table, num_computed_tokens + 1)
+
+    patch.setattr(KVCacheManager, "_leave_behind", leave_behind)
+
+
+def free_when_planned(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are freed while the step that still reads them is planned."""
+    original = KVCacheManager._append_one
+
+    def append_one(self: KVCacheManager, seq: Sequence, num_tokens: int, changes: Changes) -> None:
+        original(self, seq, num_tokens, changes)
+        assert seq.table is not None
+        self._leave_behind(seq.table, num_tokens)
+
+    patch.setattr(KVCacheManager, "_append_one", append_one)
+
+
+def keep_what_is_behind(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that a window has left stay held until the sequence ends."""
+    patch.setattr(KVCacheManager, "settle", KVCacheManager.register)
+
+
 @pytest.mark.parametrize(
     "break_rule",
     [
@@ -109,6 +151,10 @@ def swap_without_moving(patch: pytest.MonkeyPatch) -> None:
         register_early,
         trust_the_digest,
         swap_without_moving,
+        free_by_another_window,
+        free_a_step_early,
+        free_when_planned,
+        keep_what_is_behind,
     ],
     ids=lambda rule: rule.__name__,
 )

@@ -47,6 +47,7 @@ class Workload:
                 (SlidingWindow(rng.randint(1, 9)),),
                 (FullAttention(), SlidingWindow(rng.randint(1, 9))),
                 (SlidingWindow(3), FullAttention(), SlidingWindow(7)),
+                (FullAttention(), *[SlidingWindow(rng.randint(1, 20)) for _ in range(2)]),
             ]
         )
         self.prefixes = [

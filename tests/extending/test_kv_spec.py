@@ -137,7 +137,7 @@ def generate(directory: Path) -> tuple[tuple[KVSpec, ...], list[list[int]], int]
     a sequence of 140 tokens would take 35 blocks in each of the three layers."""
     prompts = [random_token_ids(length, seed=length) for length in (3, 40, 60, 60)]
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    options = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    options = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     with LLM(directory, dtype="float32", **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         num_preemptions = sum(llm.engine.scheduler.num_preemptions.values())

@@ -19,7 +19,7 @@ from octavo.ops import (
 )
 from octavo.ops.cuda.sampling import NO_TOKEN
 from octavo.worker import cascade
-from octavo.worker.block_tables import BlockTables, DeviceTables, carry_out
+from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.device.cuda import CudaDevice
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.input_batch import InputBatch
@@ -103,9 +103,8 @@ def test_the_largest_step_finds_room_in_the_staging(
         staging.put(name, np.zeros(num_seqs, np.int64), num_seqs)
     sampler.stage(batch.sampling_batch([], []))
     tables.copy(np.arange(1, num_seqs + 1), np.arange(num_seqs + 1, num_rows))
-    for group in range(2):
-        tables.write(group, np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
-    tables.stage(staging)
+    tables.write(np.arange(2), *(np.full(2, value) for value in (1, 0, 1)))
+    assert tables.stage(staging) is not None
     staging.flush()
 
 
@@ -119,10 +118,10 @@ def test_rows_that_are_not_finite_are_told_apart() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
     rng = random.Random(seed)
-    num_rows, columns = 9, 12
+    num_groups, num_rows, columns = 1 + seed % 3, 9, 12
     staging = UploadStaging(DEVICE, num_rows, 16)
-    host = BlockTables(1, 2, num_rows)
-    device = device_tables(16, [False, False], num_rows, columns)
+    host = BlockTables(1, num_groups, num_rows)
+    device = device_tables(16, [False] * num_groups, num_rows, columns)
     for _ in range(40):
         # As the worker does it: forks, new rows, then entries, of which the last one holds.
         for _ in range(rng.randrange(3)):
@@ -133,18 +132,19 @@ def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
         for row in rng.sample(range(1, num_rows), rng.randrange(2)):
             host.clear(row)
             device.clear(row)
-        for group in range(2):
-            n = rng.randrange(6)
-            if n:
-                where = np.array([rng.randrange(1, num_rows) for _ in range(n)])
-                column = np.array([rng.randrange(columns) for _ in range(n)])
-                ids = np.array([rng.randrange(1, 100) for _ in range(n)])
-                host.write(group, where, column, ids)
-                device.write(group, where, column, ids)
+        n = rng.randrange(12)
+        if n:
+            group = np.array([rng.randrange(num_groups) for _ in range(n)])
+            where = np.array([rng.randrange(1, num_rows) for _ in range(n)])
+            column = np.array([rng.randrange(columns) for _ in range(n)])
+            ids = np.array([rng.randrange(1, 100) for _ in range(n)])
+            host.write(group, where, column, ids)
+            device.write(group, where, column, ids)
         staging.begin()
-        updates = device.stage(staging)
+        update = device.stage(staging)
         staging.flush()
-        carry_out(updates)
+        if update is not None:
+            update.carry_out()
         every, ones = np.arange(num_rows), np.ones(num_rows, np.int64)
         step = every, ones, np.full(num_rows, columns), every, np.zeros(num_rows, np.int64)
         expected = host.of_step(*step).block_tables
@@ -166,12 +166,13 @@ def test_shared_keys_are_those_of_the_tables_as_they_are_now(
     expected = np.zeros((num_rows, columns), np.int64)
     contexts = np.zeros(num_rows, np.int64)
     fresh = iter(range(1, 10_000))
+    zeros = np.zeros(columns, np.int64)  # of the only KV group
     num_found = 0
 
     def write(row: int, first: int, end: int) -> None:
         ids = np.array([next(fresh) for _ in range(first, end)])
         expected[row, first:end] = ids
-        tables.write(0, np.full(end - first, row), np.arange(first, end), ids)
+        tables.write(zeros[first:end], np.full(end - first, row), np.arange(first, end), ids)
 
     def open_row(row: int, common: int) -> None:
         """With blocks of a prefix that was found in the cache."""
@@ -182,7 +183,7 @@ def test_shared_keys_are_those_of_the_tables_as_they_are_now(
         expected[row] = 0
         expected[row, :common] = ids
         if common:
-            tables.write(0, np.full(common, row), np.arange(common), ids)
+            tables.write(zeros[:common], np.full(common, row), np.arange(common), ids)
         write(row, common, common + 2)
         contexts[row] = (common + 1) * block_size + rng.randrange(1, block_size)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 NULL_BLOCK = 0  # stands in a table where a block is no longer needed; no pool hands it out
 
 
@@ -10,23 +12,33 @@ class BlockTable:
 
     Only KVCacheManager changes a table. `writable_until` lets the scheduler skip the manager in
     the common case: the slots of positions below it are read by no other sequence, so they may be
-    written without asking.
+    written without asking. `settle_at` does the same for the time after a step.
     """
 
-    __slots__ = ("block_ids", "num_dropped", "num_registered", "on_device", "writable_until")
+    __slots__ = (
+        "block_ids",
+        "num_dropped",
+        "num_registered",
+        "on_device",
+        "settle_at",
+        "writable_until",
+    )
 
     def __init__(self, num_groups: int) -> None:
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
         self.writable_until = 0  # tokens
+        # In tokens: once so many are computed, a block is full, or a window has left one behind.
+        self.settle_at = sys.maxsize
         self.num_registered = 0  # leading full blocks already offered to the prefix cache
         self.on_device = True  # or in the swap tier
-        # Leading entries of each group that fell out of its sliding window and are null.
+        # Leading entries of each group that its sliding window has left behind, and which are null.
         self.num_dropped = [0] * num_groups
 
     def copy(self) -> BlockTable:
         twin = BlockTable(0)
         twin.block_ids = [list(ids) for ids in self.block_ids]
         twin.writable_until = self.writable_until
+        twin.settle_at = self.settle_at
         twin.num_registered = self.num_registered
         twin.num_dropped = list(self.num_dropped)
         twin.on_device = self.on_device

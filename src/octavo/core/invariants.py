@@ -32,7 +32,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
             assert request.status is not Status.WAITING, f"I7: {request} waits and holds blocks"
             assert _table(seq).on_device == is_running, f"I7: {seq} holds blocks of the wrong tier"
         (swapped if request.status is Status.SWAPPED else on_device).extend(held)
-    check_manager(scheduler.kv, on_device, swapped)
+    check_manager(scheduler.kv, on_device, swapped, is_settled=not scheduler.in_flight)
     queues = (scheduler.waiting, scheduler.swapped, scheduler.running)
     queued = [request.request_id for queue in queues for request in queue]
     assert sorted(queued) == sorted(scheduler.requests), "a request is lost or queued twice"
@@ -80,10 +80,16 @@ def _check_steps_in_flight(scheduler: Scheduler) -> None:
 
 
 def check_manager(
-    kv: KVCacheManager, on_device: Iterable[Sequence], swapped: Iterable[Sequence] = ()
+    kv: KVCacheManager,
+    on_device: Iterable[Sequence],
+    swapped: Iterable[Sequence] = (),
+    is_settled: bool = True,
 ) -> None:
-    """I1 to I4 and I8, for the given sequences, which must be all there are."""
-    on_device = list(on_device)
+    """I1 to I4 and I8, for the given sequences, which must be all there are.
+
+    `is_settled`: no step is in flight, so that nothing is held for its sake.
+    """
+    on_device, swapped = list(on_device), list(swapped)
     if isinstance(kv, ReservingKVCacheManager):
         _check_reservations(kv, on_device)
         return
@@ -91,6 +97,8 @@ def check_manager(
     _check_pool(kv.pool, tables, kv.held_sources)
     _check_pool(kv.swap_pool, [_table(seq) for seq in swapped], Counter())
     assert kv.swap_pool.num_blocks <= kv.pool.num_blocks, "I8: the swap tier exceeds the pool"
+    for seq in [*on_device, *swapped]:
+        _check_windows(kv, seq, is_settled)
     for seq in on_device:
         _check_table(kv, seq)
     _check_index(kv)
@@ -160,12 +168,21 @@ def _check_table(kv: KVCacheManager, seq: Sequence) -> None:
         )
         if isinstance(spec, FullAttention):
             assert NULL_BLOCK not in ids, f"I4: {seq} lost a block"
-        # Everything that the next query reads is there.
-        first = spec.first_needed_token(seq.num_computed_tokens) // kv.block_size
-        assert NULL_BLOCK not in ids[first:], f"I4: {seq} lost a block inside its window"
     if table.writable_until > seq.num_computed_tokens:
         # I3: what may be written without asking is held by this sequence alone.
         for ids in table.block_ids:
             tail = ids[seq.num_computed_tokens // kv.block_size]
             assert kv.pool.ref_count(tail) == 1, f"I3: {seq} may write into shared block {tail}"
             assert not kv.pool.is_cached(tail), f"I3: {seq} may write into cached block {tail}"
+
+
+def _check_windows(kv: KVCacheManager, seq: Sequence, is_settled: bool) -> None:
+    """What the next query reads is there, and, once all steps are over, nothing else."""
+    table = _table(seq)
+    for group, (spec, ids) in enumerate(zip(kv.specs, table.block_ids, strict=True)):
+        first = spec.first_needed_token(seq.num_computed_tokens) // kv.block_size
+        assert NULL_BLOCK not in ids[first:], f"I4: {seq} lost a block inside its window"
+        dropped = ids[: table.num_dropped[group]]
+        assert dropped.count(NULL_BLOCK) == len(dropped), f"I4: {seq} holds what it has dropped"
+        if is_settled:
+            assert len(dropped) == first, f"I4: {seq} holds blocks that its window has left"

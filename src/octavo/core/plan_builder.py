@@ -59,7 +59,8 @@ class StepInFlight:
         self.drawn: list[Sequence] = []  # sequences of StepPlan.sampled
         self.searching: list[Search] = []
         self.undecided: list[Request] = []  # requests whose results decide on their sequences
-        # Sequences that fill a block, with their table and the number of tokens computed then.
+        # Sequences that fill a block, or whose windows leave one behind, with their table and the
+        # number of tokens computed then.
         self.filled: list[tuple[Sequence, BlockTable, int]] = []
         # Requests whose prompt is scored, with the first position of the chunk, by sequence id.
         self.prompts: dict[int, tuple[Request, int]] = {}
@@ -126,7 +127,7 @@ class PlanBuilder:
             self._sampled.append(seq_id)
             self._drawn.append(seq)
             table = seq.table
-            if table is not None and end == table.writable_until:
+            if table is not None and end >= table.settle_at:
                 self.in_flight.filled.append((seq, table, end))
 
     def search(self, request: Request, method: Searching, end: int) -> None:
@@ -142,7 +143,7 @@ class PlanBuilder:
         for seq in sequences:
             seq.num_computed_tokens = end
             table = seq.table
-            if table is not None and end == table.writable_until:
+            if table is not None and end >= table.settle_at:
                 step.filled.append((seq, table, end))
         self._await_decision(request)
 
@@ -157,7 +158,7 @@ class PlanBuilder:
         self._num_scheduled_tokens.append(num_tokens)
         table, end = seq.table, seq.num_computed_tokens
         assert table is not None, "room was made for it"
-        if num_tokens > 1 or end == table.writable_until:
+        if num_tokens > 1 or end >= table.settle_at:
             step.filled.append((seq, table, end))
         if seq.num_computed_tokens < seq.num_expected_tokens:
             return

@@ -554,7 +554,7 @@ class Scheduler:
             request.num_undecided -= 1
         for seq, table, num_computed in step.filled:
             if seq.table is table:  # else it was preempted since, and is recomputed
-                self.kv.register(seq, num_computed)
+                self.kv.settle(seq, num_computed)
 
     def _end_failed(self, step: StepInFlight, errors: Mapping[int, RequestFailed]) -> None:
         """End the requests of rows that could not be computed, with all their sequences. Their

@@ -19,19 +19,29 @@ Int64s = NDArray[np.int64]
 # Table entries that fit into one step's staging; a step that changes more uploads them separately.
 _STAGED_ENTRIES = 16_384
 
-Update = tuple[Tensor, Tensor, Tensor]  # a flat table, indices into it, values
+
+class TableUpdate(NamedTuple):
+    """Entries of the device's tables that have changed, of all KV groups together."""
+
+    tables: Tensor  # int32, flat: all of them
+    where: Tensor  # int64: indices into `tables`
+    block_ids: Tensor  # int32
+
+    def carry_out(self) -> None:
+        """Write the entries, once they are uploaded; one kernel."""
+        self.tables.index_copy_(0, self.where, self.block_ids)
 
 
 class StepTables(NamedTuple):
     """What attention reads in a step; see AttentionBatch. One entry per KV group, or none."""
 
-    block_tables: list[Tensor]
-    slots: list[Tensor]
-    cascade: list[CascadeSegments | None]
+    block_tables: Sequence[Tensor]
+    slots: Sequence[Tensor]
+    cascade: Sequence[CascadeSegments | None]
 
 
 class BlockTables:
-    """Owns one table per KV group, with a row per running sequence."""
+    """Owns the block tables of the running sequences: [KV groups, rows, blocks]."""
 
     def __init__(
         self,
@@ -43,40 +53,35 @@ class BlockTables:
         """`on_device`: the mirror of these tables on the device."""
         self._block_size = block_size
         self._on_device = on_device
-        self._tables: list[Int32s] = [np.zeros((num_rows, 16), np.int32) for _ in range(num_groups)]
-
-    @property
-    def num_groups(self) -> int:
-        """KV groups."""
-        return len(self._tables)
+        self._tables: Int32s = np.zeros((num_groups, num_rows, 16), np.int32)
 
     def clear(self, row: int) -> None:
         """Empty a row for another sequence."""
-        for table in self._tables:
-            table[row] = 0
+        self._tables[:, row] = 0
         if self._on_device is not None:
             # The device's row may stay: entries beyond a sequence's length are never read.
             self._on_device.segments.invalidate()
 
     def copy(self, children: Int64s, parents: Int64s) -> None:
         """Copy each parent's row, as it was before the call, to the child's."""
-        for group, table in enumerate(self._tables):
-            if self._on_device is not None:
-                differing, columns = (table[children] != table[parents]).nonzero()
-                self._on_device.note(group, children[differing], columns)
-            table[children] = table[parents]
+        old, new = self._tables[:, children], self._tables[:, parents]
         if self._on_device is not None:
+            groups, differing, columns = (old != new).nonzero()
+            self._on_device.note(groups, children[differing], columns)
             self._on_device.segments.invalidate()
+        self._tables[:, children] = new
 
-    def write(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
+    def write(self, groups: Int64s, rows: Int64s, columns: Int64s, block_ids: Int64s) -> None:
         """Set entries; where indices repeat, the last one holds."""
+        self._tables = widen(self._tables, int(columns.max(initial=0)) + 1)
         if self._on_device is not None:
             segments = self._on_device.segments
-            if segments.has_cached and self._holds_others(group, rows, columns, block_ids):
-                segments.invalidate()
-            self._on_device.note(group, rows, columns)
-        self._tables[group] = widen(self._tables[group], int(columns.max()) + 1)
-        self._tables[group][rows, columns] = block_ids
+            if segments.has_cached:
+                old = self._tables[groups, rows, columns]
+                if ((old != 0) & (old != block_ids)).any():
+                    segments.invalidate()
+            self._on_device.note(groups, rows, columns)
+        self._tables[groups, rows, columns] = block_ids
 
     def of_step(
         self,
@@ -101,25 +106,17 @@ class BlockTables:
             slots.append(torch.from_numpy(blocks * self._block_size + offset))
         return StepTables(gathered, slots, [])
 
-    def stage(self, staging: Staging) -> list[Update]:
-        """Stage changed entries for the next upload.
-
-        Returns the updates that `carry_out` applies on the device after that.
-        """
-        return [] if self._on_device is None else self._on_device.stage(self._tables, staging)
-
-    def _holds_others(self, group: int, rows: Int64s, columns: Int64s, block_ids: Int64s) -> bool:
-        """Whether some of these entries hold other blocks than these."""
-        table = self._tables[group]
-        inside = columns < table.shape[1]
-        old = table[rows[inside], columns[inside]]
-        return bool(((old != 0) & (old != block_ids[inside])).any())
+    def stage(self, staging: Staging) -> TableUpdate | None:
+        """Stage changed entries for the next upload, after which the update can be carried out;
+        None if there are none."""
+        return None if self._on_device is None else self._on_device.stage(self._tables, staging)
 
 
 class DeviceTables:
     """Owns block tables on the device: a step uploads only the entries that have changed.
 
-    Row 0 is for padding: it holds null blocks only.
+    Row 0 is for padding: it holds null blocks only. All KV groups are one tensor, so that a step
+    updates them with one upload and one kernel, however many there are.
     """
 
     def __init__(
@@ -137,53 +134,43 @@ class DeviceTables:
             max_blocks: blocks of the longest sequence.
         """
         self.segments = SegmentFinder(block_size, have_windows)
-        self.tables = [
-            torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
-            for _ in have_windows
-        ]
-        # Rows and columns of entries that have changed since the last upload, by group.
-        self._changed: list[list[tuple[Int64s, Int64s]]] = [[] for _ in have_windows]
+        shape = len(have_windows), num_rows, max_blocks
+        self._all = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.tables = self._all.unbind()
+        # Groups, rows and columns of entries that have changed since the last upload.
+        self._changed: list[tuple[Int64s, Int64s, Int64s]] = []
 
-    def note(self, group: int, rows: Int64s, columns: Int64s) -> None:
+    def note(self, groups: Int64s, rows: Int64s, columns: Int64s) -> None:
         """Record that these entries change."""
-        num_columns = self.tables[group].shape[1]
-        last = columns.max(initial=0)
+        last, num_columns = columns.max(initial=0), self._all.shape[2]
         assert last < num_columns, f"column {last} is not below {num_columns}"
-        self._changed[group].append((rows, columns))
+        self._changed.append((groups, rows, columns))
 
-    def stage(self, tables: Sequence[Int32s], staging: Staging) -> list[Update]:
+    def stage(self, tables: Int32s, staging: Staging) -> TableUpdate | None:
         """See BlockTables.stage; `tables` are the host's."""
-        updates = []
-        for group, changed in enumerate(self._changed):
-            if not changed:
-                continue
-            rows, columns = map(np.concatenate, zip(*changed, strict=True))
-            changed.clear()
-            # The present values: an entry that has changed twice occurs twice with the same value.
-            values = tables[group][rows, columns]
-            table = self.tables[group]
-            index = rows * table.shape[1] + columns
-            if len(index) <= _STAGED_ENTRIES:
-                where = staging.put(f"table_index_{group}", index, _STAGED_ENTRIES)
-                what = staging.put(f"table_value_{group}", values, _STAGED_ENTRIES)
-            else:
-                where = torch.from_numpy(index).to(table.device)
-                what = torch.from_numpy(values).to(table.device)
-            updates.append((table.view(-1), where, what))
-        return updates
-
-
-def carry_out(updates: Sequence[Update]) -> None:
-    """Write staged updates into the device's tables."""
-    for table, where, what in updates:
-        table.index_copy_(0, where, what)
+        if not self._changed:
+            return None
+        groups, rows, columns = map(np.concatenate, zip(*self._changed, strict=True))
+        self._changed.clear()
+        # The present values: an entry that has changed twice occurs twice with the same value.
+        block_ids = tables[groups, rows, columns]
+        _, num_rows, num_columns = self._all.shape
+        where = (groups * num_rows + rows) * num_columns + columns
+        if len(where) <= _STAGED_ENTRIES:
+            indices = staging.put("table_index", where, _STAGED_ENTRIES)
+            values = staging.put("table_value", block_ids, _STAGED_ENTRIES)
+        else:
+            indices = torch.from_numpy(where).to(self._all.device)
+            values = torch.from_numpy(block_ids).to(self._all.device)
+        return TableUpdate(self._all.view(-1), indices, values)
 
 
 def widen(array: Int32s, num_columns: int) -> Int32s:
-    """The array with at least `num_columns` columns; it grows by doubling, and new ones are 0."""
-    old = array.shape[1]
+    """The array with at least `num_columns` columns, its last dimension; it grows by doubling, and
+    new ones are 0."""
+    old = array.shape[-1]
     if num_columns <= old:
         return array
-    wider = np.zeros((array.shape[0], max(num_columns, 2 * old)), np.int32)
-    wider[:, :old] = array
+    wider = np.zeros((*array.shape[:-1], max(num_columns, 2 * old)), np.int32)
+    wider[..., :old] = array
     return wider

@@ -42,9 +42,12 @@ class SegmentFinder:
         self._rows = None
 
     def find(
-        self, tables: Sequence[Int32s], rows: Int64s, query_lens: Int64s, contexts: Int64s
+        self, tables: Int32s, rows: Int64s, query_lens: Int64s, contexts: Int64s
     ) -> list[CascadeSegments | None]:
-        """For each KV group, the segments that decodes among `rows` share; [] if there are none."""
+        """For each KV group, the segments that decodes among `rows` share; [] if there are none.
+
+        `tables`: [groups, num_rows, max_blocks].
+        """
         (singles,) = np.nonzero(query_lens == 1)
         rows = rows[singles]
         if self._rows is None or not np.array_equal(rows, self._rows):

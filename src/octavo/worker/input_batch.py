@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
 from octavo.ops import AttentionBatch, Staging
-from octavo.worker.block_tables import BlockTables, Update, widen
+from octavo.worker.block_tables import BlockTables, TableUpdate, widen
 from octavo.worker.logit_edits import EditedRow, follows_text, has_edits
 from octavo.worker.sampler import SamplingBatch
 
@@ -136,7 +136,7 @@ class InputBatch:
         )
         return ModelInput(token_ids, positions, table_rows, attention)
 
-    def stage_tables(self) -> list[Update]:
+    def stage_tables(self) -> TableUpdate | None:
         """See BlockTables.stage."""
         return self._tables.stage(self._staging)
 
@@ -313,17 +313,15 @@ class InputBatch:
         self._rows["num_tokens"][rows] = positions + 1
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
-        for group in range(self._tables.num_groups):
-            here = [write for write in writes if write.group == group]
-            if not here:
-                continue
-            seq_ids, _, starts, blocks = zip(*here, strict=True)
-            sizes = np.array(list(map(len, blocks)), np.int64)
-            ends = sizes.cumsum()
-            rows = self.rows_of(seq_ids).repeat(sizes)
-            columns = np.arange(ends[-1]) + (np.array(starts) - ends + sizes).repeat(sizes)
-            block_ids = np.fromiter(chain.from_iterable(blocks), np.int64, ends[-1])
-            self._tables.write(group, rows, columns, block_ids)
+        if not writes:
+            return
+        seq_ids, groups, starts, blocks = zip(*writes, strict=True)
+        sizes = np.array(list(map(len, blocks)), np.int64)
+        ends = sizes.cumsum()
+        columns = np.arange(ends[-1]) + (np.array(starts) - ends + sizes).repeat(sizes)
+        block_ids = np.fromiter(chain.from_iterable(blocks), np.int64, ends[-1])
+        rows, which = self.rows_of(seq_ids).repeat(sizes), np.array(groups).repeat(sizes)
+        self._tables.write(which, rows, columns, block_ids)
 
     def _reserve_tokens(self, num_tokens: int) -> None:
         self._token_ids = widen(self._token_ids, num_tokens)

@@ -24,7 +24,7 @@ from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.ops import AttentionBackend, CascadeSegments, LayerPlace, PaddedSizes, make_backend
-from octavo.worker.block_tables import BlockTables, DeviceTables, carry_out
+from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.device.base import Device, Moment
 from octavo.worker.graphs import Graphs
 from octavo.worker.input_batch import Drawn, InputBatch, Int32s, Int64s, ModelInput
@@ -140,9 +140,10 @@ class ModelRunner:
             chunks = batch.prompt_chunks(plan)
             staged = self._stage(plan, bool(chunks)) if plan.seq_ids else None
             copies = self.kv_cache.stage(plan.copies, staging)
-            updates = batch.stage_tables()
+            table_update = batch.stage_tables()
             staging.flush()
-            carry_out(updates)
+            if table_update is not None:
+                table_update.carry_out()
             started = device.moment()
             swapped = self.kv_cache.move(plan, copies)
             scores: dict[int, list[TokenLogprobs]] = {}

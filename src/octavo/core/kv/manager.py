@@ -6,9 +6,9 @@ Every operation is all or nothing: one that cannot be met returns None and chang
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -55,6 +55,7 @@ class KVCacheManager:
         self._windowed = [  # KV groups whose sequences free blocks while they grow
             group for group, spec in enumerate(self.specs) if not isinstance(spec, FullAttention)
         ]
+        self._windows = tuple(dict.fromkeys(self.specs[group] for group in self._windowed))
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_cache = PrefixCache(len(specs), digest)
@@ -163,6 +164,15 @@ class KVCacheManager:
             self._prefixes.progressed(seq, node)
         table.num_registered = max(table.num_registered, num_full)
 
+    def settle(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """The KV of a sequence's first `num_computed_tokens` has been written: full blocks enter
+        the prefix cache, and blocks that its windows have left become free."""
+        self.register(seq, num_computed_tokens)
+        if self._windowed:
+            table = _table(seq)
+            self._leave_behind(table, num_computed_tokens)
+            table.settle_at = self._next_settling(table, num_computed_tokens)
+
     def forget(self, seq: Sequence) -> None:
         """Remove the blocks of a sequence's prefix from the prefix cache, no matter which
         sequence computed them, except pinned ones, which were verified when they were pinned."""
@@ -224,11 +234,14 @@ class KVCacheManager:
                 ids.append(destination)
         seq.table = table
         seq.num_computed_tokens = hit.num_tokens
-        for group, ids in enumerate(table.block_ids):
+        for group in self._windowed:
+            table.num_dropped[group] = hit.block_ids[group].count(NULL_BLOCK)
+        self._leave_behind(table, hit.num_tokens)  # the copied tokens may have moved a window on
+        for ids in table.block_ids:
             self._grow(ids, num_tokens)
-            table.num_dropped[group] = ids.count(NULL_BLOCK)
         changes.table_writes = self.table_writes(seq)
         table.writable_until = len(table.block_ids[0]) * self.block_size
+        table.settle_at = self._next_settling(table, seq.num_computed_tokens)
         if hit.ended_by != "not_asked" and seq.request.num_preemptions == 0:
             self.num_lookup_tokens += seq.num_tokens
             self.num_hit_tokens += hit.num_tokens
@@ -284,27 +297,23 @@ class KVCacheManager:
             for ids in _table(seq).block_ids:
                 if num_blocks > len(ids):
                     num_new += num_blocks - len(ids)
-        outside = self._outside_windows(targets) if self._windowed else []
         # Each tail block may have to be copied; they are counted only if that matters.
         if num_new + len(targets) * len(self.specs) > self.pool.num_free:
-            freed = sum(self.pool.ref_count(ids[i]) == 1 for ids, i in outside)
-            if num_new + self._num_tail_copies(targets) > self.pool.num_free + freed:
+            num_new += self._num_tail_copies(targets)
+            if num_new > self.pool.num_free and not self._leave_early(targets, num_new):
                 return None
-        for ids, i in outside:
-            self.pool.release(ids[i])
-            ids[i] = NULL_BLOCK
         changes = Changes()
         for seq, num_tokens in targets:
             self._append_one(seq, num_tokens, changes)
         return changes
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share all of `parent`'s blocks. Allocates nothing."""
-        table = _table(parent)
-        for block_id in table.held():
-            self.pool.share(block_id)
-        child.table = table.copy()
+        """Let `child` share the blocks of `parent` that it will read. Allocates nothing."""
+        child.table = _table(parent).copy()
         child.num_computed_tokens = parent.num_computed_tokens
+        for block_id in child.table.held():
+            self.pool.share(block_id)
+        self._leave_behind(child.table, child.num_computed_tokens)
         self._begin_sharing(parent, child)
 
     def replace(self, seq: Sequence, parent: Sequence) -> None:
@@ -438,9 +447,6 @@ class KVCacheManager:
         index, offset = divmod(seq.num_computed_tokens, self.block_size)
         if self.enable_prefix_caching and num_tokens - seq.num_computed_tokens > 1:
             self._prefixes.announce(seq, num_tokens)
-        for group in self._windowed:
-            first = first_needed_block(self.specs[group], self.block_size, seq.num_computed_tokens)
-            table.num_dropped[group] = max(first, table.num_dropped[group])
         for group, ids in enumerate(table.block_ids):
             start = len(ids)
             if offset and pool.ref_count(ids[index]) > 1:
@@ -454,19 +460,50 @@ class KVCacheManager:
                 write = TableWrite(seq.seq_id, group, start, tuple(ids[start:]))
                 changes.table_writes.append(write)
         table.writable_until = len(table.block_ids[0]) * self.block_size
+        table.settle_at = self._next_settling(table, seq.num_computed_tokens)
 
-    def _outside_windows(self, targets: Seq[tuple[Sequence, int]]) -> list[tuple[list[int], int]]:
-        """Table entries whose blocks no later query of the sequence reads (sliding windows)."""
-        outside: list[tuple[list[int], int]] = []
+    def _next_settling(self, table: BlockTable, num_computed_tokens: int) -> int:
+        """How many tokens will be computed when the next block is full, or a window leaves one."""
+        end = len(table.block_ids[0]) * self.block_size
+        for spec in self._windows:
+            later = range(num_computed_tokens + 1, end)
+            first = first_needed_block(spec, self.block_size, num_computed_tokens)
+            moved = bisect_left(later, (first + 1) * self.block_size, key=spec.first_needed_token)
+            end = min(end, num_computed_tokens + 1 + moved)
+        return end
+
+    def _leave_behind(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Release the blocks that queries at `num_computed_tokens` and later do not read."""
+        pool = self.pool if table.on_device else self.swap_pool
+        for group, first, ids in self._left_behind(table, num_computed_tokens):
+            for i in range(table.num_dropped[group], first):
+                pool.release(ids[i])
+                ids[i] = NULL_BLOCK
+            table.num_dropped[group] = first
+
+    def _left_behind(
+        self, table: BlockTable, num_computed_tokens: int
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """Groups whose windows have left blocks behind: the first block still read, and all ids."""
         for group in self._windowed:
-            for seq, _ in targets:
-                table = _table(seq)
-                first = first_needed_block(
-                    self.specs[group], self.block_size, seq.num_computed_tokens
-                )
-                ids = table.block_ids[group]
-                outside.extend((ids, i) for i in range(table.num_dropped[group], first))
-        return outside
+            first = first_needed_block(self.specs[group], self.block_size, num_computed_tokens)
+            if first > table.num_dropped[group]:
+                yield group, first, table.block_ids[group]
+
+    def _leave_early(self, targets: Seq[tuple[Sequence, int]], num_wanted: int) -> bool:
+        """Release what the windows will have left when the steps in flight are over, if that makes
+        `num_wanted` blocks free; those blocks do not enter the prefix cache."""
+        freed = sum(
+            self.pool.ref_count(block_id) == 1
+            for seq, _ in targets
+            for group, first, ids in self._left_behind(_table(seq), seq.num_computed_tokens)
+            for block_id in ids[_table(seq).num_dropped[group] : first]
+        )
+        if num_wanted > self.pool.num_free + freed:
+            return False
+        for seq, _ in targets:
+            self._leave_behind(_table(seq), seq.num_computed_tokens)
+        return True
 
     def _release_table(self, table: BlockTable) -> None:
         # Tails are released first, and so evicted first: a cached head is useful without its

@@ -44,6 +44,7 @@ class ReservingKVCacheManager(KVCacheManager):
     ) -> None:
         super().__init__(specs, block_size, pool.num_blocks, num_swap_blocks, False)
         self.pool = pool
+        self._windowed = []  # what windows leave behind stays reserved
         self._reservations: dict[str, _Reservation] = {}
 
     def reserved_tokens(self, num_prompt_tokens: int, max_length: int) -> int:

@@ -53,6 +53,10 @@ class SlidingWindow:
 
     window: int
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window must be a positive number of tokens, not {self.window!r}")
+
     def first_needed_token(self, position: int) -> int:
         """The first token that the query at `position` reads."""
         return max(0, position - self.window + 1)
