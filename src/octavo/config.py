@@ -236,7 +236,11 @@ class EngineConfig:
             "executor",
             f"local computes on one device; tensor_parallel_size={size} needs sharded",
         )
-        _require(self.rank_timeout > 0, "rank_timeout", f"{self.rank_timeout} is not positive")
+        _require(
+            0.1 <= self.rank_timeout <= 1e6,
+            "rank_timeout",
+            f"{self.rank_timeout} is not between 0.1 and 1,000,000",
+        )
         if self.max_model_len is not None:
             _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
         _require(self.max_logprobs >= 0, "max_logprobs", f"{self.max_logprobs} is negative")
