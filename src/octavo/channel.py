@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -44,9 +45,13 @@ class Channel:
     """One end of a pair. Sending blocks while the other side does not read."""
 
     def __init__(self, connection: socket.socket, send_seconds: float | None = None) -> None:
-        """send_seconds: how long `send` waits for room before it raises TimeoutError."""
+        """send_seconds: how long `send` waits for room before it raises BlockingIOError."""
+        if send_seconds is not None:
+            # The kernel's own timeout: Python's would take another system call for each message.
+            whole = int(send_seconds)
+            limit = struct.pack("@ll", whole, int((send_seconds - whole) * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._socket = connection
-        self._socket.settimeout(send_seconds)
         self._reader = FrameReader()
         self._lock = threading.Lock()  # log records may come from any thread
         self._poll = select.poll()
@@ -70,14 +75,19 @@ class Channel:
         and all that it has sent was received."""
         messages: list[bytes] = []
         while self._poll.poll(None if wait and not messages else 0):
-            try:
-                data = self._socket.recv(RECEIVE_BYTES)
-            except ConnectionResetError:
-                data = b""
-            if not data:
+            received = self.read()
+            if received is None:
                 return messages or None
-            messages += self._reader.feed(data)
+            messages += received
         return messages
+
+    def read(self) -> list[bytes] | None:
+        """Messages that one read completes, which waits for data; None as `receive`."""
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)
+        except ConnectionResetError:
+            data = b""
+        return list(self._reader.feed(data)) if data else None
 
     def close(self) -> None:
         """Close this end, which the other side learns."""

@@ -21,6 +21,16 @@ GIB = 1 << 30
 LARGE_GPU = 70 * 10**9  # bytes: it has room for the activations and the KV of larger steps
 MAX_BLOCK_SIZE = 256
 MAX_INTEGER = (1 << 63) - 1  # what tensors and messages can hold
+# Kinds of parallelism that other engines have, by their options.
+UNSERVED_PARALLELISM = (
+    "context_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
+    "enable_expert_parallel",
+    "expert_parallel_size",
+    "pipeline_parallel_size",
+    "sequence_parallel_size",
+)
 KINDS = {int: "an integer", bool: "true or false", str: "text"}
 
 
@@ -69,11 +79,12 @@ class CacheConfig:
     num_blocks: int | None = None
     """Blocks in the pool. None: as many as the memory allows."""
     kv_cache_memory: int | None = None
-    """Bytes for the pool, instead of `num_blocks`. None: measured."""
+    """Bytes for the pool on each device, instead of `num_blocks`. None: measured."""
     gpu_memory_utilization: float = 0.9
     """Fraction of a GPU's memory that this process may use, weights included."""
     swap_space: int = 1 * GIB
-    """Bytes of host memory for swapped-out blocks; 0: preempted requests are computed again."""
+    """Bytes of host memory for swapped-out blocks, of all ranks together; 0: preempted requests are
+    computed again."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
     memory_policy: str = "paged"
@@ -184,8 +195,14 @@ class EngineConfig:
     """On a GPU: steps are captured at the start and replayed."""
     attention_backend: str = "auto"
     """Which attention implementation; "auto": the fast one of the device."""
-    executor: str = "local"
-    """What computes the steps; "local": one device, in the engine's process."""
+    executor: str = "auto"
+    """What computes the steps: one device in the engine's process ("local"), or a process for each
+    of `tensor_parallel_size` devices ("sharded"); "auto": by that number."""
+    tensor_parallel_size: int = 1
+    """Devices that share every layer of the model. A host needs so many GPUs of one kind; ranks on
+    a CPU divide its threads."""
+    rank_timeout: float = 60.0
+    """Seconds that a step may take with several ranks, until they are killed as hanging."""
     seed: int = 0
     """Seed of requests without one, and of dummy weights."""
     max_logprobs: int = 20
@@ -211,7 +228,19 @@ class EngineConfig:
         _check_types(self)
         _require(bool(self.model), "model", "is empty")
         ATTENTION_BACKENDS.check(self.attention_backend, "auto")
-        EXECUTORS.check(self.executor)
+        EXECUTORS.check(self.executor, "auto")
+        size = self.tensor_parallel_size
+        _require(size >= 1, "tensor_parallel_size", f"{size} is less than 1")
+        _require(
+            self.executor != "local" or size == 1,
+            "executor",
+            f"local computes on one device; tensor_parallel_size={size} needs sharded",
+        )
+        _require(
+            0.1 <= self.rank_timeout <= 1e6,
+            "rank_timeout",
+            f"{self.rank_timeout} is not between 0.1 and 1,000,000",
+        )
         if self.max_model_len is not None:
             _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
         _require(self.max_logprobs >= 0, "max_logprobs", f"{self.max_logprobs} is negative")
@@ -264,6 +293,12 @@ def make_config(model: str | PathLike[str], **options: Any) -> EngineConfig:
             homes.setdefault(by_name[name].__name__, {})[name] = value
         elif name in own:
             homes.setdefault("EngineConfig", {})[name] = value
+        elif name in UNSERVED_PARALLELISM:
+            raise ConfigError(
+                name,
+                "is not served; of several GPUs, octavo has tensor parallelism "
+                "(tensor_parallel_size) and servers beside each other",
+            )
         else:
             close = get_close_matches(name, [*by_name, *own], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

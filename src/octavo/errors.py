@@ -59,6 +59,11 @@ class EngineFailed(OctavoError):
     """The executor broke down in the middle of a step; the engine cannot go on."""
 
 
+class ProcessKilled(EngineFailed):
+    """A process of the engine was ended by SIGKILL from outside, perhaps by the system for want of
+    memory."""
+
+
 class EngineClosed(OctavoError):
     """The engine was used after `close()` had given its memory back."""
 

@@ -133,4 +133,10 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
 LINEAR_METHODS: Registry[Any] = Registry(
     "linear_method", {"plain": "octavo.layers.linear:PlainLinear"}
 )
-EXECUTORS: Registry[Any] = Registry("executor", {"local": "octavo.executor.local:LocalExecutor"})
+EXECUTORS: Registry[Any] = Registry(
+    "executor",
+    {
+        "local": "octavo.executor.local:LocalExecutor",
+        "sharded": "octavo.executor.sharded:ShardedExecutor",
+    },
+)

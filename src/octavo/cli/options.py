@@ -29,14 +29,17 @@ ENGINE_HELP = {
     "device": "Where the model runs; auto takes a GPU if there is one.",
     "cuda_graphs": "Capture steps on a GPU at the start, and replay them.",
     "attention_backend": "Which attention implementation; auto takes the fast one.",
-    "executor": "What computes the steps; local: one device, in the engine's process.",
+    "executor": "What computes the steps; local: one device, in the engine's process; sharded: a "
+    "process for each of several; auto: by --tensor-parallel-size.",
+    "tensor_parallel_size": "GPUs that share every layer of the model.",
+    "rank_timeout": "Seconds that a step on several GPUs may take until it counts as hanging.",
     "seed": "Seed of requests that bring none, and of dummy weights.",
     "max_logprobs": "Largest number of log-probabilities that a request may ask for.",
     "num_threads": "CPU threads of the worker.",
     "overlap": "Plan the next step while the device computes this one.  [default: on a GPU]",
     "block_size": "Tokens in a KV block.",
     "num_blocks": "KV blocks in the pool, instead of as many as the memory allows.",
-    "kv_cache_memory": "Memory for the KV pool, such as 4GiB.",
+    "kv_cache_memory": "Memory for the KV pool on each device, such as 4GiB.",
     "gpu_memory_utilization": "Fraction of a GPU's memory that octavo may use.",
     "swap_space": "Host memory for swapped-out blocks, such as 4GiB.",
     "enable_prefix_caching": "Reuse the KV of equal prefixes.",
@@ -71,7 +74,7 @@ SIZES = {"kv_cache_memory", "swap_space"}
 # Options whose values are names of implementations; plugins add to these.
 NAMED = {
     "attention_backend": ("auto", *ATTENTION_BACKENDS.builtin),
-    "executor": EXECUTORS.builtin,
+    "executor": ("auto", *EXECUTORS.builtin),
     "memory_policy": MEMORY_POLICIES.builtin,
     "policy": POLICIES.builtin,
 }

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 
 def make_executor(config: EngineConfig, model_config: ModelConfig) -> DeviceExecutor:
-    """The executor that `config` names. A local one loads the model and takes the memory.
+    """The executor that `config` names. It loads the model and takes the memory.
 
     Raises:
         ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do.
     """
-    executor: DeviceExecutor = EXECUTORS[config.executor](config, model_config)
+    name = config.executor
+    if name == "auto":
+        name = "local" if config.tensor_parallel_size == 1 else "sharded"
+    executor: DeviceExecutor = EXECUTORS[name](config, model_config)
     return executor

@@ -25,6 +25,19 @@ class KVCapacity:
     layout: KVLayout
     block_bytes: int  # of all devices together
     budget: MemoryBudget  # of one device
+    num_ranks: int = 1  # devices that share each block
+
+    @classmethod
+    def of(cls, budget: MemoryBudget, layout: KVLayout, num_ranks: int = 1) -> KVCapacity:
+        """What `num_ranks` devices with this budget each offer."""
+        return cls(
+            budget.num_blocks,
+            budget.num_swap_blocks,
+            layout,
+            budget.block_bytes * num_ranks,
+            budget,
+            num_ranks,
+        )
 
 
 class Executor(Protocol):

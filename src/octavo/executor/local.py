@@ -31,14 +31,7 @@ class LocalExecutor:
         self.config = device.adapt(config)
         self.is_asynchronous = device.is_asynchronous
         self._worker = Worker(self.config, model_config, device, SingleRank())
-        budget = self._worker.budget
-        self.capacity = KVCapacity(
-            num_blocks=budget.num_blocks,
-            num_swap_blocks=budget.num_swap_blocks,
-            layout=self._worker.layout,
-            block_bytes=budget.block_bytes,
-            budget=budget,
-        )
+        self.capacity = KVCapacity.of(self._worker.budget, self._worker.layout)
         self.submit = self._worker.runner.submit
 
     def shutdown(self) -> None:

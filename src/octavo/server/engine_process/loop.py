@@ -23,7 +23,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.recorder import Recorder
 from octavo.engine.results import Finished, StepResults, report_of
 from octavo.engine.snapshot import take_snapshot, view_request
-from octavo.errors import OctavoError, RequestFailed
+from octavo.errors import OctavoError, ProcessKilled, RequestFailed
 from octavo.llm import load_engine
 from octavo.server.engine_process import messages as m
 
@@ -230,7 +230,8 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
         return 0  # the other side is gone
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-        channel.send(m.encode(m.Crashed(message, traceback.format_exc())))
+        was_killed = isinstance(error, ProcessKilled)
+        channel.send(m.encode(m.Crashed(message, traceback.format_exc(), was_killed)))
         return 1
     finally:
         engine.close()

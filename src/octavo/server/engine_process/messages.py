@@ -130,6 +130,7 @@ class Crashed(msgspec.Struct, frozen=True, tag=True):
 
     message: str
     traceback: str
+    is_kill_from_outside: bool = False  # of one of its ranks; see Death
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):

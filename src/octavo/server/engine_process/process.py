@@ -26,7 +26,7 @@ class Death:
     """How an engine process ended."""
 
     cause: str
-    is_kill_from_outside: bool  # SIGKILL, and it was not us
+    is_kill_from_outside: bool  # SIGKILL of it or one of its ranks, and it was not us
 
 
 class EngineProcess:
@@ -40,7 +40,7 @@ class EngineProcess:
         # None: it is gone before it was ready.
         self._ready: asyncio.Future[m.EngineInfo | None] = loop.create_future()
         self.gone: asyncio.Future[None] = loop.create_future()  # done when its socket has closed
-        self._crash: str | None = None
+        self._crash: m.Crashed | None = None
         self._was_killed = False
         self._channel = ChannelProtocol(self._receive, self._end)
         self._child: ChildProcess | None = None
@@ -102,7 +102,7 @@ class EngineProcess:
             await asyncio.wait([exiting])
         status = exiting.result()
         if self._crash is not None:
-            return Death(self._crash, is_kill_from_outside=False)
+            return Death(self._crash.message, self._crash.is_kill_from_outside)
         is_outside = -status == signal.SIGKILL and not self._was_killed
         return Death(describe_exit(status), is_outside)
 
@@ -119,7 +119,7 @@ class EngineProcess:
                 self._ready.set_exception(error)
         else:
             if isinstance(message, m.Crashed):
-                self._crash = message.message
+                self._crash = message
             self._on_message(message)
 
     def _end(self) -> None:

@@ -30,20 +30,25 @@ class CpuDevice(Device):
 
     torch_device = torch.device("cpu")
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        """num_threads: with how many torch computes here; None: as many as it does anyway.
+    def __init__(self, num_threads: int | None = None, num_ranks: int = 1) -> None:
+        """
+        Args:
+            num_threads: with how many torch computes here; None: as many as it does anyway.
+            num_ranks: processes that divide these threads among them.
 
         Raises:
             ConfigError: more threads than CPUs: each would take memory and wait its turn, and
                 OpenMP ends the process where it can make no more.
         """
         available = num_cpus()
+        if num_threads is not None and num_threads > available:
+            raise ConfigError(
+                "num_threads",
+                f"{num_threads} is more than the {available} CPUs that this process may use",
+            )
+        if num_ranks > 1:
+            num_threads = max(1, (num_threads or torch.get_num_threads()) // num_ranks)
         if num_threads is not None:
-            if num_threads > available:
-                raise ConfigError(
-                    "num_threads",
-                    f"{num_threads} is more than the {available} CPUs that this process may use",
-                )
             self.computing = _TorchThreads(num_threads)
 
     def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:

@@ -1,0 +1,218 @@
+"""The processes of a group of ranks: started, told the same, killed together. Loads no torch."""
+
+from __future__ import annotations
+
+import logging
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+from octavo.channel import Channel, frame
+from octavo.child_process import ChildProcess, describe_exit
+from octavo.config import EngineConfig
+from octavo.core.step import StepResult
+from octavo.errors import EngineFailed, ProcessKilled
+from octavo.executor.messages import Failed, LogLine, Ready, Start, decode, encode
+from octavo.models.config import ModelConfig
+from octavo.parallel import Shard
+
+logger = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "octavo.executor.rank")
+# A rank that dies makes the others' collectives fail: how long to look for one after an error.
+CAUSE_SECONDS = 0.5
+EXIT_SECONDS = 5.0  # for a process that was killed, or whose socket has closed
+
+
+class RankProcess:
+    """One rank's process, and the channel to it."""
+
+    def __init__(self, rank: int, command: Sequence[str], send_seconds: float) -> None:
+        self.rank = rank
+        self.child = ChildProcess(command, f"rank {rank}")
+        self.channel = Channel(self.child.connection, send_seconds)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.child.pid})"
+
+
+class RankGroup:
+    """Owns the processes of all ranks. When one of them fails, all are killed, and every call from
+    then on raises what went wrong."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """Start `config.tensor_parallel_size` ranks, and wait until they can compute.
+
+        Args:
+            config: the settings, which each rank adapts to its device.
+            model_config: of the whole model.
+            command: the ranks' program; see ChildProcess.
+
+        Raises:
+            ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do,
+                in the rank that was the first to say so. EngineFailed: a rank broke down. No
+                process is left then.
+        """
+        self._seconds = config.rank_timeout
+        self._error: Exception | None = None
+        self._ranks: list[RankProcess] = []
+        self._poll = select.poll()
+        self._close = weakref.finalize(self, _end_all, self._ranks)
+        folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        size = config.tensor_parallel_size
+        level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
+        try:
+            for rank in range(size):
+                process = RankProcess(rank, command, self._seconds)
+                self._ranks.append(process)
+                self._poll.register(process.channel, select.POLLIN)
+            for process in self._ranks:
+                shard, address = Shard(process.rank, size), f"file://{folder}/ranks"
+                start = Start(config, model_config, shard, address, level)
+                self._send_to(process, frame(encode(start)))
+            self.ready = self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids."""
+        return [process.child.pid for process in self._ranks]
+
+    def send(self, payload: bytes) -> None:
+        """Send a message to all ranks. Raises EngineFailed."""
+        self._check()
+        message = frame(payload)
+        for process in self._ranks:
+            self._send_to(process, message)
+
+    def receive_result(self) -> StepResult:
+        """Wait for rank 0's next result. Raises what went wrong in any rank."""
+        self._check()
+        deadline = time.monotonic() + self._seconds
+        while True:
+            for _, message in self._receive(deadline):
+                assert isinstance(message, StepResult), message
+                return message  # there is one for each that was asked for
+
+    def close(self) -> None:
+        """End all processes; returns when they have ended. A second call does nothing."""
+        self._close()
+
+    # ---------------------------------------------------------------- inside
+
+    def _wait_until_ready(self) -> list[Ready]:
+        ready: dict[int, Ready] = {}
+        while len(ready) < len(self._ranks):
+            for rank, message in self._receive(None):
+                assert isinstance(message, Ready), message
+                ready[rank] = message
+        return [ready[rank] for rank in range(len(self._ranks))]
+
+    def _send_to(self, process: RankProcess, message: bytes) -> None:
+        try:
+            process.channel.send_framed(message)
+        except BlockingIOError:
+            self._fail(self._hang(f"{process} reads no messages"))
+        except OSError:
+            self._bury(process)
+
+    def _receive(self, deadline: float | None) -> Iterator[tuple[int, Any]]:
+        """Wait for messages of any rank, and hand on what its log and its failure are not."""
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
+        events = self._poll.poll(timeout)
+        if not events:
+            self._fail(self._hang("a step has not been computed"))
+        readable = {descriptor for descriptor, _ in events}
+        for process in self._ranks:
+            if process.channel.fileno() not in readable:
+                continue
+            messages = process.channel.read()
+            if messages is None:
+                self._bury(process)
+            for payload in messages:
+                message = decode(payload)
+                if isinstance(message, LogLine):
+                    _relay(process.rank, message)
+                elif isinstance(message, Failed):
+                    self._bury(process, message)
+                else:
+                    yield process.rank, message
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise EngineFailed(f"the ranks were ended: {self._error}")
+
+    def _hang(self, what: str) -> EngineFailed:
+        return EngineFailed(
+            f"{what} within rank_timeout ({self._seconds:g} s); raise it if steps take so long"
+        )
+
+    def _bury(self, process: RankProcess, failed: Failed | None = None) -> NoReturn:
+        """A rank has ended, or says that it fails. Find out which rank was the first."""
+        others = {each.child.exit_status: each for each in self._ranks}
+        if failed is None:
+            wait([process.child.exit_status], EXIT_SECONDS)
+            failed = _last_words(process)
+        else:
+            del others[process.child.exit_status]  # which ends because of its error
+            wait(others, CAUSE_SECONDS, FIRST_COMPLETED)
+        for status, each in others.items():
+            if status.done() and status.result() < 0:
+                text = f"{each}: {describe_exit(status.result())}"
+                was_killed = -status.result() == signal.SIGKILL
+                self._fail(ProcessKilled(text) if was_killed else EngineFailed(text))
+        if failed is not None:
+            logger.debug("rank %d: %s", process.rank, failed.traceback)
+            self._fail(failed.error)
+        status = process.child.exit_status
+        how = describe_exit(status.result()) if status.done() else "it has closed its socket"
+        self._fail(EngineFailed(f"{process}: {how}"))
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._error = error
+        self.close()
+        raise error
+
+
+def _last_words(process: RankProcess) -> Failed | None:
+    """What a rank that has ended said of it, if that was not received yet."""
+    messages = process.channel.receive(wait=False) or ()
+    return next((each for each in map(decode, messages) if isinstance(each, Failed)), None)
+
+
+def _end_all(ranks: list[RankProcess]) -> None:
+    """Kill all processes, and wait for their ends."""
+    for process in ranks:
+        process.child.kill()
+        process.channel.close()
+    _, alive = wait([process.child.exit_status for process in ranks], EXIT_SECONDS)
+    if alive:
+        logger.error("%d ranks were killed and have not ended", len(alive))
+
+
+def _relay(rank: int, line: LogLine) -> None:
+    """Log what a rank has logged. What all ranks do, rank 0 alone tells."""
+    if rank and line.level < logging.WARNING:
+        return
+    target = logging.getLogger(line.logger)
+    if target.isEnabledFor(line.level):
+        record = logging.LogRecord(line.logger, line.level, "", 0, line.text, None, None)
+        record.created = line.time
+        target.handle(record)

@@ -1,0 +1,215 @@
+"""The processes of a tensor-parallel group: what they are told, and how their ends are noticed."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import model_zoo
+from octavo.config import make_config
+from octavo.core.step import (
+    BlockCopy,
+    Candidates,
+    Fork,
+    OpenedRow,
+    SamplingSpec,
+    StepPlan,
+    StepResult,
+    TableWrite,
+    TokenLogprobs,
+    TokenWrites,
+)
+from octavo.errors import EngineFailed, LogitsNotFinite, ModelError, ProcessKilled
+from octavo.executor.messages import ASK, decode, decode_plan, encode, encode_plan
+from octavo.executor.ranks import RankGroup
+from octavo.models.registry import read_model_config
+
+PROGRAM = Path(__file__).with_name("counting_rank.py")
+COMMAND = (sys.executable, str(PROGRAM))
+
+
+def make_group(model: str = "counting", size: int = 3, **options: float) -> RankGroup:
+    model_config = read_model_config(model_zoo.model_directory("llama3"))
+    config = make_config(model, tensor_parallel_size=size, **options)
+    return RankGroup(config, model_config, COMMAND)
+
+
+def step(group: RankGroup, step_id: int) -> list[int]:
+    ids = [10 * step_id, 10 * step_id + 5]
+    group.send(encode_plan(StepPlan(step_id, ids, [1, 1], ids, [])))
+    group.send(ASK)
+    return group.receive_result().token_ids
+
+
+def run_on(group: RankGroup) -> None:
+    """Run steps until one fails."""
+    for number in range(2, 1000):
+        step(group, number)
+
+
+def send_on(group: RankGroup) -> None:
+    """Send plans, and ask for no result, until that fails."""
+    large = OpenedRow(1, tuple(range(30_000)), 1, 0, SamplingSpec(), 0, 0)
+    for number in range(1000):
+        group.send(encode_plan(StepPlan(number, [], [], [], [], opened=[large])))
+
+
+def assert_gone(pids: list[int]) -> None:
+    """The processes have ended, and were waited for."""
+    deadline = time.monotonic() + 10
+    while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    assert not alive
+
+
+def test_plans_and_results_arrive_as_they_were_sent() -> None:
+    spec = SamplingSpec(temperature=0.5, logit_bias=((3, 1.5),), num_logprobs=2)
+    plan = StepPlan(
+        7,
+        [1, 2],
+        [1, 30],
+        [1],
+        [2],
+        forks=[Fork(1, 2, 3)],
+        closed=[4],
+        opened=[OpenedRow(2, tuple(range(30)), 30, 0, spec, seed=-5, sample_index=1)],
+        token_writes=TokenWrites([1], [8], [9]),
+        table_writes=[TableWrite(2, 0, 0, (4, 5)), TableWrite(1, 0, 3, (6,))],
+        swap_out=[(1, 2)],
+        swap_in=[(3, 4)],
+        copies=[BlockCopy(5, 6, 7)],
+    )
+    again = decode_plan(encode_plan(plan))
+    assert again == plan
+    assert [type(each) for each in (*again.forks, *again.table_writes, *again.copies)] == [
+        Fork,
+        TableWrite,
+        TableWrite,
+        BlockCopy,
+    ]
+    scores = [TokenLogprobs(4, -0.25, 1, ((4, -0.25), (5, -2.0)))]
+    found = Candidates(np.array([[1, 2]]), np.array([[-1.0, -2.0]]))
+    result = StepResult(7, [4], {1: [4, 5]}, found, {1: scores}, {2: scores}, {3: _not_finite()})
+    back = decode(encode(result))
+    assert (back.token_ids, back.draws, back.logprobs) == ([4], {1: [4, 5]}, {1: scores})
+    assert back.candidates.token_ids.tolist() == [[1, 2]]
+    assert isinstance(back.errors[3], LogitsNotFinite)
+    assert str(back.errors[3]) == "NaN"
+
+
+def _not_finite() -> LogitsNotFinite:
+    return LogitsNotFinite("NaN")
+
+
+def test_results_come_in_order_with_several_steps_under_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "octavo"):
+        group = make_group()
+    pids = group.pids
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged.count("rank 0 is here") == 1
+    assert "rank 1 is here" not in logged  # what all of them do is logged once
+    assert {"rank 0 warns", "rank 1 warns", "rank 2 warns"} <= set(logged)
+    assert len(set(pids)) == 3
+    assert [step(group, number) for number in range(3)] == [[1, 6], [11, 16], [21, 26]]
+    for number in range(50):
+        group.send(encode_plan(StepPlan(number, [number], [1], [number], [])))
+    for number in range(50):
+        group.send(ASK)
+        assert group.receive_result() == StepResult(number, [number + 1])
+    group.close()
+    group.close()
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "text"),
+    [
+        ("1:exit", EngineFailed, "rank 1 .*: it exited with status 4"),
+        ("0:exit", EngineFailed, "rank 0 .*: it exited with status 4"),
+        ("2:kill", ProcessKilled, "rank 2 .*: it was ended by signal 9"),
+        ("0:raise", EngineFailed, "rank 0: ArithmeticError: the step went wrong"),
+        ("1:raise", EngineFailed, "rank 1: ArithmeticError: the step went wrong"),
+        ("0:sleep", EngineFailed, r"a step has not been computed within rank_timeout \(0.3 s\)"),
+        ("0:stop", EngineFailed, r"a step has not been computed within rank_timeout \(0.3 s\)"),
+    ],
+)
+def test_a_rank_that_fails_ends_all(model: str, kind: type[EngineFailed], text: str) -> None:
+    group = make_group(model, rank_timeout=0.3)
+    pids = group.pids
+    assert [step(group, 0), step(group, 1)] == [[1, 6], [11, 16]]
+    with pytest.raises(EngineFailed, match=text) as failure:
+        run_on(group)
+    assert type(failure.value) is kind
+    assert_gone(pids)
+    with pytest.raises(EngineFailed, match=r"the ranks were ended: .*rank"):
+        step(group, 3)
+
+
+def test_a_rank_that_reads_nothing_is_noticed_when_its_socket_is_full() -> None:
+    group = make_group("1:stop", rank_timeout=0.5)
+    pids = group.pids
+    with pytest.raises(EngineFailed, match=r"rank 1 .* reads no messages within rank_timeout"):
+        send_on(group)
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "text"),
+    [
+        ("1:bad-file", ModelError, r"model.safetensors is truncated"),
+        ("2:exit-at-start", EngineFailed, r"rank 2 .*: it exited with status 3"),
+    ],
+)
+def test_a_rank_that_cannot_start(model: str, kind: type[Exception], text: str) -> None:
+    before = children()
+    with pytest.raises(kind, match=text):
+        make_group(model)
+    assert children() == before
+
+
+def test_ranks_of_a_group_that_was_forgotten_end() -> None:
+    group = make_group()
+    pids = group.pids
+    del group
+    assert_gone(pids)
+
+
+def test_ranks_end_with_a_parent_that_was_killed() -> None:
+    """Also if one of them is stuck in a call, and another does not run."""
+    program = f"""
+import os, signal
+from octavo.config import make_config
+from octavo.core.step import StepPlan
+from octavo.executor.messages import encode_plan
+from octavo.executor.ranks import RankGroup
+from octavo.models.registry import read_model_config
+model_config = read_model_config({str(model_zoo.model_directory("llama3"))!r})
+group = RankGroup(make_config("0:sleep", tensor_parallel_size=3), model_config, {COMMAND!r})
+group.send(encode_plan(StepPlan(2, [1], [1], [1], [])))
+os.kill(group.pids[1], signal.SIGSTOP)
+print(*group.pids, flush=True)
+input()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 3
+        parent.kill()
+    assert_gone(pids)
+
+
+def children() -> set[str]:
+    """Processes that this one has started."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {pid for task in tasks for pid in (task / "children").read_text().split()}
