@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from octavo.bench.memory_use import SlotUse, StepMemory, mean_slots, sharing_saves
@@ -80,17 +80,10 @@ class SimulationResult:
 
         Counts of preemptions, of unfinished requests and of the prefix cache are not divided.
         """
-        steps = [step for step in self.steps if start <= step.start < end]
-        return SimulationResult(
-            [request for request in self.requests if start <= request.arrival < end],
-            steps,
-            self.num_unfinished,
-            self.preemptions,
-            self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.block_size,
-            self.num_blocks,
-            self.settings,
+        return replace(
+            self,
+            requests=[each for each in self.requests if start <= each.arrival < end],
+            steps=[step for step in self.steps if start <= step.start < end],
         )
 
     @property
