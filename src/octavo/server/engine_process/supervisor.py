@@ -50,6 +50,16 @@ class Supervision:
                 raise ConfigError(field.name, f"{value} is not positive")
 
 
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the server can serve requests, for /health and the metrics."""
+
+    healthy: bool
+    reason: str | None  # why not
+    state: str  # "starting", "ready", "restarting", "draining", "failed" or "closed"
+    num_open: int  # requests that have not ended
+
+
 class Supervisor:
     """Owns the current engine process, and decides when to start another."""
 
@@ -113,6 +123,24 @@ class Supervisor:
         if self._revival_time is None:
             return None
         return max(0.0, self._revival_time - time.monotonic())
+
+    def health(self, num_open: int, is_draining: bool) -> Health:
+        """The server's present health, with `num_open` requests that have not ended."""
+        state, stalled = self.state, self.seconds_stalled
+        reason = None
+        if state == "failed":
+            seconds = self.seconds_to_revival
+            reason = "the engine is given up"
+            reason += "" if seconds is None else f"; it is started again in {seconds:.0f} s"
+        elif state not in ("ready", "restarting"):
+            reason = f"the engine is {state}"
+        elif stalled >= self._supervision.stall_seconds:
+            what = "no engine process" if state == "restarting" else "no step"
+            reason = f"{what} for {stalled:.0f} s while {num_open} requests are open"
+        elif is_draining:
+            reason = "the server is shutting down"
+        shown = "draining" if is_draining and state == "ready" else state
+        return Health(reason is None, reason, shown, num_open)
 
     async def _launch(self, is_restart: bool = False) -> None:
         """Start a process, and send it all open requests and pins."""
