@@ -69,7 +69,7 @@ class CacheConfig:
     num_blocks: int | None = None
     """Blocks in the pool. None: as many as the memory allows."""
     kv_cache_memory: int | None = None
-    """Bytes for the pool, instead of `num_blocks`. None: measured."""
+    """Bytes for the pool, instead of `num_blocks`."""
     gpu_memory_utilization: float = 0.9
     """Fraction of a GPU's memory that this process may use, weights included."""
     swap_space: int = 1 * GIB
@@ -127,7 +127,8 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     """Sequences that run at once; each sample and each beam counts as one."""
     max_num_batched_tokens: int = 2048
-    """Tokens computed in one step; at least `max_num_seqs`."""
+    """Tokens computed in one step; at least `max_num_seqs`. Where neither is given, a GPU of 70 GB
+    or more computes up to 8192 tokens of up to 1024 sequences."""
     policy: str = "fcfs"
     """Who runs first: requests in order of arrival ("fcfs"), those with the smallest `priority`
     ("priority"), or those of the tenant that has received the least service ("fair")."""
@@ -192,9 +193,9 @@ class EngineConfig:
     """Most log-probabilities per position that a request may ask for."""
     num_threads: int | None = None
     """Threads that a CPU computes with, at most as many as this process has CPUs. They apply while
-    octavo computes; otherwise torch keeps the program's own number. None: that number."""
+    octavo computes; otherwise torch keeps the program's own number. None: torch's own number."""
     overlap: bool | None = None
-    """Plan the next step while the device computes this one. None: on a GPU only."""
+    """Plan the next step while the device computes this one. None: on a GPU."""
     owns_process: bool = False
     """Whether the process serves this engine alone, so that it may be tuned as a whole: malloc
     keeps freed memory, and the garbage collector ignores objects that exist when the engine is

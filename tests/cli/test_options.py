@@ -92,7 +92,8 @@ def test_the_help_of_serve_shows_the_defaults_of_its_settings() -> None:
     shown = {}
     for parameter in serve.params:
         found = re.search(r"\[default: ([\w.: ]+)", getattr(parameter, "help", None) or "")
-        if found and isinstance(defaults.get(parameter.name), int | float | str):
+        default = defaults.get(parameter.name)
+        if found and isinstance(default, int | float | str) and not isinstance(default, bool):
             shown[parameter.name] = found[1]
     shown["max_body_bytes"] = str(size(shown["max_body_bytes"]))
     for name, text in shown.items():

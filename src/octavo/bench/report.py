@@ -65,10 +65,6 @@ def latency_table(report: LatencyReport) -> Table:
     )
 
 
-def latency_values(report: LatencyReport) -> dict[str, Any]:
-    return asdict(report)
-
-
 def _skipped(report: ThroughputReport) -> str:
     return f" ({report.skipped} too long ones skipped)" if report.skipped else ""
 

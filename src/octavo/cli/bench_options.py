@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from octavo.cli.options import together
+from octavo.cli.options import option_of, together
 
 if TYPE_CHECKING:
     from octavo.bench.traces import TraceRequest
+
+decoding_option = option_of("decoding")
 
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_INPUT_LEN = 128
@@ -33,6 +35,12 @@ trace_options = together(
     click.option(
         "--output-len", type=click.IntRange(1), help="Tokens in an output, without a trace."
     ),
+)
+# As a dict `decoding` for `Decoding`.
+decoding_options = together(
+    decoding_option("--n", type=int, default=1, show_default=True, help="Samples per prompt."),
+    decoding_option("--beam-width", type=int, help="Beam search with this many beams."),
+    decoding_option("--temperature", type=float, help="[default: 0, or 1 if n is more than 1]"),
 )
 
 

@@ -6,13 +6,12 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from octavo.bench.tables import show
 from octavo.cli.options import integers
-from octavo.cli.search_progress import search_progress
 from octavo.cli.simulation_options import (
     DEFAULT_RATE,
     Options,
@@ -27,7 +26,7 @@ from octavo.cli.simulation_options import (
 
 if TYPE_CHECKING:
     from octavo.simulation.config import SimulationConfig
-    from octavo.simulation.planning import Fleet, HighestRate, Refusal
+    from octavo.simulation.planning import Fleet, HighestRate, Probe, Refusal, SearchProgress
     from octavo.simulation.result import SimulationResult
     from octavo.simulation.workloads import Workload
 
@@ -163,6 +162,44 @@ def calibrate(steps: Path, out: Path | None, as_json: bool) -> None:
         click.echo(json.dumps(asdict(calibration)))
     else:
         show(*calibration_tables(calibration))
+
+
+def search_progress() -> SearchProgress:
+    """Shows a search on stderr: a line for each simulation, and a bar on a terminal."""
+    from tqdm import tqdm
+
+    from octavo.simulation.planning import SearchProgress
+    from octavo.simulation.report import probe_text
+
+    class ShownProgress(SearchProgress):
+        def __init__(self) -> None:
+            self._machine = ""
+            self._bar: Any = None
+
+        def begin(self, config: SimulationConfig, rate: float, num_requests: int) -> None:
+            self._machine = f"{config.num_gpus} x {config.gpu}"
+            is_terminal = sys.stderr.isatty()
+            if not is_terminal:
+                click.echo(
+                    f"{self._machine} {rate:8.3f} requests/s: simulating {num_requests} requests",
+                    err=True,
+                )
+            self._bar = tqdm(
+                total=num_requests,
+                desc=f"{self._machine} {rate:8.3f} requests/s",
+                unit="requests",
+                disable=not is_terminal,
+                leave=False,
+            )
+
+        def advance(self, num_requests: int) -> None:
+            self._bar.update(num_requests)
+
+        def end(self, probe: Probe) -> None:
+            self._bar.close()
+            click.echo(f"{self._machine} {probe_text(probe)}", err=True)
+
+    return ShownProgress()
 
 
 def _run(config: SimulationConfig, workload: Workload) -> SimulationResult:
