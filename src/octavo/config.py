@@ -29,6 +29,13 @@ def _require(condition: bool, name: str, message: str) -> None:
         raise ConfigError(name, message)
 
 
+def _check_least(options: Any, **limits: int) -> None:
+    """Check that options, if they are set, are not below their limits."""
+    for name, limit in limits.items():
+        value = getattr(options, name)
+        _require(value is None or value >= limit, name, f"{value} is less than {limit}")
+
+
 def _check_types(options: Any) -> None:
     """Check that every option has its declared type."""
     for name, hint in get_type_hints(type(options)).items():
@@ -87,25 +94,17 @@ class CacheConfig:
             "block_size",
             f"{self.block_size} is not between 1 and {MAX_BLOCK_SIZE}",
         )
-        if self.num_blocks is not None:
-            _require(self.num_blocks >= 1, "num_blocks", f"{self.num_blocks} is less than 1")
-        if self.kv_cache_memory is not None:
-            _require(
-                self.kv_cache_memory > 0,
-                "kv_cache_memory",
-                f"{self.kv_cache_memory} bytes is not positive",
-            )
-            _require(
-                self.num_blocks is None,
-                "kv_cache_memory",
-                "give either kv_cache_memory or num_blocks, not both",
-            )
+        _check_least(self, num_blocks=1, kv_cache_memory=1, swap_space=0)
+        _require(
+            self.kv_cache_memory is None or self.num_blocks is None,
+            "kv_cache_memory",
+            "give either kv_cache_memory or num_blocks, not both",
+        )
         _require(
             0 < self.gpu_memory_utilization <= 1,
             "gpu_memory_utilization",
             f"{self.gpu_memory_utilization} is not in the range (0, 1]",
         )
-        _require(self.swap_space >= 0, "swap_space", f"{self.swap_space} bytes is negative")
         _require(
             self.memory_policy == "paged" or not self.enable_prefix_caching,
             "enable_prefix_caching",
@@ -146,7 +145,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         POLICIES.check(self.policy)
-        _require(self.max_num_seqs >= 1, "max_num_seqs", f"{self.max_num_seqs} is less than 1")
+        _check_least(self, max_num_seqs=1, max_passes=0)
         # Every running sequence must be able to decode in every step, or decodes would starve.
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
@@ -154,7 +153,6 @@ class SchedulerConfig:
             f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})",
         )
         _require(self.aging_seconds > 0, "aging_seconds", f"{self.aging_seconds} is not positive")
-        _require(self.max_passes >= 0, "max_passes", f"{self.max_passes} is negative")
         _require(
             0 <= self.watermark < 1, "watermark", f"{self.watermark} is not in the range [0, 1)"
         )
@@ -213,11 +211,7 @@ class EngineConfig:
         _require(bool(self.model), "model", "is empty")
         ATTENTION_BACKENDS.check(self.attention_backend, "auto")
         EXECUTORS.check(self.executor)
-        if self.max_model_len is not None:
-            _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
-        _require(self.max_logprobs >= 0, "max_logprobs", f"{self.max_logprobs} is negative")
-        if self.num_threads is not None:
-            _require(self.num_threads >= 1, "num_threads", f"{self.num_threads} is less than 1")
+        _check_least(self, max_model_len=2, max_logprobs=0, num_threads=1)
         _require(
             self.cache.memory_policy == "paged" or self.scheduler.policy == "fcfs",
             "policy",
@@ -256,23 +250,20 @@ def make_config(model: str | PathLike[str], **options: Any) -> EngineConfig:
     policy = options.get("memory_policy", "paged")
     if isinstance(policy, str) and policy != "paged":
         options = {"enable_prefix_caching": False, **options}
-    homes: dict[str, dict[str, Any]] = {}
-    by_name = {f.name: kind for kind in (CacheConfig, SchedulerConfig) for f in fields(kind)}
-    own = {f.name for f in fields(EngineConfig)}
-    own -= {"model", "has_usual_steps", "cache", "scheduler"}
+    given: dict[type, dict[str, Any]] = {EngineConfig: {}, CacheConfig: {}, SchedulerConfig: {}}
+    homes = {field.name: kind for kind in given for field in fields(kind)}
+    for name in ("model", "has_usual_steps", "cache", "scheduler"):
+        del homes[name]
     for name, value in options.items():
-        if name in by_name:
-            homes.setdefault(by_name[name].__name__, {})[name] = value
-        elif name in own:
-            homes.setdefault("EngineConfig", {})[name] = value
-        else:
-            close = get_close_matches(name, [*by_name, *own], n=1)
+        if name not in homes:
+            close = get_close_matches(name, homes, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(name, f"there is no such option{hint}")
+        given[homes[name]][name] = value
     return EngineConfig(
         fspath(model) if isinstance(model, PathLike) else model,
-        **homes.get("EngineConfig", {}),
+        **given[EngineConfig],
         has_usual_steps=options.keys().isdisjoint({"max_num_seqs", "max_num_batched_tokens"}),
-        cache=CacheConfig(**homes.get("CacheConfig", {})),
-        scheduler=SchedulerConfig(**homes.get("SchedulerConfig", {})),
+        cache=CacheConfig(**given[CacheConfig]),
+        scheduler=SchedulerConfig(**given[SchedulerConfig]),
     )
