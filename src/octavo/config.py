@@ -17,6 +17,7 @@ LoadFormat = Literal["auto", "dummy"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIB = 1 << 30
 LARGE_GPU = 70 * 10**9  # bytes: it has room for the activations and the KV of larger steps
 MAX_BLOCK_SIZE = 256

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -115,15 +116,8 @@ def calibrate(
 def read_calibration(path: str | Path) -> Calibration:
     """What `Calibration.write` wrote. Raises ConfigError if the file is broken."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        return Calibration(
-            Setting(**values["setting"]),
-            Coefficients(**values["coefficients"]),
-            tuple(values["fitted"]),
-            FitError(**values["on_fitted"]),
-            FitError(**values["on_held_out"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
+    except (OSError, ValueError) as error:  # msgspec's errors among them
         raise ConfigError("calibration", f"{path} is not a calibration: {error}") from error
 
 
