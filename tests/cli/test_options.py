@@ -132,5 +132,7 @@ def test_every_command_has_a_help_text() -> None:
             walk(child)
 
     walk(main)
+    overview = CliRunner().invoke(main, ["--help"]).stdout
+    assert all(re.search(rf"^  {name} +\S", overview, re.MULTILINE) for name in main.commands)
     commands = "bench calibrate chat generate memory models plan reproduce run-batch serve simulate"
     assert set(main.commands) == set(commands.split())

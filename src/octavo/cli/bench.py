@@ -9,7 +9,11 @@ from typing import Any
 
 import click
 
+from octavo.bench.latency import Batch, run_latency
+from octavo.bench.report import latency_table, throughput_tables, throughput_values
 from octavo.bench.tables import show
+from octavo.bench.throughput import Decoding, run_throughput, split_by_fit
+from octavo.bench.traces import TraceRequest
 from octavo.cli.bench_options import (
     decoding_options,
     progress_bar,
@@ -19,6 +23,7 @@ from octavo.cli.bench_options import (
 from octavo.cli.bench_serve import serve
 from octavo.cli.options import engine_options
 from octavo.cli.session import show_log
+from octavo.llm import LLM
 
 
 @click.group()
@@ -57,10 +62,6 @@ def throughput(
     engine: dict[str, Any],
 ) -> None:
     """Queue all requests at once and time them until the last is done."""
-    from octavo.bench.report import throughput_tables, throughput_values
-    from octavo.bench.throughput import Decoding, run_throughput, split_by_fit
-    from octavo.llm import LLM
-
     requests = trace_requests(trace, num_prompts, input_len, output_len)
     how = Decoding(**decoding)
     how.params(1, 0)  # refuses bad values before a model is loaded
@@ -102,12 +103,6 @@ def latency(
     engine: dict[str, Any],
 ) -> None:
     """Time one batch from its arrival to its last token, several times over."""
-    from octavo.bench.latency import Batch, run_latency
-    from octavo.bench.report import latency_table
-    from octavo.bench.throughput import Decoding, split_by_fit
-    from octavo.bench.traces import TraceRequest
-    from octavo.llm import LLM
-
     batch = Batch(batch_size, input_len, output_len, Decoding(**decoding))
     batch.decoding.params(1, 0)
     show_log(quiet=as_json, verbose=False)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from tqdm import tqdm
 
+from octavo.bench.traces import TraceRequest, read_trace
 from octavo.cli.options import option_of, together
-
-if TYPE_CHECKING:
-    from octavo.bench.traces import TraceRequest
 
 decoding_option = option_of("decoding")
 
@@ -51,8 +50,6 @@ def trace_requests(
 
     Raises UsageError if both a trace and lengths are given, TraceError for a broken file.
     """
-    from octavo.bench.traces import TraceRequest, read_trace
-
     if trace is None:
         one = TraceRequest(input_len or DEFAULT_INPUT_LEN, output_len or DEFAULT_OUTPUT_LEN)
         return [one] * (num_prompts or DEFAULT_NUM_PROMPTS)
@@ -63,6 +60,4 @@ def trace_requests(
 
 def progress_bar(total: int, unit: str) -> Any:
     """On a terminal, and cleared when it ends."""
-    from tqdm import tqdm
-
     return tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)

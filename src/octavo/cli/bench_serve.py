@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from octavo.bench.client_load import Call, Query, Target, served_model
+from octavo.bench.serve import ServeReport, find_capacity, run_serve, serve_tables, serve_values
 from octavo.bench.tables import show
+from octavo.bench.traces import TraceRequest, make_prompts
 from octavo.cli.bench_options import progress_bar, trace_options, trace_requests
 from octavo.cli.options import option_of
-
-if TYPE_CHECKING:
-    from octavo.bench.client_load import Call, Query, Target
-    from octavo.bench.serve import ServeReport
 
 LEAST_VOCABULARY = 1000  # token ids that every model has
 
@@ -86,9 +85,6 @@ def serve(
 
     Prompts are random token ids. Refusals (429, 503) are counted apart from failures.
     """
-    from octavo.bench.client_load import Target, served_model
-    from octavo.bench.serve import serve_tables, serve_values
-
     if overload is not None and rates != "inf":
         raise click.UsageError("--overload finds the rate by itself: leave out --request-rate")
     wanted = _rates(rates)
@@ -101,8 +97,6 @@ def serve(
     server = Target(**target)
     capacity = None
     if overload is not None:
-        from octavo.bench.serve import find_capacity
-
         capacity = asyncio.run(find_capacity(server, queries, seed))
         wanted = [overload * capacity]
         if not as_json:
@@ -131,9 +125,6 @@ def serve(
 
 def make_queries(requests: Any, vocab_size: int, seed: int, scale: float = 1.0) -> list[Query]:
     """Random prompts of the requests' lengths, which `scale` shortens."""
-    from octavo.bench.client_load import Query
-    from octavo.bench.traces import TraceRequest, make_prompts
-
     scaled = [
         TraceRequest(
             max(1, round(scale * request.prompt_tokens)),
@@ -148,8 +139,6 @@ def make_queries(requests: Any, vocab_size: int, seed: int, scale: float = 1.0) 
 def _run(
     target: Target, queries: list[Query], rate: float, seed: int, max_concurrency: int | None
 ) -> ServeReport:
-    from octavo.bench.serve import run_serve
-
     with progress_bar(len(queries), "requests") as bar:
 
         def finished(call: Call) -> None:

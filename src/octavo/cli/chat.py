@@ -8,17 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from octavo.cli.options import SAMPLING_HELP, engine_options, sampling_options
 from octavo.cli.session import dim, make_sampling_params, show_log
 from octavo.errors import InvalidRequest, OctavoError
+from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from octavo.llm import LLM
 
 HELP = """\
 /help                 this page
@@ -41,8 +39,6 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
 
     Works in a plain terminal and with messages piped in, one per line.
     """
-    from octavo.llm import LLM
-
     show_log(quiet=True, verbose=False)
     with LLM(model, owns_process=True, **engine) as llm:
         tokenizer = llm.tokenizer

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import RenderableType
 
 from octavo.bench.tables import facts, show
 from octavo.cli.options import engine_options, integers, size
 from octavo.config import DTYPE_BYTES, make_config
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
+from octavo.host_memory import host_memory
 from octavo.memory_budget import (
     FixedMemory,
     KVShape,
@@ -20,9 +22,8 @@ from octavo.memory_budget import (
     format_bytes,
     plan_memory,
 )
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_model_config
 
 DEFAULT_LENGTHS = "512,2048,8192"
 
@@ -98,10 +99,6 @@ class Budget:
     @classmethod
     def of(cls, model: str, device_memory: int | None, engine: dict[str, Any]) -> Budget:
         """Raises ConfigError, ModelError or OutOfMemory as the engine does."""
-        from octavo.host_memory import host_memory
-        from octavo.models.hub import resolve_model
-        from octavo.models.registry import read_model_config
-
         config = make_config(model, **engine)
         model_config = read_model_config(resolve_model(model, weights=False))
         if config.max_model_len is not None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import click
 
-from octavo.cli.options import engine_options, field_options, field_texts, option_of
+from octavo.cli.options import engine_options, field_options, field_texts
+from octavo.config import make_config
+from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.http.keys import ApiKeys, read_key_file
 from octavo.server.http.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
+from octavo.server.observability.logs import set_up_logs
+from octavo.server.run import is_loopback, run_server
 
 OWN_OPTIONS = {"model_names", "api_keys", "cors_origins", "allowed_hosts"}
 SETTINGS_HELP = {
     name: text for name, text in field_texts(ServerSettings).items() if name not in OWN_OPTIONS
 }
-supervision_option = option_of("supervision")
+SUPERVISION_HELP = {
+    name: text
+    for name, text in field_texts(Supervision).items()
+    if name in ("max_waiting", "stall_seconds", "hang_seconds")
+}
 
 
 @click.command()
@@ -55,19 +65,7 @@ supervision_option = option_of("supervision")
 )
 @field_options("settings", (ServerSettings,), SETTINGS_HELP)
 @field_options("connections", (ConnectionLimits,), field_texts(ConnectionLimits))
-@supervision_option(
-    "--max-waiting",
-    type=int,
-    help="Requests that may wait to run; more are refused with 429.  [default: 1024]",
-)
-@supervision_option(
-    "--stall-seconds",
-    type=float,
-    help="After this long without a step while requests wait, /health answers 503.  [default: 30]",
-)
-@supervision_option(
-    "--hang-seconds", type=float, help="After this long, the engine is replaced.  [default: 300]"
-)
+@field_options("supervision", (Supervision,), SUPERVISION_HELP)
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
 )
@@ -98,14 +96,6 @@ def serve(
 
     One line on stdout says when and where. SIGTERM, SIGHUP or Ctrl-C lets open requests end first.
     """
-    import logging
-
-    from octavo.config import make_config
-    from octavo.server.engine_process.supervisor import Supervision
-    from octavo.server.http.keys import ApiKeys, read_key_file
-    from octavo.server.observability.logs import set_up_logs
-    from octavo.server.run import is_loopback, run_server
-
     keys = [*api_keys, *(read_key_file(api_key_file) if api_key_file else ())]
     address = Listening(**listening)
     if not keys and is_loopback(address.host):

@@ -36,12 +36,18 @@ MAX_REVIVAL_DOUBLINGS = 4  # limits how often Supervision.revival_seconds double
 class Supervision:
     """The supervisor's limits. Times in seconds."""
 
-    max_waiting: int = 1024  # requests that may wait for their first block; more are refused
-    stall_seconds: float = 30.0  # without a step while work waits: unhealthy
-    hang_seconds: float = 300.0  # likewise, until the engine process is killed and replaced
-    start_seconds: float = 1800.0  # for an engine process to become ready
-    max_fruitless_restarts: int = 5  # in a row, without a new token, until the engine is given up
-    revival_seconds: float = 30.0  # until the next attempt; doubles each time, up to 8 min
+    max_waiting: int = 1024
+    """Requests that may wait for their first block; more are refused with 429."""
+    stall_seconds: float = 30.0
+    """After this long without a step while requests wait, /health answers 503."""
+    hang_seconds: float = 300.0
+    """After this long without a step while requests wait, the engine process is replaced."""
+    start_seconds: float = 1800.0
+    """How long an engine process may take to become ready."""
+    max_fruitless_restarts: int = 5
+    """Restarts in a row, without a new token, until the engine is given up."""
+    revival_seconds: float = 30.0
+    """Until the next attempt to start an engine that was given up; doubles up to 8 minutes."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
