@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.config import GIB, CacheConfig, DTypeName
+from octavo.config import DTYPE_BYTES, GIB, CacheConfig, DTypeName
 from octavo.core.kv.specs import group_layers
 from octavo.memory_budget import FixedMemory, KVShape, MemoryBudget, plan_memory
 from octavo.models.config import ModelConfig
-from octavo.simulation.models import DTYPE_BYTES, find_model
+from octavo.simulation.models import find_model
 
 BLOCK_SIZE = 16
 MAX_BATCHED_TOKENS = 2560  # artifact

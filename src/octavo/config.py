@@ -17,6 +17,7 @@ LoadFormat = Literal["auto", "dummy"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIB = 1 << 30
 LARGE_GPU = 70 * 10**9  # bytes: it has room for the activations and the KV of larger steps
 MAX_BLOCK_SIZE = 256
@@ -37,6 +38,13 @@ KINDS = {int: "an integer", bool: "true or false", str: "text"}
 def _require(condition: bool, name: str, message: str) -> None:
     if not condition:
         raise ConfigError(name, message)
+
+
+def _check_least(options: Any, **limits: int) -> None:
+    """Check that options, if they are set, are not below their limits."""
+    for name, limit in limits.items():
+        value = getattr(options, name)
+        _require(value is None or value >= limit, name, f"{value} is less than {limit}")
 
 
 def _check_types(options: Any) -> None:
@@ -79,7 +87,7 @@ class CacheConfig:
     num_blocks: int | None = None
     """Blocks in the pool. None: as many as the memory allows."""
     kv_cache_memory: int | None = None
-    """Bytes for the pool on each device, instead of `num_blocks`. None: measured."""
+    """Bytes for the pool on each device, instead of `num_blocks`."""
     gpu_memory_utilization: float = 0.9
     """Fraction of a GPU's memory that this process may use, weights included."""
     swap_space: int = 1 * GIB
@@ -98,25 +106,17 @@ class CacheConfig:
             "block_size",
             f"{self.block_size} is not between 1 and {MAX_BLOCK_SIZE}",
         )
-        if self.num_blocks is not None:
-            _require(self.num_blocks >= 1, "num_blocks", f"{self.num_blocks} is less than 1")
-        if self.kv_cache_memory is not None:
-            _require(
-                self.kv_cache_memory > 0,
-                "kv_cache_memory",
-                f"{self.kv_cache_memory} bytes is not positive",
-            )
-            _require(
-                self.num_blocks is None,
-                "kv_cache_memory",
-                "give either kv_cache_memory or num_blocks, not both",
-            )
+        _check_least(self, num_blocks=1, kv_cache_memory=1, swap_space=0)
+        _require(
+            self.kv_cache_memory is None or self.num_blocks is None,
+            "kv_cache_memory",
+            "give either kv_cache_memory or num_blocks, not both",
+        )
         _require(
             0 < self.gpu_memory_utilization <= 1,
             "gpu_memory_utilization",
             f"{self.gpu_memory_utilization} is not in the range (0, 1]",
         )
-        _require(self.swap_space >= 0, "swap_space", f"{self.swap_space} bytes is negative")
         _require(
             self.memory_policy == "paged" or not self.enable_prefix_caching,
             "enable_prefix_caching",
@@ -138,7 +138,8 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     """Sequences that run at once; each sample and each beam counts as one."""
     max_num_batched_tokens: int = 2048
-    """Tokens computed in one step; at least `max_num_seqs`."""
+    """Tokens computed in one step; at least `max_num_seqs`. Where neither is given, a GPU of 70 GB
+    or more computes up to 8192 tokens of up to 1024 sequences."""
     policy: str = "fcfs"
     """Who runs first: requests in order of arrival ("fcfs"), those with the smallest `priority`
     ("priority"), or those of the tenant that has received the least service ("fair")."""
@@ -156,7 +157,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _check_types(self)
         POLICIES.check(self.policy)
-        _require(self.max_num_seqs >= 1, "max_num_seqs", f"{self.max_num_seqs} is less than 1")
+        _check_least(self, max_num_seqs=1, max_passes=0)
         # Every running sequence must be able to decode in every step, or decodes would starve.
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
@@ -164,7 +165,6 @@ class SchedulerConfig:
             f"{self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})",
         )
         _require(self.aging_seconds > 0, "aging_seconds", f"{self.aging_seconds} is not positive")
-        _require(self.max_passes >= 0, "max_passes", f"{self.max_passes} is negative")
         _require(
             0 <= self.watermark < 1, "watermark", f"{self.watermark} is not in the range [0, 1)"
         )
@@ -209,9 +209,9 @@ class EngineConfig:
     """Most log-probabilities per position that a request may ask for."""
     num_threads: int | None = None
     """Threads that a CPU computes with, at most as many as this process has CPUs. They apply while
-    octavo computes; otherwise torch keeps the program's own number. None: that number."""
+    octavo computes; otherwise torch keeps the program's own number. None: torch's own number."""
     overlap: bool | None = None
-    """Plan the next step while the device computes this one. None: on a GPU only."""
+    """Plan the next step while the device computes this one. None: on a GPU."""
     owns_process: bool = False
     """Whether the process serves this engine alone, so that it may be tuned as a whole: malloc
     keeps freed memory, and the garbage collector ignores objects that exist when the engine is
@@ -230,7 +230,7 @@ class EngineConfig:
         ATTENTION_BACKENDS.check(self.attention_backend, "auto")
         EXECUTORS.check(self.executor, "auto")
         size = self.tensor_parallel_size
-        _require(size >= 1, "tensor_parallel_size", f"{size} is less than 1")
+        _check_least(self, tensor_parallel_size=1, max_model_len=2, max_logprobs=0, num_threads=1)
         _require(
             self.executor != "local" or size == 1,
             "executor",
@@ -241,11 +241,6 @@ class EngineConfig:
             "rank_timeout",
             f"{self.rank_timeout} is not between 0.1 and 1,000,000",
         )
-        if self.max_model_len is not None:
-            _require(self.max_model_len >= 2, "max_model_len", f"{self.max_model_len} is below 2")
-        _require(self.max_logprobs >= 0, "max_logprobs", f"{self.max_logprobs} is negative")
-        if self.num_threads is not None:
-            _require(self.num_threads >= 1, "num_threads", f"{self.num_threads} is less than 1")
         _require(
             self.cache.memory_policy == "paged" or self.scheduler.policy == "fcfs",
             "policy",
@@ -284,29 +279,26 @@ def make_config(model: str | PathLike[str], **options: Any) -> EngineConfig:
     policy = options.get("memory_policy", "paged")
     if isinstance(policy, str) and policy != "paged":
         options = {"enable_prefix_caching": False, **options}
-    homes: dict[str, dict[str, Any]] = {}
-    by_name = {f.name: kind for kind in (CacheConfig, SchedulerConfig) for f in fields(kind)}
-    own = {f.name for f in fields(EngineConfig)}
-    own -= {"model", "has_usual_steps", "cache", "scheduler"}
+    given: dict[type, dict[str, Any]] = {EngineConfig: {}, CacheConfig: {}, SchedulerConfig: {}}
+    homes = {field.name: kind for kind in given for field in fields(kind)}
+    for name in ("model", "has_usual_steps", "cache", "scheduler"):
+        del homes[name]
     for name, value in options.items():
-        if name in by_name:
-            homes.setdefault(by_name[name].__name__, {})[name] = value
-        elif name in own:
-            homes.setdefault("EngineConfig", {})[name] = value
-        elif name in UNSERVED_PARALLELISM:
+        if name in UNSERVED_PARALLELISM:
             raise ConfigError(
                 name,
                 "is not served; of several GPUs, octavo has tensor parallelism "
                 "(tensor_parallel_size) and servers beside each other",
             )
-        else:
-            close = get_close_matches(name, [*by_name, *own], n=1)
+        if name not in homes:
+            close = get_close_matches(name, homes, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(name, f"there is no such option{hint}")
+        given[homes[name]][name] = value
     return EngineConfig(
         fspath(model) if isinstance(model, PathLike) else model,
-        **homes.get("EngineConfig", {}),
+        **given[EngineConfig],
         has_usual_steps=options.keys().isdisjoint({"max_num_seqs", "max_num_batched_tokens"}),
-        cache=CacheConfig(**homes.get("CacheConfig", {})),
-        scheduler=SchedulerConfig(**homes.get("SchedulerConfig", {})),
+        cache=CacheConfig(**given[CacheConfig]),
+        scheduler=SchedulerConfig(**given[SchedulerConfig]),
     )

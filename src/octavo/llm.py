@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from itertools import count
 from os import PathLike
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from octavo.config import EngineConfig, make_config
@@ -238,7 +237,7 @@ class LLM:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
-    ) -> Iterator[SequenceDelta]:
+    ) -> Generator[SequenceDelta, None, None]:
         """Continue one prompt, piece by piece.
 
         The request is checked and queued when the first piece is asked for. Leaving the iterator
@@ -332,12 +331,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _prepare(
@@ -397,7 +391,7 @@ class LLM:
 
     def _stream(
         self, prompt: Prompt, params: SamplingParams, priority: int, tenant: str, cache_salt: str
-    ) -> Iterator[SequenceDelta]:
+    ) -> Generator[SequenceDelta, None, None]:
         stream = self.client.make_request(
             prompt, params, priority=priority, cache_salt=cache_salt, tenant=tenant
         )

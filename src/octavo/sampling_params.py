@@ -7,11 +7,12 @@ depends on the model (its vocabulary, the engine's `max_logprobs`) is checked by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from octavo.core.step import SamplingSpec
 from octavo.errors import InvalidRequest, shown
@@ -26,6 +27,8 @@ MAX_BAD_WORD_TOKENS = 1_024  # in all bad words together
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 32.0  # length ** penalty is a finite float up to 2 ** 31 tokens
 INT64_MAX = (1 << 63) - 1
+
+T = TypeVar("T")
 
 
 def _integer(field: str, value: object) -> int:
@@ -45,8 +48,8 @@ def integer_in(field: str, value: object, low: int, high: int = INT64_MAX) -> in
     return number
 
 
-def _optional_integer_in(field: str, value: object, low: int, high: int = INT64_MAX) -> int | None:
-    return None if value is None else integer_in(field, value, low, high)
+def _optional(check: Callable[[str, object], T]) -> Callable[[str, object], T | None]:
+    return lambda field, value: None if value is None else check(field, value)
 
 
 def _real(field: str, value: object) -> float:
@@ -102,6 +105,16 @@ def _strings(field: str, value: object, limit: int) -> tuple[str, ...]:
     return strings
 
 
+def _stop_strings(field: str, value: object) -> tuple[str, ...]:
+    return _strings(field, (value,) if isinstance(value, str) else value, MAX_STOP_STRINGS)
+
+
+def _early_stopping(field: str, value: object) -> bool | str:
+    if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
+        raise InvalidRequest(field, f"{shown(value)} is not true, false or 'never'")
+    return value
+
+
 def valid_text(field: str, value: object, limit: int | None = None) -> str:
     """`value`, if it is text that UTF-8 can write, of at most `limit` characters."""
     if not isinstance(value, str):
@@ -117,17 +130,13 @@ def valid_text(field: str, value: object, limit: int | None = None) -> str:
     return value
 
 
-def _logit_bias(value: object) -> dict[int, float]:
+def _logit_bias(field: str, value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise InvalidRequest(
-            "logit_bias", f"{shown(value)} is not a mapping of token ids to numbers"
-        )
+        raise InvalidRequest(field, f"{shown(value)} is not a mapping of token ids to numbers")
     return {
-        integer_in("logit_bias", token_id, 0): _real_in(
-            "logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
-        )
+        integer_in(field, token_id, 0): _real_in(field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         for token_id, bias in value.items()
     }
 
@@ -140,8 +149,40 @@ def _check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> 
             )
 
 
+# A check of each field: of its name and value, whose checked form it returns.
+_CHECKS: dict[str, Callable[[str, object], object]] = {
+    "n": partial(integer_in, low=1, high=MAX_SEQUENCES),
+    "temperature": partial(_real_in, low=0.0, high=MAX_TEMPERATURE),
+    "top_k": partial(integer_in, low=-1),
+    "top_p": partial(_real_in, low=0.0, high=1.0),
+    "min_p": partial(_real_in, low=0.0, high=1.0),
+    "presence_penalty": partial(_real_in, low=-2.0, high=2.0),
+    "frequency_penalty": partial(_real_in, low=-2.0, high=2.0),
+    "repetition_penalty": _real,
+    "logit_bias": _logit_bias,
+    "allowed_token_ids": _optional(_token_ids),
+    "bad_words": partial(_strings, limit=MAX_BAD_WORDS),
+    "min_tokens": partial(integer_in, low=0),
+    "max_tokens": _optional(partial(integer_in, low=1)),
+    "stop": _stop_strings,
+    "stop_token_ids": _token_ids,
+    "include_stop_str_in_output": _boolean,
+    "ignore_eos": _boolean,
+    "seed": _optional(partial(integer_in, low=-INT64_MAX - 1)),
+    "logprobs": _optional(partial(integer_in, low=0)),
+    "prompt_logprobs": _optional(partial(integer_in, low=0)),
+    "skip_special_tokens": _boolean,
+    "detokenize": _boolean,
+    "beam_width": partial(integer_in, low=1, high=MAX_SEQUENCES),
+    "length_penalty": partial(_real_in, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY),
+    "early_stopping": _early_stopping,
+    "num_return_sequences": _optional(partial(integer_in, low=1)),
+}
+
+
 class _Parameters:
-    """Raises InvalidRequest for fields that do not exist, and suggests the likely spelling."""
+    """Checks all fields. Raises InvalidRequest for those that do not exist, too, and suggests the
+    likely spelling."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -153,6 +194,15 @@ class _Parameters:
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise InvalidRequest(name, f"{cls.__name__} has no such field{hint}")
         return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Check what one field alone does not show."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +259,7 @@ class SamplingParams(_Parameters):
     """Equal seeds give equal draws, whatever else runs. None: the engine chooses."""
     logprobs: int | None = None
     """Report log-probabilities of each drawn token, and of the `logprobs` most likely tokens at its
-    position. 0: of the drawn token only; None: none. At most the engine's `max_logprobs`."""
+    position (0: of the drawn token only); at most the engine's `max_logprobs`. None: none."""
     prompt_logprobs: int | None = None
     """Likewise for each token of the prompt except the first."""
     skip_special_tokens: bool = True
@@ -217,41 +267,7 @@ class SamplingParams(_Parameters):
     detokenize: bool = True
     """Make text of the tokens; without, `text` stays empty."""
 
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        values: dict[str, object] = {
-            "n": integer_in("n", self.n, 1, MAX_SEQUENCES),
-            "temperature": _real_in("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
-            "top_k": integer_in("top_k", self.top_k, -1),
-            "top_p": _real_in("top_p", self.top_p, 0.0, 1.0),
-            "min_p": _real_in("min_p", self.min_p, 0.0, 1.0),
-            "presence_penalty": _real_in("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            "frequency_penalty": _real_in("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            "repetition_penalty": _real("repetition_penalty", self.repetition_penalty),
-            "logit_bias": _logit_bias(self.logit_bias),
-            "bad_words": _strings("bad_words", self.bad_words, MAX_BAD_WORDS),
-            "max_tokens": _optional_integer_in("max_tokens", self.max_tokens, 1),
-            "min_tokens": integer_in("min_tokens", self.min_tokens, 0),
-            "stop": _strings("stop", stop, MAX_STOP_STRINGS),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-            "include_stop_str_in_output": _boolean(
-                "include_stop_str_in_output", self.include_stop_str_in_output
-            ),
-            "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
-            "seed": _optional_integer_in("seed", self.seed, -INT64_MAX - 1, INT64_MAX),
-            "logprobs": _optional_integer_in("logprobs", self.logprobs, 0),
-            "prompt_logprobs": _optional_integer_in("prompt_logprobs", self.prompt_logprobs, 0),
-            "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
-            "detokenize": _boolean("detokenize", self.detokenize),
-        }
-        if self.allowed_token_ids is not None:
-            values["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        self._check_values()
-        self._check_together()
-
-    def _check_values(self) -> None:
+    def _check_together(self) -> None:
         if self.top_p == 0:
             raise InvalidRequest("top_p", "0.0 leaves no token; it must be more than 0")
         if self.repetition_penalty <= 0:
@@ -260,8 +276,6 @@ class SamplingParams(_Parameters):
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids", "an empty list allows no token")
-
-    def _check_together(self) -> None:
         if self.n > 1 and self.temperature < MIN_TEMPERATURE:
             raise InvalidRequest(
                 "n", f"{self.n} greedy samples (temperature 0) would all be equal; n must be 1"
@@ -369,32 +383,13 @@ class BeamSearchParams(_Parameters):
     detokenize: bool = True
     """Make text of the tokens; without, `text` stays empty."""
 
-    def __post_init__(self) -> None:
-        early = self.early_stopping
-        if not isinstance(early, bool) and not (isinstance(early, str) and early == "never"):
-            raise InvalidRequest("early_stopping", f"{shown(early)} is not true, false or 'never'")
-        width = integer_in("beam_width", self.beam_width, 1, MAX_SEQUENCES)
-        returned = self.num_return_sequences
-        values: dict[str, object] = {
-            "beam_width": width,
-            "max_tokens": _optional_integer_in("max_tokens", self.max_tokens, 1),
-            "length_penalty": _real_in(
-                "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
-            ),
-            "num_return_sequences": width
-            if returned is None
-            else integer_in("num_return_sequences", returned, 1),
-            "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
-            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
-            "skip_special_tokens": _boolean("skip_special_tokens", self.skip_special_tokens),
-            "detokenize": _boolean("detokenize", self.detokenize),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        if self.num_return_sequences is not None and self.num_return_sequences > width:
+    def _check_together(self) -> None:
+        if self.num_return_sequences is None:
+            object.__setattr__(self, "num_return_sequences", self.beam_width)
+        elif self.num_return_sequences > self.beam_width:
             raise InvalidRequest(
                 "num_return_sequences",
-                f"{self.num_return_sequences} is more than beam_width ({width})",
+                f"{self.num_return_sequences} is more than beam_width ({self.beam_width})",
             )
 
     def check_against(self, vocab_size: int, max_logprobs: int) -> None:

@@ -92,7 +92,8 @@ def test_the_help_of_serve_shows_the_defaults_of_its_settings() -> None:
     shown = {}
     for parameter in serve.params:
         found = re.search(r"\[default: ([\w.: ]+)", getattr(parameter, "help", None) or "")
-        if found and isinstance(defaults.get(parameter.name), int | float | str):
+        default = defaults.get(parameter.name)
+        if found and isinstance(default, int | float | str) and not isinstance(default, bool):
             shown[parameter.name] = found[1]
     shown["max_body_bytes"] = str(size(shown["max_body_bytes"]))
     for name, text in shown.items():
@@ -131,5 +132,7 @@ def test_every_command_has_a_help_text() -> None:
             walk(child)
 
     walk(main)
+    overview = CliRunner().invoke(main, ["--help"]).stdout
+    assert all(re.search(rf"^  {name} +\S", overview, re.MULTILINE) for name in main.commands)
     commands = "bench calibrate chat generate memory models plan reproduce run-batch serve simulate"
     assert set(main.commands) == set(commands.split())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import model_zoo
+from octavo.config import EngineConfig
 from octavo.core.step import SamplingSpec
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import PreparedRequest, RequestPreparer
@@ -42,7 +43,9 @@ def test_a_bad_word_that_the_model_never_writes_bans_nothing() -> None:
     spelled = tokenizer.encode(word, add_special_tokens=False)
     params = SamplingParams(bad_words=[word])
     for vocab_size, is_banned in ((config.vocab_size, True), (max(spelled), False)):
-        preparer = RequestPreparer(replace(config, vocab_size=vocab_size), tokenizer, 5, 0)
+        preparer = RequestPreparer(
+            replace(config, vocab_size=vocab_size), tokenizer, EngineConfig("demo", max_logprobs=5)
+        )
         banned = preparer.prepare([4], params, 80).sampling.bad_words
         assert (tuple(spelled) in banned) == is_banned
         assert all(max(each) < vocab_size for each in banned)

@@ -103,8 +103,9 @@ def test_encode_and_decode_round_trip(byte_level: Tokenizer) -> None:
 def test_ids_equal_transformers(byte_level: Tokenizer) -> None:
     reference = transformers.AutoTokenizer.from_pretrained(model_zoo.model_directory("gpt2"))
     assert byte_level.encode(TEXT) == reference.encode(TEXT)
-    assert byte_level.bos_token_id == reference.bos_token_id == model_zoo.BOS_ID
-    assert byte_level.eos_token_id == reference.eos_token_id == model_zoo.EOS_ID
+    for role, token_id in ("bos_token", model_zoo.BOS_ID), ("eos_token", model_zoo.EOS_ID):
+        ids = byte_level.encode(byte_level.special_tokens[role], add_special_tokens=False)
+        assert ids == [getattr(reference, f"{role}_id")] == [token_id]
     assert byte_level.vocab_size == len(reference)
 
 

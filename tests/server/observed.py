@@ -11,9 +11,10 @@ from octavo.core.step import SamplingSpec
 from octavo.engine.events import Admitted, Counters, Event, Gauges
 from octavo.engine.output_stream import Sample
 from octavo.engine.snapshot import RequestView, SequenceView, Snapshot, TierView
-from octavo.engine.validation import BeamSpec, PreparedRequest
+from octavo.engine.validation import PreparedRequest
 from octavo.errors import Unavailable
 from octavo.outputs import RequestOutput, SequenceOutput
+from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.client import Health
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import EngineInfo
@@ -110,7 +111,7 @@ def view(request_id: str, *tables: list[int], num_tokens: int = 40) -> RequestVi
 
 def open_request(request_id: str = "r1", n: int = 1, beam_width: int | None = None) -> OpenRequest:
     """A request of 32 tokens that arrived at 10 s."""
-    beam = None if beam_width is None else BeamSpec(beam_width, 1.0, False, None)
+    beam = None if beam_width is None else BeamSearchParams(beam_width)
     prepared = PreparedRequest(list(range(32)), SamplingSpec(), 64, n, 0, (), (), beam)
     samples = [] if beam else [Sample(index) for index in range(n)]
     return OpenRequest(request_id, prepared, "a secret prompt", 10.0, samples)

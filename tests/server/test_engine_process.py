@@ -15,7 +15,7 @@ import pytest
 
 from core.symbolic import EOS, Ask, expected_beams, expected_samples
 from octavo.channel import Channel
-from octavo.config import make_config
+from octavo.config import EngineConfig, make_config
 from octavo.engine.engine import Engine
 from octavo.engine.events import Admitted, Copied, Event, Evicted, Forked, Preempted, Swapped
 from octavo.engine.validation import RequestPreparer
@@ -167,7 +167,9 @@ def test_a_step_is_reported_once() -> None:
     config = make_config("demo", block_size=BLOCK_SIZE)
     executor = HarmfulExecutor(BLOCK_SIZE, 200, 0.0)
     model_config = read_model_config(resolve_model("demo"))
-    prepared = RequestPreparer(model_config, None, 20, 0).prepare([1, 2, 3], sampling(50), 100)
+    prepared = RequestPreparer(model_config, None, EngineConfig("demo")).prepare(
+        [1, 2, 3], sampling(50), 100
+    )
     # Asked for before and within each step.
     script = Script([Add(0, "r", prepared, 0.0)], [], [], [Abort("r")])
     EngineLoop(Engine(config, model_config, executor), script).run()

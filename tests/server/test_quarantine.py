@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from octavo.core.step import SamplingSpec
 from octavo.engine.output_stream import Sample
-from octavo.engine.validation import BeamSpec, PreparedRequest
+from octavo.engine.validation import PreparedRequest
+from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.journal import Journal, OpenRequest
 from octavo.server.engine_process.process import Death
 from octavo.server.engine_process.quarantine import MAX_KILLS_ALONE, Quarantine
@@ -20,7 +21,7 @@ class Processes:
         self.journal = Journal()
         self.quarantine = Quarantine(self.journal)
         for name in names:
-            beam = BeamSpec(2, 1.0, False, None) if name in beams else None
+            beam = BeamSearchParams(2) if name in beams else None
             request = PreparedRequest([1], SamplingSpec(), 100, 1, 0, (), (), beam)
             samples = [] if beam else [Sample(0)]
             self.journal.requests[name] = OpenRequest(name, request, None, 0.0, samples)

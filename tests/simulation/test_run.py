@@ -26,14 +26,14 @@ from octavo.simulation.planning import Fleet, Hopeless, Refusal, Target, fewest_
 from octavo.simulation.report import fewest
 from octavo.simulation.result import RequestRecord
 from octavo.simulation.run import Simulation, Watcher, simulate
+from octavo.simulation.workloads import Workload
 
 UNCACHED = CacheConfig(num_blocks=983, enable_prefix_caching=False)
 OPT = SimulationConfig("opt-13b", "a100-40gb", cache=UNCACHED, coefficients=PAPER_2023)
 
 
 @dataclass(frozen=True)
-class Traffic:
-    requests: tuple[TraceRequest, ...]
+class Traffic(Workload):
     decoding: Decoding = field(default_factory=Decoding)
     hash_block_size: int = 16
 

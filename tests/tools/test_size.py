@@ -42,6 +42,14 @@ def test_code_has_neither_blank_lines_nor_comments_nor_docstrings(
     assert measured.longest == (3, "f")
 
 
+def test_docstrings_of_fields_are_no_code(size: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "sample.py"
+    path.write_text(
+        'class A:\n    x: int = 1\n    """What it\n    is."""\n    print("no docstring")\n'
+    )
+    assert size["measure"](path).code_lines == 3
+
+
 def test_the_paper_and_the_demo_are_counted_beside_the_engine(
     size: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

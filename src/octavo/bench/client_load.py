@@ -23,22 +23,7 @@ if TYPE_CHECKING:
 Endpoint = Literal["completions", "chat"]
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 REFUSALS = (429, 503)  # statuses of an overloaded server
-WORDS = (
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "saw",
-    "one",
-    "big",
-    "red",
-    "sun",
-    "go",
-    "up",
-)
+WORDS = "the cat sat on a mat and saw one big red sun go up"
 READ_BUFFER = 1 << 20  # bytes; also the longest event
 
 
@@ -268,8 +253,9 @@ def _body(target: Target, query: Query) -> dict[str, Any]:
         body["prompt"] = query.prompt_token_ids
     else:
         # A chat takes text only: about one token per word; the usage chunk has the true number.
-        words = " ".join(WORDS[token_id % len(WORDS)] for token_id in query.prompt_token_ids)
-        body["messages"] = [{"role": "user", "content": words}]
+        words = WORDS.split()
+        text = " ".join(words[token_id % len(words)] for token_id in query.prompt_token_ids)
+        body["messages"] = [{"role": "user", "content": text}]
     return body
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from octavo.bench.percentiles import Percentiles
-from octavo.bench.throughput import Decoding
+from octavo.bench.throughput import Decoding, run_requests
 from octavo.bench.traces import TraceRequest, make_prompts
 
 if TYPE_CHECKING:
@@ -57,16 +57,7 @@ def run_latency(
 def _time_batch(client: LocalClient, batch: Batch, seed: str) -> tuple[float, float]:
     requests = [TraceRequest(batch.prompt_tokens, batch.output_tokens)] * batch.size
     prompts = make_prompts(requests, client.engine.model_config.vocab_size, seed)
-    streams = [
-        client.make_request(prompt, batch.decoding.params(batch.output_tokens, index))
-        for index, prompt in enumerate(prompts)
-    ]
-    clock = client.engine.clock
-    start = clock()
-    for stream in streams:
-        client.add_request(stream)
-    first = start
-    while client.has_unfinished:
-        for output in client.step():
-            first = max(first, output.first_token_time or start)
-    return clock() - start, first - start
+    outputs = run_requests(client, requests, prompts, batch.decoding)
+    start = min(output.arrival_time for output in outputs)
+    first = max(output.first_token_time or start for output in outputs)
+    return max(output.finish_time for output in outputs) - start, first - start

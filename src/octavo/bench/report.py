@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
 
 from octavo.bench.latency import LatencyReport
 from octavo.bench.memory_use import SlotUse
 from octavo.bench.percentiles import Percentiles
 from octavo.bench.tables import columns, facts
 from octavo.bench.throughput import ThroughputReport
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 PARTS = {
     "token_states": "token states",
@@ -63,10 +62,6 @@ def latency_table(report: LatencyReport) -> Table:
             ("iterations", str(report.num_iterations)),
         ]
     )
-
-
-def latency_values(report: LatencyReport) -> dict[str, Any]:
-    return asdict(report)
 
 
 def _skipped(report: ThroughputReport) -> str:

@@ -12,15 +12,14 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
 
 from octavo.bench.client_load import Call, Query, Target, poisson_times, send_all
 from octavo.bench.percentiles import SHOWN, Percentiles
 from octavo.bench.tables import columns, facts
 from octavo.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 # How the capacity is measured, of which an overload is a multiple.
 CAPACITY_REQUESTS = 512

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 NAME_WIDTH = 22  # of the first column, so that tables below each other are aligned
 PLAIN_WIDTH = 1000  # of lines that no terminal shows: they are never wrapped
@@ -15,8 +13,6 @@ PLAIN_WIDTH = 1000  # of lines that no terminal shows: they are never wrapped
 
 def facts(rows: Iterable[tuple[str, str]]) -> Table:
     """A name and a value per row."""
-    from rich.table import Table
-
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=NAME_WIDTH)
     for row in rows:
@@ -26,8 +22,6 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
 
 def columns(name: str, *titles: str) -> Table:
     """An empty table of a column of names, and of columns of numbers with these titles."""
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(name, min_width=NAME_WIDTH)
     for title in titles:
@@ -37,8 +31,6 @@ def columns(name: str, *titles: str) -> Table:
 
 def show(*parts: RenderableType) -> None:
     """Print tables and texts on stdout; if that is not a terminal, as plain text."""
-    from rich.console import Console
-
     console = Console(highlight=False, markup=False, emoji=False)
     if console.is_terminal:
         console.print(*parts, sep="\n")

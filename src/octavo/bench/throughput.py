@@ -120,7 +120,7 @@ def run_throughput(
     """Queue all requests, run until the last is done, and measure."""
     engine = client.engine
     vocab_size = engine.model_config.vocab_size
-    _run(client, WARM_UP, make_prompts(WARM_UP, vocab_size, seed - 1), decoding, lambda _: None)
+    run_requests(client, WARM_UP, make_prompts(WARM_UP, vocab_size, seed - 1), decoding)
     prompts = make_prompts(requests, vocab_size, seed, hash_block_size)
     kv, scheduler = engine.kv, engine.scheduler
     memory = MemoryUse.watch(engine)
@@ -128,7 +128,7 @@ def run_throughput(
     num_hits, num_lookups = kv.num_hit_tokens, kv.num_lookup_tokens
     start = engine.clock()
     try:
-        outputs = _run(client, requests, prompts, decoding, finished)
+        outputs = run_requests(client, requests, prompts, decoding, finished)
         seconds = engine.clock() - start
     finally:
         memory.unwatch()
@@ -168,13 +168,15 @@ def per_token_seconds(output: RequestOutput) -> list[float]:
     return [(output.finish_time - output.first_token_time) / (num_tokens - 1)]
 
 
-def _run(
+def run_requests(
     client: LocalClient,
     requests: Sequence[TraceRequest],
     prompts: Sequence[list[int]],
     decoding: Decoding,
-    finished: Callable[[RequestOutput], None],
+    finished: Callable[[RequestOutput], None] = lambda output: None,
 ) -> list[RequestOutput]:
+    """Queue all requests at once, and run until the last is done. Outputs in the order of their
+    ends."""
     streams = [
         client.make_request(prompt, decoding.params(request.output_tokens, index))
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True))

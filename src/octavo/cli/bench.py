@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from octavo.bench.latency import Batch, run_latency
+from octavo.bench.report import latency_table, throughput_tables, throughput_values
 from octavo.bench.tables import show
-from octavo.cli.bench_options import progress_bar, trace_options, trace_requests
+from octavo.bench.throughput import Decoding, run_throughput, split_by_fit
+from octavo.bench.traces import TraceRequest
+from octavo.cli.bench_options import (
+    decoding_options,
+    progress_bar,
+    trace_options,
+    trace_requests,
+)
 from octavo.cli.bench_serve import serve
 from octavo.cli.options import engine_options
 from octavo.cli.session import show_log
+from octavo.llm import LLM
 
 
 @click.group()
@@ -35,9 +46,7 @@ def bench() -> None:
     help="Tokens behind one of a trace's hash_ids.",
 )
 @click.option("--skip-long", is_flag=True, help="Leave out requests longer than max-model-len.")
-@click.option("--n", type=int, default=1, show_default=True, help="Samples per prompt.")
-@click.option("--beam-width", type=int, help="Beam search with this many beams.")
-@click.option("--temperature", type=float, help="[default: 0, or 1 if n is more than 1]")
+@decoding_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @engine_options()
 def throughput(
@@ -48,36 +57,24 @@ def throughput(
     output_len: int | None,
     hash_block_size: int,
     skip_long: bool,
-    n: int,
-    beam_width: int | None,
-    temperature: float | None,
+    decoding: dict[str, Any],
     as_json: bool,
     engine: dict[str, Any],
 ) -> None:
     """Queue all requests at once and time them until the last is done."""
-    from octavo.bench.report import throughput_tables, throughput_values
-    from octavo.bench.throughput import Decoding, run_throughput, split_by_fit
-    from octavo.llm import LLM
-
     requests = trace_requests(trace, num_prompts, input_len, output_len)
-    decoding = Decoding(n, temperature, beam_width)
-    decoding.params(1, 0)  # refuses bad values before a model is loaded
+    how = Decoding(**decoding)
+    how.params(1, 0)  # refuses bad values before a model is loaded
     show_log(quiet=as_json, verbose=False)
     with LLM(model, owns_process=True, **engine) as llm:
         fitting, num_skipped = split_by_fit(llm.engine, requests, skip_long)
         with progress_bar(len(fitting), "requests") as bar:
             seed = engine.get("seed", 0)
             report = run_throughput(
-                llm.client, fitting, decoding, seed, hash_block_size, lambda _: bar.update()
+                llm.client, fitting, how, seed, hash_block_size, lambda _: bar.update()
             )
     report.skipped = num_skipped
-    report.settings = {
-        "model": model,
-        "trace": trace and trace.name,
-        "n": n,
-        "beam_width": beam_width,
-        **engine,
-    }
+    report.settings = {"model": model, "trace": trace and trace.name, **asdict(how), **engine}
     if as_json:
         click.echo(json.dumps(throughput_values(report)))
     else:
@@ -89,8 +86,7 @@ def throughput(
 @click.option("--input-len", type=click.IntRange(1), default=32, show_default=True)
 @click.option("--output-len", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--n", type=int, default=1, show_default=True, help="Samples per prompt.")
-@click.option("--beam-width", type=int, help="Beam search with this many beams.")
+@decoding_options
 @click.option("--num-warm-up", type=click.IntRange(0), default=3, show_default=True)
 @click.option("--num-iterations", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
@@ -100,21 +96,14 @@ def latency(
     input_len: int,
     output_len: int,
     batch_size: int,
-    n: int,
-    beam_width: int | None,
+    decoding: dict[str, Any],
     num_warm_up: int,
     num_iterations: int,
     as_json: bool,
     engine: dict[str, Any],
 ) -> None:
     """Time one batch from its arrival to its last token, several times over."""
-    from octavo.bench.latency import Batch, run_latency
-    from octavo.bench.report import latency_table, latency_values
-    from octavo.bench.throughput import Decoding, split_by_fit
-    from octavo.bench.traces import TraceRequest
-    from octavo.llm import LLM
-
-    batch = Batch(batch_size, input_len, output_len, Decoding(n, None, beam_width))
+    batch = Batch(batch_size, input_len, output_len, Decoding(**decoding))
     batch.decoding.params(1, 0)
     show_log(quiet=as_json, verbose=False)
     with LLM(model, owns_process=True, **engine) as llm:
@@ -128,12 +117,11 @@ def latency(
         "input_len": input_len,
         "output_len": output_len,
         "batch_size": batch_size,
-        "n": n,
-        "beam_width": beam_width,
+        **asdict(batch.decoding),
         **engine,
     }
     if as_json:
-        click.echo(json.dumps(latency_values(report)))
+        click.echo(json.dumps(asdict(report)))
     else:
         show(latency_table(report))
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from tqdm import tqdm
 
-from octavo.cli.options import together
+from octavo.bench.traces import TraceRequest, read_trace
+from octavo.cli.options import option_of, together
 
-if TYPE_CHECKING:
-    from octavo.bench.traces import TraceRequest
+decoding_option = option_of("decoding")
 
 DEFAULT_NUM_PROMPTS = 100
 DEFAULT_INPUT_LEN = 128
@@ -34,6 +35,12 @@ trace_options = together(
         "--output-len", type=click.IntRange(1), help="Tokens in an output, without a trace."
     ),
 )
+# As a dict `decoding` for `Decoding`.
+decoding_options = together(
+    decoding_option("--n", type=int, default=1, show_default=True, help="Samples per prompt."),
+    decoding_option("--beam-width", type=int, help="Beam search with this many beams."),
+    decoding_option("--temperature", type=float, help="[default: 0, or 1 if n is more than 1]"),
+)
 
 
 def trace_requests(
@@ -43,8 +50,6 @@ def trace_requests(
 
     Raises UsageError if both a trace and lengths are given, TraceError for a broken file.
     """
-    from octavo.bench.traces import TraceRequest, read_trace
-
     if trace is None:
         one = TraceRequest(input_len or DEFAULT_INPUT_LEN, output_len or DEFAULT_OUTPUT_LEN)
         return [one] * (num_prompts or DEFAULT_NUM_PROMPTS)
@@ -55,6 +60,4 @@ def trace_requests(
 
 def progress_bar(total: int, unit: str) -> Any:
     """On a terminal, and cleared when it ends."""
-    from tqdm import tqdm
-
     return tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import click
 
+from octavo.bench.client_load import Call, Query, Target, served_model
+from octavo.bench.serve import ServeReport, find_capacity, run_serve, serve_tables, serve_values
 from octavo.bench.tables import show
+from octavo.bench.traces import TraceRequest, make_prompts
 from octavo.cli.bench_options import progress_bar, trace_options, trace_requests
-
-if TYPE_CHECKING:
-    from octavo.bench.client_load import Call, Endpoint, Query, Target
-    from octavo.bench.serve import ServeReport
+from octavo.cli.options import option_of
 
 LEAST_VOCABULARY = 1000  # token ids that every model has
 
 
+target_option = option_of("target")
+
+
 @click.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Without /v1.")
-@click.option("--model", help="[default: the first that the server offers]")
-@click.option("--api-key", envvar="OCTAVO_API_KEY", help="Also read from OCTAVO_API_KEY.")
-@click.option(
+@target_option("--url", default="http://127.0.0.1:8000", show_default=True, help="Without /v1.")
+@target_option("--model", help="[default: the first that the server offers]")
+@target_option("--api-key", envvar="OCTAVO_API_KEY", help="Also read from OCTAVO_API_KEY.")
+@target_option(
     "--endpoint",
     type=click.Choice(["completions", "chat"]),
     default="completions",
@@ -51,18 +54,20 @@ LEAST_VOCABULARY = 1000  # token ids that every model has
     help="Find the server's capacity first, then send this many times as much.",
 )
 @click.option("--max-concurrency", type=click.IntRange(1), help="Open requests, at most.")
-@click.option("--n", type=click.IntRange(1), default=1, show_default=True, help="Samples.")
-@click.option("--temperature", type=float, help="[default: 0, or 1 if n is more than 1]")
-@click.option("--stop-at-eos", is_flag=True, help="Let outputs end early; else ignore_eos is sent.")
+@target_option("--n", type=click.IntRange(1), default=1, show_default=True, help="Samples.")
+@target_option("--temperature", type=float, help="[default: 0, or 1 if n is more than 1]")
+@target_option(
+    "--stop-at-eos",
+    "ignore_eos",
+    flag_value=False,
+    default=True,
+    help="Let outputs end early; else ignore_eos is sent.",
+)
 @click.option("--vocab-size", type=click.IntRange(1), default=LEAST_VOCABULARY, show_default=True)
-@click.option("--timeout", type=click.FloatRange(1), default=600.0, show_default=True)
+@target_option("--timeout", type=click.FloatRange(1), default=600.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Only the JSON line, which always is last.")
 def serve(
-    url: str,
-    model: str | None,
-    api_key: str | None,
-    endpoint: str,
     trace: Path | None,
     num_prompts: int | None,
     input_len: int | None,
@@ -71,56 +76,45 @@ def serve(
     rates: str,
     overload: float | None,
     max_concurrency: int | None,
-    n: int,
-    temperature: float | None,
-    stop_at_eos: bool,
     vocab_size: int,
-    timeout: float,
     seed: int,
     as_json: bool,
+    target: dict[str, Any],
 ) -> None:
     """Send requests to a server and time their tokens: TTFT, TPOT, ITL, end to end.
 
     Prompts are random token ids. Refusals (429, 503) are counted apart from failures.
     """
-    from octavo.bench.client_load import Target, served_model
-    from octavo.bench.serve import serve_tables, serve_values
-
     if overload is not None and rates != "inf":
         raise click.UsageError("--overload finds the rate by itself: leave out --request-rate")
     wanted = _rates(rates)
     queries = make_queries(
         trace_requests(trace, num_prompts, input_len, output_len), vocab_size, seed, scale
     )
-    if temperature is None:
-        temperature = 0.0 if n == 1 else 1.0
-    if model is None:
-        model = asyncio.run(served_model(url, api_key))
-    target = Target(
-        url, model, api_key, cast("Endpoint", endpoint), n, temperature, not stop_at_eos, timeout
-    )
+    target.setdefault("temperature", 0.0 if target["n"] == 1 else 1.0)
+    if "model" not in target:
+        target["model"] = asyncio.run(served_model(target["url"], target.get("api_key")))
+    server = Target(**target)
     capacity = None
     if overload is not None:
-        from octavo.bench.serve import find_capacity
-
-        capacity = asyncio.run(find_capacity(target, queries, seed))
+        capacity = asyncio.run(find_capacity(server, queries, seed))
         wanted = [overload * capacity]
         if not as_json:
             click.echo(f"{'capacity':<24}{capacity:.2f} requests/s\n")
     values = []
     for rate in wanted:
-        report = _run(target, queries, rate, seed, max_concurrency)
+        report = _run(server, queries, rate, seed, max_concurrency)
         values.append(serve_values(report))
         if not as_json:
             show(*serve_tables(report), "")
     settings = {
-        "model": model,
-        "endpoint": endpoint,
+        "model": server.model,
+        "endpoint": server.endpoint,
         "trace": trace and trace.name,
         "num_prompts": len(queries),
         "scale": scale,
-        "n": n,
-        "temperature": temperature,
+        "n": server.n,
+        "temperature": server.temperature,
         "max_concurrency": max_concurrency,
         "overload": overload,
         "capacity": capacity,
@@ -131,9 +125,6 @@ def serve(
 
 def make_queries(requests: Any, vocab_size: int, seed: int, scale: float = 1.0) -> list[Query]:
     """Random prompts of the requests' lengths, which `scale` shortens."""
-    from octavo.bench.client_load import Query
-    from octavo.bench.traces import TraceRequest, make_prompts
-
     scaled = [
         TraceRequest(
             max(1, round(scale * request.prompt_tokens)),
@@ -148,8 +139,6 @@ def make_queries(requests: Any, vocab_size: int, seed: int, scale: float = 1.0) 
 def _run(
     target: Target, queries: list[Query], rate: float, seed: int, max_concurrency: int | None
 ) -> ServeReport:
-    from octavo.bench.serve import run_serve
-
     with progress_bar(len(queries), "requests") as bar:
 
         def finished(call: Call) -> None:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from octavo.cli.options import SAMPLING_HELP, engine_options, sampling_options
 from octavo.cli.session import dim, make_sampling_params, show_log
 from octavo.errors import InvalidRequest, OctavoError
+from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from octavo.llm import LLM
 
 HELP = """\
 /help                 this page
@@ -43,8 +39,6 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
 
     Works in a plain terminal and with messages piped in, one per line.
     """
-    from octavo.llm import LLM
-
     show_log(quiet=True, verbose=False)
     with LLM(model, owns_process=True, **engine) as llm:
         tokenizer = llm.tokenizer
@@ -55,13 +49,15 @@ def chat(model: str, system: str, sampling: dict[str, Any], engine: dict[str, An
         conversation = Conversation(llm, make_sampling_params(llm, sampling), system)
         say(f"{model}, up to {llm.engine.max_model_len} tokens. /help lists the commands.")
         for message in read_messages():
-            with reported():
+            try:
                 if message.startswith("/"):
                     if message.split()[0] in ("/exit", "/quit"):
                         break
                     conversation.command(message)
                 elif message.strip():
                     conversation.ask(message)
+            except OctavoError as error:  # it ends the message, not the conversation
+                say(f"error: {error}")
 
 
 class Conversation:
@@ -159,24 +155,20 @@ class Conversation:
         start = time.perf_counter()
         pieces: list[str] = []
         self._num_tokens = 0
-        with stoppable() as stopped, contextlib.closing(self._stream(prompt)) as deltas:
-            for text, num_tokens in deltas:
-                if not self._num_tokens:
-                    self._first_token_seconds = time.perf_counter() - start
-                self._num_tokens += num_tokens
-                pieces.append(text)
-                click.echo(text, nl=False)
-                sys.stdout.flush()
-                if stopped():
-                    click.echo(dim(" (stopped)"), nl=False)
-                    break
+        try:
+            with contextlib.closing(self._llm.stream(prompt, self._params)) as deltas:
+                for delta in deltas:
+                    if not self._num_tokens:
+                        self._first_token_seconds = time.perf_counter() - start
+                    self._num_tokens += len(delta.token_ids)
+                    pieces.append(delta.text)
+                    click.echo(delta.text, nl=False)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            click.echo(dim(" (stopped)"), nl=False)
         self._seconds = time.perf_counter() - start
         click.echo()
         return "".join(pieces)
-
-    def _stream(self, prompt: list[int]) -> Generator[tuple[str, int], None, None]:
-        for delta in self._llm.stream(prompt, self._params):
-            yield delta.text, len(delta.token_ids)
 
 
 def parse_value(text: str) -> Any:
@@ -210,36 +202,6 @@ def read_messages() -> Iterator[str]:
             continue
         yield "\n".join([*lines, line])
         lines.clear()
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C only sets a flag: no step is interrupted.
-
-    The second one is an ordinary KeyboardInterrupt.
-    """
-    num_signals = 0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals > 1:
-            raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: num_signals > 0
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-@contextlib.contextmanager
-def reported() -> Iterator[None]:
-    """An error ends a message, not the conversation."""
-    try:
-        yield
-    except OctavoError as error:
-        say(f"error: {error}")
 
 
 def say(text: str) -> None:

@@ -6,19 +6,19 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import click
 
+from octavo.bench.memory_use import MemoryUse
 from octavo.bench.tables import columns, show
 from octavo.cli.options import engine_options, sampling_options
 from octavo.cli.session import dim, make_sampling_params, show_log, summary
+from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import RequestFailed
+from octavo.llm import LLM
+from octavo.outputs import RequestOutput, SequenceOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-
-if TYPE_CHECKING:
-    from octavo.engine.tokenizer import Tokenizer
-    from octavo.outputs import RequestOutput, SequenceOutput
 
 # Sampling options that beam search has, too.
 BEAM_OPTIONS = ("max_tokens", "ignore_eos")
@@ -57,9 +57,6 @@ def generate(
 
     Sampling options that are not given come from the model's generation_config.json.
     """
-    from octavo.bench.memory_use import MemoryUse
-    from octavo.llm import LLM
-
     beam_params = make_beam_params(beam, sampling)
     SamplingParams(**sampling)  # refuses bad values before a model is loaded
     texts = read_prompts(prompts, file)

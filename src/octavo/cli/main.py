@@ -1,34 +1,56 @@
 """The `octavo` command: a group of subcommands, and its exit codes.
 
-Importing this module imports neither torch nor tokenizers: a command imports what it needs when it
-runs. A user's mistake ends in one line on stderr, never in a traceback.
+Neither importing this module nor `octavo --help` imports a command. A user's mistake ends in one
+line on stderr, never in a traceback.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import UserDict
+from importlib import import_module
 from typing import Any, NoReturn
 
 import click
 
 from octavo import __version__
-from octavo.cli.bench import bench
-from octavo.cli.chat import chat
-from octavo.cli.generate import generate
-from octavo.cli.memory import memory
-from octavo.cli.models import models
-from octavo.cli.reproduce import reproduce
-from octavo.cli.run_batch import run_batch
-from octavo.cli.serve import serve
-from octavo.cli.simulate import calibrate, plan, simulate
 from octavo.errors import OctavoError
 
+# Name -> the module in octavo.cli, and what `octavo --help` says.
+COMMANDS = {
+    "bench": ("bench", "Measure throughput, latency and memory waste."),
+    "calibrate": ("simulate", "Fit the simulation's cost model to measured steps."),
+    "chat": ("chat", "Talk with a model in the terminal."),
+    "generate": ("generate", "Continue prompts."),
+    "memory": ("memory", "Print how a model's memory would be divided."),
+    "models": ("models", "List the model families and the options that octavo knows."),
+    "plan": ("simulate", "Find the fewest GPUs that serve a rate within a target."),
+    "reproduce": ("reproduce", "Draw the paper's figures."),
+    "run-batch": ("run_batch", "Answer a file of requests in OpenAI's batch format."),
+    "serve": ("serve", "Serve a model over HTTP, as OpenAI's API."),
+    "simulate": ("simulate", "Run the real scheduler and KV cache manager on a virtual clock."),
+}
 EXIT_ERROR = 1  # an OctavoError
 EXIT_INTERRUPTED = 130  # Ctrl-C; a usage error is click's own 2
 
 
+class Commands(UserDict[str, Any]):
+    """`COMMANDS` as click takes them; each is imported when it is used."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        module, _ = self.data[name]
+        command: click.Command = getattr(
+            import_module(f"octavo.cli.{module}"), name.replace("-", "_")
+        )
+        return command
+
+
 class OctavoGroup(click.Group):
     """Turns errors into one line on stderr and an exit code."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False
@@ -51,6 +73,7 @@ def fail(message: str, exit_code: int) -> NoReturn:
 
 @click.group(
     cls=OctavoGroup,
+    commands=Commands(COMMANDS),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="octavo")
@@ -61,11 +84,6 @@ def main() -> None:
     with octavo.
     """
 
-
-for command in (generate, chat, serve, run_batch, memory, bench, models, reproduce):
-    main.add_command(command)
-for command in (simulate, plan, calibrate):
-    main.add_command(command)
 
 if __name__ == "__main__":
     main()

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import RenderableType
 
 from octavo.bench.tables import facts, show
 from octavo.cli.options import engine_options, integers, size
+from octavo.config import DTYPE_BYTES, make_config
+from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
+from octavo.host_memory import host_memory
+from octavo.memory_budget import (
+    FixedMemory,
+    KVShape,
+    check_asked_length,
+    estimate_activations,
+    format_bytes,
+    plan_memory,
+)
+from octavo.models.hub import resolve_model
+from octavo.models.registry import read_model_config
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_LENGTHS = "512,2048,8192"
 
 
@@ -66,15 +76,6 @@ class Budget:
     """A memory budget, and how many sequences it has room for."""
 
     def __init__(self, config: Any, model_config: Any, dtype: str, total: int) -> None:
-        from octavo.core.kv.specs import group_layers
-        from octavo.memory_budget import (
-            FixedMemory,
-            KVShape,
-            check_asked_length,
-            estimate_activations,
-            plan_memory,
-        )
-
         self._config = config
         self._model_config = model_config
         self._dtype = dtype
@@ -98,11 +99,6 @@ class Budget:
     @classmethod
     def of(cls, model: str, device_memory: int | None, engine: dict[str, Any]) -> Budget:
         """Raises ConfigError, ModelError or OutOfMemory as the engine does."""
-        from octavo.config import make_config
-        from octavo.host_memory import host_memory
-        from octavo.models.hub import resolve_model
-        from octavo.models.registry import read_model_config
-
         config = make_config(model, **engine)
         model_config = read_model_config(resolve_model(model, weights=False))
         if config.max_model_len is not None:
@@ -126,8 +122,6 @@ class Budget:
 
     def tables(self, lengths: tuple[int, ...]) -> tuple[RenderableType, ...]:
         """For people: the budget, what a token takes, and how many sequences fit."""
-        from octavo.memory_budget import format_bytes
-
         model, shape = self._model_config, self._shape
         title = (
             f"{model.directory}: {model.architecture}, "

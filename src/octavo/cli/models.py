@@ -8,16 +8,15 @@ from typing import get_args
 import click
 
 from octavo.bench.tables import columns, show
+from octavo.config import DTypeName, LoadFormat, PreemptionMode
+from octavo.models.registry import FAMILIES
+from octavo.registry import POLICIES
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def models(as_json: bool) -> None:
     """List the model families and the options that octavo knows."""
-    from octavo.config import DTypeName, LoadFormat, PreemptionMode
-    from octavo.models.registry import FAMILIES
-    from octavo.registry import POLICIES
-
     if as_json:
         families = {
             name: {"architecture": family.architecture, "note": family.note}

@@ -6,10 +6,13 @@ dataclass that holds its value, which also knows its type.
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
@@ -22,55 +25,36 @@ from octavo.sampling_params import SamplingParams
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
+
+def field_texts(*classes: type) -> dict[str, str]:
+    """The docstrings below the classes' fields, on one line each."""
+    texts: dict[str, str] = {}
+    for kind in classes:
+        [body] = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(body, ast.ClassDef)
+        for statement, after in pairwise(body.body):
+            match statement, after:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split()).replace("`", "")
+    return texts
+
+
+ENGINE_CLASSES = (EngineConfig, CacheConfig, SchedulerConfig)
+NO_OPTIONS = {"model", "cache", "scheduler", "owns_process", "has_usual_steps"}
 ENGINE_HELP = {
-    "dtype": "Type of weights, activations and KV cache.",
-    "load_format": "dummy: random weights, made from config.json alone.",
-    "max_model_len": "Longest sequence in tokens, prompt and output.",
-    "device": "Where the model runs; auto takes a GPU if there is one.",
-    "cuda_graphs": "Capture steps on a GPU at the start, and replay them.",
-    "attention_backend": "Which attention implementation; auto takes the fast one.",
-    "executor": "What computes the steps; local: one device, in the engine's process; sharded: a "
-    "process for each of several; auto: by --tensor-parallel-size.",
-    "tensor_parallel_size": "GPUs that share every layer of the model.",
-    "rank_timeout": "Seconds that a step on several GPUs may take until it counts as hanging.",
-    "seed": "Seed of requests that bring none, and of dummy weights.",
-    "max_logprobs": "Largest number of log-probabilities that a request may ask for.",
-    "num_threads": "CPU threads of the worker.",
-    "overlap": "Plan the next step while the device computes this one.  [default: on a GPU]",
-    "block_size": "Tokens in a KV block.",
-    "num_blocks": "KV blocks in the pool, instead of as many as the memory allows.",
-    "kv_cache_memory": "Memory for the KV pool on each device, such as 4GiB.",
-    "gpu_memory_utilization": "Fraction of a GPU's memory that octavo may use.",
-    "swap_space": "Host memory for swapped-out blocks, such as 4GiB.",
-    "enable_prefix_caching": "Reuse the KV of equal prefixes.",
-    "memory_policy": "Who gets KV blocks: paged takes them on demand, the others reserve ahead.",
-    "max_num_seqs": "Sequences that run at once.",
-    "max_num_batched_tokens": "Tokens computed in one step. Without this and --max-num-seqs, a GPU "
-    "of 70 GB or more computes up to 8192 tokens of up to 1024 sequences.",
-    "policy": "Which requests run first; fair: those of the tenant that was served least.",
-    "aging_seconds": "Priority policy: waiting this long raises a request one level.",
-    "preemption_mode": "How blocks are freed when they run out; auto takes the cheaper way.",
-    "enable_chunked_prefill": "Compute long prompts in chunks, beside running decodes.",
-    "max_passes": "Requests that may overtake one that does not fit.",
-    "watermark": "Fraction of the pool kept free when a request is admitted.",
+    name: text for name, text in field_texts(*ENGINE_CLASSES).items() if name not in NO_OPTIONS
 }
+SAMPLING_TEXTS = field_texts(SamplingParams)
 SAMPLING_HELP = {
-    "n": "Samples per prompt; they share the prompt's KV blocks.",
-    "temperature": "0 is greedy.",
-    "top_k": "Draw from the k most likely tokens; 0: from all.",
-    "top_p": "Draw from the most likely tokens that have this probability together.",
-    "min_p": "Draw from tokens at least this likely, relative to the likeliest.",
-    "presence_penalty": "Penalizes tokens that the output already has.",
-    "frequency_penalty": "The same, once per occurrence.",
-    "repetition_penalty": "Divides the scores of tokens that prompt or output have.",
-    "min_tokens": "Shortest output.",
-    "max_tokens": "Longest output.",
-    "stop": "End at this text; may be given several times.",
-    "ignore_eos": "Go on after the end-of-sequence token.",
-    "seed": "Makes draws repeatable.",
-    "logprobs": "Report log-probabilities: the token's and those of the k likeliest.",
+    name: SAMPLING_TEXTS[name]
+    for name in (
+        *("n", "temperature", "top_k", "top_p", "min_p", "presence_penalty"),
+        *("frequency_penalty", "repetition_penalty", "min_tokens", "max_tokens", "stop"),
+        *("ignore_eos", "seed", "logprobs"),
+    )
 }
-SIZES = {"kv_cache_memory", "swap_space"}
+SIZES = {"kv_cache_memory", "swap_space", "max_body_bytes"}
+FLAGS = {"max_body_bytes": "--max-body"}  # of options that are not called as their fields are
 # Options whose values are names of implementations; plugins add to these.
 NAMED = {
     "attention_backend": ("auto", *ATTENTION_BACKENDS.builtin),
@@ -123,9 +107,8 @@ def together(*options: Decorator) -> Decorator:
 
 def engine_options(*names: str, without: tuple[str, ...] = ()) -> Decorator:
     """The options of an engine, or those named, as a dict `engine` for `make_config`."""
-    classes = (EngineConfig, CacheConfig, SchedulerConfig)
     wanted = [name for name in names or ENGINE_HELP if name not in without]
-    return together(*_field_options("engine", classes, {n: ENGINE_HELP[n] for n in wanted}, {}))
+    return field_options("engine", ENGINE_CLASSES, {name: ENGINE_HELP[name] for name in wanted})
 
 
 def sampling_options(*, without: tuple[str, ...] = (), **defaults: Any) -> Decorator:
@@ -134,38 +117,45 @@ def sampling_options(*, without: tuple[str, ...] = (), **defaults: Any) -> Decor
     `defaults` replace those of SamplingParams.
     """
     wanted = {name: text for name, text in SAMPLING_HELP.items() if name not in without}
-    return together(*_field_options("sampling", (SamplingParams,), wanted, defaults))
+    return field_options("sampling", (SamplingParams,), wanted, **defaults)
 
 
-def _field_options(
-    group: str,
-    classes: tuple[type, ...],
-    help_texts: Mapping[str, str],
-    defaults: Mapping[str, Any],
-) -> Iterator[Decorator]:
-    """An option per help text, with the type of the dataclasses' field, and its default."""
+def field_options(
+    group: str, classes: tuple[type, ...], help_texts: Mapping[str, str], **defaults: Any
+) -> Decorator:
+    """An option per help text, with the type of the dataclasses' field and its default, as a dict
+    `group`; `defaults` replace those of the classes. Where a default is None, the text ends with
+    what that means: "None: ..."."""
     hints = {name: hint for kind in classes for name, hint in get_type_hints(kind).items()}
     usual = {field.name: field.default for kind in classes for field in fields(kind)}
-    option = option_of(group, **defaults)
+    option, options = option_of(group, **defaults), []
     for name, text in help_texts.items():
-        flag = f"--{name.replace('_', '-')}"
+        text, _, meaning = text.partition(" None: ")
+        flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
         default = defaults.get(name, usual[name])
+        if default is None:
+            default = meaning.rstrip(".")
         # `int | None` means int here: an option that is not given has no value.
         [kind, *_] = get_args(hints[name]) or [hints[name]]
         settings: dict[str, Any] = {"type": kind}
         if kind is bool:
             flag = flag.replace("--enable-", "--")
             flag = f"{flag}/--no-{flag.removeprefix('--')}"
-            default = {True: "on", False: "off"}.get(default)
+            default = {True: "on", False: "off"}.get(default, default)
         elif name in NAMED:
             settings["metavar"] = f"[{'|'.join(NAMED[name])}]"
         elif get_origin(hints[name]) is Literal:
             settings["type"] = click.Choice(get_args(hints[name]))
         elif name in SIZES:
             settings["type"] = size
-            default = default and format_bytes(default)
+            text += " A size such as 4GiB."
+            default = format_bytes(default) if isinstance(default, int) else default
         elif name == "stop":
             settings["multiple"] = True
-        if default not in (None, ()):
+            text += " May be given several times."
+        elif isinstance(default, float):
+            default = f"{default:g}"
+        if default not in ("", ()):
             text += f"  [default: {default}]"
-        yield option(flag, name, default=None, help=text, **settings)
+        options.append(option(flag, name, default=None, help=text, **settings))
+    return together(*options)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from tqdm import tqdm
 
 from octavo.cli.options import engine_options
 from octavo.cli.session import dim
+from octavo.config import make_config
 from octavo.errors import EngineFailed
-
-if TYPE_CHECKING:
-    from octavo.server.batch import Tally
+from octavo.server.batch import Tally, prepare
+from octavo.server.http.settings import ServerSettings
+from octavo.server.run import run_batch_file
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -56,15 +59,6 @@ def run_batch(
     Replies are written as they come. After an interruption, run it again with the same files:
     requests that have a reply are skipped.
     """
-    import sys
-
-    from tqdm import tqdm
-
-    from octavo.config import make_config
-    from octavo.server.batch import prepare
-    from octavo.server.http.settings import ServerSettings
-    from octavo.server.run import run_batch_file
-
     batch = prepare(input_path, output_path)
     settings = ServerSettings(model_names or (model,), ignore_unknown_fields=ignore_unknown_fields)
     with tqdm(

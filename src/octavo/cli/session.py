@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from octavo.bench.memory_use import MemoryUse
+from octavo.engine.engine import Engine
+from octavo.llm import LLM
 from octavo.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from octavo.bench.memory_use import MemoryUse
-    from octavo.engine.engine import Engine
-    from octavo.llm import LLM
 
 
 def show_log(quiet: bool, verbose: bool) -> None:

@@ -6,13 +6,13 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
+from tqdm import tqdm
 
 from octavo.bench.tables import show
 from octavo.cli.options import integers
-from octavo.cli.search_progress import search_progress
 from octavo.cli.simulation_options import (
     DEFAULT_RATE,
     Options,
@@ -24,12 +24,31 @@ from octavo.cli.simulation_options import (
     workload_at,
     workload_options,
 )
-
-if TYPE_CHECKING:
-    from octavo.simulation.config import SimulationConfig
-    from octavo.simulation.planning import Fleet, HighestRate, Refusal
-    from octavo.simulation.result import SimulationResult
-    from octavo.simulation.workloads import Workload
+from octavo.simulation.calibration import calibrate as fit
+from octavo.simulation.config import SimulationConfig
+from octavo.simulation.planning import (
+    Fleet,
+    HighestRate,
+    Probe,
+    Refusal,
+    SearchProgress,
+    Target,
+    fewest_gpus,
+    highest_rate,
+)
+from octavo.simulation.plots import plot_run, plot_search
+from octavo.simulation.report import (
+    calibration_tables,
+    fewest,
+    fleets_table,
+    highest_rate_text,
+    probe_text,
+    simulation_table,
+)
+from octavo.simulation.result import SimulationResult
+from octavo.simulation.run import simulate as run
+from octavo.simulation.step_records import read_step_records
+from octavo.simulation.workloads import Workload
 
 
 @click.command()
@@ -56,9 +75,6 @@ def simulate(
     A cost model stands for the device. With a target, the highest rate that meets it is searched,
     from --rate on.
     """
-    from octavo.simulation.planning import Target, highest_rate
-    from octavo.simulation.plots import plot_run, plot_search
-
     config = make_simulation_config(machine, engine, num_gpus)
     settings = _plain({**machine, "num_gpus": num_gpus, **workload, **target, **engine})
     spec = make_workload_spec(workload, config.seed, needs_rate=bool(target))
@@ -74,7 +90,7 @@ def simulate(
         workload_at(spec, config, skip_long),
         Target(**target),
         spec.rate or DEFAULT_RATE,
-        progress=search_progress(),
+        progress=ShownProgress(),
     )
     _show_search(found, settings, as_json)
     if plot is not None:
@@ -110,9 +126,6 @@ def plan(
 
     Engines of each size, tensor parallel, share the requests evenly.
     """
-    from octavo.simulation.planning import Target, fewest_gpus
-    from octavo.simulation.report import fewest, fleets_table
-
     config = make_simulation_config(machine, engine, 1)
     if not target:
         raise click.UsageError("give --target-latency, --target-ttft or --target-tpot")
@@ -127,7 +140,7 @@ def plan(
         Target(**target),
         sizes,
         max_gpus,
-        search_progress(),
+        ShownProgress(),
     )
     best = fewest(found)
     if as_json:
@@ -152,10 +165,6 @@ def calibrate(steps: Path, out: Path | None, as_json: bool) -> None:
 
     STEPS is a file that a StepRecorder has written, as benchmarks do.
     """
-    from octavo.simulation.calibration import calibrate as fit
-    from octavo.simulation.report import calibration_tables
-    from octavo.simulation.step_records import read_step_records
-
     calibration = fit(*read_step_records(steps))
     if out is not None:
         calibration.write(out)
@@ -165,11 +174,38 @@ def calibrate(steps: Path, out: Path | None, as_json: bool) -> None:
         show(*calibration_tables(calibration))
 
 
+class ShownProgress(SearchProgress):
+    """Shows a search on stderr: a line for each simulation, and a bar on a terminal."""
+
+    def __init__(self) -> None:
+        self._machine = ""
+        self._bar: Any = None
+
+    def begin(self, config: SimulationConfig, rate: float, num_requests: int) -> None:
+        self._machine = f"{config.num_gpus} x {config.gpu}"
+        is_terminal = sys.stderr.isatty()
+        if not is_terminal:
+            click.echo(
+                f"{self._machine} {rate:8.3f} requests/s: simulating {num_requests} requests",
+                err=True,
+            )
+        self._bar = tqdm(
+            total=num_requests,
+            desc=f"{self._machine} {rate:8.3f} requests/s",
+            unit="requests",
+            disable=not is_terminal,
+            leave=False,
+        )
+
+    def advance(self, num_requests: int) -> None:
+        self._bar.update(num_requests)
+
+    def end(self, probe: Probe) -> None:
+        self._bar.close()
+        click.echo(f"{self._machine} {probe_text(probe)}", err=True)
+
+
 def _run(config: SimulationConfig, workload: Workload) -> SimulationResult:
-    from tqdm import tqdm
-
-    from octavo.simulation.run import simulate as run
-
     total = len(workload.requests)
     with tqdm(total=total, unit="requests", disable=not sys.stderr.isatty(), leave=False) as bar:
         # update returns whether the bar was drawn; a watcher's True would end the simulation.
@@ -177,8 +213,6 @@ def _run(config: SimulationConfig, workload: Workload) -> SimulationResult:
 
 
 def _show_run(result: SimulationResult, as_json: bool) -> None:
-    from octavo.simulation.report import simulation_table
-
     if as_json:
         click.echo(json.dumps(result.to_values()))
     else:
@@ -186,8 +220,6 @@ def _show_run(result: SimulationResult, as_json: bool) -> None:
 
 
 def _show_search(found: HighestRate, settings: Options, as_json: bool) -> None:
-    from octavo.simulation.report import highest_rate_text
-
     if not as_json:
         click.echo(highest_rate_text(found))
         return
@@ -200,8 +232,6 @@ def _show_search(found: HighestRate, settings: Options, as_json: bool) -> None:
 
 
 def _choice_values(choice: Fleet | Refusal) -> Options:
-    from octavo.simulation.planning import Fleet
-
     values: Options = {"gpus_per_engine": choice.config.num_gpus}
     if isinstance(choice, Fleet):
         values |= {"num_engines": choice.num_engines, "num_gpus": choice.num_gpus}

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from octavo.cli.options import engine_options, option_of, together
-
-if TYPE_CHECKING:
-    from octavo.simulation.config import SimulationConfig
-    from octavo.simulation.workloads import Workload, WorkloadSpec
+from octavo.config import make_config
+from octavo.errors import RequestTooLong
+from octavo.simulation.calibration import read_calibration
+from octavo.simulation.config import SimulationConfig
+from octavo.simulation.cost_model import PAPER_SOFTWARE, Coefficients
+from octavo.simulation.gpus import find_gpu
+from octavo.simulation.run import longest_sequence
+from octavo.simulation.workloads import Workload, WorkloadSpec, build
 
 Options = dict[str, Any]
 
@@ -110,12 +114,6 @@ target_options = together(
 
 
 def make_simulation_config(machine: Options, engine: Options, num_gpus: int) -> SimulationConfig:
-    from octavo.config import make_config
-    from octavo.simulation.calibration import read_calibration
-    from octavo.simulation.config import SimulationConfig
-    from octavo.simulation.cost_model import PAPER_SOFTWARE, Coefficients
-    from octavo.simulation.gpus import find_gpu
-
     made = make_config(machine["model"], **engine)
     overlaps = machine["software"] == "octavo" and machine["gpu"] != "cpu"
     if overlaps:
@@ -140,8 +138,6 @@ def make_simulation_config(machine: Options, engine: Options, num_gpus: int) -> 
 
 
 def make_workload_spec(workload: Options, seed: int, needs_rate: bool) -> WorkloadSpec:
-    from octavo.simulation.workloads import WorkloadSpec
-
     given = dict(workload)
     if needs_rate:
         given.setdefault("rate", DEFAULT_RATE)
@@ -157,10 +153,6 @@ def workload_at(
 
 
 def build_workload(spec: WorkloadSpec, config: SimulationConfig, skip_long: bool) -> Workload:
-    from octavo.errors import RequestTooLong
-    from octavo.simulation.run import longest_sequence
-    from octavo.simulation.workloads import build
-
     workload = build(spec)
     if not skip_long:
         return workload

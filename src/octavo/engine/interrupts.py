@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 class InterruptsAfter:
@@ -25,12 +25,7 @@ class InterruptsAfter:
             self._installed = True
             signal.signal(signal.SIGINT, self._note)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._interrupted and error is None:

@@ -8,7 +8,7 @@ from octavo.core.sequence import DecodingMethod, Request
 from octavo.core.step import TokenLogprobs
 from octavo.engine.engine import Engine
 from octavo.engine.interrupts import InterruptsAfter
-from octavo.engine.output_stream import OutputStream
+from octavo.engine.output_stream import Added, OutputStream, take_results
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Params, Prompt, RequestPreparer
 from octavo.outputs import RequestOutput, SequenceDelta
@@ -27,6 +27,16 @@ class LocalStream(OutputStream[TokenLogprobs]):
 
     def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
         return self.samples[index].logprobs[start:end]
+
+    def offer(self, index: int, added: Added) -> None:
+        if self.deltas is None:
+            return
+        text, token_ids, reason, stop_reason = added
+        end = len(self.samples[index].token_ids)
+        scores = self.logprobs(index, end - len(token_ids), end)
+        self.deltas.append(
+            SequenceDelta(self.request_id, index, text, token_ids, scores, reason, stop_reason)
+        )
 
 
 class LocalClient:
@@ -48,9 +58,7 @@ class LocalClient:
         """
         self.engine = engine
         self.tokenizer = tokenizer
-        self._preparer = RequestPreparer(
-            engine.model_config, tokenizer, engine.config.max_logprobs, engine.config.seed
-        )
+        self._preparer = RequestPreparer(engine.model_config, tokenizer, engine.config)
         self._open: dict[str, LocalStream] = {}  # by request id
 
     @property
@@ -118,37 +126,18 @@ class LocalClient:
                 it is.
         """
         outputs: list[RequestOutput] = []
+
+        def end(stream: LocalStream) -> None:
+            outputs.append(self._conclude(stream, now))
+
+        def add(stream: LocalStream, index: int, added: Added, ends_by_text: bool) -> None:
+            if ends_by_text and self.engine.finish_sample(stream.request_id, index, str(added[3])):
+                end(stream)
+
         with InterruptsAfter():
             results = self.engine.step()
             now = self.engine.clock()
-            for prompt in results.prompt_scores:
-                if (stream := self._open.get(prompt.request_id)) is not None:
-                    stream.take_prompt_scores(prompt)
-            for row in results.tokens.rows():
-                request_id, index, token_ids, reason, stop_reason, logprobs = row
-                stream = self._open.get(request_id)
-                if stream is None:
-                    continue
-                added = stream.take_tokens(index, token_ids, reason, stop_reason, logprobs)
-                if added is None:
-                    continue
-                text, token_ids, finish_reason, stop_reason = added
-                if stream.deltas is not None:
-                    scores = list(logprobs[: len(token_ids)])
-                    stream.deltas.append(
-                        SequenceDelta(
-                            request_id, index, text, token_ids, scores, finish_reason, stop_reason
-                        )
-                    )
-                if finish_reason is None or reason is not None:
-                    continue
-                # Its text has ended the sample.
-                if self.engine.finish_sample(request_id, index, str(stop_reason)):
-                    outputs.append(self._conclude(stream, now))
-            for finished in results.finished:
-                if (stream := self._open.get(finished.request_id)) is not None:
-                    stream.take_end(finished)
-                    outputs.append(self._conclude(stream, now))
+            take_results(results, self._open.get, add, end)
         return outputs
 
     def abort_request(self, stream: LocalStream) -> RequestOutput | None:

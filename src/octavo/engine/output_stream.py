@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from octavo.core.step import TokenLogprobs
 from octavo.engine.output_text import OutputText
-from octavo.engine.results import Beam, Finished, PromptScores, Scores, error_of
+from octavo.engine.results import Beam, Finished, PromptScores, Scores, StepResults, error_of
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Params
 from octavo.errors import OctavoError
-from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
+from octavo.outputs import RequestOutput, SequenceOutput
 from octavo.sampling_params import SamplingParams
 
 # What new tokens have added to a sample, one field of `SequenceDelta` after the other: text, token
@@ -60,9 +60,9 @@ class OutputStream(ABC, Generic[Scores]):
     """Makes text of one request's tokens, finds stop strings in it, and builds the output.
 
     Offline and in the server, all that the engine reports about a request goes through
-    `take_prompt_scores`, `take_tokens` and `take_end`, and `conclude` makes the output when the
-    request is over. Tokens' log-probabilities are kept in the form in which they come; `logprobs`
-    reads it.
+    `take_prompt_scores`, `take_tokens` and `take_end`, which `take_results` calls, and `conclude`
+    makes the output when the request is over. Tokens' log-probabilities are kept in the form in
+    which they come; `logprobs` reads it.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class OutputStream(ABC, Generic[Scores]):
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.samples: list[Sample[Scores]] = []  # empty for beam search
+        self.beams: Sequence[Beam] = ()  # known at the end of a beam search, best first
         self.error: OctavoError | None = None  # why it could not be computed to its end
         self.output: RequestOutput | None = None  # None before the end
         self._request = request
         self._params = params
         self._prompt = prompt
         self._tokenizer = tokenizer if params.detokenize else None
-        self._beams: Sequence[Beam] = ()
         self._prompt_scores: list[TokenLogprobs] | None = None
         if isinstance(params, SamplingParams):
             self.samples = [Sample(index, self._new_text()) for index in range(params.n)]
@@ -151,12 +151,14 @@ class OutputStream(ABC, Generic[Scores]):
         if reason is not None:
             sample.finish_reason, sample.stop_reason = reason, stop_reason
             self._num_unended -= 1
-        return text, token_ids, reason, stop_reason
+        added = text, token_ids, reason, stop_reason
+        self.offer(index, added)
+        return added
 
     def take_end(self, result: Finished) -> None:
         """Take in the end of the request: nothing more is reported about it."""
         self._num_unended = 0
-        self._beams = result.beams
+        self.beams = result.beams
         if result.error is not None:
             self.error = error_of(result.error)
             for sample in self.samples:
@@ -166,9 +168,11 @@ class OutputStream(ABC, Generic[Scores]):
     def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
         """Those of a sample's tokens `start` to `end`, if they were asked for."""
 
-    def cut_off(self) -> list[SequenceDelta]:
-        """End all samples here. Returns what that adds to them: text that was held back."""
-        deltas = []
+    def offer(self, index: int, added: Added) -> None:
+        """For a reader that takes the output piece by piece: what has been added to a sample."""
+
+    def cut_off(self) -> None:
+        """End all samples here, with the text that was held back."""
         for sample in self.samples:
             if sample.finish_reason is not None:
                 continue
@@ -176,11 +180,8 @@ class OutputStream(ABC, Generic[Scores]):
             if sample.text is not None:
                 sample.text.finish()
                 text = sample.text.release(finished=True)
-            deltas.append(
-                SequenceDelta(self.request_id, sample.index, text, [], finish_reason="abort")
-            )
+            self.offer(sample.index, (text, [], "abort", None))
         self._num_unended = 0
-        return deltas
 
     def conclude(self, now: float) -> RequestOutput:
         """Make the output, without log-probabilities of its tokens. All samples have ended."""
@@ -190,7 +191,7 @@ class OutputStream(ABC, Generic[Scores]):
             self._prompt,
             self.prompt_token_ids,
             [_sample_output(sample) for sample in self.samples]
-            + [self._beam_output(beam) for beam in self._beams],
+            + [self._beam_output(beam) for beam in self.beams],
             self.prompt_logprobs,
             request.num_cached_tokens,
             request.num_preemptions,
@@ -236,6 +237,39 @@ class OutputStream(ABC, Generic[Scores]):
             cumulative_logprob=beam.cumulative_logprob if is_scored else None,
             score=beam.score,
         )
+
+
+Stream = TypeVar("Stream", bound=OutputStream[Any])
+
+
+def take_results(
+    results: StepResults[Scores],
+    find: Callable[[str], Stream | None],
+    on_tokens: Callable[[Stream, int, Added, bool], None],
+    on_end: Callable[[Stream], None],
+) -> None:
+    """Let the requests' streams take in what a step has brought.
+
+    Args:
+        results: those of the step.
+        find: the stream of a request id. None: nothing of that request is wanted any more.
+        on_tokens: called with what new tokens have added to a sample of this index; True: the text
+            has ended the sample, which the engine does not know yet.
+        on_end: called when a stream has taken in the end of its request.
+    """
+    for prompt in results.prompt_scores:
+        if (stream := find(prompt.request_id)) is not None:
+            stream.take_prompt_scores(prompt)
+    for request_id, index, token_ids, reason, stop_reason, logprobs in results.tokens.rows():
+        if (stream := find(request_id)) is None:
+            continue
+        added = stream.take_tokens(index, token_ids, reason, stop_reason, logprobs)
+        if added is not None:
+            on_tokens(stream, index, added, added[2] is not None and reason is None)
+    for finished in results.finished:
+        if (stream := find(finished.request_id)) is not None:
+            stream.take_end(finished)
+            on_end(stream)
 
 
 def _sample_output(sample: Sample[Scores]) -> SequenceOutput:

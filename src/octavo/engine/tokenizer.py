@@ -143,14 +143,6 @@ class Tokenizer:
         """Role (such as "eos_token") -> token."""
         return dict(self._special_tokens)
 
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._special_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._special_id("eos_token")
-
     def encode(
         self,
         text: str,
@@ -286,10 +278,6 @@ class Tokenizer:
         if SPACE_MARK in piece:
             return piece.replace(SPACE_MARK, " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
-
-    def _special_id(self, role: str) -> int | None:
-        token = self._special_tokens.get(role)
-        return None if token is None else self._backend.token_to_id(token)
 
 
 class _Utf8:

@@ -10,7 +10,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from octavo.core.decoding import BeamSearch, EarlyStopping, Sampling
+from octavo.config import EngineConfig
+from octavo.core.decoding import BeamSearch, Sampling
 from octavo.core.sequence import DecodingMethod
 from octavo.core.step import SamplingSpec
 from octavo.engine.tokenizer import Tokenizer, check_room
@@ -31,16 +32,6 @@ Params = SamplingParams | BeamSearchParams
 
 
 @dataclass(frozen=True, slots=True)
-class BeamSpec:
-    """Parameters of a beam search."""
-
-    width: int
-    length_penalty: float
-    early_stopping: EarlyStopping
-    num_return_sequences: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request in token ids. The same values give the same tokens in every engine."""
 
@@ -51,10 +42,15 @@ class PreparedRequest:
     seed: int
     eos_ids: tuple[int, ...]  # end tokens of the model; () if they are ignored
     stop_ids: tuple[int, ...]  # end tokens of the client
-    beam: BeamSpec | None = None  # None: sampling
+    beam: BeamSearchParams | None = None  # None: sampling
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+
+    @property
+    def width(self) -> int:
+        """Samples or beams."""
+        return self.n if self.beam is None else self.beam.beam_width
 
     def method(self) -> DecodingMethod:
         """A new decoding method for one run of the request."""
@@ -62,7 +58,7 @@ class PreparedRequest:
         if self.beam is None:
             return Sampling(self.n, self.max_length, eos_ids, stop_ids)
         return BeamSearch(
-            self.beam.width,
+            self.width,
             self.max_length,
             eos_ids | stop_ids,
             self.beam.length_penalty,
@@ -102,17 +98,13 @@ class RequestPreparer:
     """Owns the rules for requests to one model, and chooses seeds for requests without one."""
 
     def __init__(
-        self,
-        model_config: ModelConfig,
-        tokenizer: Tokenizer | None,
-        max_logprobs: int,
-        seed: int,
+        self, model_config: ModelConfig, tokenizer: Tokenizer | None, config: EngineConfig
     ) -> None:
         self._vocab_size = model_config.vocab_size
         self._eos_ids = tuple(sorted(set(model_config.eos_token_ids)))
         self._tokenizer = tokenizer
-        self._max_logprobs = max_logprobs
-        self._seeds = random.Random(seed)
+        self._max_logprobs = config.max_logprobs
+        self._seeds = random.Random(config.seed)
 
     def prepare(
         self,
@@ -140,12 +132,7 @@ class RequestPreparer:
         max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
         n, seed, beam = 1, 0, None
         if isinstance(params, BeamSearchParams):
-            beam = BeamSpec(
-                params.beam_width,
-                params.length_penalty,
-                params.early_stopping,
-                params.num_return_sequences,
-            )
+            beam = params
         else:
             n = params.n
             seed = self._seeds.getrandbits(62) if params.seed is None else params.seed

@@ -11,10 +11,11 @@ So nothing waits for work of another kind, or for much longer work of its own.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from octavo.host_memory import return_freed_memory
 
 # Characters. Tokenizing more takes milliseconds, in which the event loop would stand still.
 LONG_TEXT = 8_192
@@ -59,7 +60,4 @@ def _run_and_trim(work: Callable[[], R]) -> R:
     try:
         return work()
     finally:
-        # glibc keeps what a thread has freed for that thread's next allocations.
-        malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if malloc_trim is not None:
-            malloc_trim(0)
+        return_freed_memory()  # glibc keeps it for this thread's next allocations

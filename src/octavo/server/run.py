@@ -7,11 +7,12 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import resource
 import signal
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from fastapi import APIRouter, FastAPI
@@ -23,8 +24,8 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.supervisor import Supervision
 from octavo.server.http.app import create_app
 from octavo.server.http.listener import RESERVED_FILES, HttpServer
-from octavo.server.http.open_files import raise_file_limit
 from octavo.server.http.settings import ConnectionLimits, Listening, ServerSettings
+from octavo.server.http.streams import unless
 from octavo.server.observability.observation import Observation
 
 CLOSE_SECONDS = 2  # for connections to end once their requests have
@@ -81,11 +82,10 @@ def run_batch_file(
     async def run() -> Tally:
         with signals() as stop:
             try:
-                if await unless(stop, client.start()):
-                    work = run_batch(app, batch, max_inflight, show)
-                    task = asyncio.ensure_future(work)
-                    if await unless(stop, task):
-                        return task.result()
+                if await unless(stop.wait(), client.start()) is not None:
+                    done = await unless(stop.wait(), run_batch(app, batch, max_inflight, show))
+                    if done is not None:
+                        return done.result()
                 raise KeyboardInterrupt
             finally:
                 await client.close()
@@ -177,7 +177,7 @@ async def _serve(
     """Start the engine, serve until a signal, drain, and end the engine."""
     with signals() as stop:
         try:
-            if not await unless(stop, client.start()):
+            if await unless(stop.wait(), client.start()) is None:
                 return
             server = HttpServer(app, listener, listening, limits)
             listen(listener, listening)
@@ -185,11 +185,11 @@ async def _serve(
             watching = asyncio.create_task(server.watch())
             try:
                 ready(url_of(listening, listener.getsockname()[1]))
-                await unless(stop, asyncio.shield(watching))
+                await unless(stop.wait(), asyncio.shield(watching))
                 stop.clear()
                 if client.open_requests:
                     logger.info("draining; a second signal ends all requests at once")
-                await unless(stop, client.drain(listening.drain_seconds))
+                await unless(stop.wait(), client.drain(listening.drain_seconds))
                 await client.close()
             finally:
                 watching.cancel()
@@ -199,8 +199,13 @@ async def _serve(
 
 
 def allow_files(limits: ConnectionLimits) -> ConnectionLimits:
-    """Raise the limit of open files, and bound the connections to what it allows."""
-    before, files = raise_file_limit()
+    """Raise the soft limit of open files to the hard one, and bound the connections by it.
+
+    That needs no privileges. The soft limit is often 1,024 for the sake of programs that call
+    `select`.
+    """
+    before, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     most = max(files - RESERVED_FILES, files // 2)
     limits = replace(limits, max_connections=min(limits.max_connections, most))
     logger.info(
@@ -210,23 +215,6 @@ def allow_files(limits: ConnectionLimits) -> ConnectionLimits:
         "" if files == before else f" (the soft limit was {before})",
     )
     return limits
-
-
-async def unless(stop: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Do `work` unless `stop` is set first: then it is cancelled, and False returned."""
-    task = asyncio.ensure_future(work)
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return False
-        task.result()
-        return True
-    finally:
-        stopped.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -115,15 +116,8 @@ def calibrate(
 def read_calibration(path: str | Path) -> Calibration:
     """What `Calibration.write` wrote. Raises ConfigError if the file is broken."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        return Calibration(
-            Setting(**values["setting"]),
-            Coefficients(**values["coefficients"]),
-            tuple(values["fitted"]),
-            FitError(**values["on_fitted"]),
-            FitError(**values["on_held_out"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
+    except (OSError, ValueError) as error:  # msgspec's errors among them
         raise ConfigError("calibration", f"{path} is not a calibration: {error}") from error
 
 
@@ -135,10 +129,10 @@ def cost_model_of(setting: Setting, coefficients: Coefficients) -> CostModel:
 
 
 def fit_error(model: CostModel, records: Sequence[StepRecord]) -> FitError:
-    predicted = sum(model.seconds(record.shape) for record in records)
+    predicted = sum(model.seconds(record) for record in records)
     measured = total_seconds(records)
     relative = sorted(
-        abs(model.seconds(record.shape) - record.seconds) / record.seconds for record in records
+        abs(model.seconds(record) - record.seconds) / record.seconds for record in records
     )
     return FitError(
         len(records),
@@ -167,7 +161,7 @@ class _Fit:
         names: Sequence[str],
     ) -> None:
         self._setting = setting
-        self._shapes = [record.shape for record in records]
+        self._records = records
         self._measured = np.array([record.seconds for record in records])
         self._weights = self._weights_for(self._measured)
         self._start = start
@@ -191,7 +185,7 @@ class _Fit:
 
     def _predict(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
         model = cost_model_of(self._setting, self._coefficients(logs))
-        return np.array([model.seconds(shape) for shape in self._shapes])
+        return np.array([model.seconds(record) for record in self._records])
 
     def _coefficients(self, logs: NDArray[np.float64]) -> Coefficients:
         values = self._start_values * np.exp(logs)

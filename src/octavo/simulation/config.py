@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.config import CacheConfig, DTypeName, EngineConfig, SchedulerConfig
+from octavo.config import DTYPE_BYTES, CacheConfig, DTypeName, EngineConfig, SchedulerConfig
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
@@ -12,7 +12,7 @@ from octavo.memory_budget import FixedMemory, KVShape, estimate_activations, pla
 from octavo.models.config import ModelConfig
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
-from octavo.simulation.models import DTYPE_BYTES, find_model
+from octavo.simulation.models import find_model
 
 
 @dataclass(frozen=True, slots=True)

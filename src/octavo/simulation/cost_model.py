@@ -12,13 +12,13 @@ other. The formula never decreases when a step has more of anything.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
+from octavo.config import DTYPE_BYTES
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
 from octavo.models.config import ModelConfig
 from octavo.simulation.gpus import GPU
-from octavo.simulation.models import DTYPE_BYTES
 from octavo.simulation.step_shape import StepShape
 
 REDUCES_PER_LAYER = 2  # all-reduces of a tensor-parallel layer: after attention and after the MLP
@@ -189,12 +189,3 @@ class CostModel:
     def seconds(self, shape: StepShape) -> float:
         """The whole step."""
         return self.compute_seconds(shape) + self.swap_seconds(shape)
-
-    def describe(self) -> dict[str, object]:
-        """For reports."""
-        return {
-            "gpu": self.gpu.name,
-            "num_gpus": self.num_gpus,
-            "block_size": self.block_size,
-            "coefficients": asdict(self.coefficients),
-        }

@@ -11,11 +11,20 @@ import numpy as np
 
 from octavo.core.step import Candidates, StepPlan, StepResult
 from octavo.executor.base import KVCapacity
-from octavo.simulation.clock import VirtualClock
 from octavo.simulation.cost_model import CostModel
 from octavo.simulation.step_shape import StepShape
 
 TOKEN = 0  # what every sequence says, all the time
+
+
+class VirtualClock:
+    """Seconds from the start of a simulation; called like `time.monotonic`, and settable."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class ShapeTracker(Protocol):

@@ -10,7 +10,6 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 
 DIRECTORY = Path(__file__).parent / "models"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def model_names() -> list[str]:

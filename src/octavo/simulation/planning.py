@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from octavo.errors import ConfigError, OutOfMemory, RequestTooLong
 from octavo.simulation.config import SimulationConfig
 from octavo.simulation.result import RequestRecord, SimulationResult
-from octavo.simulation.run import Workload, simulate
+from octavo.simulation.run import simulate
+from octavo.simulation.workloads import Workload
 
 STEP = 1.5  # factor between probes before the highest rate is bracketed
 PERCENTILE = 99

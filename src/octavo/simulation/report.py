@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
 
 from octavo.bench.report import PARTS, milliseconds
 from octavo.bench.tables import columns, facts
 from octavo.simulation.calibration import Calibration
 from octavo.simulation.planning import Fleet, HighestRate, Probe, Refusal
 from octavo.simulation.result import SimulationResult
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
 
 
 def simulation_table(result: SimulationResult) -> Table:
@@ -69,8 +67,6 @@ def highest_rate_text(found: HighestRate) -> str:
 
 def fleets_table(found: Sequence[Fleet | Refusal]) -> RenderableType:
     """The choices, and which has the fewest devices."""
-    from rich.console import Group
-
     table = columns("GPUs per engine", "engines", "GPUs", "s/token", "")
     table.columns[-1].justify = "left"
     for choice in found:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from octavo.bench.memory_use import SlotUse, StepMemory, mean_slots, sharing_saves
 from octavo.bench.percentiles import Percentiles
+
+# What of a result is reported under its own name.
+REPORTED = (
+    *("settings", "seconds", "num_unfinished", "requests_per_second", "output_tokens_per_second"),
+    *("mean_batched_requests", "mean_batched_sequences", "preemptions", "prefix_hit_rate"),
+    *("sharing_saves", "num_blocks"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +87,10 @@ class SimulationResult:
 
         Counts of preemptions, of unfinished requests and of the prefix cache are not divided.
         """
-        steps = [step for step in self.steps if start <= step.start < end]
-        return SimulationResult(
-            [request for request in self.requests if start <= request.arrival < end],
-            steps,
-            self.num_unfinished,
-            self.preemptions,
-            self.num_prompt_tokens,
-            self.num_cached_tokens,
-            self.block_size,
-            self.num_blocks,
-            self.settings,
+        return replace(
+            self,
+            requests=[each for each in self.requests if start <= each.arrival < end],
+            steps=[step for step in self.steps if start <= step.start < end],
         )
 
     @property
@@ -156,22 +156,12 @@ class SimulationResult:
         """Plain values for JSON; of memory over time at most `num_points`, evenly spread."""
         slots = self.mean_slots
         return {
-            "settings": self.settings,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in REPORTED},
             "num_requests": len(self.requests),
-            "num_unfinished": self.num_unfinished,
             "normalized_latency": self.normalized_latency if self.requests else None,
             "time_to_first_token": asdict(self.time_to_first_token),
             "time_per_output_token": asdict(self.time_per_output_token),
-            "requests_per_second": self.requests_per_second,
-            "output_tokens_per_second": self.output_tokens_per_second,
             "num_steps": len(self.steps),
-            "mean_batched_requests": self.mean_batched_requests,
-            "mean_batched_sequences": self.mean_batched_sequences,
-            "preemptions": self.preemptions,
-            "prefix_hit_rate": self.prefix_hit_rate,
-            "sharing_saves": self.sharing_saves,
-            "num_blocks": self.num_blocks,
             "slots": slots and asdict(slots),
             "over_time": [_point(step) for step in thinned(self.steps, num_points)],
         }

@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from octavo.bench.memory_use import MemoryUse
-from octavo.bench.throughput import Decoding
 from octavo.bench.traces import TraceRequest, generate_prompts
 from octavo.core.sequence import Request
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
 from octavo.errors import RequestTooLong
 from octavo.outputs import RequestOutput
-from octavo.simulation.clock import VirtualClock
 from octavo.simulation.config import SimulationConfig
-from octavo.simulation.executor import ShapeTracker, SimulatedExecutor
+from octavo.simulation.executor import ShapeTracker, SimulatedExecutor, VirtualClock
 from octavo.simulation.result import RequestRecord, SimulationResult, StepSample
 from octavo.simulation.step_shape import CopiedExtents, PaddedBatches, RowLengths
+from octavo.simulation.workloads import Workload
 
-
-class Workload(Protocol):
-    """Requests in the order of their arrivals, and how all of them are decoded."""
-
-    @property
-    def requests(self) -> Sequence[TraceRequest]:
-        """Each with `arrival_s`, seconds from the start; without, it is there from the start."""
-
-    @property
-    def decoding(self) -> Decoding: ...
-
-    @property
-    def hash_block_size(self) -> int:
-        """Tokens behind one of the requests' `hash_ids`."""
-
-
-class Watcher(Protocol):
-    """Called after steps in which requests finished; True ends the simulation."""
-
-    def __call__(self, records: Sequence[RequestRecord], waits: Iterable[float]) -> bool:
-        """`records`: of those requests; `waits`: how long each request that has no token yet has
-        waited for it so far, in virtual seconds."""
+# Called after steps in which requests finished, with their records, and with how long each request
+# that has no token yet has waited for it so far, in virtual seconds. True ends the simulation.
+Watcher = Callable[[Sequence[RequestRecord], Iterable[float]], bool]
 
 
 def _watch_nothing(records: Sequence[RequestRecord], waits: Iterable[float]) -> bool:

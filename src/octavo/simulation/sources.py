@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,12 @@ ALPACA_CORRELATION = -0.265
 GERMAN_PER_FINNISH = 0.7
 
 
+@cache
+def shipped(name: str) -> tuple[TraceRequest, ...]:
+    """The trace in this file of octavo's data."""
+    return tuple(read_trace(DATA / name))
+
+
 def fits_context(request: TraceRequest) -> bool:
     return request.num_tokens < CONTEXT
 
@@ -42,15 +48,13 @@ def sharegpt() -> tuple[TraceRequest, ...]:
     return tuple(filter(fits_context, sharegpt_unfiltered()))
 
 
-@cache
 def sharegpt_unfiltered() -> tuple[TraceRequest, ...]:
-    return tuple(read_trace(DATA / "sharegpt_opt_lengths.csv.gz"))
+    return shipped("sharegpt_opt_lengths.csv.gz")
 
 
-@cache
 def alpaca_measured() -> tuple[TraceRequest, ...]:
     """1,000 real pairs of the cleaned Alpaca set."""
-    return tuple(read_trace(DATA / "alpaca_opt_lengths_1000.csv.gz"))
+    return shipped("alpaca_opt_lengths_1000.csv.gz")
 
 
 @cache
@@ -93,24 +97,8 @@ def translation() -> tuple[TraceRequest, ...]:
     """Sentences of WMT16 news: English in, German out (a stand-in: see GERMAN_PER_FINNISH)."""
     return tuple(
         replace(pair, output_tokens=max(1, round(GERMAN_PER_FINNISH * pair.output_tokens)))
-        for pair in read_trace(DATA / "wmt16_news_enfi_gpt2bpe.csv.gz")
+        for pair in shipped("wmt16_news_enfi_gpt2bpe.csv.gz")
     )
-
-
-@cache
-def azure_code() -> tuple[TraceRequest, ...]:
-    return tuple(read_trace(DATA / "azure_2023_code.csv.gz"))
-
-
-@cache
-def azure_conversation() -> tuple[TraceRequest, ...]:
-    return tuple(read_trace(DATA / "azure_2023_conv.csv.gz"))
-
-
-@cache
-def mooncake_conversation() -> tuple[TraceRequest, ...]:
-    """With `hash_ids`: each stands for 512 tokens."""
-    return tuple(read_trace(DATA / "mooncake_conversation.jsonl.gz"))
 
 
 Source = Callable[[], Sequence[TraceRequest]]
@@ -123,9 +111,10 @@ SOURCES: Registry[Source] = Registry(
         "alpaca-measured": alpaca_measured,
         "alpaca-lognormal": alpaca_lognormal,
         "translation": translation,
-        "azure-code": azure_code,
-        "azure-conversation": azure_conversation,
-        "mooncake-conversation": mooncake_conversation,
+        "azure-code": partial(shipped, "azure_2023_code.csv.gz"),
+        "azure-conversation": partial(shipped, "azure_2023_conv.csv.gz"),
+        # With `hash_ids`: each stands for 512 tokens.
+        "mooncake-conversation": partial(shipped, "mooncake_conversation.jsonl.gz"),
     },
 )
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Self
 
 from octavo.config import EngineConfig
@@ -40,17 +39,10 @@ class Setting:
     block_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One measured step; the first fields are those of StepShape."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord(StepShape):
+    """One measured step: the amounts of work in it, and how long it took."""
 
-    num_seqs: int
-    num_tokens: int
-    num_sampled: int
-    kv_tokens: float
-    attention_pairs: float
-    num_copied_blocks: int
-    num_swapped_blocks: int
     seconds: float  # from the end of the step before to the end of this one
     compute_seconds: float  # of it, as the worker measured; 0 if it did not
     swap_seconds: float
@@ -60,28 +52,10 @@ class StepRecord:
         cls, shape: StepShape, seconds: float, compute_seconds: float, swap_seconds: float
     ) -> StepRecord:
         return cls(
-            shape.num_seqs,
-            shape.num_tokens,
-            shape.num_sampled,
-            shape.kv_tokens,
-            shape.attention_pairs,
-            shape.num_copied_blocks,
-            shape.num_swapped_blocks,
-            seconds,
-            compute_seconds,
-            swap_seconds,
-        )
-
-    @property
-    def shape(self) -> StepShape:
-        return StepShape(
-            self.num_seqs,
-            self.num_tokens,
-            self.num_sampled,
-            self.kv_tokens,
-            self.attention_pairs,
-            self.num_copied_blocks,
-            self.num_swapped_blocks,
+            **asdict(shape),
+            seconds=seconds,
+            compute_seconds=compute_seconds,
+            swap_seconds=swap_seconds,
         )
 
 
@@ -128,12 +102,7 @@ class StepRecorder:
         self._engine.observers.append(self._observe)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._engine.observers.remove(self._observe)
         self._write()
 

@@ -67,8 +67,9 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order of their arrivals, each with `arrival_s`."""
+    """Requests in the order of their arrivals, and how all of them are decoded."""
 
+    # Each with `arrival_s`, seconds from the start; without, it is there from the start.
     requests: tuple[TraceRequest, ...]
     decoding: Decoding
     hash_block_size: int  # tokens behind one of the requests' hash_ids

@@ -19,13 +19,12 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
-from octavo.server.engine_process.health import Health, health_of
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.listening import Listener, Subscription
 from octavo.server.engine_process.messages import EngineInfo
 from octavo.server.engine_process.process import COMMAND
 from octavo.server.engine_process.stream import RequestStream, StreamEvent
-from octavo.server.engine_process.supervisor import Supervision, Supervisor
+from octavo.server.engine_process.supervisor import Health, Supervision, Supervisor
 from octavo.server.offload import Offload
 
 __all__ = [
@@ -86,12 +85,7 @@ class EngineClient:
             config, self._supervision, self._journal, self._delivery, command
         )
         self._exchange = self._delivery.exchange = self._supervisor.exchange
-        self._preparer = RequestPreparer(
-            self.model_config,
-            self.tokenizer,
-            config.max_logprobs,
-            config.seed,
-        )
+        self._preparer = RequestPreparer(self.model_config, self.tokenizer, config)
         self._is_draining = False
 
     async def start(self) -> None:
@@ -130,7 +124,7 @@ class EngineClient:
 
     @property
     def health(self) -> Health:
-        return health_of(self._supervisor, self._supervision, self._delivery, self._is_draining)
+        return self._supervisor.health(len(self._delivery.streams), self._is_draining)
 
     @property
     def gauges(self) -> Gauges:
@@ -169,9 +163,23 @@ class EngineClient:
         """
         arrival_time = time.monotonic()
         try:
-            return await self._open(
-                prompt, params, request_id, priority, cache_salt, tenant, arrival_time
+            self._check_open()
+            self._check_room(tenant)
+            token_ids = await self._tokenize(prompt, "prompt")
+            self._check_open()  # tokenizing may have taken a while
+            # The engine may hold less than the model could use.
+            max_model_len = self.info.max_model_len
+            prepared = self._preparer.prepare(
+                token_ids, params, max_model_len, priority, cache_salt, tenant
             )
+            self._check_width(prepared)
+            if request_id is None:
+                request_id = uuid.uuid4().hex
+            text = prompt if isinstance(prompt, str) else None
+            entry = OpenRequest(request_id, prepared, text, arrival_time)
+            stream = RequestStream(entry, params, self.tokenizer, self._delivery.abort)
+            await self._open(stream)
+            return stream
         except (InvalidRequest, Overloaded, Unavailable) as error:
             self._delivery.notify("request_refused", error)
             raise
@@ -275,46 +283,22 @@ class EngineClient:
 
     # ---------------------------------------------------------------- inside
 
-    async def _open(
-        self,
-        prompt: Prompt,
-        params: Params,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str,
-        tenant: str,
-        arrival_time: float,
-    ) -> RequestStream:
-        self._check_open()
-        self._check_room(tenant)
-        token_ids = await self._tokenize(prompt, "prompt")
-        self._check_open()  # tokenizing may have taken a while
-        # The engine may hold less than the model could use.
-        max_model_len = self.info.max_model_len
-        prepared = self._preparer.prepare(
-            token_ids, params, max_model_len, priority, cache_salt, tenant
-        )
-        self._check_width(prepared)
-        streams = self._delivery.streams
-        if request_id is None:
-            request_id = uuid.uuid4().hex
+    async def _open(self, stream: RequestStream) -> None:
+        """Send a request to the engine; returns when it has been accepted."""
+        streams, request_id = self._delivery.streams, stream.request_id
         if request_id in streams:
             raise InvalidRequest("request_id", f"{request_id!r} is in use")
-        text = prompt if isinstance(prompt, str) else None
-        entry = OpenRequest(request_id, prepared, text, arrival_time)
-        stream = RequestStream(entry, params, self.tokenizer, self._delivery.abort)
         streams[request_id] = stream
         try:
-            await self._exchange.open(entry)
+            await self._exchange.open(stream.entry)
         except asyncio.CancelledError:
             stream.abort()
             raise
         except Exception:
-            self._exchange.drop(entry)
+            self._exchange.drop(stream.entry)
             if streams.get(request_id) is stream:
                 self._delivery.forget(stream)
             raise
-        return stream
 
     async def _encode(
         self,
@@ -356,10 +340,10 @@ class EngineClient:
             raise Unavailable(str(self.health.reason), self._supervisor.seconds_to_revival)
 
     def _check_width(self, prepared: PreparedRequest) -> None:
-        beam, limit = prepared.beam, self.info.max_num_seqs
-        field, width = ("n", prepared.n) if beam is None else ("beam_width", beam.width)
-        if width > limit:
-            raise InvalidRequest(field, f"{width} sequences exceed max_num_seqs ({limit})")
+        limit = self.info.max_num_seqs
+        if prepared.width > limit:
+            field = "n" if prepared.beam is None else "beam_width"
+            raise InvalidRequest(field, f"{prepared.width} sequences exceed max_num_seqs ({limit})")
 
     def _check_room(self, tenant: str) -> None:
         limit, num_waiting = self._supervision.max_waiting, self._journal.num_waiting

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import astuple
 
 from octavo.engine.events import Admitted, Counters, Event, Gauges
-from octavo.engine.results import Finished, NewTokensRow
+from octavo.engine.output_stream import Added, take_results
 from octavo.errors import OctavoError
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.exchange import Exchange
@@ -38,6 +38,7 @@ class Delivery:
         self._earlier_counters = Counters()  # of those before it
         self._last_end_time: float | None = None
         self._admissions: list[Admitted] = []  # since the last report
+        self._report_time = 0.0  # when the last report came
 
     @property
     def counters(self) -> Counters:
@@ -62,8 +63,7 @@ class Delivery:
         if stream.entry.is_sent:
             self.exchange.tell(m.Abort(stream.request_id))
         stream.cut_off()
-        stream.conclude(time.monotonic())
-        self._end(stream)
+        self._conclude(stream, time.monotonic())
 
     def forget(self, stream: RequestStream) -> None:
         """Nothing more is to be delivered to a stream."""
@@ -71,10 +71,9 @@ class Delivery:
         if not self.streams:
             self.all_ended.set()
 
-    def _end(self, stream: RequestStream) -> None:
-        """A stream has its output."""
-        output = stream.output
-        assert output is not None, "it has been concluded"
+    def _conclude(self, stream: RequestStream, now: float | None = None) -> None:
+        """A stream has ended; `now`: without a report."""
+        output = stream.conclude(self._report_time if now is None else now)
         self.exchange.drop(stream.entry)
         self.forget(stream)
         if self._last_end_time is not None:
@@ -109,21 +108,13 @@ class Delivery:
             self.notify("request_admitted", entry)
 
     def reported(self, report: m.StepReport) -> None:
-        now = time.monotonic()
+        self._report_time = time.monotonic()
         self.gauges, self._counters = report.gauges, report.counters
         report.admitted, self._admissions = self._admissions, []
         for preempted in report.preempted:
             if (stream := self._find(preempted.request_id)) is not None:
                 stream.entry.num_preemptions += 1
-        for scores in report.results.prompt_scores:
-            if (stream := self._find(scores.request_id)) is not None:
-                stream.take_prompt_scores(scores)
-        for row in report.results.tokens.rows():
-            if (stream := self._find(row[0])) is not None:
-                self._take_tokens(stream, row, now)
-        for finished in report.results.finished:
-            if (stream := self._find(finished.request_id)) is not None:
-                self._take_end(stream, finished, now)
+        take_results(report.results, self._find, self._take_tokens, self._take_end)
         self.notify("stepped", report)
         events: list[Event] = [*report.admitted, *report.preempted, *report.watched.in_order()]
         if events:
@@ -142,32 +133,26 @@ class Delivery:
         stream = self.streams.get(request_id)
         return stream if stream is not None and stream.entry.is_accepted else None
 
-    def _take_tokens(self, stream: RequestStream, row: NewTokensRow[bytes], now: float) -> None:
-        _, index, token_ids, reason, stop_reason, logprobs = row
-        added = stream.take_tokens(index, token_ids, reason, stop_reason, logprobs)
-        if added is None:
-            return
-        entry = stream.entry
-        _, token_ids, finish_reason, stop_reason = added
-        if finish_reason is not None and reason is None:
-            self.exchange.tell(m.FinishSample(entry.request_id, index, str(stop_reason)))
-        self._note_tokens(entry, len(token_ids), now)
+    def _take_tokens(
+        self, stream: RequestStream, index: int, added: Added, ends_by_text: bool
+    ) -> None:
+        _, token_ids, _, stop_reason = added
+        if ends_by_text:
+            self.exchange.tell(m.FinishSample(stream.request_id, index, str(stop_reason)))
+        self._note_tokens(stream.entry, len(token_ids))
         if stream.has_ended:
-            stream.conclude(now)
-            self._end(stream)
+            self._conclude(stream)
 
-    def _take_end(self, stream: RequestStream, finished: Finished, now: float) -> None:
-        stream.take_end(finished)
+    def _take_end(self, stream: RequestStream) -> None:
         if stream.error is not None:
             self.exchange.fail(stream.entry, stream.error)
             return
-        if finished.beams:
-            num_tokens = sum(len(beam.token_ids) for beam in finished.beams)
-            self._note_tokens(stream.entry, num_tokens, now)
-        stream.conclude(now)
-        self._end(stream)
+        if stream.beams:
+            self._note_tokens(stream.entry, sum(len(beam.token_ids) for beam in stream.beams))
+        self._conclude(stream)
 
-    def _note_tokens(self, entry: OpenRequest, num_tokens: int, now: float) -> None:
+    def _note_tokens(self, entry: OpenRequest, num_tokens: int) -> None:
+        now = self._report_time
         if entry.first_token_time is None:
             entry.first_token_time = now
         self.notify("tokens_arrived", entry, num_tokens, now)

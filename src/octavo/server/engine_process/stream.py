@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable
 
 from octavo.core.step import TokenLogprobs
 from octavo.engine.output_stream import Added, OutputStream
@@ -86,12 +85,7 @@ class RequestStream(OutputStream[bytes]):
     async def __aenter__(self) -> RequestStream:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self._abort(self)
 
     # ---------------------------------------------------------------- for the client
@@ -99,25 +93,21 @@ class RequestStream(OutputStream[bytes]):
     def logprobs(self, index: int, start: int, end: int) -> list[TokenLogprobs]:
         return list(map(unpack_logprobs, self.samples[index].logprobs[start:end]))
 
-    def take_tokens(
-        self,
-        index: int,
-        token_ids: list[int],
-        reason: str | None = None,
-        stop_reason: int | str | None = None,
-        logprobs: Sequence[bytes] = (),
-    ) -> Added | None:
-        """As in `OutputStream`; what is added may be merged into a delta that has not been read."""
-        added = super().take_tokens(index, token_ids, reason, stop_reason, logprobs)
-        if added is not None:
-            self._offer(index, added)
-        return added
-
-    def cut_off(self) -> list[SequenceDelta]:
-        deltas = super().cut_off()
-        for delta in deltas:
-            self._offer(delta.index, (delta.text, [], delta.finish_reason, None))
-        return deltas
+    def offer(self, index: int, added: Added) -> None:
+        """What is added may be merged into a delta that has not been read."""
+        text, token_ids, reason, stop_reason = added
+        waiting = self._growing.get(index)
+        if waiting is None or len(waiting.token_ids) >= MAX_DELTA_TOKENS:
+            delta = SequenceDelta(self.request_id, index, text, token_ids, [], reason, stop_reason)
+            self._deltas.append(delta)
+            self._growing[index] = delta
+            self._wake()
+            return
+        waiting.text += text
+        # Not in place: the list is the result's, which stays as it is.
+        waiting.token_ids = [*waiting.token_ids, *token_ids]
+        waiting.finish_reason = reason
+        waiting.stop_reason = stop_reason
 
     def conclude(self, now: float) -> RequestOutput:
         output = super().conclude(now)
@@ -150,21 +140,6 @@ class RequestStream(OutputStream[bytes]):
                 return self.output
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
-
-    def _offer(self, index: int, added: Added) -> None:
-        text, token_ids, reason, stop_reason = added
-        waiting = self._growing.get(index)
-        if waiting is None or len(waiting.token_ids) >= MAX_DELTA_TOKENS:
-            delta = SequenceDelta(self.request_id, index, text, token_ids, [], reason, stop_reason)
-            self._deltas.append(delta)
-            self._growing[index] = delta
-            self._wake()
-            return
-        waiting.text += text
-        # Not in place: the list is the result's, which stays as it is.
-        waiting.token_ids = [*waiting.token_ids, *token_ids]
-        waiting.finish_reason = reason
-        waiting.stop_reason = stop_reason
 
     def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():

@@ -36,18 +36,34 @@ MAX_REVIVAL_DOUBLINGS = 4  # limits how often Supervision.revival_seconds double
 class Supervision:
     """The supervisor's limits. Times in seconds."""
 
-    max_waiting: int = 1024  # requests that may wait for their first block; more are refused
-    stall_seconds: float = 30.0  # without a step while work waits: unhealthy
-    hang_seconds: float = 300.0  # likewise, until the engine process is killed and replaced
-    start_seconds: float = 1800.0  # for an engine process to become ready
-    max_fruitless_restarts: int = 5  # in a row, without a new token, until the engine is given up
-    revival_seconds: float = 30.0  # until the next attempt; doubles each time, up to 8 min
+    max_waiting: int = 1024
+    """Requests that may wait for their first block; more are refused with 429."""
+    stall_seconds: float = 30.0
+    """After this long without a step while requests wait, /health answers 503."""
+    hang_seconds: float = 300.0
+    """After this long without a step while requests wait, the engine process is replaced."""
+    start_seconds: float = 1800.0
+    """How long an engine process may take to become ready."""
+    max_fruitless_restarts: int = 5
+    """Restarts in a row, without a new token, until the engine is given up."""
+    revival_seconds: float = 30.0
+    """Until the next attempt to start an engine that was given up; doubles up to 8 minutes."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if not value > 0:
                 raise ConfigError(field.name, f"{value} is not positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the server can serve requests, for /health and the metrics."""
+
+    healthy: bool
+    reason: str | None  # why not
+    state: str  # "starting", "ready", "restarting", "draining", "failed" or "closed"
+    num_open: int  # requests that have not ended
 
 
 class Supervisor:
@@ -113,6 +129,24 @@ class Supervisor:
         if self._revival_time is None:
             return None
         return max(0.0, self._revival_time - time.monotonic())
+
+    def health(self, num_open: int, is_draining: bool) -> Health:
+        """The server's present health, with `num_open` requests that have not ended."""
+        state, stalled = self.state, self.seconds_stalled
+        reason = None
+        if state == "failed":
+            seconds = self.seconds_to_revival
+            reason = "the engine is given up"
+            reason += "" if seconds is None else f"; it is started again in {seconds:.0f} s"
+        elif state not in ("ready", "restarting"):
+            reason = f"the engine is {state}"
+        elif stalled >= self._supervision.stall_seconds:
+            what = "no engine process" if state == "restarting" else "no step"
+            reason = f"{what} for {stalled:.0f} s while {num_open} requests are open"
+        elif is_draining:
+            reason = "the server is shutting down"
+        shown = "draining" if is_draining and state == "ready" else state
+        return Health(reason is None, reason, shown, num_open)
 
     async def _launch(self, is_restart: bool = False) -> None:
         """Start a process, and send it all open requests and pins."""

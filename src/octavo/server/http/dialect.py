@@ -19,7 +19,7 @@ from octavo.server.engine_process.client import RequestStream
 from octavo.server.http.context import Context, context_of, reply, request_id_of
 from octavo.server.http.errors import as_api_error
 from octavo.server.http.generation import GenerationBody, Params
-from octavo.server.http.replies import FinishReason, PromptTokensDetails, Usage
+from octavo.server.http.replies import Choice, FinishReason, PromptTokensDetails, Usage
 from octavo.server.http.streams import (
     DONE,
     EventStream,
@@ -50,10 +50,10 @@ class Writer(ABC, Generic[BodyT, ChoiceT]):
         self.request = request
         self.texts = context_of(request).texts
         self.body = body
-        self.model = model
         self.streams = streams
         self.id = f"{self.id_prefix}-{request_id_of(request)}"
-        self.created = int(time.time())
+        # The fields of `Reply`.
+        self.head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
         self.num_samples = body.n or 1  # of each prompt
         self.num_output_tokens = 0
 
@@ -169,6 +169,15 @@ class Dialect(Generic[BodyT]):
 def in_order(output: RequestOutput) -> list[SequenceOutput]:
     """Beams from best to worst, samples by number."""
     return sorted(output.outputs, key=lambda each: (-(each.score or 0.0), each.index))
+
+
+def note_end(choice: Choice, output: SequenceOutput) -> None:
+    """Set why a finished sample or beam has ended, and a beam's scores."""
+    choice.finish_reason = finish_reason(output)
+    choice.stop_reason = output.stop_reason
+    if output.score is not None:
+        choice.score = output.score
+        choice.cumulative_logprob = output.cumulative_logprob or 0.0
 
 
 def finish_reason(output: SequenceOutput | SequenceDelta) -> FinishReason | None:

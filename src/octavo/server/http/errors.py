@@ -41,6 +41,16 @@ TYPES = {
     500: "server_error",
     503: "server_error",
 }
+# The first that fits: status and code.
+REPLIES: dict[type[OctavoError], tuple[int, str]] = {
+    RequestTooLong: (400, "context_length_exceeded"),
+    InvalidRequest: (400, "invalid_value"),
+    Overloaded: (429, "overloaded"),
+    Unavailable: (503, "unavailable"),
+    LogitsNotFinite: (500, "logits_not_finite"),
+    EngineFailed: (500, "engine_failed"),
+    RequestFailed: (500, "engine_failed"),
+}
 
 
 class ErrorDetail(msgspec.Struct):
@@ -98,18 +108,10 @@ def as_api_error(error: Exception) -> ApiError:
     not shown."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestTooLong):
-        return ApiError(400, str(error), error.field, "context_length_exceeded")
-    if isinstance(error, InvalidRequest):
-        return ApiError(400, str(error), error.field, "invalid_value")
-    if isinstance(error, Overloaded):
-        return ApiError(429, str(error), code="overloaded", retry_after=error.retry_after)
-    if isinstance(error, Unavailable):
-        return ApiError(503, str(error), code="unavailable", retry_after=error.retry_after)
-    if isinstance(error, LogitsNotFinite):
-        return ApiError(500, str(error), code="logits_not_finite")
-    if isinstance(error, EngineFailed | RequestFailed):
-        return ApiError(500, str(error), code="engine_failed")
+    for kind, (status, code) in REPLIES.items():
+        if isinstance(error, kind):
+            field, retry_after = getattr(error, "field", None), getattr(error, "retry_after", None)
+            return ApiError(status, str(error), field, code, retry_after)
     if isinstance(error, RequestValidationError):
         return _of_parameter(error)
     if isinstance(error, HTTPException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
@@ -151,34 +152,6 @@ class GenerationBody(Body):
     logits_processors: Annotated[object, Refused(_UNSUPPORTED)] = None
 
 
-# Fields of sampling, which have the same names in SamplingParams.
-SAMPLING_FIELDS = (
-    "n",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-)
-# The same for BeamSearchParams.
-BEAM_SEARCH_FIELDS = (
-    "length_penalty",
-    "early_stopping",
-    "ignore_eos",
-    "stop_token_ids",
-    "skip_special_tokens",
-)
 # The values that sampling fields may have beside a beam width: clients send them by default.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
@@ -222,15 +195,9 @@ def generation_params(
     for name in ("length_penalty", "early_stopping"):
         if getattr(body, name) is not None:
             raise refused(name, "it needs beam_width")
-    given = {name: getattr(body, name) for name in SAMPLING_FIELDS}
-    given = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(
-        **{**defaults, **given},
-        max_tokens=max_tokens,
-        logit_bias=_logit_bias(body.logit_bias),
-        logprobs=num_logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-    )
+    values = {**defaults, **_given(body, SamplingParams)}
+    values["logit_bias"] = _logit_bias(body.logit_bias)
+    return SamplingParams(**{**values, "max_tokens": max_tokens, "logprobs": num_logprobs})
 
 
 def _check_streaming(body: GenerationBody) -> None:
@@ -254,9 +221,14 @@ def _beam_search_params(
     count = 1 if body.n is None else body.n
     if count > beam_width:
         raise InvalidRequest("n", f"{count} is more than beam_width ({beam_width})")
-    given = {name: getattr(body, name) for name in BEAM_SEARCH_FIELDS}
-    given = {name: value for name, value in given.items() if value is not None}
-    return BeamSearchParams(beam_width, max_tokens=max_tokens, num_return_sequences=count, **given)
+    values = _given(body, BeamSearchParams) | {"max_tokens": max_tokens}
+    return BeamSearchParams(**values, num_return_sequences=count)
+
+
+def _given(body: GenerationBody, kind: type[Params]) -> dict[str, Any]:
+    """The parameters of a `kind` that a body brings under their own names."""
+    names = {field.name for field in fields(kind)} & GenerationBody.model_fields.keys()
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 def _logit_bias(value: Mapping[str, Any] | None) -> dict[int, Any] | None:

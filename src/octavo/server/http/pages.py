@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 
 from fastapi import APIRouter, Request, Response
@@ -21,6 +21,7 @@ from octavo.server.http.bodies import read_body
 from octavo.server.http.context import context_of, reply
 from octavo.server.http.playpool import Play, play, textbook_case
 
+PAGES = {"/": "index.html", "/pool": "pool.html", "/docs": "docs.html"}
 INCLUDE = re.compile(r"<!-- (style|script): ([\w. ]+) -->")
 
 
@@ -56,17 +57,8 @@ def pages_router() -> APIRouter:
     """The pages, and the pool behind /pool. Authentication is up to the gate."""
     router = APIRouter(include_in_schema=False)
 
-    @router.get("/")
-    async def dashboard() -> Response:
-        return _page("index.html")
-
-    @router.get("/pool")
-    async def pool() -> Response:
-        return _page("pool.html")
-
-    @router.get("/docs")
-    async def docs() -> Response:
-        return _page("docs.html")
+    for path, name in PAGES.items():
+        router.add_api_route(path, partial(_page, name))
 
     @router.get("/pool/textbook")
     async def textbook() -> Response:
@@ -80,7 +72,7 @@ def pages_router() -> APIRouter:
     return router
 
 
-def _page(name: str) -> HTMLResponse:
+async def _page(name: str) -> HTMLResponse:
     html, policy = page(name)
     headers = {
         "content-security-policy": policy,

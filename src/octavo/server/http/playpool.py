@@ -8,7 +8,7 @@ the page sends whole; the server keeps nothing, and undoing is leaving out the l
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -283,10 +283,7 @@ class PlayPool:
                 }
                 for name, member in self.members.items()
             ],
-            "history": [
-                {"label": count.label, "held": count.held, "naive": count.naive}
-                for count in self.history
-            ],
+            "history": [asdict(count) for count in self.history],
             "events": self.events,
         }
 

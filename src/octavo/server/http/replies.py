@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 FinishReason = Literal["stop", "length"]
 FINISH = "stop: an end or a stop string; length: max_tokens or the end of the context."
@@ -25,6 +25,29 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """One output, or a piece of it, as all endpoints give it."""
+
+    index: int
+    finish_reason: Annotated[FinishReason | None, Meta(description=FINISH)] = None
+    stop_reason: Annotated[int | str | UnsetType | None, Meta(description=STOPPED_BY)] = None
+    token_ids: list[int] | UnsetType = UNSET
+    cumulative_logprob: Annotated[
+        float | UnsetType, Meta(description="Of a beam: the sum of its logprobs.")
+    ] = UNSET
+    score: Annotated[
+        float | UnsetType, Meta(description="Of a beam: the sum / length ** length_penalty.")
+    ] = UNSET
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """What all replies of outputs, and all chunks of their streams, begin with."""
+
+    id: str
+    created: int
+    model: str
 
 
 class ScoredToken(msgspec.Struct):

@@ -17,10 +17,15 @@ class Listening:
     """Where the server listens, and how long it takes to stop."""
 
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any that is free
-    drain_seconds: float = 30.0  # for open requests, after SIGTERM
+    """Address to listen on."""
+    port: int = 8000
+    """0: any that is free."""
+    drain_seconds: float = 30.0
+    """After SIGTERM, how long open requests may take to end."""
     ssl_certfile: str | None = None
+    """Serve HTTPS, with the certificate in this file."""
     ssl_keyfile: str | None = None
+    """The certificate's key."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -35,11 +40,16 @@ class Listening:
 class ConnectionLimits:
     """Limits on connections and on how slow a client may be. Times in seconds."""
 
-    max_connections: int = 16_384  # at once; fewer if the limit of open files is lower
-    header_seconds: float = 20.0  # for the headers of a request, and for a connection's first one
-    body_seconds: float = 30.0  # for a body; more, the more of it has come
-    keep_alive_seconds: float = 30.0  # for a connection between two requests
-    unread_seconds: float = 60.0  # without the client's taking anything of what is sent to it
+    max_connections: int = 16_384
+    """Connections open at once, if open files allow as many; more are refused with 503."""
+    header_seconds: float = 20.0
+    """Timeout for a connection's first request, and for the headers of each."""
+    body_seconds: float = 30.0
+    """Timeout for a body; each 4 KiB of it add a second."""
+    keep_alive_seconds: float = 30.0
+    """Idle time of a connection between two requests before it is closed."""
+    unread_seconds: float = 60.0
+    """A client that reads nothing of its reply for this long is disconnected."""
 
     def __post_init__(self) -> None:
         if self.max_connections < 1:
@@ -54,16 +64,26 @@ class ConnectionLimits:
 class ServerSettings:
     """Options of the API, apart from those of the engine behind it."""
 
-    model_names: tuple[str, ...]  # what clients may call the model; the first is the one reported
-    api_keys: ApiKeys = field(default_factory=ApiKeys)  # empty: no key is needed
+    model_names: tuple[str, ...]
+    """What clients may call the model; the first is the one reported."""
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    """Empty: no key is needed."""
     max_body_bytes: int = 4 * MIB
-    max_prompts: int = 256  # in one request
+    """Largest body."""
+    max_prompts: int = 256
+    """Most prompts in one request."""
     ignore_unknown_fields: bool = False
+    """Ignore fields that octavo does not know, instead of refusing the request."""
     trust_request_chat_template: bool = False
+    """Run chat templates that requests bring along (sandboxed, but they can take long)."""
     cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # names that requests may call the server by; empty: any
+    """Web pages of these origins may call the server; "*": all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may call the server by; empty: any."""
     log_requests: bool = False
-    ping_seconds: float = 15.0  # between keep-alive comments in event streams; 0: none
+    """Also log a line per HTTP request of any kind."""
+    ping_seconds: float = 15.0
+    """Interval of keep-alive comments in event streams; 0: none."""
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
@@ -152,6 +152,11 @@ class EventStream(EventSourceResponse):
         finally:
             self._on_end()
 
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        # The library would open a cancel scope around each event, for a time limit that is not set
+        # here (ConnectionLimits.unread_seconds is that limit): most of what an event costs it.
+        await send(message)
+
 
 def _ping() -> ServerSentEvent:
     return ServerSentEvent(comment="ping", sep="\n")
@@ -159,13 +164,23 @@ def _ping() -> ServerSentEvent:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Do `work`, unless the client goes away: then it is cancelled, and ClientGone raised."""
+    done = await unless(_until_gone(receive), work)
+    if done is None:
+        raise ClientGone
+    return done.result()
+
+
+async def unless(end: Coroutine[Any, Any, object], work: Awaitable[T]) -> asyncio.Future[T] | None:
+    """Do `work` unless `end` comes first: then it is cancelled, and None returned. Raises what
+    `work` raises."""
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_until_gone(receive))
+    watcher = asyncio.ensure_future(end)
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
-        return task.result()
+            return None
+        task.result()
+        return task
     finally:
         watcher.cancel()
         if not task.done():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Response
@@ -154,22 +155,10 @@ def _request(view: RequestView) -> dict[str, Any]:
 
 
 def _event(event: Admitted | Preempted) -> dict[str, Any]:
-    ago = round(time.monotonic() - event.time, 6)
+    values = asdict(event)
+    del values["request_id"]
+    values["event"] = type(event).__name__.lower()
+    values["seconds_ago"] = round(time.monotonic() - values.pop("time"), 6)
     if isinstance(event, Admitted):
-        return {
-            "event": "admitted",
-            "seconds_ago": ago,
-            "num_tokens": event.num_tokens,
-            "num_hit_tokens": event.num_hit_tokens,
-            "lookup_end": event.lookup_end,
-            "explanation": LOOKUP_ENDS.get(event.lookup_end, event.lookup_end),
-            "num_free_blocks": event.num_free_blocks,
-        }
-    return {
-        "event": "preempted",
-        "seconds_ago": ago,
-        "mode": event.mode,
-        "num_blocks": event.num_blocks,
-        "num_tokens": event.num_tokens,
-        "cost_seconds": event.cost_seconds,
-    }
+        values["explanation"] = LOOKUP_ENDS.get(event.lookup_end, event.lookup_end)
+    return values

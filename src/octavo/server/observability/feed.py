@@ -60,7 +60,7 @@ class Viewer:
         if info is not self._info:
             self._info = info
             self._requests, self._tables, self._cached, self._pins = {}, {}, None, None
-            greeting = _sse("hello", _hello(info))
+            greeting = _sse("hello", {"version": __version__, **msgspec.structs.asdict(info)})
         snapshot = self.snapshot
         if snapshot is None:
             return greeting + _sse("lost", {})
@@ -68,7 +68,7 @@ class Viewer:
             "time": time.time(),
             "counts": _counts(snapshot),
             "totals": _totals(counters),
-            "latency": _latency(metrics),
+            "latency": metrics.latency_counts(),
             "requests": self._changed_requests(snapshot),
             "gone": self._gone(snapshot),
             "events": self._new_events(),
@@ -279,23 +279,6 @@ def _totals(counters: Counters) -> dict[str, int]:
         "computed_tokens": counters.num_computed_tokens,
         "lookup_tokens": counters.num_lookup_tokens,
         "hit_tokens": counters.num_hit_tokens,
-    }
-
-
-def _latency(metrics: Metrics) -> dict[str, list[Any]]:
-    counts = metrics.latency_counts()
-    return {"bounds": counts.bounds, "ttft": counts.first_token, "itl": counts.inter_token}
-
-
-def _hello(info: EngineInfo) -> dict[str, Any]:
-    return {
-        "model": info.model,
-        "version": __version__,
-        "block_size": info.block_size,
-        "num_blocks": info.num_blocks,
-        "num_swap_blocks": info.num_swap_blocks,
-        "device": info.device,
-        "dtype": info.dtype,
     }
 
 

@@ -82,8 +82,8 @@ class LatencyCounts:
     """How many latencies fell into each bucket; the last is above all bounds. Not cumulative."""
 
     bounds: list[float]
-    first_token: list[int]
-    inter_token: list[int]
+    ttft: list[int]  # time to first token
+    itl: list[int]  # inter-token latency
 
 
 class Metrics(Listener):
@@ -164,7 +164,7 @@ class Metrics(Listener):
                 self._observe("request_prefill_time_seconds", first - admitted)
         self._observe("request_generation_tokens", sum(lengths))
         self._observe("request_max_num_generation_tokens", max(lengths))
-        self._observe("request_params_n", _width(request))
+        self._observe("request_params_n", request.request.width)
         self._observe("request_num_preemptions", output.num_preemptions)
         self._token_times.pop(request.request_id, None)
         reason = output.outputs[0].finish_reason if output.outputs else "abort"
@@ -225,11 +225,6 @@ def metrics_router(metrics: Metrics) -> APIRouter:
         return Response(encode(metrics.registry), media_type=content_type)
 
     return router
-
-
-def _width(request: OpenRequest) -> int:
-    beam = request.request.beam
-    return request.request.n if beam is None else beam.width
 
 
 def _counts(histogram: Histogram) -> list[int]:

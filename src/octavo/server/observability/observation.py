@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from fastapi import APIRouter
 
 from octavo.server.engine_process.client import EngineClient, Listener
@@ -14,7 +12,6 @@ from octavo.server.observability.logs import RequestLog
 from octavo.server.observability.metrics import Metrics, metrics_router
 
 
-@dataclass(slots=True)
 class Observation:
     """Owns the observers of one engine's client.
 
@@ -24,17 +21,10 @@ class Observation:
     ...     app.include_router(router)
     """
 
-    model_name: str
-    metrics: Metrics = field(init=False)
-    lookups: Lookups = field(default_factory=Lookups)
-    log: RequestLog = field(default_factory=RequestLog)
-
-    def __post_init__(self) -> None:
-        self.metrics = Metrics(self.model_name)
-
-    @property
-    def listeners(self) -> list[Listener]:
-        return [self.metrics, self.lookups, self.log]
+    def __init__(self, model_name: str) -> None:
+        self.metrics = Metrics(model_name)
+        self.lookups = Lookups()
+        self.listeners: list[Listener] = [self.metrics, self.lookups, RequestLog()]
 
     def routers(self, client: EngineClient) -> list[APIRouter]:
         """The endpoints, for an app whose gate checks API keys. Call this once per client."""

@@ -75,16 +75,10 @@ class EngineTotals(Collector):
 
     def _engine_info(self) -> Metric:
         info = self._client.info
-        values = {
-            "block_size": info.block_size,
-            "num_blocks": info.num_blocks,
-            "num_swap_blocks": info.num_swap_blocks,
-            "enable_prefix_caching": info.enable_prefix_caching,
-            "policy": info.policy,
-            "dtype": info.dtype,
-            "device": info.device,
-            "max_model_len": info.max_model_len,
-        }
+        names = (
+            *("block_size", "num_blocks", "num_swap_blocks", "enable_prefix_caching"),
+            *("policy", "dtype", "device", "max_model_len"),
+        )
         family = InfoMetricFamily("octavo_cache_config", "The KV cache.", labels=LABELS)
-        family.add_metric(self._labels, {key: str(value) for key, value in values.items()})
+        family.add_metric(self._labels, {name: str(getattr(info, name)) for name in names})
         return family

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 
 from octavo.core.step import TokenLogprobs
 from octavo.errors import InvalidRequest
@@ -16,20 +16,21 @@ from octavo.server.engine_process.client import RequestStream
 from octavo.server.http.bodies import Integer, Refused
 from octavo.server.http.context import Context
 from octavo.server.http.conversations import Messages, conversation_prompt
-from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order
+from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order, note_end
 from octavo.server.http.errors import refused
 from octavo.server.http.generation import GenerationBody, NonNegative, Params, generation_params
 from octavo.server.http.replies import (
-    FINISH,
-    STOPPED_BY,
     ChatTokenLogprob,
-    FinishReason,
+    Choice,
     PromptLogprobs,
+    Reply,
     Usage,
 )
 from octavo.server.http.schema import documented
 
 router = APIRouter(tags=["OpenAI"])
+
+ChoiceT = TypeVar("ChoiceT", bound=Choice)
 
 # What the engine calls a field -> what a chat calls it.
 CLIENT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
@@ -89,22 +90,13 @@ class AssistantMessage(msgspec.Struct):
     refusal: None = None
 
 
-class ChatChoice(msgspec.Struct, kw_only=True):
-    index: int
+class ChatChoice(Choice, kw_only=True):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: Annotated[FinishReason | None, Meta(description=FINISH)]
-    stop_reason: Annotated[int | str | None, Meta(description=STOPPED_BY)] = None
-    token_ids: list[int] | UnsetType = UNSET
-    cumulative_logprob: float | UnsetType = UNSET
-    score: float | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    id: str
+class ChatCompletion(Reply, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -116,22 +108,14 @@ class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    index: int
+class ChatChunkChoice(Choice, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    cumulative_logprob: float | UnsetType = UNSET
-    score: float | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, kw_only=True):
-    id: str
+class ChatChunk(Reply, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -187,13 +171,7 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         [output] = outputs
         [stream] = self.streams
         choices = [self._whole_choice(i, each) for i, each in enumerate(in_order(output))]
-        whole = ChatCompletion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            usage=self.usage(),
-        )
+        whole = ChatCompletion(**self.head, choices=choices, usage=self.usage())
         if self.body.return_token_ids:
             whole.prompt_token_ids = stream.prompt_token_ids
         if self.body.prompt_logprobs is not None:
@@ -203,7 +181,7 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         return whole
 
     def chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        chunk = ChatChunk(id=self.id, created=self.created, model=self.model, choices=choices)
+        chunk = ChatChunk(**self.head, choices=choices)
         if self._shows_prompt:
             chunk.prompt_token_ids = self.streams[0].prompt_token_ids
             self._shows_prompt = False
@@ -229,20 +207,8 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
     def beam_choices(self, prompt: int, output: RequestOutput) -> list[ChatChunkChoice]:
         pieces = []
         for index, each in enumerate(in_order(output)):
-            self.num_output_tokens += len(each.token_ids)
-            piece = ChatChunkChoice(
-                index=index,
-                delta=ChatDelta(each.text),
-                finish_reason=finish_reason(each),
-                stop_reason=each.stop_reason,
-                score=UNSET if each.score is None else each.score,
-                cumulative_logprob=UNSET
-                if each.cumulative_logprob is None
-                else each.cumulative_logprob,
-            )
-            if self.body.return_token_ids:
-                piece.token_ids = each.token_ids
-            pieces += [*self._opening(index), piece]
+            piece = ChatChunkChoice(index=index, delta=ChatDelta(each.text))
+            pieces += [*self._opening(index), self._ended(piece, each)]
         return pieces
 
     def _opening(self, index: int) -> list[ChatChunkChoice]:
@@ -253,19 +219,15 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         return [ChatChunkChoice(index=index, delta=ChatDelta("", "assistant"))]
 
     def _whole_choice(self, index: int, output: SequenceOutput) -> ChatChoice:
+        logprobs = self._logprobs(output.logprobs or [])
+        message = AssistantMessage(output.text)
+        return self._ended(ChatChoice(index=index, message=message, logprobs=logprobs), output)
+
+    def _ended(self, choice: ChoiceT, output: SequenceOutput) -> ChoiceT:
         self.num_output_tokens += len(output.token_ids)
-        choice = ChatChoice(
-            index=index,
-            message=AssistantMessage(output.text),
-            logprobs=self._logprobs(output.logprobs or []),
-            finish_reason=finish_reason(output),
-            stop_reason=output.stop_reason,
-        )
         if self.body.return_token_ids:
             choice.token_ids = output.token_ids
-        if output.score is not None:
-            choice.score = output.score
-            choice.cumulative_logprob = output.cumulative_logprob or 0.0
+        note_end(choice, output)
         return choice
 
     def _logprobs(self, scores: list[TokenLogprobs]) -> ChatLogprobs | None:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from octavo.core.step import TokenLogprobs
@@ -17,7 +16,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.client import RequestStream
 from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Refused
 from octavo.server.http.context import Context, context_of
-from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order
+from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order, note_end
 from octavo.server.http.errors import refused
 from octavo.server.http.generation import (
     GenerationBody,
@@ -28,14 +27,7 @@ from octavo.server.http.generation import (
     Texts,
     generation_params,
 )
-from octavo.server.http.replies import (
-    FINISH,
-    STOPPED_BY,
-    CompletionLogprobs,
-    FinishReason,
-    PromptLogprobs,
-    Usage,
-)
+from octavo.server.http.replies import Choice, CompletionLogprobs, PromptLogprobs, Reply, Usage
 from octavo.server.http.schema import documented
 from octavo.server.http.token_texts import CompletionScores, joined
 
@@ -73,28 +65,15 @@ class CompletionBody(GenerationBody):
     )
 
 
-class CompletionChoice(msgspec.Struct, kw_only=True):
-    index: int
+class CompletionChoice(Choice, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: Annotated[FinishReason | None, Meta(description=FINISH)] = None
-    stop_reason: Annotated[int | str | None, Meta(description=STOPPED_BY)] = None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    cumulative_logprob: Annotated[
-        float | UnsetType, Meta(description="Of a beam: the sum of its logprobs.")
-    ] = UNSET
-    score: Annotated[
-        float | UnsetType, Meta(description="Of a beam: the sum / length ** length_penalty.")
-    ] = UNSET
 
 
-class Completion(msgspec.Struct, kw_only=True):
-    id: str
+class Completion(Reply, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
 
@@ -166,7 +145,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         return whole
 
     def chunk(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(id=self.id, created=self.created, model=self.model, choices=choices)
+        return Completion(**self.head, choices=choices)
 
     def delta_choices(self, prompt: int, delta: SequenceDelta) -> list[CompletionChoice]:
         index = prompt * self.num_samples + delta.index
@@ -187,11 +166,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
     def _whole_choice(self, prompt: int, place: int, output: SequenceOutput) -> CompletionChoice:
         index = prompt * self.num_samples + place
         choice = self._choice(index, prompt, output.text, output.token_ids, output.logprobs or [])
-        choice.finish_reason = finish_reason(output)
-        choice.stop_reason = output.stop_reason
-        if output.score is not None:
-            choice.score = output.score
-            choice.cumulative_logprob = output.cumulative_logprob or 0.0
+        note_end(choice, output)
         if self.body.prompt_logprobs is not None:
             scores = self.streams[prompt].prompt_logprobs or []
             choice.prompt_logprobs = self.texts.prompt_logprobs(scores, self.body.prompt_logprobs)
