@@ -254,7 +254,12 @@ def measure_small_ops(rounds: int) -> Times:
             gate_up = (torch.randn(tokens, 2 * inner).to(dtype),)
             cases: list[tuple[str, Callable[..., object], Callable[..., object], Any]] = [
                 ("add, RMS norm", cpu_ops.add_rms_norm, plain_add_rms_norm, norm),
-                ("SiLU, mul", cpu_ops.silu_mul, plain_silu_mul, gate_up),
+                (
+                    "SiLU, mul",
+                    partial(cpu_ops.apply_gate, epilogue=Epilogue.SILU_MUL),
+                    plain_silu_mul,
+                    gate_up,
+                ),
             ]
             for op, ours, plain, args in cases:
                 results[f"{op} {model} {name}, {tokens} tokens"] = {

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from gpu_harness import copy_bandwidth, device_seconds, report
 from torch import Tensor
 
-from octavo.ops.cuda.activation import silu_mul
+from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.linear import linear, linear_partial
 from octavo.ops.cuda.norm import layer_norm, rms_norm
 from octavo.ops.cuda.sampling import DeviceDraws, sample
@@ -171,7 +171,7 @@ class Layers:
 
     def times(self) -> list[float]:
         """Microseconds per layer: [octavo, cuBLAS with octavo's norms, with torch's norms]."""
-        cublas = partial(self._cublas, self._norm, silu_mul)
+        cublas = partial(self._cublas, self._norm, partial(apply_gate, epilogue=Epilogue.SILU_MUL))
         cublas_and_torch = partial(self._cublas, self._torch_norm, self._torch_silu_mul)
         return [self.octavo_time(), *map(self._time, (cublas, cublas_and_torch))]
 

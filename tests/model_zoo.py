@@ -61,6 +61,8 @@ _OPT = {
     "pad_token_id": 2,
 }
 
+_PARTIAL_ROTARY = {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+
 # name -> (transformers' prefix of the classes, fields of the configuration)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -122,6 +124,62 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "smollm3": (
+        "SmolLM3",
+        {**_LLAMA, "num_hidden_layers": 4, "num_key_value_heads": 2, "no_rope_layer_interval": 2},
+    ),
+    "granite": (
+        "Granite",
+        {
+            **_LLAMA,
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "starcoder2": (
+        "Starcoder2",
+        {**_LLAMA, "num_key_value_heads": 2, "sliding_window": SLIDING_WINDOW},
+    ),
+    "stablelm": ("StableLm", {**_LLAMA, "num_key_value_heads": 2, **_PARTIAL_ROTARY}),
+    "stablelm-parallel": (
+        "StableLm",
+        {
+            **_LLAMA,
+            **_PARTIAL_ROTARY,
+            "num_key_value_heads": 4,
+            "use_parallel_residual": True,
+            "use_qkv_bias": True,
+        },
+    ),
+    "seed_oss": (
+        "SeedOss",
+        {**_LLAMA, "num_key_value_heads": 2, "head_dim": 16, "attention_out_bias": True},
+    ),
+    "exaone4": (
+        "Exaone4",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "sliding_window": SLIDING_WINDOW,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
+    "gpt_neox": ("GPTNeoX", {**_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}),
 }
 NAMES = tuple(MODELS)
 
@@ -203,7 +261,7 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(1 + 0.3 * values if is_scale else 0.05 * values)
             elif "wpe" in name or "embed_positions" in name:
                 parameter.copy_(values * 0.7)
-            elif "wte" in name or "embed_tokens" in name:
+            elif any(table in name for table in ("wte", "embed_tokens", "embed_in")):
                 parameter.copy_(values * 0.35)
             else:  # [out, in], or GPT-2's [in, out]; near enough for scale
                 if "fc2" in name:  # else what ReLU leaves, being positive, drowns the tokens

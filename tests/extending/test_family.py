@@ -15,7 +15,7 @@ import model_zoo
 from octavo import LLM, SamplingParams
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
-from octavo.models.families.common import read_gated_decoder
+from octavo.models.families.common import read_rotary_decoder
 from octavo.models.family import Family, WeightNames
 from octavo.models.registry import FAMILIES, read_model_config
 
@@ -24,7 +24,7 @@ PROMPT = model_zoo.random_token_ids(40)
 
 def read(config: Fields) -> ModelDescription:
     """Every other layer has a window and other rotary frequencies."""
-    description = read_gated_decoder(config)
+    description = read_rotary_decoder(config)
     (rotary,) = description.rotaries
     even = description.layers[0]
     odd = replace(even, attention=replace(even.attention, rotary=1, window=8))

@@ -20,7 +20,7 @@ from octavo.json_fields import Fields
 from octavo.layers.config import LinearConfig
 from octavo.layers.linear import PlainLinear, make_linear
 from octavo.models.config import ModelDescription
-from octavo.models.families.common import read_gated_decoder
+from octavo.models.families.common import read_rotary_decoder
 from octavo.models.registry import FAMILIES
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.registry import LINEAR_METHODS
@@ -46,7 +46,7 @@ class Int8Linear(PlainLinear):
 
 def read(config: Fields) -> ModelDescription:
     """Llama with 8-bit projections."""
-    description = read_gated_decoder(config)
+    description = read_rotary_decoder(config)
     layers = tuple(
         replace(
             layer,

@@ -22,11 +22,10 @@ from octavo.errors import ModelError, OutOfMemory
 from octavo.json_fields import Fields
 from octavo.layers.rotary import rotary_table
 from octavo.models.loader import build_model, load_weights
-from octavo.models.registry import read_model_config
+from octavo.models.registry import OWN_FAMILIES, read_model_config
 from octavo.ops.communicator import SingleRank
 
 CPU = torch.device("cpu")
-FAMILIES = ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3")
 LONG_INTEGER = "an integer of 5,000 digits"  # which json.dumps would not write
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 1.5, 10**9, 10**400, 1e308, 1e-320, LONG_INTEGER),
@@ -83,7 +82,7 @@ def changes(fields: dict[str, Any], names: set[str]) -> Iterator[tuple[str, Any,
             yield name, value, fields | {name: value}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OWN_FAMILIES)
 def test_every_field_of_config(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

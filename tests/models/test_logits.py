@@ -170,6 +170,13 @@ def test_declared_layers(name: str) -> None:
     assert tuple(layer.window for layer in layers) == config.layer_windows
 
 
+@pytest.mark.parametrize("name", model_zoo.NAMES)
+def test_num_parameters(name: str) -> None:
+    reference = model_zoo.reference_model(name)
+    counts = [parameter.numel() for parameter in reference.parameters()]  # tied ones once
+    assert read_model_config(model_zoo.model_directory(name)).num_parameters() == sum(counts)
+
+
 def test_declared_windows() -> None:
     for name, windows in {"llama": {None}, "mistral": {20}, "qwen2": {None, 20}}.items():
         config = read_model_config(model_zoo.model_directory(name))

@@ -492,7 +492,7 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (GPT2, {"dtype": ["float32"]}, "dtype is .*; octavo serves float32"),
         (OPT_350M, {"enable_bias": "no"}, "enable_bias is 'no'; it must be true or false"),
         (LLAMA_2_7B, {"hidden_size": None}, "config.json has no hidden_size"),
-        (LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; octavo knows silu"),
+        (LLAMA_2_7B, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; octavo knows gelu_p"),
         (LLAMA_2_7B, {"num_key_value_heads": 5}, "num_key_value_heads is 5; it must divide"),
         (LLAMA_2_7B, {"head_dim": 63}, "rotary embedding needs an even head_dim, not 63"),
         (LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; octavo does"),

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops.cpu import row_ops
+from octavo.ops.epilogue import Epilogue
 from octavo.ops.norm import Affine
 
 EPS = 1e-5
@@ -40,7 +41,12 @@ def test_operations_are_those_of_torch(dtype: torch.dtype, num_tokens: int) -> N
 
     gate_up = 20 * torch.randn(num_tokens, 2 * 1000).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
-    torch.testing.assert_close(row_ops.silu_mul(gate_up).float(), F.silu(gate) * up, **close)
+    for epilogue, activated in (
+        (Epilogue.SILU_MUL, F.silu(gate)),
+        (Epilogue.GELU_TANH_MUL, F.gelu(gate, approximate="tanh")),
+    ):
+        result = row_ops.apply_gate(gate_up, epilogue)
+        torch.testing.assert_close(result.float(), activated * up, **close)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -104,11 +110,17 @@ def test_heads_of_a_fused_projection_are_normalised(dtype: torch.dtype) -> None:
 def test_a_row_does_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     x, weight = torch.randn(300, 2000).to(dtype), torch.randn(2000).to(dtype)
     assert torch.equal(row_ops.rms_norm(x[7:8], weight, EPS), row_ops.rms_norm(x, weight, EPS)[7:8])
-    assert torch.equal(row_ops.silu_mul(x[7:8]), row_ops.silu_mul(x)[7:8])
+    for epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_TANH_MUL):
+        one, all_rows = (row_ops.apply_gate(each, epilogue) for each in (x[7:8], x))
+        assert torch.equal(one, all_rows[7:8])
 
 
-def test_nan_and_extremes_pass_through_silu() -> None:
+def test_nan_and_extremes_pass_through_gates() -> None:
     gate = torch.tensor([float("nan"), -1e30, -200.0, 0.0, 200.0, 1e30])
     gate_up = torch.cat((gate, torch.ones(6)))[None]
-    expected = F.silu(gate)[None]
-    torch.testing.assert_close(row_ops.silu_mul(gate_up), expected, equal_nan=True)
+    for epilogue, expected in (
+        (Epilogue.SILU_MUL, F.silu(gate)),
+        (Epilogue.GELU_TANH_MUL, F.gelu(gate, approximate="tanh")),
+    ):
+        result = row_ops.apply_gate(gate_up, epilogue)[0]
+        torch.testing.assert_close(result, expected, equal_nan=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.ops.cuda import linear as cuda_linear
 from octavo.ops.cuda.linear import linear, linear_partial
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
-from octavo.ops.epilogue import Epilogue
+from octavo.ops.epilogue import Epilogue, apply_epilogue
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -21,12 +21,7 @@ SHARED_MEMORY = 227 << 10  # bytes of a multiprocessor
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
     y = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    if epilogue == Epilogue.RELU:
-        return y.relu()
-    if epilogue == Epilogue.SILU_MUL:
-        gate, up = y.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    return y
+    return apply_epilogue(y, epilogue)
 
 
 def operands(
@@ -45,7 +40,7 @@ def assert_close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert error < TOLERANCE[dtype], float(error)
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU, Epilogue.SILU_MUL])
+@pytest.mark.parametrize("epilogue", Epilogue)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_rows", "size"), [(6, 48), (34, 1100)])
 def test_one_token(
@@ -148,7 +143,7 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("num_tokens", [1, 5, 31, 128])
-    @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU, Epilogue.SILU_MUL])
+    @pytest.mark.parametrize("epilogue", Epilogue)
     @pytest.mark.parametrize(("num_rows", "size"), [(64, 64), (198, 320), (1026, 1536), (40, 100)])
     def test_other_shapes(
         self,

@@ -101,6 +101,14 @@ class NormConfig:
         return 2 * self.size if self.kind == "layer" and self.bias else self.size
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingScale:
+    """What token embeddings are multiplied by; perhaps rounded to the model's dtype before."""
+
+    factor: float
+    is_rounded: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
     """One layer's attention with its projections."""

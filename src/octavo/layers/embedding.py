@@ -9,22 +9,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
-from octavo.layers.config import LinearConfig
+from octavo.layers.config import EmbeddingScale, LinearConfig
 from octavo.layers.linear import PlainLinear
 from octavo.ops.communicator import Communicator
 from octavo.parallel import WHOLE, Shard
 
 
 class Embedding(WeightOwner):
-    """Owns a table of vectors: [num_rows, size], or a shard of its rows, padded."""
+    """Owns a table of vectors: [num_rows, size], or a shard of its rows, padded.
 
-    def __init__(self, num_rows: int, size: int, shard: Shard = WHOLE) -> None:
+    They are perhaps scaled when they are read.
+    """
+
+    def __init__(
+        self, num_rows: int, size: int, shard: Shard = WHOLE, scale: EmbeddingScale | None = None
+    ) -> None:
         super().__init__()
         self.num_rows = num_rows
         self.shard = shard
         held = shard.padded(num_rows)
         self.start = shard.rank * held  # the first row that this rank holds
         self.weight = nn.Parameter(torch.empty(held, size), requires_grad=False)
+        self.scale = scale
+        self._factor = 1.0 if scale is None else scale.factor
 
     def targets(self, names: Sequence[str]) -> WeightTargets:
         """See WeightOwner.targets."""
@@ -34,14 +41,21 @@ class Embedding(WeightOwner):
         target = WeightTarget((self.num_rows, size), (WeightSlice(self.weight, index),))
         return {f"{name}.weight": target}
 
+    def finalize(self) -> None:
+        """See WeightOwner.finalize."""
+        if self.scale is not None and self.scale.is_rounded:
+            self._factor = float(torch.tensor(self.scale.factor, dtype=self.weight.dtype))
+
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [num_tokens] -> [num_tokens, size]; of a shard, 0 for rows that others hold."""
         if self.shard.size == 1:
-            return F.embedding(ids, self.weight)
-        places = ids - self.start
-        is_elsewhere = (places < 0) | (places >= self.weight.shape[0])
-        vectors = F.embedding(places.masked_fill(is_elsewhere, 0), self.weight)
-        return vectors.masked_fill_(is_elsewhere.unsqueeze(-1), 0)
+            vectors = F.embedding(ids, self.weight)
+        else:
+            places = ids - self.start
+            is_elsewhere = (places < 0) | (places >= self.weight.shape[0])
+            vectors = F.embedding(places.masked_fill(is_elsewhere, 0), self.weight)
+            vectors.masked_fill_(is_elsewhere.unsqueeze(-1), 0)
+        return vectors if self.scale is None else vectors.mul_(self._factor)
 
 
 class PositionEmbedding(Embedding):
@@ -59,12 +73,19 @@ class PositionEmbedding(Embedding):
 class LMHead(nn.Module):
     """Owns the projection to the vocabulary, or shares the token embedding's table for it."""
 
-    def __init__(self, config: LinearConfig, vocab_size: int, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        config: LinearConfig,
+        vocab_size: int,
+        communicator: Communicator,
+        softcap: float | None = None,
+    ) -> None:
         """`config`: of this rank's part of the vocabulary."""
         super().__init__()
         self.linear = PlainLinear(config)
         self.vocab_size = vocab_size
         self.communicator = communicator
+        self.softcap = softcap
 
     def tie(self, embedding: Embedding) -> None:
         """Use the embedding's table; called before weights are loaded."""
@@ -73,8 +94,20 @@ class LMHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[num_rows, size] -> logits [num_rows, vocab_size], float32; on a GPU in its dtype."""
         logits = self.linear.forward(hidden)
+        logits = self.linear.forward(hidden)
         logits = logits if logits.device.type == "cuda" else logits.float()
+        if self.softcap is not None:
+            logits = _soft_cap(logits, self.softcap)
         if self.communicator.shard.size == 1:
             return logits
         parts = self.communicator.all_gather(logits)
         return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size]
+
+
+def _soft_cap(logits: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(logits / softcap), written into logits."""
+    if logits.device.type == "cuda":
+        from octavo.ops.cuda.activation import soft_cap
+
+        return soft_cap(logits, softcap)
+    return logits.div_(softcap).tanh_().mul_(softcap)

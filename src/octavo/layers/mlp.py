@@ -14,7 +14,10 @@ PLAIN_EPILOGUES: dict[Activation, Epilogue] = {
     "gelu_tanh": Epilogue.GELU_TANH,
     "silu": Epilogue.SILU,
 }
-GATED_EPILOGUES: dict[Activation, Epilogue] = {"silu": Epilogue.SILU_MUL}
+GATED_EPILOGUES: dict[Activation, Epilogue] = {
+    "silu": Epilogue.SILU_MUL,
+    "gelu_tanh": Epilogue.GELU_TANH_MUL,
+}
 
 
 class DenseMLP(nn.Module):

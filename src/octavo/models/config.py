@@ -15,6 +15,7 @@ from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import (
     AttentionConfig,
+    EmbeddingScale,
     LinearConfig,
     MLPConfig,
     NormConfig,
@@ -22,15 +23,25 @@ from octavo.layers.config import (
 )
 from octavo.parallel import WHOLE, Shard
 
-NormPlacement = Literal["pre", "post"]
+NormPlacement = Literal["pre", "post", "branch", "around", "parallel", "twin"]
+# How many norms a layer has.
+NUM_NORMS: dict[NormPlacement, int] = {
+    **{"pre": 2, "post": 2, "branch": 2, "around": 4},
+    **{"parallel": 1, "twin": 2},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """Attention and a feed-forward block, each with a norm.
+    """Attention and a feed-forward block, with norms.
 
-    norm_placement: "pre" normalises the input of each block; "post" normalises the residual stream
-    after each block (OPT-350m).
+    Each block adds its result to the residual stream. norm_placement says what is normalised:
+        "pre": each block's input (Llama).
+        "post": the residual stream after each block (OPT-350m).
+        "branch": each block's result before it is added (OLMo 2).
+        "around": each block's input, and its result before it is added (Gemma).
+        "parallel": the input of both blocks, which are computed side by side (GPT-J).
+        "twin": the same, by a norm for each block (GPT-NeoX).
     kv_spec: which tokens' KV the layer keeps, at least those that the attention's window reads;
     None: exactly those.
     """
@@ -48,7 +59,7 @@ class LayerConfig:
     @property
     def num_parameters(self) -> int:
         blocks = self.attention.num_parameters + self.mlp.num_parameters
-        return blocks + 2 * self.norm.num_parameters
+        return blocks + NUM_NORMS[self.norm_placement] * self.norm.num_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +82,19 @@ class ModelDescription:
     positions: PositionTable | None = None
     final_norm: NormConfig | None
     embedding_size: int | None = None  # None: hidden_size; OPT-350m projects its embeddings to it
+    embedding_scale: EmbeddingScale | None = None
+    embedding_norm: NormConfig | None = None
     tied_embeddings: bool = False
+    head_bias: bool = False
+    logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     shard: Shard = WHOLE  # which part of the model the layers describe
 
     def __post_init__(self) -> None:
         attentions = [layer.attention for layer in self.layers]
         kv_shapes = {(attention.num_kv_heads, attention.head_dim) for attention in attentions}
         assert len(kv_shapes) == 1, "blocks of the KV cache have one shape in all layers"
+        placements = {layer.norm_placement for layer in self.layers}
+        assert len(placements) == 1, "a layer takes what the one before it returns"
         layers = tuple(_within_context(layer, self.max_model_len) for layer in self.layers)
         object.__setattr__(self, "layers", layers)
         _check_kv_specs(layers, self.max_model_len)
@@ -139,6 +156,7 @@ class ModelDescription:
         return LinearConfig(
             self.embedding_size or self.hidden_size,
             (rows,),
+            self.head_bias,
             out_shards=(self.shard,),
             padding=rows * self.shard.size - self.vocab_size,
         )
@@ -153,11 +171,14 @@ class ModelDescription:
     def num_lookup_parameters(self) -> int:
         """Parameters of tables of which a step reads only the rows of its tokens and positions."""
         positions = 0 if self.positions is None else self.positions.num_rows * self.hidden_size
-        return positions + (0 if self.tied_embeddings else self.head.num_parameters)
+        if self.tied_embeddings:
+            return positions
+        return positions + self.vocab_size * self.head.in_features
 
     def num_parameters(self) -> int:
         """Weights in the model, from the declared shapes alone; tied embeddings count once."""
-        parts = (self.head, self.project_in, self.project_out, self.final_norm, *self.layers)
+        norms = (self.embedding_norm, self.final_norm)
+        parts = (self.head, self.project_in, self.project_out, *norms, *self.layers)
         declared = sum(part.num_parameters for part in parts if part is not None)
         return declared + self.num_lookup_parameters()
 

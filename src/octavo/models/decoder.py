@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from octavo.layers.attention import Attention
 from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
 from octavo.layers.linear import make_linear
 from octavo.layers.mlp import make_mlp
-from octavo.layers.norm import add_partial, make_norm
+from octavo.layers.norm import Branches, Norm, add_partial, make_norm
 from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
 from octavo.models.config import LayerConfig, ModelDescription, NormPlacement
@@ -21,11 +22,15 @@ from octavo.ops.communicator import Communicator, Reduction, ReductionSite
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward block, each with a norm."""
+    """Attention and a feed-forward block, with norms."""
 
     passes_partial_sums: ClassVar[bool]
     """Whether `hidden` before and after a layer is a partial sum of this rank's: the norm that
     follows adds up those of all ranks."""
+
+    mlp_norm: Norm
+    branch_norm: Norm | None = None
+    """Normalises what a layer returns; the norm that follows applies it."""
 
     def __init__(
         self,
@@ -39,7 +44,8 @@ class DecoderLayer(nn.Module):
         before_attention, before_mlp = self.reduction_sites(layer_id)
         self.attention_norm = make_norm(config.norm, Reduction(communicator, before_attention))
         self.attention = Attention(config.attention, layer_id, rotary)
-        self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
+        if config.norm_placement != "parallel":
+            self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
         self.mlp = make_mlp(config.mlp)
 
     @staticmethod
@@ -49,16 +55,16 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Branches,
         residual: Tensor | None,
         backend: AttentionBackend,
         indices: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Branches, Tensor | None]:
         """One layer's step.
 
         Args:
             hidden: [num_tokens, hidden_size], still to be added to the residual; perhaps a partial
-                sum of this rank's, and on a GPU perhaps in splits (LinearMethod.forward_partial).
+                sum of this rank's, and perhaps in several tensors (Branches).
             residual: [num_tokens, hidden_size], or None if there is nothing to add to.
             backend: has been given the step's metadata.
             indices: int64, the tokens that go on behind the attention; None: all.
@@ -82,11 +88,11 @@ class PreNormLayer(DecoderLayer):
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Branches,
         residual: Tensor | None,
         backend: AttentionBackend,
         indices: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward."""
         hidden, residual = self.attention_norm.forward(hidden, residual)
         attended = self.attention.forward(hidden, backend)
@@ -95,6 +101,49 @@ class PreNormLayer(DecoderLayer):
         hidden = self.attention.output.forward_partial(attended)
         hidden, residual = self.mlp_norm.forward(hidden, residual)
         return self.mlp.forward(hidden), residual
+
+
+class AroundNormLayer(PreNormLayer):
+    """Each block's result is normalised, too (Gemma 2)."""
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        layer_id: int,
+        rotaries: Sequence[RotaryTable],
+        communicator: Communicator,
+    ) -> None:
+        super().__init__(config, layer_id, rotaries, communicator)
+        self.attention_branch_norm = make_norm(config.norm)
+        self.mlp_norm.follow(self.attention_branch_norm)
+        self.branch_norm = make_norm(config.norm)
+
+
+class BranchNormLayer(DecoderLayer):
+    """Each block's result is normalised, and its input is not (OLMo 2)."""
+
+    passes_partial_sums = False
+
+    @staticmethod
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
+        """See DecoderLayer.reduction_sites."""
+        return ReductionSite.ATTENTION, ReductionSite.MLP
+
+    def forward(
+        self,
+        hidden: Branches,
+        residual: Tensor | None,
+        backend: AttentionBackend,
+        indices: Tensor | None = None,
+    ) -> tuple[Branches, Tensor | None]:
+        """See DecoderLayer.forward; between such layers, hidden is complete and residual None."""
+        assert isinstance(hidden, Tensor)
+        attended = self.attention.forward(hidden, backend)
+        if indices is not None:
+            attended, hidden = attended[indices], hidden[indices]
+        branch = self.attention.output.forward_partial(attended)
+        hidden = self.attention_norm.add_normed(branch, hidden)
+        return self.mlp_norm.add_normed(self.mlp.forward(hidden), hidden), None
 
 
 class PostNormLayer(DecoderLayer):
@@ -109,12 +158,13 @@ class PostNormLayer(DecoderLayer):
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Branches,
         residual: Tensor | None,
         backend: AttentionBackend,
         indices: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward; between such layers, hidden is complete and residual None."""
+        assert isinstance(hidden, Tensor)
         attended = self.attention.forward(hidden, backend)
         if indices is not None:
             attended, hidden = attended[indices], hidden[indices]
@@ -124,7 +174,60 @@ class PostNormLayer(DecoderLayer):
         return hidden, None
 
 
-LAYERS: dict[NormPlacement, type[DecoderLayer]] = {"pre": PreNormLayer, "post": PostNormLayer}
+class ParallelLayer(DecoderLayer):
+    """Both blocks read the same input, normalised by one norm (GPT-J)."""
+
+    passes_partial_sums = True
+
+    @staticmethod
+    def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
+        """See DecoderLayer.reduction_sites; one per layer, of both blocks, at alternating sites."""
+        if layer_id == 0:
+            return ReductionSite.EMBEDDING, ReductionSite.EMBEDDING
+        site = ReductionSite.MLP if layer_id % 2 else ReductionSite.ATTENTION
+        return site, site
+
+    def forward(
+        self,
+        hidden: Branches,
+        residual: Tensor | None,
+        backend: AttentionBackend,
+        indices: Tensor | None = None,
+    ) -> tuple[Branches, Tensor | None]:
+        """See DecoderLayer.forward."""
+        hidden, mlp_hidden, residual = self._normalise(hidden, residual)
+        attended = self.attention.forward(hidden, backend)
+        if indices is not None:
+            attended, mlp_hidden = attended[indices], mlp_hidden[indices]
+            residual = residual[indices]
+        branch = self.attention.output.forward_partial(attended)
+        return (branch, self.mlp.forward(mlp_hidden)), residual
+
+    def _normalise(
+        self, hidden: Branches, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The input of each block, and the residual."""
+        hidden, residual = self.attention_norm.forward(hidden, residual)
+        return hidden, hidden, residual
+
+
+class TwinNormLayer(ParallelLayer):
+    """Both blocks read the same input, each normalised by a norm of its own (GPT-NeoX)."""
+
+    def _normalise(
+        self, hidden: Branches, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attention_norm.forward_twice(hidden, residual, self.mlp_norm)
+
+
+LAYERS: dict[NormPlacement, type[DecoderLayer]] = {
+    "pre": PreNormLayer,
+    "post": PostNormLayer,
+    "branch": BranchNormLayer,
+    "around": AroundNormLayer,
+    "parallel": ParallelLayer,
+    "twin": TwinNormLayer,
+}
 
 
 class Decoder(CausalLM):
@@ -139,7 +242,13 @@ class Decoder(CausalLM):
         rotaries = [rotary_table(each, config.max_model_len, device) for each in config.rotaries]
         hidden_size, positions = config.hidden_size, config.positions
         project_in, project_out, norm = config.project_in, config.project_out, config.final_norm
-        self.embedding = Embedding(config.vocab_size, config.head.in_features, config.shard)
+        self.embedding = Embedding(
+            config.vocab_size, config.head.in_features, config.shard, config.embedding_scale
+        )
+        self.embedding_norm: Norm | None = None
+        if config.embedding_norm is not None:
+            reduction = Reduction(communicator, ReductionSite.ATTENTION)
+            self.embedding_norm = make_norm(config.embedding_norm, reduction)
         self.positions = (
             None
             if positions is None
@@ -152,12 +261,17 @@ class Decoder(CausalLM):
         ]
         self.attention_layers = [layer.attention.spec for layer in layers]
         self.layers = nn.ModuleList(layers)
-        last = (
-            Reduction(communicator, ReductionSite.MLP) if layers[-1].passes_partial_sums else None
-        )
+        last = None
+        if layers[-1].passes_partial_sums:
+            last = Reduction(communicator, layers[-1].reduction_sites(len(layers))[0])
         self.norm = None if norm is None else make_norm(norm, last)
+        for layer, following in pairwise([*layers, None]):
+            if layer is not None and layer.branch_norm is not None:
+                entry = self.norm if following is None else following.attention_norm
+                assert entry is not None, "nothing adds the last layer's result to the residual"
+                entry.follow(layer.branch_norm)
         self.project_out = None if project_out is None else make_linear(project_out)
-        self.head = LMHead(config.head, config.vocab_size, communicator)
+        self.head = LMHead(config.head, config.vocab_size, communicator, config.logits_softcap)
 
     def forward(
         self,
@@ -167,23 +281,34 @@ class Decoder(CausalLM):
         logits_indices: Tensor | None = None,
     ) -> Tensor:
         """See CausalLM.forward."""
-        # All of this is linear: the ranks' partial sums may be added up behind it.
-        hidden: Tensor = self.embedding.forward(input_ids)
+        hidden: Branches = self._embed(input_ids, positions)
         residual: Tensor | None = None
-        if self.project_in is not None:
-            hidden = self.project_in.forward(hidden)
-        if self.positions is not None and self.communicator.shard.rank == 0:
-            hidden = hidden.add_(self.positions.forward(positions))
         *layers, last = self.layers
-        if not last.passes_partial_sums:
-            hidden = self.communicator.all_reduce(hidden)
         for layer in layers:
             hidden, residual = layer.forward(hidden, residual, attention)
         hidden, residual = last.forward(hidden, residual, attention, logits_indices)
         if self.norm is not None:
             return self.norm.forward(hidden, residual)[0]
+        assert isinstance(hidden, Tensor), "parallel layers are followed by a norm"
         if residual is not None:
             hidden = add_partial(residual, self.communicator.all_reduce(hidden))
+        return hidden
+
+    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer takes."""
+        is_first_rank = self.communicator.shard.rank == 0
+        # All but the norm is linear: the ranks' partial sums may be added up behind it.
+        hidden = self.embedding.forward(input_ids)
+        if self.embedding_norm is not None:
+            hidden, _ = self.embedding_norm.forward(hidden)
+            if not is_first_rank:
+                hidden = torch.zeros_like(hidden)
+        if self.project_in is not None:
+            hidden = self.project_in.forward(hidden)
+        if self.positions is not None and is_first_rank:
+            hidden = hidden.add_(self.positions.forward(positions))
+        if not self.layers[-1].passes_partial_sums:
+            hidden = self.communicator.all_reduce(hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

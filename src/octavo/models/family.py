@@ -28,6 +28,8 @@ class WeightNames:
     prefixes: tuple[str, ...]  # of all names; some checkpoints leave them out
     ignored: tuple[str, ...] = ()  # patterns of tensors that are no weights, without prefixes
     transposed: bool = False  # layers keep projections as [in_features, out_features]
+    # The merged QKV projection has, for each KV head, its queries, its key and its value.
+    qkv_by_head: bool = False
 
     def of(self, path: str) -> tuple[str, ...]:
         """The checkpoint's names, without prefix, of the module at `path` in the model."""
@@ -51,5 +53,6 @@ class Family:
     note: str  # what `octavo models` says of the variants that are served
     read: Callable[[Fields], ModelDescription]  # from config.json; raises ModelError
     weights: WeightNames
-    eos_token_id: int | None = None  # where config.json does not mention it
+    options: frozenset[str] = frozenset()  # of registry.UNSERVED, those that `read` honours
+    eos_token_ids: tuple[int, ...] = ()  # where config.json does not mention them
     model_class: str = "octavo.models.decoder:Decoder"  # a CausalLM; its module is imported late

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from octavo.config import LoadFormat
 from octavo.errors import ModelError, shown
 from octavo.json_fields import read_json
-from octavo.layers.base import WeightOwner, WeightTarget, WeightTargets
+from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
+from octavo.layers.config import AttentionConfig
 from octavo.layers.linear import LinearMethod
 from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM
@@ -127,8 +128,35 @@ def weight_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
         own = module.targets(names.of(path))
         if names.transposed and path.startswith("layers.") and isinstance(module, LinearMethod):
             own = {name: target.transposed() for name, target in own.items()}
+        if names.qkv_by_head and path.endswith(".attention.qkv"):
+            attention = config.layers[0].attention
+            own = {name: _by_head(target, attention) for name, target in own.items()}
         targets |= own
     return targets
+
+
+def _by_head(target: WeightTarget, attention: AttentionConfig) -> WeightTarget:
+    """For a checkpoint that has the queries, the key and the value of each KV head together.
+
+    target: of all queries, then all keys, then all values.
+    """
+    size = attention.head_dim
+    num_heads = attention.num_heads * attention.shard.size
+    num_kv_heads = (target.shape[0] // size - num_heads) // 2
+    per_kv_head = num_heads // num_kv_heads
+    slices = []
+    for part, (rows, *others) in target.slices:
+        for begin in range(rows.start, rows.stop, size):
+            head = begin // size
+            if head < num_heads:
+                kv_head, offset = divmod(head, per_kv_head)
+            else:
+                kind, kv_head = divmod(head - num_heads, num_kv_heads)
+                offset = per_kv_head + kind
+            there = size * (kv_head * (per_kv_head + 2) + offset)
+            here = part[begin - rows.start : begin - rows.start + size]
+            slices.append(WeightSlice(here, (slice(there, there + size), *others)))
+    return WeightTarget(target.shape, tuple(slices))
 
 
 def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:

@@ -13,18 +13,20 @@ from octavo.models.family import Family
 from octavo.registry import Registry
 from octavo.sampling_params import SamplingParams
 
+OWN_FAMILIES = (
+    *("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3"),
+    *("smollm3", "granite", "starcoder2", "stablelm", "seed_oss", "exaone4", "ministral"),
+    *("gpt_neox",),
+)
 FAMILIES: Registry[Family] = Registry(
-    "model_type",
-    {
-        name: f"octavo.models.families.{name}:FAMILY"
-        for name in ("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3")
-    },
+    "model_type", {name: f"octavo.models.families.{name}:FAMILY" for name in OWN_FAMILIES}
 )
 DTYPES = ("float32", "bfloat16", "float16")
 # What generation_config.json may set for requests that do not.
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Options of other families, or of a model's own code, that change the result and leave no trace in
-# the weights, each with the value that turns it off. No answer is better than a wrong one.
+# Options that change the result and leave no trace in the weights, each with the value that turns
+# it off. They are refused unless the family's reader honours them: no answer is better than a wrong
+# one.
 UNSERVED = {
     "is_causal": True,
     "use_bidirectional_attention": False,
@@ -61,7 +63,8 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     family = _family_of(config)
     _refuse_quantised(config)
     for name, harmless in UNSERVED.items():
-        config.refuse(name, harmless)
+        if name not in family.options:
+            config.refuse(name, harmless)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else Fields("", {})
     description = family.read(config)
@@ -102,8 +105,8 @@ def _end_tokens(
 ) -> tuple[int, ...]:
     """The tokens that end a text, without ids that are not in the vocabulary (such as -1)."""
     ends = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
-    if "eos_token_id" not in config.values | generation.values and family.eos_token_id is not None:
-        ends = (family.eos_token_id,)
+    if "eos_token_id" not in config.values | generation.values:
+        ends = family.eos_token_ids
     return tuple(token_id for token_id in ends if 0 <= token_id < vocab_size)
 
 

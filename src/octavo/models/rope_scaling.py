@@ -7,6 +7,7 @@ use are refused, because their author expects them to have an effect.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import ModelError, shown
@@ -35,14 +36,82 @@ _COMMON_FIELDS = {
 
 
 def read_rotary(
-    config: Fields, head_dim: int, max_positions: int, partial: bool = False
+    config: Fields,
+    head_dim: int,
+    max_positions: int,
+    partial: float | None = None,
+    theta: float = 10000.0,
 ) -> RotaryConfig:
     """From rope_parameters (transformers 5), or rope_theta and rope_scaling (before).
 
-    partial: whether the model may rotate less than whole heads (partial_rotary_factor).
+    Args:
+        config: config.json.
+        head_dim: elements of a head.
+        max_positions: max_position_embeddings.
+        partial: the family's default of partial_rotary_factor; None: it rotates whole heads.
+        theta: the family's default of rope_theta.
     """
-    rope = _rope_fields(config)
-    if not partial:
+    return _read(config, _rope_fields(config), head_dim, max_positions, partial, theta)
+
+
+def read_rotaries(
+    config: Fields,
+    head_dim: int,
+    max_positions: int,
+    thetas: Mapping[str, tuple[str, float]],
+) -> tuple[RotaryConfig, ...]:
+    """One rotary embedding per kind of layer, of which only full attention may be scaled.
+
+    Args:
+        config: config.json. Its rope_parameters are an object per kind of layer; before
+            transformers 5, rope_scaling was that of full attention.
+        head_dim, max_positions: see `read_rotary`.
+        thetas: for each kind in layer_types, what older files call its rope_theta, and the family's
+            default.
+
+    Returns:
+        One for each of `thetas`, in their order.
+    """
+    by_kind = config.get("rope_parameters", None)
+    if by_kind is None:
+        return tuple(
+            _read(
+                config,
+                _rope_fields(config)
+                if kind == "full_attention"
+                else Fields(f"{config.where}: {name}", {}),
+                head_dim,
+                max_positions,
+                None,
+                config.number(name, default),
+            )
+            for kind, (name, default) in thetas.items()
+        )
+    config.refuse("rope_scaling", None)
+    if not isinstance(by_kind, dict) or not by_kind.keys() <= thetas.keys():
+        expected = f"it must be an object with one for each kind of layer: {', '.join(thetas)}"
+        raise config.error("rope_parameters", expected)
+    rotaries = []
+    for kind, (name, default) in thetas.items():
+        values = by_kind.get(kind) or {}
+        if not isinstance(values, dict):
+            raise config.error("rope_parameters", f"{kind} in it must be a JSON object")
+        rope = Fields(f"{config.where}: rope_parameters: {kind}", values)
+        theta = config.number(name, default)
+        rotaries.append(_read(config, rope, head_dim, max_positions, None, theta))
+    return tuple(rotaries)
+
+
+def _read(
+    config: Fields,
+    rope: Fields,
+    head_dim: int,
+    max_positions: int,
+    partial: float | None,
+    theta: float,
+) -> RotaryConfig:
+    """Of one object of rotary parameters; `theta` is the default if config.json has none."""
+    if partial is None:
         config.refuse("partial_rotary_factor", 1.0)
         rope.refuse("partial_rotary_factor", 1.0)
     kind = rope.get(rope.either("rope_type", "type"), "default")
@@ -54,8 +123,8 @@ def read_rotary(
         if rope.get(name, None) is not None:
             raise rope.error(name, f"rope_type {kind!r} has no such field")
 
-    dim = _rotary_dim(config, rope, head_dim)
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
+    dim = _rotary_dim(config, rope, head_dim, 1.0 if partial is None else partial)
+    theta = rope.number("rope_theta", config.number("rope_theta", theta))
     original = _original_positions(config, rope, max_positions)
     match kind:
         case "linear" | "dynamic":
@@ -69,11 +138,11 @@ def read_rotary(
     return RotaryConfig(dim, theta)
 
 
-def _rotary_dim(config: Fields, rope: Fields, head_dim: int) -> int:
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int, default: float) -> int:
     """How many elements of a head are rotated."""
     name = "partial_rotary_factor"
     holder = config if rope.get(name, None) is None else rope
-    dim = int(head_dim * holder.number(name, 1.0))
+    dim = int(head_dim * holder.number(name, default))
     if dim % 2 or not 2 <= dim <= head_dim:
         raise holder.error(
             name, f"it must rotate an even number of a head's {head_dim} elements, not {dim}"

@@ -21,11 +21,12 @@ class Epilogue(IntEnum):
     SILU = 3
     GELU = 4
     GELU_TANH = 5  # GELU by its tanh approximation (arXiv:1606.08415, section 2)
+    GELU_TANH_MUL = 6
 
     @property
     def is_gated(self) -> bool:
         """Whether there are two outputs for each result."""
-        return self is Epilogue.SILU_MUL
+        return self in (Epilogue.SILU_MUL, Epilogue.GELU_TANH_MUL)
 
 
 def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
@@ -44,3 +45,6 @@ def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
             return F.gelu(y)
         case Epilogue.GELU_TANH:
             return F.gelu(y, approximate="tanh")
+        case Epilogue.GELU_TANH_MUL:
+            gate, up = y.chunk(2, dim=-1)
+            return F.gelu(gate, approximate="tanh").mul_(up)

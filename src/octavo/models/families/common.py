@@ -7,16 +7,28 @@ spellings.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from octavo.errors import ModelError
 from octavo.json_fields import MAX_COUNT, Fields
-from octavo.layers.config import Activation, AttentionConfig, MLPConfig, NormConfig
-from octavo.models.config import LayerConfig, ModelDescription
+from octavo.layers.config import (
+    Activation,
+    AttentionConfig,
+    MLPConfig,
+    NormConfig,
+    RotaryConfig,
+)
+from octavo.models.config import LayerConfig, ModelDescription, NormPlacement
 from octavo.models.rope_scaling import read_rotary
 
 MAX_LAYERS = 10_000  # a hundred times today's deepest; layers are built before memory is counted
+LAYER_TYPES = ("full_attention", "sliding_attention")
 # Names in config.json, and ours.
-GATED_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
+GATED_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 PLAIN_ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "gelu": "gelu",
@@ -55,33 +67,48 @@ def check_layer_types(config: Fields, window: int | None) -> None:
         raise config.error("layer_types", f"every layer of this family is {expected}")
 
 
-def read_gated_decoder(
-    config: Fields,
-    *,
-    windows: Sequence[int | None] | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    norm_eps: float = 1e-6,
-    partial_rotary: bool = False,
-    head_norms: bool = False,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-) -> ModelDescription:
-    """What Llama and the families after it share: RMS norms, rotary positions, gated MLPs.
+def read_layer_types(config: Fields, default: Sequence[str]) -> list[str]:
+    """layer_types, one of LAYER_TYPES for each layer; `default`: the family's."""
+    layer_types = config.names("layer_types", list(default))
+    if len(layer_types) != len(default) or not set(layer_types) <= set(LAYER_TYPES):
+        expected = f"it must name {len(default)} layers, each one of {', '.join(LAYER_TYPES)}"
+        raise config.error("layer_types", expected)
+    return layer_types
+
+
+def windows_of(config: Fields, layer_types: Sequence[str], window: int | None) -> list[int | None]:
+    """Each layer's window: that of config.json in layers with sliding attention."""
+    if window is None and "sliding_attention" in layer_types:
+        raise config.error("sliding_window", "layer_types has layers with sliding attention")
+    return [window if kind == "sliding_attention" else None for kind in layer_types]
+
+
+def periodic_layer_types(num_layers: int, period: int) -> list[str]:
+    """Full attention in every layer whose number, counted from 1, is a multiple of the period."""
+    return [LAYER_TYPES[(i + 1) % period != 0] for i in range(num_layers)]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of attention."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def read_heads(
+    config: Fields, num_kv_heads: int | None = None, head_dim: int | None = None
+) -> Heads:
+    """hidden_size, num_attention_heads, num_key_value_heads and head_dim.
 
     Args:
         config: config.json.
-        windows: one per layer; None: no layer has a window.
         num_kv_heads: the family's default; None: as many as query heads.
         head_dim: the family's default; None: hidden_size / num_attention_heads.
-        norm_eps: the family's default.
-        partial_rotary: whether the family may rotate a part of each head.
-        head_norms: whether query and key heads are normalised.
-        qkv_bias, output_bias, mlp_bias: whether these projections have biases.
     """
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    num_layers = read_num_layers(config)
     if num_kv_heads is None or "num_key_value_heads" in config.values:  # a null also means heads
         num_kv_heads = heads
     kv_heads = config.count("num_key_value_heads", num_kv_heads)
@@ -94,47 +121,104 @@ def read_gated_decoder(
         head_dim = divided_head_dim(config, hidden, heads)
     else:
         head_dim = config.count("head_dim", head_dim)
+    return Heads(hidden, heads, kv_heads, head_dim)
+
+
+def read_rotary_decoder(
+    config: Fields,
+    *,
+    windows: Sequence[int | None] | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    norm_eps: float = 1e-6,
+    norm: NormConfig | None = None,
+    norm_placement: NormPlacement = "pre",
+    partial_rotary: float | None = None,
+    rope_theta: float = 10000.0,
+    rotaries: Sequence[RotaryConfig] | None = None,
+    rotary_of_layer: Sequence[int | None] | None = None,
+    scale: float | None = None,
+    mlp: MLPConfig | None = None,
+    head_norms: bool = False,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    activation_field: str = "hidden_act",
+    tied_embeddings: bool = False,
+) -> ModelDescription:
+    """Decoders with rotary positions; by default RMS norms and gated MLPs, as Llama has them.
+
+    Args:
+        config: config.json.
+        windows: one per layer; None: no layer has a window.
+        num_kv_heads, head_dim: see `read_heads`.
+        norm_eps: the family's default.
+        norm: of the layers and the last one; None: an RMS norm.
+        norm_placement: see LayerConfig.
+        partial_rotary, rope_theta: see `read_rotary`.
+        rotaries: the model's rotary embeddings; None: one, by `read_rotary`.
+        rotary_of_layer: index of `rotaries` per layer, None: not rotated; None: 0 for all.
+        scale: of the scores; None: head_dim ** -0.5.
+        mlp: None: a gated one.
+        head_norms: whether query and key heads are normalised.
+        qkv_bias, output_bias, mlp_bias: whether these projections have biases.
+        activation_field: what the family calls the activation.
+        tied_embeddings: the family's default of tie_word_embeddings.
+    """
+    heads = read_heads(config, num_kv_heads, head_dim)
+    head_dim = heads.head_dim
+    num_layers = read_num_layers(config)
     if head_dim % 2:
         raise ModelError(f"{config.where}: rotary embedding needs an even head_dim, not {head_dim}")
     positions = config.count("max_position_embeddings")
-    rotary = read_rotary(config, head_dim, positions, partial_rotary)
-    extended = int(rotary.factor * rotary.original_max_positions) if rotary.kind == "yarn" else 0
-    if extended > MAX_COUNT:
-        raise ModelError(f"{config.where}: the extended context has {extended:.3g} positions")
-    eps = config.number("rms_norm_eps", norm_eps)
-    norm = NormConfig("rms", hidden, eps)
-    mlp = MLPConfig(
+    if rotaries is None:
+        rotaries = [read_rotary(config, head_dim, positions, partial_rotary, rope_theta)]
+    if norm is None:
+        eps = config.number("rms_norm_eps", norm_eps)
+        norm = NormConfig("rms", heads.hidden_size, eps)
+    mlp = mlp or MLPConfig(
         kind="gated",
-        hidden_size=hidden,
+        hidden_size=heads.hidden_size,
         intermediate_size=config.count("intermediate_size"),
-        activation=config.choice("hidden_act", GATED_ACTIVATIONS, "silu"),
+        activation=config.choice(activation_field, GATED_ACTIVATIONS, "silu"),
         bias=mlp_bias,
     )
     layers = [
         LayerConfig(
             attention=AttentionConfig(
-                hidden_size=hidden,
-                num_heads=heads,
-                num_kv_heads=kv_heads,
+                hidden_size=heads.hidden_size,
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
                 head_dim=head_dim,
-                scale=head_dim**-0.5,
+                scale=head_dim**-0.5 if scale is None else scale,
                 window=window,
-                rotary=0,
-                head_norm=NormConfig("rms", head_dim, eps) if head_norms else None,
+                rotary=rotary,
+                head_norm=replace(norm, size=head_dim) if head_norms else None,
                 qkv_bias=qkv_bias,
                 output_bias=output_bias,
             ),
             mlp=mlp,
             norm=norm,
+            norm_placement=norm_placement,
         )
-        for window in windows or [None] * num_layers
+        for window, rotary in zip(
+            windows or [None] * num_layers, rotary_of_layer or [0] * num_layers, strict=True
+        )
     ]
     return ModelDescription(
         vocab_size=config.count("vocab_size"),
-        hidden_size=hidden,
-        max_model_len=max(positions, extended),
+        hidden_size=heads.hidden_size,
+        max_model_len=max([positions, *(_extended(config, each) for each in rotaries)]),
         layers=tuple(layers),
-        rotaries=(rotary,),
+        rotaries=tuple(rotaries),
         final_norm=norm,
-        tied_embeddings=config.flag("tie_word_embeddings", False),
+        tied_embeddings=config.flag("tie_word_embeddings", tied_embeddings),
     )
+
+
+def _extended(config: Fields, rotary: RotaryConfig) -> int:
+    """How many positions YaRN extends the context to."""
+    extended = int(rotary.factor * rotary.original_max_positions) if rotary.kind == "yarn" else 0
+    if extended > MAX_COUNT:
+        raise ModelError(f"{config.where}: the extended context has {extended:.3g} positions")
+    return extended

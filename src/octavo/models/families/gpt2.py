@@ -81,5 +81,5 @@ FAMILY = Family(
     note="GPT-2, DistilGPT2 and fine-tunes; learned positions",
     read=read,
     weights=WEIGHTS,
-    eos_token_id=50256,
+    eos_token_ids=(50256,),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
-from octavo.models.families.common import check_layer_types, read_gated_decoder
+from octavo.models.families.common import check_layer_types, read_rotary_decoder
 from octavo.models.family import Family, WeightNames
 
 WEIGHTS = WeightNames(
@@ -33,7 +33,7 @@ def read(config: Fields) -> ModelDescription:
     check_layer_types(config, None)
     bias = config.flag("attention_bias", False)
     mlp_bias = config.flag("mlp_bias", False)
-    return read_gated_decoder(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+    return read_rotary_decoder(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
 
 
 FAMILY = Family(
@@ -42,5 +42,5 @@ FAMILY = Family(
     note="Llama 1, 2, 3.x, TinyLlama, SmolLM; rope default, linear, dynamic, llama3, yarn",
     read=read,
     weights=WEIGHTS,
-    eos_token_id=2,
+    eos_token_ids=(2,),
 )

@@ -7,8 +7,8 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
     check_layer_types,
-    read_gated_decoder,
     read_num_layers,
+    read_rotary_decoder,
     read_window,
 )
 from octavo.models.family import Family
@@ -21,7 +21,7 @@ def read(config: Fields) -> ModelDescription:
     window = read_window(config)
     check_layer_types(config, window)
     windows = [window] * read_num_layers(config)
-    return read_gated_decoder(config, windows=windows, num_kv_heads=8)
+    return read_rotary_decoder(config, windows=windows, num_kv_heads=8)
 
 
 FAMILY = Family(
@@ -30,5 +30,5 @@ FAMILY = Family(
     note="Mistral 7B; sliding window",
     read=read,
     weights=llama.WEIGHTS,
-    eos_token_id=2,
+    eos_token_ids=(2,),
 )

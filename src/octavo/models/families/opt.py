@@ -83,5 +83,5 @@ FAMILY = Family(
     note="OPT 125m to 66b and 350m (its projections and post-norms)",
     read=read,
     weights=WEIGHTS,
-    eos_token_id=2,
+    eos_token_ids=(2,),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
-from octavo.models.families.common import check_layer_types, read_gated_decoder, read_num_layers
+from octavo.models.families.common import check_layer_types, read_num_layers, read_rotary_decoder
 from octavo.models.family import Family, WeightNames
 
 WEIGHTS = WeightNames(
@@ -40,11 +40,11 @@ def read(config: Fields) -> ModelDescription:
     has_window = config.get("sliding_window", None) is not None
     window = config.count("sliding_window") if has_window else None
     check_layer_types(config, window)
-    return read_gated_decoder(
+    return read_rotary_decoder(
         config,
         windows=[window] * read_num_layers(config),
         norm_eps=1e-5,
-        partial_rotary=True,
+        partial_rotary=1.0,
     )
 
 
@@ -54,5 +54,5 @@ FAMILY = Family(
     note="Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4 mini; LongRoPE by max_model_len",
     read=read,
     weights=WEIGHTS,
-    eos_token_id=32000,
+    eos_token_ids=(32000,),
 )

@@ -5,10 +5,15 @@ from __future__ import annotations
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import llama
-from octavo.models.families.common import read_gated_decoder, read_num_layers, read_window
+from octavo.models.families.common import (
+    LAYER_TYPES,
+    read_layer_types,
+    read_num_layers,
+    read_rotary_decoder,
+    read_window,
+    windows_of,
+)
 from octavo.models.family import Family
-
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def read(config: Fields) -> ModelDescription:
@@ -16,25 +21,21 @@ def read(config: Fields) -> ModelDescription:
     config.refuse("attention_bias", True)
     config.refuse("mlp_bias", False)
     windows = read_windows(config)
-    return read_gated_decoder(config, windows=windows, num_kv_heads=32, qkv_bias=True)
+    return read_rotary_decoder(config, windows=windows, num_kv_heads=32, qkv_bias=True)
 
 
 def read_windows(config: Fields) -> list[int | None]:
     """A window for every layer from max_window_layers on, or as layer_types says."""
     num_layers = read_num_layers(config)
     window = read_window(config) if config.flag("use_sliding_window", False) else None
-    if config.get("layer_types", None) is None:
-        first = config.get("max_window_layers", 28)
-        if not isinstance(first, int):
-            raise config.error("max_window_layers", "it must be an integer")
-        return [window if i >= first else None for i in range(num_layers)]
-    layer_types = config.names("layer_types", [])
-    if len(layer_types) != num_layers or not set(layer_types) <= _LAYER_TYPES:
-        expected = f"it must name {num_layers} layers, each {sorted(_LAYER_TYPES)}"
-        raise config.error("layer_types", expected)
-    if window is None and "sliding_attention" in layer_types:
+    first = config.get("max_window_layers", 28)
+    if not isinstance(first, int):
+        raise config.error("max_window_layers", "it must be an integer")
+    if window is None and "sliding_attention" in config.names("layer_types", []):
         raise config.error("layer_types", "use_sliding_window and sliding_window set no window")
-    return [window if kind == "sliding_attention" else None for kind in layer_types]
+    slides = [window is not None and i >= first for i in range(num_layers)]
+    layer_types = read_layer_types(config, [LAYER_TYPES[each] for each in slides])
+    return windows_of(config, layer_types, window)
 
 
 FAMILY = Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import llama, qwen2
-from octavo.models.families.common import read_gated_decoder
+from octavo.models.families.common import read_rotary_decoder
 from octavo.models.family import Family
 
 
@@ -13,7 +13,7 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a Qwen3ForCausalLM."""
     config.refuse("mlp_bias", False)
     bias = config.flag("attention_bias", False)
-    return read_gated_decoder(
+    return read_rotary_decoder(
         config,
         windows=qwen2.read_windows(config),
         num_kv_heads=32,

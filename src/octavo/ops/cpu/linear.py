@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.ops.cpu.attention_tiles import TILE_ROWS
 from octavo.ops.cpu.jit import host_has
 from octavo.ops.cpu.linear_kernel import BLOCK, JOB, compile_linear
-from octavo.ops.cpu.row_ops import apply_epilogue, silu_mul
+from octavo.ops.cpu.row_ops import apply_epilogue, apply_gate
 from octavo.ops.cpu.threads import Runner, make_runner
 from octavo.ops.cpu.vectors import LANES
 from octavo.ops.epilogue import Epilogue
@@ -65,8 +65,8 @@ class PackedLinear:
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
-        if epilogue == Epilogue.SILU_MUL and len(x) > GATED_TOKENS:
-            return self._apply_gated(x, bias)
+        if epilogue.is_gated and len(x) > GATED_TOKENS:
+            return self._apply_gated(x, bias, epilogue)
         y = self.apply_partial(x, bias)
         return apply_epilogue(y, epilogue) if epilogue else y
 
@@ -91,7 +91,7 @@ class PackedLinear:
         self._run(addressof(job), threads)
         return output
 
-    def _apply_gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _apply_gated(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """`apply` with SILU_MUL, to a part of the tokens at a time.
 
         y is the largest activation of a step. For all tokens at once it would leave the caches
@@ -100,7 +100,7 @@ class PackedLinear:
         output = torch.empty((len(x), self.out_features // 2), dtype=x.dtype)
         for first in range(0, len(x), GATED_TOKENS):
             part = slice(first, first + GATED_TOKENS)
-            silu_mul(self.apply_partial(x[part], bias), output[part])
+            apply_gate(self.apply_partial(x[part], bias), epilogue, output[part])
         return output
 
 

@@ -28,6 +28,8 @@ NEXT_ROW, SOURCE, SECOND, RESIDUAL, BRANCH_WEIGHT, WEIGHT, BIAS, OUTPUT = range(
 TWIN_WEIGHT, TWIN_BIAS, TWIN_OUTPUT, EPS, TOKENS, HEADS, SIZE, STRIDE, CHUNK = range(8, 17)
 NUM_ARGS = 17
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
+GELU_LINEAR = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
+GELU_CUBIC = np.float32(0.044715 * 1.5957691216057308)
 
 # The sum of a row may be taken in any order, as long as it is always the same.
 sum_jit = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -137,8 +139,12 @@ def _norm(address: int, is_rms: Any, like: Any, wide: Any) -> None:
 
 
 @jit
-def _silu_mul(address: int, like: Any) -> None:
-    """output [tokens, size] = silu(gate) * up for source [tokens, gate and up, size]."""
+def _gate(address: int, is_gelu: Any, like: Any) -> None:
+    """output [tokens, size] = f(gate) * up for source [tokens, gate and up, size].
+
+    f(x) = x / (1 + exp(-t)): SiLU if t is x; GELU's tanh approximation if t is
+    2 sqrt(2 / pi) (x + 0.044715 x^3).
+    """
     args = carray(pointer_to(address, int64), NUM_ARGS)
     size, itemsize = args[SIZE], size_of(like)
     begin = fetch_add(address, args[CHUNK])
@@ -150,8 +156,11 @@ def _silu_mul(address: int, like: Any) -> None:
             output = carray(pointer_to(args[OUTPUT] + r * size * itemsize, like), size)
             for i in range(size):
                 x = to_float(gate[i])
-                small = exp2_nonpositive(abs(x) * MINUS_LOG2_E)
-                upper = x if x >= 0 else x * small
+                t = x
+                if is_gelu:
+                    t = x * (GELU_LINEAR + GELU_CUBIC * x * x)
+                small = exp2_nonpositive(abs(t) * MINUS_LOG2_E)
+                upper = x if t >= 0 else x * small
                 result = upper / (np.float32(1.0) + small) * to_float(up[i])
                 output[i] = from_float(result, like)
         begin = fetch_add(address, args[CHUNK])
@@ -168,12 +177,12 @@ def compile_norm(element: Any, weight_element: Any, is_rms: bool) -> Any:
     return compile_kernel(norm)
 
 
-def compile_silu_mul(element: Any) -> Any:
-    """See compile_rms_norm."""
+def compile_gate(element: Any, is_gelu: bool) -> Any:
+    """See compile_norm."""
     sources = digest_of(cpu_vectors)
 
-    def silu_mul(address):
+    def gate(address):
         sources  # noqa: B018
-        _silu_mul(address, np.empty(0, element))
+        _gate(address, is_gelu, np.empty(0, element))
 
-    return compile_kernel(silu_mul)
+    return compile_kernel(gate)

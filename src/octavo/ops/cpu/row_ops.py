@@ -77,14 +77,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return norm(x, Affine(weight), eps, residual, is_rms=True)[0]
 
 
-def silu_mul(gate_up: Tensor, output: Tensor | None = None) -> Tensor:
-    """silu(gate) * up for gate_up [num_tokens, 2 * size], gate first -> [num_tokens, size].
+def apply_gate(gate_up: Tensor, epilogue: Epilogue, output: Tensor | None = None) -> Tensor:
+    """A gated epilogue of gate_up [num_tokens, 2 * size], gate first -> [num_tokens, size].
 
     Written into `output` if that is given, which is contiguous.
     """
-    kernel = _silu_mul_kernel(gate_up.dtype) if _is_plain(gate_up) else None
+    kernel = _gate_kernel(gate_up.dtype, epilogue) if _is_plain(gate_up) else None
     if kernel is None:
-        result = epilogues.apply_epilogue(gate_up, Epilogue.SILU_MUL)
+        result = epilogues.apply_epilogue(gate_up, epilogue)
         return result if output is None else output.copy_(result)
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     if output is None:
@@ -95,8 +95,8 @@ def silu_mul(gate_up: Tensor, output: Tensor | None = None) -> Tensor:
 
 def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
     """Like `epilogue.apply_epilogue`, with our kernels where they exist."""
-    if epilogue == Epilogue.SILU_MUL:
-        return silu_mul(y)
+    if epilogue.is_gated:
+        return apply_gate(y, epilogue)
     return epilogues.apply_epilogue(y, epilogue)
 
 
@@ -143,9 +143,9 @@ def _norm_kernel(dtype: torch.dtype, weight_dtype: torch.dtype, is_rms: bool) ->
 
 
 @cache
-def _silu_mul_kernel(dtype: torch.dtype) -> Runner | None:
+def _gate_kernel(dtype: torch.dtype, epilogue: Epilogue) -> Runner | None:
     if (element := _element(dtype)) is None:
         return None
-    from octavo.ops.cpu.row_kernels import compile_silu_mul
+    from octavo.ops.cpu.row_kernels import compile_gate
 
-    return make_runner(compile_silu_mul(element))
+    return make_runner(compile_gate(element, epilogue == Epilogue.GELU_TANH_MUL))

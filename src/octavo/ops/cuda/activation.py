@@ -1,4 +1,5 @@
-"""silu(gate) * up as a kernel of its own, where the projection before it cannot do it."""
+"""Elementwise functions as kernels of their own: gated epilogues, where the projection before them
+cannot compute them, and the soft-capping of logits."""
 
 from __future__ import annotations
 
@@ -6,24 +7,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.cuda.epilogues import activate
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
+from octavo.ops.epilogue import Epilogue
 
 BLOCK = 1024
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [num_tokens, 2 * size], gate first -> [num_tokens, size].
+def apply_gate(gate_up: Tensor, epilogue: Epilogue) -> Tensor:
+    """A gated epilogue of gate_up [num_tokens, 2 * size], gate first -> [num_tokens, size].
 
     Computed in float32 and rounded once; rows of gate_up may be strided.
     """
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_tokens, size))
     if num_tokens:
-        _silu_mul_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
+        _gate_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
             gate_up,
             out,
             gate_up.stride(0),
             size,
+            EPILOGUE=int(epilogue),
             BLOCK=BLOCK,
             num_warps=4,
             **launch_options(gate_up.device),
@@ -32,7 +36,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_kernel(
+    gate_up,
+    out,
+    row_stride,
+    size,
+    EPILOGUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     allow_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -41,5 +53,31 @@ def _silu_mul_kernel(gate_up, out, row_stride, size, BLOCK: tl.constexpr, PDL: t
     start = gate_up + row * row_stride + columns
     gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + size, mask=inside, other=0.0).to(tl.float32)
-    value = gate / (1 + tl.exp(-gate)) * up
+    value = activate(gate, EPILOGUE) * up
     tl.store(out + row * size + columns, value.to(out.dtype.element_ty), mask=inside)
+
+
+def soft_cap(logits: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(logits / softcap), written into dense logits, and returned.
+
+    Computed in float32 and rounded once.
+    """
+    assert logits.is_contiguous()
+    size = logits.numel()
+    if size:
+        _soft_cap_kernel[(triton.cdiv(size, BLOCK),)](
+            logits, size, softcap, BLOCK=BLOCK, num_warps=4, **launch_options(logits.device)
+        )
+    return logits
+
+
+@triton.jit(do_not_specialize=["size"])
+def _soft_cap_kernel(logits, size, softcap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    allow_next(PDL)
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wait_previous(PDL)
+    x = tl.load(logits + places, mask=places < size, other=0.0).to(tl.float32) / softcap
+    small = tl.exp(-2 * tl.abs(x))  # at most 1: no overflow
+    magnitude = (1 - small) / (1 + small)
+    value = tl.where(x < 0, -magnitude, magnitude) * softcap
+    tl.store(logits + places, value.to(logits.dtype.element_ty), mask=places < size)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from octavo.ops.cuda.activation import silu_mul
+from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.linear_gemv import linear_one
 from octavo.ops.cuda.linear_table import Tiles, choose_tiles, pays_as_two_splits, pays_in_halves
 from octavo.ops.cuda.pdl import launch_options
@@ -33,7 +33,6 @@ PARTIAL_DTYPE = torch.float32
 _WORKSPACE_BYTES = 32 << 20
 _MAX_TILES = 1 << 14
 _REGISTERS = 65536  # per SM
-_FUSED = (Epilogue.NONE, Epilogue.RELU, Epilogue.SILU_MUL)  # in our kernels
 # cuBLAS's product with bias and ReLU; it has no public name, and a torch may lack the private one.
 _addmm_activation = getattr(torch, "_addmm_activation", None)
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
@@ -68,13 +67,11 @@ def linear(
         x: [num_tokens, in_features], bfloat16, float16 or float32; the last dimension dense.
         weight: [out_features, in_features], dense, of x's dtype.
         bias: [out_features].
-        epilogue: fused into our kernels if they have it, else a kernel of its own.
+        epilogue: fused into our kernels; after cuBLAS's, a kernel of its own.
 
     Returns:
         [num_tokens, out_features], half as wide for a gated epilogue.
     """
-    if epilogue not in _FUSED:
-        return apply_epilogue(linear(x, weight, bias), epilogue)
     num_tokens, size = x.shape
     num_rows = weight.shape[0] // 2 if epilogue.is_gated else weight.shape[0]
     if num_tokens == 1 and _is_dense(x, weight):
@@ -118,12 +115,12 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -
     if epilogue == Epilogue.RELU and bias is not None and _addmm_activation is not None:
         result: Tensor = _addmm_activation(bias, x, weight.t())
         return result
-    if epilogue == Epilogue.SILU_MUL and bias is None and pays_in_halves(len(x), *weight.shape):
-        return silu_mul(_halves(x, weight))
+    if epilogue.is_gated and bias is None and pays_in_halves(len(x), *weight.shape):
+        return apply_gate(_halves(x, weight), epilogue)
     y = F.linear(x, weight, bias)
     if epilogue == Epilogue.RELU:
         return y.relu_()
-    return silu_mul(y) if epilogue == Epilogue.SILU_MUL else y
+    return apply_gate(y, epilogue) if epilogue.is_gated else apply_epilogue(y, epilogue)
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:
@@ -208,6 +205,7 @@ def _launch(
         PARTIAL=is_partial,
         SWAP=tiles.swap,
         EPILOGUE=int(epilogue),
+        GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         EARLY=tiles.early,
         num_warps=tiles.warps,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.cuda.epilogues import RELU, SILU_MUL
+from octavo.ops.cuda.epilogues import activate
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.epilogue import Epilogue
@@ -48,6 +48,7 @@ def linear_one(
         size,
         **shape,
         EPILOGUE=int(epilogue),
+        GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         num_warps=4,
         **launch_options(x.device),
@@ -65,6 +66,7 @@ def _linear_one_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -77,29 +79,28 @@ def _linear_one_kernel(
     places = weight + rows.to(tl.int64)[:, None] * size + columns[None, :]
     up_places = places + num_rows.to(tl.int64) * size
     piece = tl.load(places, mask=inside[None, :], other=0.0)
-    if EPILOGUE == SILU_MUL:
+    if GATED:
         up_piece = tl.load(up_places, mask=inside[None, :], other=0.0)
     wait_previous(PDL)
     values = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
     acc = piece.to(tl.float32) * values
-    if EPILOGUE == SILU_MUL:
+    if GATED:
         up_acc = up_piece.to(tl.float32) * values
     for start in range(BLOCK, size, BLOCK):
         inside = columns < size - start
         piece = tl.load(places + start, mask=inside[None, :], other=0.0)
         values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         acc += piece.to(tl.float32) * values
-        if EPILOGUE == SILU_MUL:
+        if GATED:
             up_piece = tl.load(up_places + start, mask=inside[None, :], other=0.0)
             up_acc += up_piece.to(tl.float32) * values
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         y += tl.load(bias + rows).to(tl.float32)
-    if EPILOGUE == RELU:
-        y = tl.maximum(y, 0.0)
-    if EPILOGUE == SILU_MUL:
+    y = activate(y, EPILOGUE)
+    if GATED:
         up = tl.sum(up_acc, 1)
         if HAS_BIAS:
             up += tl.load(bias + num_rows + rows).to(tl.float32)
-        y = y / (1 + tl.exp(-y)) * up
+        y = y * up
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=is_row)

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda.epilogues import RELU, SILU_MUL
+from octavo.ops.cuda.epilogues import GELU, GELU_TANH, GELU_TANH_MUL, RELU, SILU, SILU_MUL
 
 # Names that changed between Triton 3.6 and 3.9.
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -130,6 +130,24 @@ def _by_token(values, SWAP: gl.constexpr):
 
 
 @gluon.jit
+def _activate(y, EPILOGUE: gl.constexpr):
+    """`activate` of epilogues.py, in Gluon."""
+    if EPILOGUE == RELU:
+        y = gl.maximum(y, 0.0)
+    if EPILOGUE == SILU:
+        y = y / (1 + gl.exp(-y))
+    if EPILOGUE == SILU_MUL:
+        y = y / (1 + gl.exp(-y))
+    if EPILOGUE == GELU:
+        y = 0.5 * y * (1 + gl.erf(y * 0.7071067811865476))
+    if EPILOGUE == GELU_TANH:
+        y = y / (1 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
+    if EPILOGUE == GELU_TANH_MUL:
+        y = y / (1 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
+    return y
+
+
+@gluon.jit
 def _finish(
     acc,
     up,
@@ -139,6 +157,7 @@ def _finish(
     adds_bias,
     SWAP: gl.constexpr,
     EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):
     """Add the bias, apply the epilogue, and store the tile to out [num_tokens, num_rows]."""
@@ -151,13 +170,12 @@ def _finish(
         rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
         shift = gl.load(bias + rows, mask=(rows < num_rows) & adds_bias, other=0.0)
         acc += _by_row(shift.to(gl.float32), SWAP)
-        if EPILOGUE == SILU_MUL:
+        if GATED:
             shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
             up += _by_row(shift.to(gl.float32), SWAP)
-    if EPILOGUE == RELU:
-        acc = gl.maximum(acc, 0.0)
-    if EPILOGUE == SILU_MUL:
-        acc = acc / (1 + gl.exp(-acc)) * up
+    acc = _activate(acc, EPILOGUE)
+    if GATED:
+        acc = acc * up
     # From here on neighbouring threads hold neighbouring rows of W, which are adjacent in out.
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = min(32, ROWS // 8)
@@ -191,6 +209,7 @@ def linear_kernel(
     PARTIAL: gl.constexpr,
     SWAP: gl.constexpr,
     EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
@@ -205,7 +224,6 @@ def linear_kernel(
     """
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    GATED: gl.constexpr = EPILOGUE == SILU_MUL
     BN: gl.constexpr = weight.block_type.shape[0]
     BK: gl.constexpr = weight.block_type.shape[1]
     BM: gl.constexpr = x.block_type.shape[0]
@@ -253,7 +271,7 @@ def linear_kernel(
         if PARTIAL:
             out += split.to(gl.int64) * num_tokens * num_rows
         shape = (token, row, num_tokens, num_rows)
-        _finish(acc, up, bias, out, shape, split == 0, SWAP, EPILOGUE, HAS_BIAS)
+        _finish(acc, up, bias, out, shape, split == 0, SWAP, EPILOGUE, GATED, HAS_BIAS)
     else:
         ROW_AXIS: gl.constexpr = 0 if SWAP else 1
         rows = gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
@@ -278,5 +296,5 @@ def linear_kernel(
                 for i in gl.static_range(1, SPLITS):
                     up += gl.load(base + (SPLITS + i) * SIZE)
             shape = (token, row, num_tokens, num_rows)
-            _finish(acc, up, bias, out, shape, True, SWAP, EPILOGUE, HAS_BIAS)
+            _finish(acc, up, bias, out, shape, True, SWAP, EPILOGUE, GATED, HAS_BIAS)
             gl.store(arrivals + slot, 0)

@@ -1,0 +1,55 @@
+"""Granite 3 (arXiv:2405.04324): a Llama with multipliers.
+
+What each block returns is multiplied by m before it is added to the residual stream. octavo keeps
+the residual stream divided by m instead, for which nothing has to be computed: RMS norms, which are
+all that reads it, do not see a factor, if eps is divided by m squared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.json_fields import Fields
+from octavo.layers.config import EmbeddingScale, NormConfig
+from octavo.models.config import ModelDescription
+from octavo.models.families import llama
+from octavo.models.families.common import check_layer_types, read_rotary_decoder
+from octavo.models.family import Family
+
+OPTIONS = frozenset(
+    {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+)
+
+
+def read(config: Fields) -> ModelDescription:
+    """From config.json of a GraniteForCausalLM."""
+    check_layer_types(config, None)
+    multiplier = config.number("residual_multiplier", 1.0)
+    eps = config.number("rms_norm_eps", 1e-6) / multiplier**2
+    norm = NormConfig("rms", config.count("hidden_size"), eps)
+    bias = config.flag("attention_bias", False)
+    description = read_rotary_decoder(
+        config,
+        norm=norm,
+        scale=config.number("attention_multiplier", 1.0),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias", False),
+    )
+    embedding_scale = config.number("embedding_multiplier", 1.0) / multiplier
+    return replace(
+        description,
+        embedding_scale=EmbeddingScale(embedding_scale),
+        final_norm=replace(norm, multiplier=1 / config.number("logits_scaling", 1.0)),
+    )
+
+
+FAMILY = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    note="Granite 3.x dense; multipliers",
+    read=read,
+    weights=llama.WEIGHTS,
+    options=OPTIONS,
+    eos_token_ids=(2,),
+)
