@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +53,18 @@ class Case:
 
     def alone(self, index: int) -> Case:
         return replace(self, sequences=(self.sequences[index],))
+
+
+def some_scores(case: Case, *features: str) -> ScoreFunction:
+    """A score function whose features, of those in FEATURES, change the case's results a lot."""
+    values = {name: FEATURES[name](case.layer.num_heads) for name in features}
+    return ScoreFunction(2 * case.head_dim**-0.5, **values)
+
+
+# The optional fields of ScoreFunction, each with values for some query heads.
+FEATURES: dict[str, Callable[[int], Any]] = {
+    "softcap": lambda num_heads: 1.5,
+}
 
 
 def rotary_table(rotary_dim: int, device: str = "cpu") -> RotaryTable:

@@ -51,7 +51,7 @@ class CpuBackend:
     not a multiple of 16 work, but cost a copy of each block that is read.
     """
 
-    score_features: frozenset[str] = frozenset()
+    score_features = frozenset({"softcap"})
 
     def __init__(
         self,
@@ -165,7 +165,12 @@ class CpuBackend:
         step["head_dim"] = layer.head_dim
         step["padded_dim"] = -(-layer.head_dim // LANES) * LANES
         step["window"] = 2**40 if layer.window is None else layer.window
-        step["scale"] = layer.scores.scale * LOG2_E  # the kernel's softmax is in powers of 2
+        scores = layer.scores
+        changed = bool(scores.features)
+        step["changes_scores"] = changed
+        step["scale"] = LOG2_E if changed else scores.scale * LOG2_E
+        step["product_scale"] = scores.scale
+        step["softcap"] = scores.softcap or 0
 
 
 def _positions_of(keys: Sequence[Key]) -> dict[Key, list[int]]:

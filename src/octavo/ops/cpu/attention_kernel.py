@@ -16,9 +16,11 @@ import numpy as np
 from numba import carray, int32, int64
 
 from octavo.ops.cpu import attention_blocks as cpu_blocks
+from octavo.ops.cpu import attention_scores as cpu_scores
 from octavo.ops.cpu import attention_tiles as cpu_tiles
 from octavo.ops.cpu import vectors as cpu_vectors
 from octavo.ops.cpu.attention_blocks import SPAN_TOKENS, STEP, locate, rotate, stage, write_token
+from octavo.ops.cpu.attention_scores import change_scores
 from octavo.ops.cpu.attention_tiles import (
     SPAN,
     TILE_ROWS,
@@ -137,6 +139,8 @@ def _attend_span(
         for r in range(rows):
             position = first + (r0 + r) // group
             at = row_base + r0 + r
+            if step.changes_scores:
+                change_scores(step, scratch.scores[r * SPAN_TOKENS : (r + 1) * SPAN_TOKENS])
             maxima[at], decay, total = softmax_row(
                 words, s_address + r * 4 * SPAN_TOKENS, max(0, position - window + 1),
                 position + 1, step.scale, maxima[at],
@@ -253,7 +257,7 @@ def compile_layer(bf16: bool) -> Any:
     words: Any = np.dtype(np.float32)
     if bf16:
         words = np.dtype(np.uint32 if host_has("avx512bf16") else np.int32)
-    sources = digest_of(cpu_blocks, cpu_tiles, cpu_vectors)
+    sources = digest_of(cpu_blocks, cpu_scores, cpu_tiles, cpu_vectors)
 
     def layer(address):
         sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)

@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.base import LOG2_E
 from octavo.ops.cuda.attention_decode import Scratch
 from octavo.ops.cuda.attention_prefill import attend
+from octavo.ops.cuda.attention_scores import KernelScores, has_fast_tanh
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
@@ -94,7 +94,8 @@ def _cascade_kernel(
     query_stride,
     table_stride,
     block_stride,
-    scale,  # times log2(e)
+    scale,  # these two: KernelScores
+    cap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -104,6 +105,7 @@ def _cascade_kernel(
     TILE: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     MEMBER_SIZE: tl.constexpr,
@@ -146,13 +148,13 @@ def _cascade_kernel(
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
                 top, total, acc, q, last, keys, values, blocks, first, end, block_stride, scale,
-                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, PRECISION,
+                cap, False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, PRECISION,
             )  # fmt: skip
             blocks = next_blocks
         if whole < end:
             top, total, acc = attend(
                 top, total, acc, q, last, keys, values, blocks, whole, end, block_stride, scale,
-                True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, PRECISION,
+                cap, True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, PRECISION,
             )  # fmt: skip
 
         place = tl.load(member + 2, mask=inside, other=0).to(tl.int64) + split
@@ -174,7 +176,7 @@ def cascade_attention(
     members: Tensor,
     scratch: Scratch,
     changes: HeadChanges,
-    scale: float,
+    scores: KernelScores,
     config: CascadeConfig,
 ) -> None:
     """Attend to shared keys; partial results are splits that `decode_attention` combines.
@@ -210,7 +212,8 @@ def cascade_attention(
         query.stride(0),
         table.stride(0),
         layer_cache.stride(0),
-        scale * LOG2_E,
+        scores.scale,
+        scores.cap,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -220,6 +223,7 @@ def cascade_attention(
         TILE=config.tile,
         ROTARY_HALF=changes.rotary_half,
         HAS_NORM=changes.query_norm is not None,
+        FAST_TANH=has_fast_tanh(query.dtype, query.device),
         PRECISION=precision_of(query.dtype),
         FIELDS=ITEM_FIELDS,
         MEMBER_SIZE=MEMBER_FIELDS,

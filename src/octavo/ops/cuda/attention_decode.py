@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.base import LOG2_E
+from octavo.ops.cuda.attention_scores import KernelScores, has_fast_tanh, log2_scores
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
@@ -165,7 +165,8 @@ def _decode_kernel(
     kv_stride,
     table_stride,
     block_stride,
-    scale,  # times log2(e)
+    scale,  # these two: KernelScores
+    cap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -178,6 +179,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -226,7 +228,8 @@ def _decode_kernel(
             slot = block * block_stride + position % BLOCK_SIZE * HEAD_DIM
             tl.store(keys + slot + dim[None, :], k_new, mask=new_inside)
             tl.store(values + slot + dim[None, :], v_new, mask=new_inside)
-            top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+            product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1)
+            top = log2_scores(product, scale, cap, FAST_TANH)
             total = total + 1.0
             acc = acc + v_new.to(tl.float32)
         for first in tl.range(begin, end, TILE):
@@ -243,7 +246,8 @@ def _decode_kernel(
                 in_head = dim[None, :] < HEAD_DIM
                 k = tl.load(keys + places, mask=in_head, other=0.0)
                 v = tl.load(values + places, mask=written[:, None] & in_head, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = log2_scores(products, scale, cap, FAST_TANH)
             visible = written
             if WINDOW > 0:
                 visible = written & (first + lane > position - WINDOW)
@@ -300,7 +304,7 @@ def decode_attention(
     scratch: Scratch,
     output: Tensor,
     changes: HeadChanges,
-    scale: float,
+    scores: KernelScores,
     window: int | None,
     config: DecodeConfig,
 ) -> None:
@@ -339,7 +343,8 @@ def decode_attention(
         key.stride(0),
         table.stride(0),
         layer_cache.stride(0),
-        scale * LOG2_E,
+        scores.scale,
+        scores.cap,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
@@ -352,6 +357,7 @@ def decode_attention(
         WINDOW=window or 0,
         ROTARY_HALF=changes.rotary_half,
         HAS_NORM=changes.query_norm is not None,
+        FAST_TANH=has_fast_tanh(query.dtype, query.device),
         PRECISION=precision_of(query.dtype),
         FIELDS=ITEM_FIELDS,
         num_warps=config.num_warps,

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.base import LOG2_E
+from octavo.ops.cuda.attention_scores import KernelScores, has_fast_tanh, log2_scores
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
     LOWEST,
@@ -83,12 +83,14 @@ def attend(
     end,
     block_stride,
     scale,
+    cap,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add one tile of keys to the rows' online softmax."""
@@ -102,6 +104,10 @@ def attend(
     else:
         k = tl.load(keys + places, mask=in_head, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if cap is not None:
+        scores = log2_scores(scores, scale, cap, FAST_TANH)
+        scale = 1.0
+    # A scale waits for the exponent, where it is a part of a fused multiply-add.
     if MASKED:
         visible = first + lane[None, :] <= position[:, None]
         if WINDOW > 0:
@@ -133,7 +139,8 @@ def _prefill_kernel(
     query_stride,
     table_stride,
     block_stride,
-    scale,  # times log2(e)
+    scale,  # these two: KernelScores
+    cap,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -142,6 +149,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -183,7 +191,7 @@ def _prefill_kernel(
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
                 top, total, acc, q, position, keys, values, blocks, first, end, block_stride, scale,
-                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
+                cap, False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, PRECISION,
             )  # fmt: skip
             blocks = next_blocks
         begin = seen_by_all
@@ -191,7 +199,7 @@ def _prefill_kernel(
         next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
         top, total, acc = attend(
             top, total, acc, q, position, keys, values, blocks, first, end, block_stride, scale,
-            True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
+            cap, True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, PRECISION,
         )  # fmt: skip
         blocks = next_blocks
 
@@ -208,7 +216,7 @@ def prefill_attention(
     table: Tensor,
     items: Tensor,
     output: Tensor,
-    scale: float,
+    scores: KernelScores,
     window: int | None,
     config: PrefillConfig,
 ) -> None:
@@ -236,7 +244,8 @@ def prefill_attention(
             query.stride(0),
             table.stride(0),
             layer_cache.stride(0),
-            scale * LOG2_E,
+            scores.scale,
+            scores.cap,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,
@@ -245,6 +254,7 @@ def prefill_attention(
             ROWS=config.rows,
             TILE=config.tile,
             WINDOW=window or 0,
+            FAST_TANH=has_fast_tanh(query.dtype, query.device),
             PRECISION=precision_of(query.dtype),
             FIELDS=ITEM_FIELDS,
             num_warps=config.num_warps,
