@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,10 @@ def some_scores(case: Case, *features: str) -> ScoreFunction:
 # The optional fields of ScoreFunction, each with values for some query heads.
 FEATURES: dict[str, Callable[[int], Any]] = {
     "softcap": lambda num_heads: 1.5,
+    "alibi_slopes": lambda num_heads: tuple(
+        2.0 ** (-3 * (i + 1) / num_heads) for i in range(num_heads)
+    ),
+    "sinks": lambda num_heads: SimpleNamespace(weight=torch.linspace(-1, 4, num_heads)),
 }
 
 

@@ -77,7 +77,7 @@ def test_decodes(device: torch.device) -> None:
                     room,
                     output,
                     HeadChanges(*NO_CHANGES),
-                    KernelScores.of(ScoreFunction(dim**-0.5)),
+                    KernelScores.of(ScoreFunction(dim**-0.5), device),
                     window,
                     config,
                 )

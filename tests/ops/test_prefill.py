@@ -63,7 +63,7 @@ def test_prefills(
                 paged.table,
                 torch.from_numpy(items.reshape(-1)).to(device),
                 output,
-                KernelScores.of(ScoreFunction(dim**-0.5)),
+                KernelScores.of(ScoreFunction(dim**-0.5), device),
                 window,
                 config,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
 
 import pytest
@@ -108,9 +108,11 @@ def test_chunks_and_decodes_continue_each_other(
     torch.testing.assert_close(torch.cat(got), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_every_backend_computes_these_features() -> None:
-    for backend in ("cpu", "triton"):
-        assert load_backend(backend).score_features == set(FEATURES)
+def test_every_backend_computes_every_feature() -> None:
+    names = {each.name for each in fields(ScoreFunction)} - {"scale"}
+    assert names == set(FEATURES)
+    for backend in ("reference", "cpu", "triton"):
+        assert load_backend(backend).score_features == names
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0, 50.0])

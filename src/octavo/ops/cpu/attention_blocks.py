@@ -25,6 +25,7 @@ SPAN_TOKENS = SPAN * LANES
 _ADDRESSES = (
     *("query", "key", "value", "output", "cos", "sin", "kv", "counters"),
     *("positions", "slots", "tables", "context_lens", "query_starts", "writes", "items"),
+    *("slopes", "sinks"),
 )
 _NUMBERS = (
     *("query_stride", "key_stride", "value_stride", "table_stride", "block_stride", "block_size"),
@@ -39,7 +40,8 @@ STEP = np.dtype(
 """What a kernel call needs. Strides are in elements; `kv` is the layer's place inside block 0.
 
 `scale` turns what the softmax is given into powers of 2: dot products, or scores where
-`changes_scores` is set (attention_scores.py). `softcap` is 0 where there is none.
+`changes_scores` is set (attention_scores.py). `softcap`, `slopes` and `sinks` are 0 where there are
+none; sinks are in powers of 2.
 """
 
 

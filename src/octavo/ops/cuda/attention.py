@@ -101,7 +101,7 @@ class TritonBackend:
     Takes fp16, bf16 and fp32; any head size, block size and ratio of heads.
     """
 
-    score_features = frozenset({"softcap"})
+    score_features = frozenset({"softcap", "alibi_slopes", "sinks"})
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class TritonBackend:
             layer.layer_id: _Layer(
                 layer,
                 _shape_of(layer),
-                KernelScores.of(layer.scores),
+                KernelScores.of(layer.scores, kv_cache.device),
                 place.group,
                 kv_cache[:, place.index],
             )
