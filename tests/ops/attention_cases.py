@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +54,22 @@ class Case:
 
     def alone(self, index: int) -> Case:
         return replace(self, sequences=(self.sequences[index],))
+
+
+def some_scores(case: Case, *features: str) -> ScoreFunction:
+    """A score function whose features, of those in FEATURES, change the case's results a lot."""
+    values = {name: FEATURES[name](case.layer.num_heads) for name in features}
+    return ScoreFunction(2 * case.head_dim**-0.5, **values)
+
+
+# The optional fields of ScoreFunction, each with values for some query heads.
+FEATURES: dict[str, Callable[[int], Any]] = {
+    "softcap": lambda num_heads: 1.5,
+    "alibi_slopes": lambda num_heads: tuple(
+        2.0 ** (-3 * (i + 1) / num_heads) for i in range(num_heads)
+    ),
+    "sinks": lambda num_heads: SimpleNamespace(weight=torch.linspace(-1, 4, num_heads)),
+}
 
 
 def rotary_table(rotary_dim: int, device: str = "cpu") -> RotaryTable:

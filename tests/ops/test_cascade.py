@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from attention_cases import Bench, Case
+from attention_cases import FEATURES, Bench, Case, some_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_triton_backend import GPU, TOLERANCE
@@ -211,6 +212,8 @@ SHARED_CASES = [
         ((100, 1), (70, 7), (90, 1), (113, 1)), group=2, head_dim=16, rotary_dim=16, head_norm=True
     ),
 ]
+SCORED = Case(((90, 1), (150, 1), (81, 1), (113, 1)), group=2, num_kv_heads=2, head_dim=16)
+SHARED_CASES += [replace(SCORED, scores=some_scores(SCORED, name)) for name in FEATURES]
 MANY = ((2100, 1), *((2000 + i, 1) for i in range(20)), (300, 1))
 GPU_CASES = [
     Case(MANY, 16, 8, group, 128, None, torch.bfloat16, rotary_dim, head_norm)

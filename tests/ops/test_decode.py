@@ -7,7 +7,9 @@ import pytest
 import torch
 from paged_cases import BOUND, NO_CHANGES, attend, distance, make_paged
 
+from octavo.ops import ScoreFunction
 from octavo.ops.cuda.attention_decode import DecodeConfig, Scratch, decode_attention, decode_config
+from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import ITEM_FIELDS as FIELDS
 from octavo.ops.cuda.attention_work_items import Sequences, decode_items
 from octavo.ops.cuda.kv_write import HeadChanges
@@ -75,7 +77,7 @@ def test_decodes(device: torch.device) -> None:
                     room,
                     output,
                     HeadChanges(*NO_CHANGES),
-                    dim**-0.5,
+                    KernelScores.of(ScoreFunction(dim**-0.5), device),
                     window,
                     config,
                 )

@@ -7,8 +7,10 @@ import pytest
 import torch
 from paged_cases import BOUND, attend, distance, make_paged
 
+from octavo.ops import ScoreFunction
 from octavo.ops.cuda import attention_prefill
 from octavo.ops.cuda.attention_prefill import PrefillConfig, prefill_attention, prefill_config
+from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import Sequences, prefill_items
 from octavo.ops.cuda.paged import tile_alignment
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY
@@ -61,7 +63,7 @@ def test_prefills(
                 paged.table,
                 torch.from_numpy(items.reshape(-1)).to(device),
                 output,
-                dim**-0.5,
+                KernelScores.of(ScoreFunction(dim**-0.5), device),
                 window,
                 config,
             )

@@ -51,7 +51,7 @@ class CpuBackend:
     not a multiple of 16 work, but cost a copy of each block that is read.
     """
 
-    score_features: frozenset[str] = frozenset()
+    score_features = frozenset({"softcap", "alibi_slopes", "sinks"})
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class CpuBackend:
         self._places = list(layer_places)
         self._row = {layer.layer_id: row for row, layer in enumerate(layers)}
         self._counters = np.zeros(3 * 8, np.int64)  # each in its own cache line
+        self._constants: list[NDArray[np.float32]] = []
         self._steps = np.zeros(len(layers), STEP)
         for row, (layer, place) in enumerate(zip(layers, layer_places, strict=True)):
             self._fill_constants(row, layer, place)
@@ -165,7 +166,22 @@ class CpuBackend:
         step["head_dim"] = layer.head_dim
         step["padded_dim"] = -(-layer.head_dim // LANES) * LANES
         step["window"] = 2**40 if layer.window is None else layer.window
-        step["scale"] = layer.scores.scale * LOG2_E  # the kernel's softmax is in powers of 2
+        scores = layer.scores
+        changed = scores.softcap is not None or scores.alibi_slopes is not None
+        step["changes_scores"] = changed
+        step["scale"] = LOG2_E if changed else scores.scale * LOG2_E
+        step["product_scale"] = scores.scale
+        step["softcap"] = scores.softcap or 0
+        if scores.alibi_slopes is not None:
+            step["slopes"] = self._address(np.array(scores.alibi_slopes, np.float32))
+        if scores.sinks is not None:
+            sinks = scores.sinks.weight.float().numpy() * np.float32(LOG2_E)
+            step["sinks"] = self._address(sinks)
+
+    def _address(self, constants: NDArray[np.float32]) -> int:
+        """Where they are, for as long as the backend lives."""
+        self._constants.append(constants)
+        return constants.ctypes.data
 
 
 def _positions_of(keys: Sequence[Key]) -> dict[Key, list[int]]:

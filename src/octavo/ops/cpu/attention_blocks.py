@@ -25,16 +25,24 @@ SPAN_TOKENS = SPAN * LANES
 _ADDRESSES = (
     *("query", "key", "value", "output", "cos", "sin", "kv", "counters"),
     *("positions", "slots", "tables", "context_lens", "query_starts", "writes", "items"),
+    *("slopes", "sinks"),
 )
 _NUMBERS = (
     *("query_stride", "key_stride", "value_stride", "table_stride", "block_stride", "block_size"),
     *("num_heads", "num_kv_heads", "head_dim", "padded_dim", "rotary_half", "window"),
-    *("max_rows", "num_writes", "num_items"),
+    *("max_rows", "num_writes", "num_items", "changes_scores"),
 )
+_FLOATS = ("scale", "product_scale", "softcap")
 STEP = np.dtype(
-    [(name, np.int64) for name in _ADDRESSES + _NUMBERS] + [("scale", np.float32)], align=True
+    [(name, np.int64) for name in _ADDRESSES + _NUMBERS] + [(name, np.float32) for name in _FLOATS],
+    align=True,
 )
-"""What a kernel call needs. Strides are in elements; `kv` is the layer's place inside block 0."""
+"""What a kernel call needs. Strides are in elements; `kv` is the layer's place inside block 0.
+
+`scale` turns what the softmax is given into powers of 2: dot products, or scores where
+`changes_scores` is set (attention_scores.py). `softcap`, `slopes` and `sinks` are 0 where there are
+none; sinks are in powers of 2.
+"""
 
 
 @jit

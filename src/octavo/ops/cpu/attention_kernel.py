@@ -13,12 +13,14 @@ from collections import namedtuple
 from typing import Any
 
 import numpy as np
-from numba import carray, int32, int64
+from numba import carray, float32, int32, int64
 
 from octavo.ops.cpu import attention_blocks as cpu_blocks
+from octavo.ops.cpu import attention_scores as cpu_scores
 from octavo.ops.cpu import attention_tiles as cpu_tiles
 from octavo.ops.cpu import vectors as cpu_vectors
 from octavo.ops.cpu.attention_blocks import SPAN_TOKENS, STEP, locate, rotate, stage, write_token
+from octavo.ops.cpu.attention_scores import change_scores
 from octavo.ops.cpu.attention_tiles import (
     SPAN,
     TILE_ROWS,
@@ -94,7 +96,8 @@ def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> No
                 elements,
                 first - span,
                 q_end - q_begin,
-                head - head_begin,
+                head,
+                head_begin,
                 v_distance,
                 scratch,
             )
@@ -109,10 +112,14 @@ def _attend_span(
     first: int,
     num_queries: int,
     head: int,
+    head_begin: int,
     v_distance: int,
     scratch: Any,
 ) -> None:
-    """Fold one span of keys of one KV head into its rows; the first query is at `first` in it."""
+    """Fold one span of keys of one KV head into its rows; the first query is at `first` in it.
+
+    Rows begin with those of the KV head `head_begin`.
+    """
     places, queries, sums = scratch.places, scratch.queries, scratch.sums
     maxima, totals = scratch.maxima, scratch.totals
     pair = 4 // size_of(elements)
@@ -121,7 +128,8 @@ def _attend_span(
     num_rows = num_queries * group
     row_bytes = padded * size_of(elements)
     depth = (step.head_dim + pair - 1) // pair
-    row_base = head * num_rows
+    row_base = (head - head_begin) * num_rows
+    first_head = head * group
     s_address = scratch.scores.ctypes.data
     for r0 in range(0, num_rows, TILE_ROWS):
         rows = min(TILE_ROWS, num_rows - r0)
@@ -137,6 +145,9 @@ def _attend_span(
         for r in range(rows):
             position = first + (r0 + r) // group
             at = row_base + r0 + r
+            if step.changes_scores:
+                products = scratch.scores[r * SPAN_TOKENS : (r + 1) * SPAN_TOKENS]
+                change_scores(step, products, first_head + (r0 + r) % group, position)
             maxima[at], decay, total = softmax_row(
                 words, s_address + r * 4 * SPAN_TOKENS, max(0, position - window + 1),
                 position + 1, step.scale, maxima[at],
@@ -164,7 +175,10 @@ def _begin_rows(
     head_end: int,
     scratch: Any,
 ) -> None:
-    """Store rotated queries as rows [kv_heads, num_queries, group, padded_dim]; reset softmax."""
+    """Store rotated queries as rows [kv_heads, num_queries, group, padded_dim]; reset softmax.
+
+    A sink is the first score that joins a row's softmax, without a value.
+    """
     dim, padded = step.head_dim, step.padded_dim
     group = step.num_heads // step.num_kv_heads
     positions = carray(pointer_to(step.positions + 8 * token, int64), num_queries)
@@ -181,6 +195,10 @@ def _begin_rows(
         rotate(step, elements, source, positions[q], row)
         for i in range(dim, dim + dim % (4 // size_of(elements))):
             row[i] = 0
+        if step.sinks != 0:
+            sink = carray(pointer_to(step.sinks, float32), step.num_heads)[head]
+            scratch.maxima[r] = max(sink, NEVER_SEEN)
+            scratch.totals[r] = 1.0
 
 
 @jit
@@ -253,7 +271,7 @@ def compile_layer(bf16: bool) -> Any:
     words: Any = np.dtype(np.float32)
     if bf16:
         words = np.dtype(np.uint32 if host_has("avx512bf16") else np.int32)
-    sources = digest_of(cpu_blocks, cpu_tiles, cpu_vectors)
+    sources = digest_of(cpu_blocks, cpu_scores, cpu_tiles, cpu_vectors)
 
     def layer(address):
         sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)

@@ -36,6 +36,7 @@ from octavo.ops.cuda.attention_decode import (
     decode_config,
 )
 from octavo.ops.cuda.attention_prefill import PrefillConfig, prefill_attention, prefill_config
+from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import (
     MAX_CASCADE_RESULTS,
     CascadeWork,
@@ -89,6 +90,7 @@ class _CascadeLaunch:
 class _Layer:
     spec: LayerSpec
     shape: _Shape
+    scores: KernelScores
     group: int
     cache: Tensor  # [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided
 
@@ -99,7 +101,7 @@ class TritonBackend:
     Takes fp16, bf16 and fp32; any head size, block size and ratio of heads.
     """
 
-    score_features: frozenset[str] = frozenset()
+    score_features = frozenset({"softcap", "alibi_slopes", "sinks"})
 
     def __init__(
         self,
@@ -113,7 +115,13 @@ class TritonBackend:
         assert kv_cache.is_contiguous(), "the cache is one dense allocation"
         self._block_size = block_size
         self._layers = {
-            layer.layer_id: _Layer(layer, _shape_of(layer), place.group, kv_cache[:, place.index])
+            layer.layer_id: _Layer(
+                layer,
+                _shape_of(layer),
+                KernelScores.of(layer.scores, kv_cache.device),
+                place.group,
+                kv_cache[:, place.index],
+            )
             for layer, place in zip(layers, layer_places, strict=True)
         }
         self._shapes = list(dict.fromkeys(layer.shape for layer in self._layers.values()))
@@ -267,7 +275,7 @@ class TritonBackend:
                 work.members,
                 self._scratch,
                 changes,
-                spec.scores.scale,
+                layer.scores,
                 work.config,
             )
         if shape in self._decodes:
@@ -282,7 +290,7 @@ class TritonBackend:
                 self._scratch,
                 output,
                 changes,
-                spec.scores.scale,
+                layer.scores,
                 spec.window,
                 decode,
             )
@@ -291,7 +299,7 @@ class TritonBackend:
             query = write_kv(query, key, value, self._tokens, table, cache, changes)
             prefills, prefill = self._prefills[shape]
             prefill_attention(
-                query, cache, table, prefills, output, spec.scores.scale, spec.window, prefill
+                query, cache, table, prefills, output, layer.scores, spec.window, prefill
             )
         return output
 

@@ -4,6 +4,7 @@ A work item is (a split of a shared segment of keys, some of the sequences that 
 program per KV head computes it for all query heads of that KV head of all these sequences: row r of
 its tile is head r % group of member r // group. It leaves a partial result for each, as the splits
 of attention_decode.py do, and counts as one of them; the decode kernel that follows combines them.
+What joins a softmax beside the keys (attention sinks) is left to the decode kernel.
 Reference: `ReferenceBackend`, which reads every key for every sequence.
 
 Measured on one H200 (bf16, heads of 128, blocks of 16): microseconds of attention if every sequence
@@ -30,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.base import LOG2_E
 from octavo.ops.cuda.attention_decode import Scratch
 from octavo.ops.cuda.attention_prefill import attend
+from octavo.ops.cuda.attention_scores import KernelScores, has_fast_tanh, load_slope
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
@@ -94,7 +95,9 @@ def _cascade_kernel(
     query_stride,
     table_stride,
     block_stride,
-    scale,  # times log2(e)
+    scale,  # these three: KernelScores
+    cap,
+    slopes,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -104,6 +107,7 @@ def _cascade_kernel(
     TILE: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     MEMBER_SIZE: tl.constexpr,
@@ -137,6 +141,7 @@ def _cascade_kernel(
         values = keys + BLOCK_SIZE * HEAD_DIM
         last = tl.zeros([ROWS], tl.int32) + (end - 1)  # all rows see all keys of the segment
 
+        slope = load_slope(slopes, head * GROUP + row % GROUP, inside)
         top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
@@ -145,14 +150,16 @@ def _cascade_kernel(
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
-                top, total, acc, q, last, keys, values, blocks, first, end, block_stride, scale,
-                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, PRECISION,
+                top, total, acc, q, last, position, slope,
+                keys, values, blocks, first, end, block_stride, scale, cap,
+                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, PRECISION,
             )  # fmt: skip
             blocks = next_blocks
         if whole < end:
             top, total, acc = attend(
-                top, total, acc, q, last, keys, values, blocks, whole, end, block_stride, scale,
-                True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, PRECISION,
+                top, total, acc, q, last, position, slope,
+                keys, values, blocks, whole, end, block_stride, scale, cap,
+                True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, PRECISION,
             )  # fmt: skip
 
         place = tl.load(member + 2, mask=inside, other=0).to(tl.int64) + split
@@ -174,7 +181,7 @@ def cascade_attention(
     members: Tensor,
     scratch: Scratch,
     changes: HeadChanges,
-    scale: float,
+    scores: KernelScores,
     config: CascadeConfig,
 ) -> None:
     """Attend to shared keys; partial results are splits that `decode_attention` combines.
@@ -210,7 +217,9 @@ def cascade_attention(
         query.stride(0),
         table.stride(0),
         layer_cache.stride(0),
-        scale * LOG2_E,
+        scores.scale,
+        scores.cap,
+        scores.slopes,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -220,6 +229,7 @@ def cascade_attention(
         TILE=config.tile,
         ROTARY_HALF=changes.rotary_half,
         HAS_NORM=changes.query_norm is not None,
+        FAST_TANH=has_fast_tanh(query.dtype, query.device),
         PRECISION=precision_of(query.dtype),
         FIELDS=ITEM_FIELDS,
         MEMBER_SIZE=MEMBER_FIELDS,

@@ -35,7 +35,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.base import LOG2_E
+from octavo.ops.cuda.attention_scores import (
+    KernelScores,
+    capped_scores,
+    has_fast_tanh,
+    load_slope,
+    log2_scores,
+)
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
@@ -165,7 +171,10 @@ def _decode_kernel(
     kv_stride,
     table_stride,
     block_stride,
-    scale,  # times log2(e)
+    scale,  # these four: KernelScores
+    cap,
+    slopes,
+    sinks,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -178,6 +187,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -209,6 +219,7 @@ def _decode_kernel(
             HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
         )  # fmt: skip
 
+        slope = load_slope(slopes, head * GROUP + row, row < GROUP)
         top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
@@ -226,9 +237,17 @@ def _decode_kernel(
             slot = block * block_stride + position % BLOCK_SIZE * HEAD_DIM
             tl.store(keys + slot + dim[None, :], k_new, mask=new_inside)
             tl.store(values + slot + dim[None, :], v_new, mask=new_inside)
-            top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+            product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1)
+            top = capped_scores(product, scale, cap, FAST_TANH)
             total = total + 1.0
             acc = acc + v_new.to(tl.float32)
+            if sinks is not None:  # joins here, so once, however the keys are split
+                sink = tl.load(sinks + head * GROUP + row, mask=row < GROUP, other=LOWEST)
+                new_top = tl.maximum(top, sink)
+                weight = tl.exp2(top - new_top)
+                total = weight + tl.exp2(sink - new_top)
+                acc = acc * weight[:, None]
+                top = new_top
         for first in tl.range(begin, end, TILE):
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
@@ -243,7 +262,9 @@ def _decode_kernel(
                 in_head = dim[None, :] < HEAD_DIM
                 k = tl.load(keys + places, mask=in_head, other=0.0)
                 v = tl.load(values + places, mask=written[:, None] & in_head, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            distance = (first + lane - position)[None, :]
+            scores = log2_scores(products, scale, cap, slope, distance, FAST_TANH)
             visible = written
             if WINDOW > 0:
                 visible = written & (first + lane > position - WINDOW)
@@ -300,7 +321,7 @@ def decode_attention(
     scratch: Scratch,
     output: Tensor,
     changes: HeadChanges,
-    scale: float,
+    scores: KernelScores,
     window: int | None,
     config: DecodeConfig,
 ) -> None:
@@ -339,7 +360,10 @@ def decode_attention(
         key.stride(0),
         table.stride(0),
         layer_cache.stride(0),
-        scale * LOG2_E,
+        scores.scale,
+        scores.cap,
+        scores.slopes,
+        scores.sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
@@ -352,6 +376,7 @@ def decode_attention(
         WINDOW=window or 0,
         ROTARY_HALF=changes.rotary_half,
         HAS_NORM=changes.query_norm is not None,
+        FAST_TANH=has_fast_tanh(query.dtype, query.device),
         PRECISION=precision_of(query.dtype),
         FIELDS=ITEM_FIELDS,
         num_warps=config.num_warps,

@@ -25,7 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.base import LOG2_E
+from octavo.ops.cuda.attention_scores import (
+    KernelScores,
+    has_fast_tanh,
+    load_slope,
+    log2_scores,
+)
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
     LOWEST,
@@ -75,7 +80,9 @@ def attend(
     total,
     acc,
     q,
+    last,
     position,
+    slope,
     keys,
     values,
     blocks,
@@ -83,15 +90,21 @@ def attend(
     end,
     block_stride,
     scale,
+    cap,
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add one tile of keys to the rows' online softmax."""
+    """Add one tile of keys to the rows' online softmax.
+
+    last, position [ROWS]: the last key that a row may see, and where its query is. slope: [ROWS] or
+    None (ALiBi).
+    """
     dim = tl.arange(0, DIM_PAD)
     lane = tl.arange(0, TILE)
     offsets = key_offsets(blocks, first, block_stride, TILE, BLOCK_SIZE, HEAD_DIM)
@@ -102,8 +115,13 @@ def attend(
     else:
         k = tl.load(keys + places, mask=in_head, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if (cap is not None) or (slope is not None):
+        distance = first + lane[None, :] - position[:, None]
+        scores = log2_scores(scores, scale, cap, slope, distance, FAST_TANH)
+        scale = 1.0
+    # A scale waits for the exponent, where it is a part of a fused multiply-add.
     if MASKED:
-        visible = first + lane[None, :] <= position[:, None]
+        visible = first + lane[None, :] <= last[:, None]
         if WINDOW > 0:
             visible = visible & (first + lane[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, -float("inf"))
@@ -133,7 +151,10 @@ def _prefill_kernel(
     query_stride,
     table_stride,
     block_stride,
-    scale,  # times log2(e)
+    scale,  # these four: KernelScores
+    cap,
+    slopes,
+    sinks,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -142,6 +163,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -173,8 +195,12 @@ def _prefill_kernel(
     keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
     values = keys + BLOCK_SIZE * HEAD_DIM
 
+    slope = load_slope(slopes, head * GROUP + row % GROUP, row < ROWS)
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        top = tl.maximum(tl.load(sinks + head * GROUP + row % GROUP), LOWEST)
+        total = total + 1.0
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     blocks = tile_blocks(table, begin, end, TILE, BLOCK_SIZE)
     if WINDOW == 0:
@@ -182,16 +208,18 @@ def _prefill_kernel(
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
-                top, total, acc, q, position, keys, values, blocks, first, end, block_stride, scale,
-                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
+                top, total, acc, q, position, position, slope,
+                keys, values, blocks, first, end, block_stride, scale, cap,
+                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, PRECISION,
             )  # fmt: skip
             blocks = next_blocks
         begin = seen_by_all
     for first in tl.range(begin, end, TILE):
         next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
         top, total, acc = attend(
-            top, total, acc, q, position, keys, values, blocks, first, end, block_stride, scale,
-            True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, PRECISION,
+            top, total, acc, q, position, position, slope,
+            keys, values, blocks, first, end, block_stride, scale, cap,
+            True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, PRECISION,
         )  # fmt: skip
         blocks = next_blocks
 
@@ -208,7 +236,7 @@ def prefill_attention(
     table: Tensor,
     items: Tensor,
     output: Tensor,
-    scale: float,
+    scores: KernelScores,
     window: int | None,
     config: PrefillConfig,
 ) -> None:
@@ -236,7 +264,10 @@ def prefill_attention(
             query.stride(0),
             table.stride(0),
             layer_cache.stride(0),
-            scale * LOG2_E,
+            scores.scale,
+            scores.cap,
+            scores.slopes,
+            scores.sinks,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,
@@ -245,6 +276,7 @@ def prefill_attention(
             ROWS=config.rows,
             TILE=config.tile,
             WINDOW=window or 0,
+            FAST_TANH=has_fast_tanh(query.dtype, query.device),
             PRECISION=precision_of(query.dtype),
             FIELDS=ITEM_FIELDS,
             num_warps=config.num_warps,

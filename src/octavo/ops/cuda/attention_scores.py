@@ -1,0 +1,93 @@
+"""What a ScoreFunction does to dot products on a GPU: the one place for all its features.
+
+The decode, prefill and cascade kernels share it. A feature that a layer does not have is an
+argument of None, and costs no instruction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.base import LOG2_E, ScoreFunction
+
+_DOUBLED = tl.constexpr(-2 * LOG2_E)  # tanh takes exp(-2 |x|), as a power of 2
+
+
+@dataclass(frozen=True, slots=True)
+class KernelScores:
+    """A layer's ScoreFunction as the kernels take it: all but its scale is in powers of 2."""
+
+    scale: float  # of the dot products: to powers of 2, or to the argument of tanh
+    cap: float | None
+    slopes: Tensor | None  # float32 [num_heads], of ALiBi
+    sinks: Tensor | None  # float32 [num_heads]
+
+    @classmethod
+    def of(cls, function: ScoreFunction, device: torch.device) -> KernelScores:
+        """Its tensors are on `device`, at the same addresses for as long as it lives."""
+        scale, cap = function.scale * LOG2_E, None
+        if function.softcap is not None:
+            scale, cap = function.scale / function.softcap, function.softcap * LOG2_E
+        slopes, sinks = function.alibi_slopes, function.sinks
+        return cls(
+            scale,
+            cap,
+            None if slopes is None else torch.tensor(slopes, device=device) * LOG2_E,
+            None if sinks is None else sinks.weight.to(device, torch.float32) * LOG2_E,
+        )
+
+
+def has_fast_tanh(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tanh is the GPU's own instruction, whose relative error is 2**-11.
+
+    For 16-bit elements, as in FlashAttention: one instruction of the special function unit instead
+    of two, and an error of a score that is about as large as what rounding its query leaves.
+    """
+    return dtype != torch.float32 and device.type == "cuda"
+
+
+@triton.jit
+def _tanh(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        power = tl.exp2(tl.abs(x) * _DOUBLED)  # at most 1: nothing overflows
+        size = (1.0 - power) / (1.0 + power)
+        return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
+def capped_scores(products, scale, cap, FAST_TANH: tl.constexpr):
+    """Dot products of any shape -> scores in powers of 2, as they are at a distance of 0."""
+    scores = products * scale
+    if cap is not None:
+        scores = _tanh(scores, FAST_TANH) * cap
+    return scores
+
+
+@triton.jit
+def log2_scores(products, scale, cap, slope, distance, FAST_TANH: tl.constexpr):
+    """Dot products [ROWS, TILE] -> scores in powers of 2; see KernelScores.
+
+    slope: float32 [ROWS] or None. distance: int32 [ROWS or 1, TILE], from query to key.
+    """
+    scores = capped_scores(products, scale, cap, FAST_TANH)
+    if slope is not None:
+        scores += slope[:, None] * distance.to(tl.float32)
+    return scores
+
+
+@triton.jit
+def load_slope(slopes, head, inside):
+    """[ROWS] slopes of some query heads, 0 outside; None where there are none."""
+    if slopes is None:
+        return None
+    else:
+        return tl.load(slopes + head, mask=inside, other=0.0)

@@ -1,0 +1,126 @@
+"""Score functions: every backend against the reference, at random shapes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import combinations
+
+import pytest
+import torch
+from attention_cases import FEATURES, Bench, Case, some_scores
+
+from octavo.ops import ScoreFunction, load_backend
+from octavo.ops.cuda import attention as triton_backend
+from octavo.ops.cuda import attention_decode
+
+GPU = torch.cuda.is_available()
+BACKENDS = [
+    pytest.param("cpu", "cpu", id="cpu"),
+    pytest.param(
+        "triton",
+        "cpu",
+        id="interpreted",
+        marks=pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU"),
+    ),
+    pytest.param(
+        "triton",
+        "cuda",
+        id="gpu",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")],
+    ),
+]
+DTYPES = {"fp32": torch.float32, "16-bit": torch.bfloat16}
+# fp32: tanh is (1 - p) / (1 + p) with p near 1, whose error is that of rounding 1.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+SETS = [names for count in range(1, len(FEATURES) + 1) for names in combinations(FEATURES, count)]
+
+
+@pytest.fixture(autouse=True)
+def _small_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the interpreter, programs that have nothing to do take as long as others."""
+    if not GPU:
+        for module in (triton_backend, attention_decode):
+            monkeypatch.setattr(module, "MAX_PROGRAMS", 4)
+    attention_decode.decode_config.cache_clear()
+    yield
+    attention_decode.decode_config.cache_clear()
+
+
+def random_case(
+    seed: int, dtype: torch.dtype, features: tuple[str, ...], interpreted: bool
+) -> Case:
+    """Decodes, prompts and chunks; few tokens where each takes milliseconds."""
+    rng = random.Random(seed)
+    longest = 40 if interpreted else 300
+    head_dim = (64, 80, 96, 128, 256)[seed % 5]
+    shapes = [(rng.randrange(1, longest), 1) for _ in range(2)]
+    shapes += [(0, rng.randrange(2, longest)), (rng.randrange(longest), rng.randrange(2, 20))]
+    rng.shuffle(shapes)
+    case = Case(
+        tuple(shapes),
+        block_size=rng.choice([8, 16, 32, 48]),
+        num_kv_heads=rng.randrange(1, 2 if interpreted else 4),
+        group=1 + seed % 8,
+        head_dim=head_dim,
+        window=rng.choice([None, rng.randrange(1, longest)]),
+        dtype=dtype,
+        rotary_dim=rng.choice([None, head_dim, head_dim // 2]),
+        head_norm=rng.random() < 0.3,
+        seed=seed,
+    )
+    return replace(case, scores=some_scores(case, *features))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("features", SETS, ids="-".join)
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_scores_at_random_shapes(
+    backend: str, device: str, features: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    interpreted = backend == "triton" and device == "cpu"
+    if interpreted and dtype == torch.bfloat16:
+        dtype = torch.float16  # the interpreter does not compute in bf16
+    first = 100 * SETS.index(features)
+    for seed in range(first, first + (3 if interpreted else 10)):
+        case = random_case(seed, dtype, features, interpreted)
+        got, expected = (
+            torch.cat([output.cpu() for output in Bench(kind, case, device=where).run()])
+            for kind, where in ((backend, device), ("reference", "cpu"))
+        )
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance, msg=str(case))
+        plain = torch.cat(Bench("reference", replace(case, scores=None)).run())
+        assert case.window == 1 or not torch.allclose(got, plain, atol=0.1), "no feature has effect"
+
+
+@pytest.mark.parametrize("features", SETS, ids="-".join)
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_chunks_and_decodes_continue_each_other(
+    backend: str, device: str, features: tuple[str, ...]
+) -> None:
+    case = Case(((0, 60),), group=3, num_kv_heads=1, head_dim=64, rotary_dim=64, window=45)
+    case = replace(case, scores=some_scores(case, *features))
+    (expected,) = Bench("reference", case).run()
+    bench = Bench(backend, case, device=device)
+    got = [bench.step([(0, count)])[0].cpu() for count in (20, 1, 1, 33, 5)]
+    torch.testing.assert_close(torch.cat(got), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_every_backend_computes_every_feature() -> None:
+    names = {each.name for each in fields(ScoreFunction)} - {"scale"}
+    assert names == set(FEATURES)
+    for backend in ("reference", "cpu", "triton"):
+        assert load_backend(backend).score_features == names
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0, 50.0])
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_soft_caps_hold_for_huge_scores(backend: str, device: str, cap: float) -> None:
+    """Scores of both signs, a thousand times beyond the cap: the weights are two values."""
+    case = Case(((30, 1), (0, 17)), group=2, num_kv_heads=1, head_dim=64)
+    case = replace(case, scores=ScoreFunction(1000.0, softcap=cap))
+    bench, reference = Bench(backend, case, device=device), Bench("reference", case)
+    for got, expected in zip(bench.run(), reference.run(), strict=True):
+        torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5)
