@@ -62,7 +62,7 @@ def make_worker(start: Start) -> tuple[Ready, Submit]:
     from octavo.worker.device import find_device
 
     device = find_device(start.config, start.shard)
-    from octavo.ops.communicator import connect
+    from octavo.ops.connect import connect
     from octavo.worker.worker import Worker
 
     config = device.adapt(start.config)
