@@ -183,7 +183,7 @@ def test_a_long_lookup_is_done_in_parts(specs: list[FullAttention | SlidingWindo
     """Each call names a few blocks more, until all that are cached have been named."""
     kv = make_manager(num_blocks=30, specs=specs)
     prompt = list(range(10 * BLOCK_SIZE))
-    compute(kv, make_sequence(0, prompt))
+    cache_prompts(kv, [prompt])
     seq = make_sequence(1, [*prompt, 0])
     num_calls = 1
     while kv.lookup(seq, max_hashes=3).is_unfinished:

@@ -50,6 +50,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     computing = {seq.seq_id for seq in on_device}
     owners = scheduler.kv.seqs_in_progress()
     assert owners <= computing, "prompts wait for blocks that no sequence computes"
+    alive = {seq for request in scheduler.requests.values() for seq in request.sequences}
+    assert alive.issuperset(scheduler.kv.recent_prompts()), "a prompt that has ended is kept alive"
 
 
 def _check_ready(scheduler: Scheduler) -> None:

@@ -11,11 +11,11 @@ from octavo.core.kv.manager import Changes
 from octavo.core.sequence import Request, Searching, Sequence
 from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 
-# Blocks of waiting requests that are hashed in one step: about 1 ms, during which running requests
-# wait, unless the device computes meanwhile. A request with more of them continues in the next
-# steps. The limit also bounds how many requests with a long cached prefix start together: a step
-# admits 15 of those that share 1,024 tokens. (512 of them, of 64 output tokens each, take 99 steps
-# with this limit, 133 with half of it and 74 with four times as much, but hashing takes 4 ms then.)
+# Blocks of waiting requests that are hashed in one step, or REUSED_PER_HASH times as many whose
+# hashes a recent prompt has: about 1 ms with their admission, during which running requests wait,
+# unless the device computes meanwhile. A request with more of them continues in the next steps.
+# The limit also bounds how many requests with a long cached prefix start together: a step admits
+# 43 of those that share 1,024 tokens.
 MAX_HASHES = 1024
 
 

@@ -21,6 +21,9 @@ def pack_tokens(token_ids: list[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
+TOKEN_BYTES = len(pack_tokens([0]))
+
+
 def same_prefix(a: PrefixNode, b: PrefixNode) -> bool:
     """Whether two chains hold the same tokens under the same root.
 

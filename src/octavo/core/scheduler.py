@@ -499,9 +499,8 @@ class Scheduler:
         else:
             # If nothing runs, hashing keeps no request waiting.
             max_hashes = builder.num_hashes_left if self.running else None
-            num_hashed = len(leader.prefix_nodes)
             hit = kv.lookup(leader, goal, max_hashes)
-            builder.num_hashes_left -= len(leader.prefix_nodes) - num_hashed
+            builder.num_hashes_left -= hit.num_hashes
         num_blocks = kv.num_blocks_to_admit(hit, leader.num_tokens, chunk)
         for seq in others:
             num_blocks += kv.num_blocks_for(seq.num_tokens, chunk)

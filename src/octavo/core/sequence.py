@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Literal, NamedTuple, Protocol
 
 from octavo.core.block_table import BlockTable
-from octavo.core.prefix_node import PrefixNode
+from octavo.core.prefix_node import TOKEN_BYTES, PrefixNode, pack_tokens
 from octavo.core.step import SamplingSpec, TokenLogprobs
 from octavo.errors import RequestFailed
 
@@ -88,6 +88,12 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    def packed_tokens(self, start: int, end: int) -> bytes:
+        """Tokens `start` to `end` - 1 in the form in which prefix nodes hold them."""
+        if end <= self.num_prompt_tokens:
+            return self.request.packed_prompt[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        return pack_tokens(self.token_ids[start:end])
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, request={self.request.request_id!r}, "
@@ -115,6 +121,7 @@ class Request:
         "num_undecided",
         "number",
         "order",
+        "packed_prompt",
         "priority",
         "prompt_logprobs",
         "prompt_token_ids",
@@ -142,6 +149,8 @@ class Request:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
+        # Packed when the request is made: waiting prompts are compared while running ones wait.
+        self.packed_prompt = pack_tokens(prompt_token_ids)
         self.method = method
         self.sampling = sampling
         self.seed = seed

@@ -59,7 +59,7 @@ class BlockPool:
     def count_free(self, block_ids: list[int]) -> int:
         """How many of these are free; the null block does not count."""
         counts = self._ref_counts
-        return sum([counts[b] == 0 for b in block_ids if b != NULL_BLOCK])
+        return [counts[b] for b in block_ids].count(0) - block_ids.count(NULL_BLOCK)
 
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._cached
@@ -82,11 +82,19 @@ class BlockPool:
 
     def share(self, block_id: int) -> None:
         """Add a holder. A free block that is still cached comes back into use."""
-        count = self._ref_counts[block_id]
-        if count == 0:
-            assert block_id in self._free_cached, f"block {block_id} is free and holds nothing"
-            del self._free_cached[block_id]
-        self._ref_counts[block_id] = count + 1
+        self.share_all([block_id])
+
+    def share_all(self, block_ids: list[int]) -> None:
+        """Add a holder to each of several blocks; the null block has none."""
+        counts = self._ref_counts
+        for block_id in block_ids:
+            count = counts[block_id]
+            if count == 0:
+                if block_id == NULL_BLOCK:
+                    continue
+                assert block_id in self._free_cached, f"block {block_id} is free and holds nothing"
+                del self._free_cached[block_id]
+            counts[block_id] = count + 1
 
     def release(self, block_id: int) -> None:
         """Drop a holder. A block without holders is free, but stays cached until it is taken."""

@@ -145,6 +145,10 @@ class KVCacheManager:
         """Sequences that compute blocks which others may be waiting for; for inspection."""
         return self._prefixes.seqs_in_progress()
 
+    def recent_prompts(self) -> list[Sequence]:
+        """Sequences whose hashes other prompts reuse; for inspection."""
+        return list(self._prefixes.recent)
+
     def register(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Add full blocks to the prefix cache: those of the first `num_computed_tokens` tokens,
         whose KV has been written."""
@@ -211,14 +215,14 @@ class KVCacheManager:
         The sequence starts with `hit.num_tokens` computed.
         """
         assert seq.table is None, f"{seq} has blocks already"
-        if self.num_new_blocks(hit, num_tokens) > self.pool.num_free:
+        # Free blocks of the hit are counted only if that matters.
+        num_free, most = self.pool.num_free, num_tokens // self.block_size + 2
+        if most * len(self.specs) > num_free < self.num_new_blocks(hit, num_tokens):
             return None
         changes = Changes()
         table = BlockTable(len(self.specs))
         for ids, shared in zip(table.block_ids, hit.block_ids, strict=True):
-            for block_id in shared:
-                if block_id != NULL_BLOCK:
-                    self.pool.share(block_id)
+            self.pool.share_all(shared)
             ids.extend(shared)
         table.num_registered = hit.num_tokens // self.block_size
         if hit.partial is not None:

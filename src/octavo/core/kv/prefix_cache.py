@@ -94,6 +94,16 @@ class PrefixCache:
             return None
         return entry
 
+    def find_leading(self, nodes: list[PrefixNode]) -> list[CachedPrefix]:
+        """The blocks of leading `nodes`, up to the first one that is not cached."""
+        get, found = self._entries.get, []
+        for node in nodes:
+            entry = get(node.key)
+            if entry is None or not (entry.node is node or same_prefix(entry.node, node)):
+                break
+            found.append(entry)
+        return found
+
     def closest(self, parent: PrefixNode, tokens: bytes) -> list[CachedPrefix]:
         """At most two complete entries directly after `parent`; one of them has the longest common
         prefix with `tokens` of all. The cost is logarithmic in the number of entries."""

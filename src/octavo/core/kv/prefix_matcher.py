@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, cast
 
 from octavo.core.block_table import NULL_BLOCK
 from octavo.core.kv.prefix_cache import CachedPrefix, PrefixCache
+from octavo.core.kv.recent_prompts import RecentPrompts
 from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block
-from octavo.core.prefix_node import PrefixNode, pack_tokens
+from octavo.core.prefix_node import TOKEN_BYTES, PrefixNode, pack_tokens
 from octavo.core.sequence import Sequence
 
+# How many nodes taken over from a recent prompt count as one hash. Taking them over is 9 times as
+# fast, but admitting a prompt takes time for each of its blocks, too.
+REUSED_PER_HASH = 3
+MIN_TO_REUSE = 4  # hashed blocks that make a prompt worth comparing with
 # Why a hit is not longer. complete: only what must be computed is left; unknown: the next block was
 # never cached; evicted: it was; differs: another block comes next, and was copied as far as it is
 # equal; window: blocks that a sliding window needs are gone; not_asked: nothing was looked up.
@@ -31,6 +38,7 @@ class PrefixHit:
     awaited: bytes | None = None
     # There were too many blocks to hash for one lookup: the next lookup continues.
     is_unfinished: bool = False
+    num_hashes: int = 0  # what the lookup took of its `max_hashes`
     ended_by: HitEnd = "not_asked"
 
     @property
@@ -53,6 +61,7 @@ class PrefixMatcher:
         self._windowed = [g for g in range(len(specs)) if g not in self._full]
         # Prefixes that a running request is computing: an equal prompt waits and shares them.
         self._in_progress: dict[bytes, int] = {}  # key -> sequence id
+        self.recent = RecentPrompts(block_size)
 
     def no_hit(self) -> PrefixHit:
         return PrefixHit(block_ids=[[] for _ in self._specs])
@@ -60,13 +69,14 @@ class PrefixMatcher:
     def match(self, seq: Sequence, limit: int, max_hashes: int | None = None) -> PrefixHit:
         """The longest hit of at most `limit` tokens.
 
-        At most `max_hashes` more of the sequence's blocks are hashed, if that is given.
+        At most `max_hashes` more of the sequence's blocks are hashed, if that is given; blocks
+        that a recent prompt has hashed count `1 / REUSED_PER_HASH` each.
         """
         hit = self.no_hit()
-        if not self._hash_what_may_hit(seq, limit, max_hashes):
-            hit.is_unfinished = True
+        num_cached = self._hash_what_may_hit(seq, limit, max_hashes, hit)
+        if hit.is_unfinished:
             return hit
-        hit.awaited = self._awaited(seq, limit)
+        hit.awaited = self._awaited(seq, limit, num_cached)
         if hit.in_progress:
             return hit
         found = self._longest_cached(seq.prefix_nodes[: limit // self._block_size])
@@ -74,8 +84,9 @@ class PrefixMatcher:
         hit.num_tokens = num_full * self._block_size
         for group, (spec, ids) in enumerate(zip(self._specs, hit.block_ids, strict=True)):
             first = first_needed_block(spec, self._block_size, hit.num_tokens)
+            needed = cast("list[CachedPrefix]", found[first:])
             ids.extend([NULL_BLOCK] * first)
-            ids += _known([e.block_ids[group] for e in found[first:] if e is not None])
+            ids += _known([entry.block_ids[group] for entry in needed])
             assert len(ids) == num_full, "a prefix hit includes a block that is left behind"
         following = seq.prefix_nodes[num_full] if num_full < len(seq.prefix_nodes) else None
         if following is not None and self.is_in_progress(following.key):
@@ -101,11 +112,9 @@ class PrefixMatcher:
     def hash_blocks(self, seq: Sequence, num_full: int) -> None:
         """Extend the sequence's chain of nodes over its first `num_full` blocks."""
         nodes, size = seq.prefix_nodes, self._block_size
-        num_new = num_full - len(nodes)
-        if num_new <= 0:
+        if num_full <= len(nodes):
             return
-        packed = pack_tokens(seq.token_ids[len(nodes) * size : num_full * size])
-        width = len(packed) // num_new
+        packed, width = seq.packed_tokens(len(nodes) * size, num_full * size), size * TOKEN_BYTES
         node = nodes[-1] if nodes else self._root(seq)
         for start in range(0, len(packed), width):
             node = self._cache.node(node, packed[start : start + width])
@@ -135,38 +144,48 @@ class PrefixMatcher:
 
     def abandon(self, seq: Sequence) -> None:
         """Called when a sequence leaves: prompts must not wait for blocks it has not computed."""
+        self.recent.drop(seq)
         if self._in_progress and seq.table is not None:
             for node in seq.prefix_nodes[seq.table.num_registered :]:
                 self.progressed(seq, node)
 
-    def _hash_what_may_hit(self, seq: Sequence, limit: int, max_hashes: int | None) -> bool:
-        """Hash leading blocks: all that are cached, and one more. False if that takes more than
-        `max_hashes`.
+    def _hash_what_may_hit(
+        self, seq: Sequence, limit: int, max_hashes: int | None, hit: PrefixHit
+    ) -> int:
+        """Extend the sequence's chain of nodes over all leading blocks that are cached, and one
+        more. Sets `hit.num_hashes`, and `hit.is_unfinished` if that takes more than `max_hashes`.
 
         Blocks behind one that full attention lacks are of no use, so they are hashed when they
-        are computed.
+        are computed. Returns how many of the nodes are known to be cached.
         """
         num_wanted = self._num_wanted(seq, limit)
-        nodes = seq.prefix_nodes
-        while len(nodes) < num_wanted:
-            num_hashed = len(nodes)
-            if num_hashed and not self._may_go_on(nodes[-1]):
-                return True
-            num_new = min(max(1, num_hashed), num_wanted - num_hashed)
-            if max_hashes is not None:
-                num_new = min(num_new, max_hashes)
-                max_hashes -= num_new
-            if num_new <= 0:
-                return False
-            self.hash_blocks(seq, num_hashed + num_new)
-        return True
+        left = num_wanted if max_hashes is None else max_hashes
+        nodes, num_cached, num_hashed, num_reused = seq.prefix_nodes, 0, 0, None
+        while len(nodes) < num_wanted and (not nodes or self._may_go_on(nodes[-1])):
+            num_cached = len(nodes)
+            if left <= 0:
+                hit.is_unfinished = True
+                break
+            if nodes and num_reused is None:
+                most = num_cached + left * REUSED_PER_HASH
+                num_reused = self.recent.extend(seq, min(num_wanted, most))
+                left -= -(-num_reused // REUSED_PER_HASH)
+                continue
+            num_new = min(max(1, num_hashed), num_wanted - num_cached, left)
+            self.hash_blocks(seq, num_cached + num_new)
+            num_hashed += num_new
+            left -= num_new
+        if num_hashed >= MIN_TO_REUSE:
+            self.recent.add(seq)
+        hit.num_hashes = num_hashed - (-(num_reused or 0) // REUSED_PER_HASH)
+        return num_cached
 
     def _num_wanted(self, seq: Sequence, limit: int) -> int:
         """How many blocks a lookup considers: those that it can take, and the next one, which may
         be in progress."""
         return min(seq.num_tokens // self._block_size, limit // self._block_size + 1)
 
-    def _awaited(self, seq: Sequence, limit: int) -> bytes | None:
+    def _awaited(self, seq: Sequence, limit: int, num_cached: int) -> bytes | None:
         """The key of the first block that is not cached, if it is in progress.
 
         Heads of prefixes outlive tails, so where the cached ones end is found by bisection; a long
@@ -176,7 +195,9 @@ class PrefixMatcher:
             return None
         nodes = seq.prefix_nodes
         num_known = min(len(nodes), self._num_wanted(seq, limit))
-        end = bisect_left(nodes, True, 0, num_known, key=lambda node: not self._may_go_on(node))
+        end = bisect_left(
+            nodes, True, num_cached, num_known, key=lambda node: not self._may_go_on(node)
+        )
         if end == num_known or not self.is_in_progress(nodes[end].key):
             return None
         return nodes[end].key
@@ -197,13 +218,14 @@ class PrefixMatcher:
 
         None stands for a block that the windows of all groups have passed.
         """
-        find, full = self._cache.find, self._full
-        found: list[CachedPrefix | None] = []
-        for node in nodes:
-            entry = find(node)
-            if full and (entry is None or (None in entry.block_ids and not entry.is_in(full))):
-                break
-            found.append(entry)
+        found: list[CachedPrefix | None]
+        if self._full:
+            leading: Iterable[CachedPrefix] = self._cache.find_leading(nodes)
+            if len(self._specs) > 1:  # else an entry has the only group's block
+                leading = takewhile(lambda entry: entry.is_in(self._full), leading)
+            found = list(leading)
+        else:
+            found = [self._cache.find(node) for node in nodes]
         # A window needs only its own blocks before the end of the hit: shorten until all agree.
         while (missing := self._last_missing(found)) is not None:
             del found[missing:]
