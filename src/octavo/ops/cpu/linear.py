@@ -65,7 +65,7 @@ class PackedLinear:
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
-        if epilogue == Epilogue.SILU_MUL and len(x) > GATED_TOKENS:
+        if epilogue is Epilogue.SILU_MUL and len(x) > GATED_TOKENS:
             return self._apply_gated(x, bias)
         y = self.apply_partial(x, bias)
         return apply_epilogue(y, epilogue) if epilogue else y
