@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
-from octavo.core.kv.specs import KVLayout
+from octavo.core.kv.specs import KVLayout, num_read_tokens
 from octavo.errors import OutOfMemory
 from octavo.models.config import ModelConfig
 
@@ -56,6 +56,18 @@ class KVShape:
         return sum(
             spec.max_blocks(num_tokens, self.block_size, chunk) for spec in self.layout.specs
         )
+
+    def held_bytes(self, num_tokens: int) -> int:
+        """The most that one sequence takes while it decodes up to `num_tokens`."""
+        return self.blocks_for(num_tokens, chunk=1) * self.block_bytes
+
+    def read_bytes(self, num_tokens: int) -> int:
+        """What the last query of a sequence of `num_tokens` reads: the least it could take."""
+        read = sum(
+            len(group.layer_ids) * num_read_tokens(group.spec, num_tokens)
+            for group in self.layout.groups
+        )
+        return read * self.layer_bytes // self.block_size
 
     def longest_sequence(self, num_blocks: int, chunk: int, limit: int) -> int:
         """The longest sequence, up to `limit` tokens, that fits into `num_blocks`; 0 if none."""

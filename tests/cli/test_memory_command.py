@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_the_paper_s_opt_13b(octavo: Octavo) -> None:
     assert values["sequences"] == {"512": 30, "2048": 7, "4096": None}
     text = octavo(*args).stdout
     assert "12,853.5 M parameters, float16" in text
-    assert "819,200 bytes (800.00 KiB), 40 layers" in text
+    assert "819,200 bytes (800.00 KiB): 40 x full attention" in text
     assert "7 sequences at once" in text
 
 
@@ -62,7 +63,13 @@ def test_it_is_the_budget_of_the_worker(octavo: Octavo) -> None:
         budget = llm.engine.executor.capacity.budget
     for name in ("weights", "activations", "kv_cache", "num_blocks", "num_swap_blocks"):
         assert values[name] == getattr(budget, name), name
-    assert "2 of them with a sliding window" in octavo("memory", directory, *options).stdout
+    text = octavo("memory", directory, *options, "--lengths", "64").stdout
+    assert "2 x full attention, 2 x window of 20" in text
+    assert re.search(r"^0: full attention +2 +384 +64$", text, re.M)
+    assert re.search(r"^1: window of 20 +2 +384 +4$", text, re.M)
+    assert re.search(
+        r"^of 64 tokens .* sequences at once; .* of KV each, 1\.\d\d times", text, re.M
+    )
 
 
 def test_no_weights_are_fetched_for_a_hub_id(

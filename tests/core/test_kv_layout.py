@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from octavo.core.kv.specs import (
+    GROUP_COST,
     MAX_GROUPS,
     FullAttention,
+    KVGroup,
     KVLayout,
     KVSpec,
     SlidingWindow,
     group_layers,
 )
+from octavo.memory_budget import KVShape
 
 
 def layout_of(*counts: tuple[int | None, int]) -> KVLayout:
@@ -83,3 +86,45 @@ def test_padding_is_put_where_it_costs_least() -> None:
     layout = layout_of((None, 10), (1024, 52))
     assert groups_of(layout)[0] == (FullAttention(), layout.layers_per_group)
     assert layout.relative_bytes([32_768]) < 1.03
+
+
+def vllm_s_layout(num_full: int, num_sliding: int, window: int) -> KVLayout:
+    """Groups by vLLM's rule (`kv_cache_utils.py`): of as many layers as the rarest kind has, or, if
+    the most frequent kind has less than 1.5 times as many, of that many."""
+    fewest, most = sorted((num_full, num_sliding))
+    size = most if most < 1.5 * fewest else fewest
+    groups: list[KVGroup] = []
+    for spec, number in ((FullAttention(), num_full), (SlidingWindow(window), num_sliding)):
+        num_groups = -(-number // size)
+        groups += [KVGroup(spec, tuple(range(i, number, num_groups))) for i in range(num_groups)]
+    return KVLayout(tuple(groups))
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 8192, 32_768, 131_072])
+def test_gemma_3_27b_takes_little_more_than_its_windows_need(num_tokens: int) -> None:
+    """At 32k, 1.024 times what its layers read. vLLM forms the same groups."""
+    layout = layout_of((None, 10), (1024, 52))
+    shape = KVShape.dense(layout, 16, num_kv_heads=16, head_dim=128, dtype_bytes=2)
+    assert shape.held_bytes(num_tokens) <= 1.13 * shape.read_bytes(num_tokens)
+    if num_tokens == 32_768:
+        assert shape.read_bytes(num_tokens) == (10 * 32_768 + 52 * 1024) * 2 * 16 * 128 * 2
+        assert shape.held_bytes(num_tokens) <= 1.025 * shape.read_bytes(num_tokens)
+    theirs = vllm_s_layout(10, 52, 1024)
+    assert theirs.relative_bytes() == layout.relative_bytes()
+
+
+def test_no_layout_takes_more_than_vllm_s_with_as_few_groups() -> None:
+    for num_full in range(1, 21):
+        for num_sliding in range(1, 61, 3):
+            theirs = vllm_s_layout(num_full, num_sliding, 1024)
+            ours = layout_of((None, num_full), (1024, num_sliding))
+            if len(theirs.groups) <= MAX_GROUPS:
+                cost = GROUP_COST * len(theirs.groups)
+                assert ours.relative_bytes() <= theirs.relative_bytes() + cost
+
+
+def test_a_layout_names_its_groups() -> None:
+    assert str(layout_of((None, 10), (1024, 52))) == (
+        "10 x full attention, 52 x window of 1,024 in 6 groups"
+    )
+    assert str(layout_of((None, 3))) == "3 x full attention"

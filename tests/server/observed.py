@@ -32,7 +32,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "block_size": BLOCK_SIZE,
         "num_blocks": NUM_BLOCKS,
         "num_swap_blocks": 4,
-        "num_groups": 1,
+        "kv_groups": "2 x full attention",
         "block_bytes": 1024,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 256,

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.console import RenderableType
 
-from octavo.bench.tables import facts, show
+from octavo.bench.tables import columns, facts, show
 from octavo.cli.options import engine_options, integers, size
 from octavo.config import DTYPE_BYTES, make_config
 from octavo.core.kv.specs import group_layers
@@ -130,8 +130,8 @@ class Budget:
         rows = [
             (
                 "KV per token",
-                f"{shape.bytes_per_token:,} bytes ({format_bytes(shape.bytes_per_token)}), "
-                f"{self._layers_text()}",
+                f"{shape.bytes_per_token:,} bytes ({format_bytes(shape.bytes_per_token)}): "
+                f"{shape.layout}",
             ),
             (
                 "KV slots",
@@ -142,9 +142,46 @@ class Budget:
         for length in lengths:
             count = self.fits(length)
             note = f"more than the model's {model.max_model_len:,} positions"
-            shown = note if count is None else f"{count:,} sequences at once"
+            shown = note if count is None else self._shown(length, count)
             rows.append((f"of {length:,} tokens", shown))
-        return title, "", str(self._budget), "", facts(rows)
+        return title, "", str(self._budget), "", facts(rows), "", self._groups_table()
+
+    def _shown(self, length: int, count: int) -> str:
+        """What sequences of a length take."""
+        from octavo.memory_budget import format_bytes
+
+        held, read = self._shape.held_bytes(length), self._shape.read_bytes(length)
+        return (
+            f"{count:,} sequences at once; {format_bytes(held)} of KV each, "
+            f"{held / read:.2f} times what their layers read"
+        )
+
+    def _groups_table(self) -> RenderableType:
+        """A row per KV group: its layers, and what the longest sequence holds."""
+        longest = self._model_config.max_model_len
+        titles = ("layers", "bytes per token", f"blocks of {longest:,} tokens")
+        table = columns("KV group", *titles)
+        for group in self._groups():
+            table.add_row(
+                f"{group['number']}: {group['spec']}",
+                f"{len(group['layers'])}",
+                f"{group['bytes_per_token']:,}",
+                f"{group['blocks']:,}",
+            )
+        return table
+
+    def _groups(self) -> list[dict[str, Any]]:
+        shape, longest = self._shape, self._model_config.max_model_len
+        return [
+            {
+                "number": number,
+                "spec": str(group.spec),
+                "layers": list(group.layer_ids),
+                "bytes_per_token": len(group.layer_ids) * shape.layer_bytes // shape.block_size,
+                "blocks": group.spec.max_blocks(longest, shape.block_size, chunk=1),
+            }
+            for number, group in enumerate(shape.layout.groups)
+        ]
 
     def values(self, lengths: tuple[int, ...]) -> dict[str, Any]:
         from dataclasses import asdict
@@ -158,12 +195,7 @@ class Budget:
             "budget": asdict(self._budget) | {"unused": self._budget.unused},
             "kv_bytes_per_token": self._shape.bytes_per_token,
             "kv_slots": self._budget.num_blocks * self._shape.block_size,
+            "kv_groups": self._groups(),
             "sequences": {str(length): self.fits(length) for length in lengths},
+            "kv_bytes": {str(length): self._shape.held_bytes(length) for length in lengths},
         }
-
-    def _layers_text(self) -> str:
-        windows = self._model_config.layer_windows
-        num_sliding = sum(window is not None for window in windows)
-        if not num_sliding:
-            return f"{len(windows)} layers"
-        return f"{len(windows)} layers, {num_sliding} of them with a sliding window"

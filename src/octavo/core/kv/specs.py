@@ -8,6 +8,7 @@ fixed at admission) takes its place here with the encoder-decoder models.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -38,6 +39,9 @@ class KVSpec(Protocol):
 class FullAttention:
     """Every earlier token is attended to, so every block is kept."""
 
+    def __str__(self) -> str:
+        return "full attention"
+
     def first_needed_token(self, position: int) -> int:
         """The first token that the query at `position` reads."""
         return 0
@@ -57,6 +61,9 @@ class SlidingWindow:
         if not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window must be a positive number of tokens, not {self.window!r}")
 
+    def __str__(self) -> str:
+        return f"window of {self.window:,}"
+
     def first_needed_token(self, position: int) -> int:
         """The first token that the query at `position` reads."""
         return max(0, position - self.window + 1)
@@ -74,6 +81,11 @@ class SlidingWindow:
 def first_needed_block(spec: KVSpec, block_size: int, num_computed_tokens: int) -> int:
     """The first block that queries at `num_computed_tokens` and later still read."""
     return spec.first_needed_token(num_computed_tokens) // block_size
+
+
+def num_read_tokens(spec: KVSpec, num_tokens: int) -> int:
+    """How many tokens the last query of a sequence of `num_tokens` reads."""
+    return num_tokens - spec.first_needed_token(num_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,17 @@ class KVLayout:
             for index, layer_id in enumerate(group.layer_ids)
         }
 
+    def __str__(self) -> str:
+        """As in `10 x full attention, 52 x window of 1,024 in 6 groups`."""
+        num_layers: Counter[KVSpec] = Counter()
+        num_groups = Counter(self.specs)
+        for group in self.groups:
+            num_layers[group.spec] += len(group.layer_ids)
+        return ", ".join(
+            f"{number} x {spec}" + (f" in {num_groups[spec]} groups" * (num_groups[spec] > 1))
+            for spec, number in num_layers.items()
+        )
+
     def relative_bytes(self, lengths: Sequence[int] = TYPICAL_LENGTHS) -> float:
         """The memory that decoding sequences of these lengths take, as a multiple of the KV that
         their layers read; the mean over the lengths."""
@@ -117,7 +140,7 @@ class KVLayout:
         for group in self.groups:
             num_blocks = group.spec.max_blocks(num_tokens, TYPICAL_BLOCK, chunk=1)
             taken += num_blocks * TYPICAL_BLOCK * self.layers_per_group
-            read += len(group.layer_ids) * group.spec.max_blocks(num_tokens, 1, chunk=1)
+            read += len(group.layer_ids) * num_read_tokens(group.spec, num_tokens)
         return taken / read
 
 

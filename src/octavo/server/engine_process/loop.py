@@ -191,7 +191,7 @@ def engine_info(engine: Engine, start_seconds: float) -> m.EngineInfo:
         block_size=engine.kv.block_size,
         num_blocks=engine.kv.pool.num_blocks,
         num_swap_blocks=engine.kv.swap_pool.num_blocks,
-        num_groups=len(engine.kv.specs),
+        kv_groups=str(capacity.layout),
         block_bytes=capacity.block_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

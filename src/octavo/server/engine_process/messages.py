@@ -104,7 +104,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     block_size: int  # tokens
     num_blocks: int
     num_swap_blocks: int
-    num_groups: int  # KV groups: block tables per sequence
+    kv_groups: str  # which layers share block tables: KVLayout as a text
     block_bytes: int  # per block, all layers of a KV group
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -76,8 +76,8 @@ class EngineTotals(Collector):
     def _engine_info(self) -> Metric:
         info = self._client.info
         names = (
-            *("block_size", "num_blocks", "num_swap_blocks", "enable_prefix_caching"),
-            *("policy", "dtype", "device", "max_model_len"),
+            *("block_size", "num_blocks", "num_swap_blocks", "kv_groups"),
+            *("enable_prefix_caching", "policy", "dtype", "device", "max_model_len"),
         )
         family = InfoMetricFamily("octavo_cache_config", "The KV cache.", labels=LABELS)
         family.add_metric(self._labels, {name: str(getattr(info, name)) for name in names})

@@ -233,6 +233,7 @@
 
   feed.onFrame(() => {
     setText(byId("model"), model.hello.model);
+    byId("model").title = `KV cache: ${model.hello.kv_groups}`;
     showPool();
     showRequests();
     light();
