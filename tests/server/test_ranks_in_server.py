@@ -1,0 +1,116 @@
+"""A server whose model two ranks share: a rank that is killed or stopped under load costs no token,
+and no process outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from server.live_server import LiveServer, live_server
+
+NUM_STREAMS = 8
+OPTIONS = ("--tensor-parallel-size", "2", "--rank-timeout", "4", "--load-format", "dummy")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server(*OPTIONS) as running:
+        yield running
+
+
+def say(server: LiveServer, number: int) -> str:
+    """One stream's text: greedy, or drawn with a seed."""
+    fields = {"max_tokens": 200, "ignore_eos": True, "temperature": number % 2, "seed": number}
+    return server.complete([number + 5] * 9, **fields)["choices"][0]["text"]
+
+
+def say_all(server: LiveServer, victim: int | None = None, number: int = 0) -> list[str]:
+    """All streams at once; `victim` gets the signal while they run."""
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        streams = [pool.submit(say, server, number) for number in range(NUM_STREAMS)]
+        if victim is not None:
+            wait_for_steps(server)
+            os.kill(victim, number)
+        return [stream.result() for stream in streams]
+
+
+def wait_for_steps(server: LiveServer) -> None:
+    """Return when most streams run."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        running = re.search(
+            r"^octavo_num_requests_running\S* (\S+)", server.get("/metrics").text, re.M
+        )
+        if running is not None and float(running[1]) > NUM_STREAMS / 2:
+            return
+    raise AssertionError("the streams were not seen running")
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Process id -> the module that it runs, of all processes below `pid`."""
+    found: dict[int, str] = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+            found[int(child)] = arguments[2]
+            found |= descendants(int(child))
+    return found
+
+
+def ranks_of(server: LiveServer) -> list[int]:
+    found = descendants(server.process.pid)
+    ranks = sorted(pid for pid, module in found.items() if module == "octavo.executor.rank")
+    assert len(ranks) == 2
+    return ranks
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    assert not alive
+
+
+@pytest.fixture(scope="module")
+def expected(server: LiveServer) -> list[str]:
+    texts = say_all(server)
+    assert len(set(texts)) == NUM_STREAMS
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)]
+)
+def test_streams_survive_a_rank(
+    server: LiveServer, expected: list[str], rank: int, number: int
+) -> None:
+    ranks = ranks_of(server)
+    assert say_all(server, ranks[rank], number) == expected
+    assert_gone(ranks)
+
+
+def test_ranks_end_with_their_engine_and_streams_go_on(
+    server: LiveServer, expected: list[str]
+) -> None:
+    ranks = ranks_of(server)
+    processes = descendants(server.process.pid)
+    [engine] = [pid for pid, module in processes.items() if module.endswith("loop")]
+    assert say_all(server, engine, signal.SIGKILL) == expected
+    assert_gone([engine, *ranks])
+
+
+def test_nothing_outlives_a_server_that_is_killed(server: LiveServer) -> None:
+    pids = list(descendants(server.process.pid))
+    assert len(pids) == 3
+    server.process.kill()
+    server.process.wait()
+    assert_gone(pids)
