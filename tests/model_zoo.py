@@ -61,6 +61,15 @@ _OPT = {
     "pad_token_id": 2,
 }
 
+_GEMMA = {
+    **_LLAMA,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": SLIDING_WINDOW,
+    "final_logit_softcapping": 20.0,
+}
 _PARTIAL_ROTARY = {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 
 # name -> (transformers' prefix of the classes, fields of the configuration)
@@ -180,6 +189,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_neox": ("GPTNeoX", {**_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}),
+    "falcon": ("Falcon", _LLAMA),  # of the first kind: one KV head, one norm
+    "falcon-new": (
+        "Falcon",
+        {
+            **_LLAMA,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "ffn_hidden_size": 100,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
 }
 NAMES = tuple(MODELS)
 
@@ -190,7 +214,8 @@ def write_model(name: str, directory: Path, seed: int = 0, **overrides: Any) -> 
     `overrides` replace fields of its configuration.
     """
     prefix, fields = MODELS[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**fields, **overrides})
+    config_class = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    config = getattr(transformers, config_class)(**{**fields, **overrides})
     model_class = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
     model = getattr(transformers, model_class)(config).eval()
     _randomise(model, seed)
@@ -258,10 +283,11 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
             values = normal(parameter.shape)
             if parameter.dim() == 1:
                 is_scale = name.endswith("weight")
-                parameter.copy_(1 + 0.3 * values if is_scale else 0.05 * values)
+                mean = 0 if "Gemma" in type(model).__name__ else 1  # stored without the 1
+                parameter.copy_(mean + 0.3 * values if is_scale else 0.05 * values)
             elif "wpe" in name or "embed_positions" in name:
                 parameter.copy_(values * 0.7)
-            elif any(table in name for table in ("wte", "embed_tokens", "embed_in")):
+            elif any(table in name for table in ("wte", "embed_tokens", "embed_in", "word_embed")):
                 parameter.copy_(values * 0.35)
             else:  # [out, in], or GPT-2's [in, out]; near enough for scale
                 if "fc2" in name:  # else what ReLU leaves, being positive, drowns the tokens

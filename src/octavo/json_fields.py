@@ -28,6 +28,10 @@ class Fields:
     def error(self, name: str, expected: str) -> ModelError:
         return ModelError(f"{self.where}: {name} is {shown(self.values.get(name))}; {expected}")
 
+    def with_defaults(self, defaults: dict[str, Any]) -> Fields:
+        """The same object with `defaults` where it has nothing; its nulls stay."""
+        return Fields(self.where, defaults | self.values)
+
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         value = self.values.get(name)
         if value is not None:

@@ -29,7 +29,7 @@ class DecoderLayer(nn.Module):
     follows adds up those of all ranks."""
 
     mlp_norm: Norm
-    branch_norm: Norm | None = None
+    branch_norm: Norm | None
     """Normalises what a layer returns; the norm that follows applies it."""
 
     def __init__(
@@ -47,6 +47,7 @@ class DecoderLayer(nn.Module):
         if config.norm_placement != "parallel":
             self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
         self.mlp = make_mlp(config.mlp)
+        self.branch_norm = None
 
     @staticmethod
     def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
@@ -27,9 +27,20 @@ class WeightNames:
     layer: Mapping[str, str | tuple[str, ...]]
     prefixes: tuple[str, ...]  # of all names; some checkpoints leave them out
     ignored: tuple[str, ...] = ()  # patterns of tensors that are no weights, without prefixes
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of parts of names
     transposed: bool = False  # layers keep projections as [in_features, out_features]
     # The merged QKV projection has, for each KV head, its queries, its key and its value.
     qkv_by_head: bool = False
+
+    def without_prefix(self, name: str) -> str:
+        """A tensor's name without prefix, and with aliases replaced."""
+        for prefix in self.prefixes:
+            if name.startswith(prefix):
+                name = name.removeprefix(prefix)
+                break
+        if not self.aliases:
+            return name
+        return ".".join(self.aliases.get(part, part) for part in name.split("."))
 
     def of(self, path: str) -> tuple[str, ...]:
         """The checkpoint's names, without prefix, of the module at `path` in the model."""

@@ -94,7 +94,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
     for path, name, tensor in _read_tensors(config.directory):
-        key = _without_prefix(name, names.prefixes)
+        key = names.without_prefix(name)
         target = targets.get(key)
         if target is not None:
             where, identity = f"{path}: {name}", _identity(key, target)
@@ -213,13 +213,6 @@ def _fill_run(flat: Tensor, noise: Tensor, begin: int) -> None:
         flat[done : done + part.numel()].copy_(part)
         done += part.numel()
         begin = 0
-
-
-def _without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
-    for prefix in prefixes:
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
 
 
 def _identity(name: str, target: WeightTarget) -> object:

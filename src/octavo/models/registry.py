@@ -16,7 +16,7 @@ from octavo.sampling_params import SamplingParams
 OWN_FAMILIES = (
     *("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3"),
     *("smollm3", "granite", "starcoder2", "stablelm", "seed_oss", "exaone4", "ministral"),
-    *("gpt_neox",),
+    *("gpt_neox", "falcon", "gemma3_text"),
 )
 FAMILIES: Registry[Family] = Registry(
     "model_type", {name: f"octavo.models.families.{name}:FAMILY" for name in OWN_FAMILIES}

@@ -144,6 +144,7 @@ def read_rotary_decoder(
     output_bias: bool = False,
     mlp_bias: bool = False,
     activation_field: str = "hidden_act",
+    activation: str = "silu",
     tied_embeddings: bool = False,
 ) -> ModelDescription:
     """Decoders with rotary positions; by default RMS norms and gated MLPs, as Llama has them.
@@ -162,7 +163,7 @@ def read_rotary_decoder(
         mlp: None: a gated one.
         head_norms: whether query and key heads are normalised.
         qkv_bias, output_bias, mlp_bias: whether these projections have biases.
-        activation_field: what the family calls the activation.
+        activation_field, activation: what the family calls the activation, and its default.
         tied_embeddings: the family's default of tie_word_embeddings.
     """
     heads = read_heads(config, num_kv_heads, head_dim)
@@ -180,7 +181,7 @@ def read_rotary_decoder(
         kind="gated",
         hidden_size=heads.hidden_size,
         intermediate_size=config.count("intermediate_size"),
-        activation=config.choice(activation_field, GATED_ACTIVATIONS, "silu"),
+        activation=config.choice(activation_field, GATED_ACTIVATIONS, activation),
         bias=mlp_bias,
     )
     layers = [
