@@ -5,6 +5,7 @@ All ranks make the same calls, with tensors of the same shapes and dtypes, in th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -13,6 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.parallel import Shard
+
+
+# Renamed in torch 2.13.
+_all_gather: Callable[..., object] = (
+    dist.all_gather_single  # type: ignore[attr-defined,unused-ignore]
+    if hasattr(dist, "all_gather_single")
+    else dist.all_gather_into_tensor
+)
 
 
 class ReductionSite(IntEnum):
@@ -99,7 +108,7 @@ class GroupCommunicator:
         if x.numel():
             # As bytes: gloo does not know all dtypes.
             sent = x.contiguous().view(-1).view(torch.uint8)
-            dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), sent, self.group)
+            _all_gather(gathered.view(-1).view(torch.uint8), sent, self.group)
         return gathered
 
     def close(self) -> None:
