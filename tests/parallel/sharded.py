@@ -7,6 +7,7 @@ import itertools
 import shutil
 from pathlib import Path
 
+import torch
 from ranks import Ranks
 
 import model_zoo
@@ -128,3 +129,14 @@ def _submit(communicator: Communicator, key: int, plan: StepPlan) -> StepResult:
 
 def _drop(communicator: Communicator, key: int) -> None:
     _workers.pop(key).shutdown()
+
+
+def spoil_embedding(communicator: Communicator, token_id: int) -> bool:
+    """Put NaN into this rank's row of a token; whether it holds that."""
+    (worker,) = _workers.values()
+    embedding = worker.runner._model.embedding
+    row = token_id - embedding.start
+    is_held = 0 <= row < len(embedding.weight)
+    if is_held:
+        embedding.weight[row] = torch.nan
+    return is_held

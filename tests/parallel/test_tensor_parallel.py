@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from sharded import RanksExecutor, model_for
+from sharded import RanksExecutor, model_for, spoil_embedding
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
@@ -111,3 +111,75 @@ def test_every_family_and_decoding_method(name: str, size: int, ranks: RanksOf) 
     expected = on_one_rank(name, size)
     with engine(name, size, ranks(size)) as llm:
         compare(run_all(llm), expected)
+
+
+def test_fewer_kv_heads_than_ranks(ranks: RanksOf) -> None:
+    """Two KV heads on four ranks: each is held twice."""
+    expected = on_one_rank("llama3", 4)
+    with engine("llama3", 4, ranks(4)) as llm:
+        compare(run_all(llm), expected)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_bfloat16(backend: str, ranks: RanksOf) -> None:
+    """Sums are rounded elsewhere than on one rank, so only the ranks' agreement is exact, and the
+    first tokens' probabilities are near."""
+    asked = [params(temperature=0, logprobs=0), params(temperature=1.0, n=2), params(top_p=0.9)]
+    options = {"dtype": "bfloat16", "attention_backend": backend}
+    with engine("qwen3", 2, **options) as llm:
+        expected = llm.generate(PROMPTS[:3], asked, use_tqdm=False)
+    with engine("qwen3", 2, ranks(2), **options) as llm:
+        found = llm.generate(PROMPTS[:3], asked, use_tqdm=False)
+    [mine, theirs] = [outputs[0].outputs[0].logprobs for outputs in (found, expected)]
+    assert mine[0].logprob == pytest.approx(theirs[0].logprob, abs=0.2)
+    assert [len(output.outputs[0].token_ids) for output in found] == [NUM_TOKENS] * 3
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2"])
+def test_preemption(name: str, mode: str, ranks: RanksOf) -> None:
+    """A pool of little more than one sequence: requests are preempted all the time."""
+    prompts = PROMPTS * 3
+    asked = [params(temperature=0), params(temperature=0.9, n=2)] * (len(prompts) // 2)
+    expected = on_one_rank_plain(name, len(prompts))
+    options = {"num_blocks": 26, "block_size": 8, "preemption_mode": mode}
+    with engine(name, 2, ranks(2), **options) as llm:
+        compare(llm.generate(prompts, asked, use_tqdm=False), expected)
+        assert llm.engine.scheduler.num_preemptions[mode] > 0
+        assert llm.engine.kv.pool.num_held == 0
+
+
+def on_one_rank_plain(name: str, number: int) -> list[RequestOutput]:
+    asked = [params(temperature=0), params(temperature=0.9, n=2)] * (number // 2)
+    with engine(name, 2) as llm:
+        return llm.generate(PROMPTS * (number // len(PROMPTS)), asked, use_tqdm=False)
+
+
+def test_prefix_hits(ranks: RanksOf) -> None:
+    """Cached blocks, and copies of those in which a hit ends, hold each rank's heads."""
+    prefix = model_zoo.random_token_ids(43, seed=1)
+    prompts = [prefix + model_zoo.random_token_ids(n, seed=n) for n in (3, 9, 14)]
+    results = []
+    for group in (None, ranks(2)):
+        with engine("llama3", 2, group, block_size=8) as llm:
+            outputs = [llm.generate(prompts, params(temperature=0), use_tqdm=False)]
+            outputs.append(llm.generate(prompts, params(temperature=0.8), use_tqdm=False))
+            assert all(output.num_cached_tokens > 40 for output in outputs[1])
+            results.append(outputs)
+    for found, expected in zip(*results, strict=True):
+        compare(found, expected)
+
+
+def test_a_request_that_is_not_finite_fails_alone(ranks: RanksOf) -> None:
+    """NaN in one rank's part of the embedding reaches the logits of all ranks."""
+    group = ranks(2)
+    with engine("llama", 2, group, enable_prefix_caching=False) as llm:
+        bad = PROMPTS[1][3]
+        prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2]]
+        assert [bad in prompt for prompt in prompts] == [False, True, False]
+        expected = llm.generate(prompts, params(temperature=0), use_tqdm=False)
+        assert sum(group.call(spoil_embedding, bad)) == 1
+        found = llm.generate(prompts, params(temperature=0), use_tqdm=False)
+    assert found[1].error is not None
+    for place in (0, 2):
+        assert found[place].outputs[0].token_ids == expected[place].outputs[0].token_ids

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from octavo.parallel import Shard
 
-
 # Renamed in torch 2.13.
 _all_gather: Callable[..., object] = (
     dist.all_gather_single  # type: ignore[attr-defined,unused-ignore]
