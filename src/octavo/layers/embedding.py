@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import LinearConfig
 from octavo.layers.linear import PlainLinear
-from octavo.ops.communicator import Communicator
 from octavo.parallel import WHOLE, Shard
 
 
@@ -59,22 +58,20 @@ class PositionEmbedding(Embedding):
 class LMHead(nn.Module):
     """Owns the projection to the vocabulary, or shares the token embedding's table for it."""
 
-    def __init__(self, config: LinearConfig, vocab_size: int, communicator: Communicator) -> None:
-        """`config`: of this rank's part of the vocabulary."""
+    def __init__(self, config: LinearConfig) -> None:
         super().__init__()
         self.linear = PlainLinear(config)
-        self.vocab_size = vocab_size
-        self.communicator = communicator
+        [(_, tokens)] = config.out_ranges()
+        self.num_tokens = tokens.stop - tokens.start
 
     def tie(self, embedding: Embedding) -> None:
         """Use the embedding's table; called before weights are loaded."""
         self.linear.weight = embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[num_rows, size] -> logits [num_rows, vocab_size], float32; on a GPU in its dtype."""
-        logits = self.linear.forward(hidden)
-        logits = logits if logits.device.type == "cuda" else logits.float()
-        if self.communicator.shard.size == 1:
-            return logits
-        parts = self.communicator.all_gather(logits)
-        return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size]
+        """[num_rows, size] -> logits of this rank's tokens, [num_rows, num_tokens], rows dense.
+
+        They are float32; on a GPU in its dtype.
+        """
+        logits = self.linear.forward(hidden)[:, : self.num_tokens]
+        return logits if logits.device.type == "cuda" else logits.float()

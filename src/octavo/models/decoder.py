@@ -157,7 +157,7 @@ class Decoder(CausalLM):
         )
         self.norm = None if norm is None else make_norm(norm, last)
         self.project_out = None if project_out is None else make_linear(project_out)
-        self.head = LMHead(config.head, config.vocab_size, communicator)
+        self.head = LMHead(config.head)
 
     def forward(
         self,

@@ -105,9 +105,7 @@ class GroupCommunicator:
         """See Communicator.all_gather."""
         gathered = torch.empty((self.shard.size, *x.shape), dtype=x.dtype, device=x.device)
         if x.numel():
-            # As bytes: gloo does not know all dtypes.
-            sent = x.contiguous().view(-1).view(torch.uint8)
-            _all_gather(gathered.view(-1).view(torch.uint8), sent, self.group)
+            _all_gather(_as_bytes(gathered), _as_bytes(x.contiguous()), self.group)
         return gathered
 
     def close(self) -> None:
@@ -115,6 +113,12 @@ class GroupCommunicator:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """A dense tensor as bytes, since gloo does not know all dtypes. (A single value is dense
+    whatever its strides are, but has no view as bytes.)"""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def connect(shard: Shard, address: str, device: torch.device) -> Communicator:

@@ -75,7 +75,7 @@ class Worker:
             def runner(num_blocks: int, num_swap_blocks: int, graphs: Graphs | None) -> ModelRunner:
                 blocks = (num_blocks, num_swap_blocks)
                 return ModelRunner(
-                    config, model_config, model, backend_class, blocks, device, graphs
+                    config, model_config, model, backend_class, blocks, device, communicator, graphs
                 )
 
             budget = planned or device.measure_memory(demand, runner)
