@@ -5,7 +5,7 @@ The worker allocates by these numbers, and `octavo memory` prints them on any ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
 from octavo.core.kv.specs import KVLayout, num_read_tokens
@@ -112,6 +112,18 @@ class MemoryBudget:
     @property
     def unused(self) -> int:
         return self.total - self.weights - self.activations - self.graphs - self.kv_cache
+
+    def limited_to(self, num_blocks: int, num_swap_blocks: int) -> MemoryBudget:
+        """The budget with no more blocks than these, null block not counted."""
+        num_blocks = min(self.num_blocks, num_blocks)
+        num_swap_blocks = min(self.num_swap_blocks, num_swap_blocks)
+        return replace(
+            self,
+            num_blocks=num_blocks,
+            kv_cache=(num_blocks + 1) * self.block_bytes,
+            num_swap_blocks=num_swap_blocks,
+            swap=num_swap_blocks * self.block_bytes,
+        )
 
     def __str__(self) -> str:
         rows = [

@@ -18,7 +18,6 @@ from octavo.layers.mlp import GATED_EPILOGUES, PLAIN_EPILOGUES
 from octavo.layers.norm import LayerNorm, RMSNorm, add_partial, make_norm
 from octavo.models.families.common import GATED_ACTIVATIONS as GATED_NAMES
 from octavo.models.families.common import PLAIN_ACTIVATIONS as PLAIN_NAMES
-from octavo.ops.communicator import SingleRank
 from octavo.ops.cpu import row_ops
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 
@@ -193,7 +192,7 @@ def test_position_embedding_offset() -> None:
 def test_logits_are_float32_and_tied_heads_share_memory(dtype: torch.dtype) -> None:
     embedding, head = (
         Embedding(40, 16).to(dtype),
-        LMHead(LinearConfig(16, (40,)), 40, SingleRank()).to(dtype),
+        LMHead(LinearConfig(16, (40,))).to(dtype),
     )
     head.tie(embedding)
     embedding.weight.copy_(torch.randn(40, 16))

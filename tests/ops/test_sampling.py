@@ -14,6 +14,7 @@ from octavo.ops.cuda import sampling
 from octavo.ops.cuda import sampling_candidates as candidates
 from octavo.ops.cuda.sampling import NO_TOKEN, DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import best_tokens
+from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.sampler import SamplingBatch
 from worker.test_sampler import SPECS, make_batch, random_specs
@@ -59,7 +60,7 @@ def test_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype) -
         logits = (torch.randn(len(ROWS), vocab_size, generator=generator) * 2).to(dtype)
         seeds = list(range(50, 50 + len(ROWS)))
         batch = make_batch(ROWS, seeds, positions=seeds, num_draws=[1, 3] + [1] * (len(ROWS) - 2))
-        wanted = CpuDrawer().draw(logits.float(), batch)
+        wanted = CpuDrawer().draw(logits.float(), batch, VocabularyShard.whole(vocab_size))
         # Rows may have a stride.
         wide = torch.empty(len(ROWS), vocab_size + 8, dtype=dtype)
         wide[:, :vocab_size] = logits
@@ -76,7 +77,8 @@ def test_draws_without_limits_are_those_of_the_cpu(device: torch.device) -> None
     for seed in range(4):
         batch = make_batch(specs, [seed] * len(specs))
         draws = replace(to_device(batch, device), is_limited=False)
-        assert torch.equal(sample(logits.to(device), draws).cpu(), CpuDrawer().draw(logits, batch))
+        wanted = CpuDrawer().draw(logits, batch, VocabularyShard.whole(150))
+        assert torch.equal(sample(logits.to(device), draws).cpu(), wanted)
 
 
 def test_the_limits_keep_ties(device: torch.device) -> None:

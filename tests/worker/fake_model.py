@@ -12,6 +12,7 @@ from octavo.config import make_config
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, StepResult, TableWrite
 from octavo.ops import AttentionBackend, LayerSpec, ScoreFunction, load_backend
+from octavo.ops.communicator import SingleRank
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.model_runner import ModelRunner
@@ -105,6 +106,7 @@ def make_runner(
         load_backend(backend_name),
         (num_blocks, num_swap_blocks),
         CpuDevice(),
+        SingleRank(),
     )
     return runner, runner.kv_cache
 

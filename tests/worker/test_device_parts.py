@@ -18,6 +18,7 @@ from octavo.ops import (
     load_backend,
 )
 from octavo.ops.cuda.sampling import NO_TOKEN
+from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker import cascade
 from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.device.cuda import CudaDevice
@@ -78,7 +79,7 @@ def test_the_largest_step_finds_room_in_the_staging(
     num_rows = 2 * num_seqs + 1
     tables = device_tables(16, [False, True], num_rows, 4)
     batch = InputBatch(tables, num_rows, staging)
-    sampler = Sampler(CudaDevice(DEVICE).drawer(staging), staging)
+    sampler = Sampler(CudaDevice(DEVICE).drawer(staging), staging, VocabularyShard.whole(100))
     staging.begin()
     for lens in ([num_tokens], [1] * num_seqs):
         n = len(lens)

@@ -32,6 +32,7 @@ from octavo.ops.cuda import attention_decode
 from octavo.ops.cuda.attention_cascade import cascade_attention
 from octavo.ops.cuda.sampling import DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import best_tokens
+from octavo.ops.vocabulary import VocabularyShard
 from octavo.outputs import RequestOutput
 from octavo.worker import cascade, sampler
 from octavo.worker.device import cuda_sampling
@@ -68,7 +69,9 @@ class CudaExecutor:
         graphs = Graphs([1, 2, 4, most], mixed, DEVICE) if has_graphs else None
         num_blocks = (config.cache.num_blocks or NUM_BLOCKS, NUM_SWAP_BLOCKS)
         device, backend = CudaDevice(DEVICE), load_backend("triton")
-        self.runner = ModelRunner(config, model_config, model, backend, num_blocks, device, graphs)
+        self.runner = ModelRunner(
+            config, model_config, model, backend, num_blocks, device, SingleRank(), graphs
+        )
         layout = group_layers(model_config.kv_specs())
         self.capacity = KVCapacity(*num_blocks, layout, 0, None)  # type: ignore[arg-type]
         self.submit = self.runner.submit
@@ -90,7 +93,8 @@ def plain_sample(logits: torch.Tensor, draws: DeviceDraws) -> torch.Tensor:
         positions=draws.positions.numpy(),
         num_draws=np.ones(len(draws.rows), np.int64),
     )
-    return CpuDrawer().draw(logits[draws.rows].float(), batch)
+    vocabulary = VocabularyShard.whole(logits.shape[1])
+    return CpuDrawer().draw(logits[draws.rows].float(), batch, vocabulary)
 
 
 def plain_best(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:

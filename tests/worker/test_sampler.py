@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.config import SchedulerConfig
 from octavo.core.step import Candidates, SamplingSpec, TokenLogprobs
+from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.device.base import Device
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cpu_sampling import WEIGHT_BITS, invert, token_weights
@@ -41,7 +42,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         device = CudaDevice(logits.device)
     most = int(batch.num_draws.sum()) + len(batch.num_candidates)
     staging = device.staging(SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=most), 1)
-    sampler = Sampler(device.drawer(staging), staging)
+    sampler = Sampler(device.drawer(staging), staging, VocabularyShard.whole(logits.shape[1]))
     with torch.inference_mode():
         staging.begin()
         staged = sampler.stage(batch)
@@ -57,6 +58,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         candidates,
         rows_not_finite(first, candidates),
     )
+
+
+def weights_of(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    return token_weights(logits, batch, logits.amax(dim=-1, keepdim=True))
 
 
 def make_batch(
@@ -142,7 +147,7 @@ def test_the_distribution_is_the_target(name: str, source: str) -> None:
 def test_weights_equal_the_reference_for_any_vocabulary(vocab_size: int, name: str) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(3, vocab_size, generator=generator) * 2
-    weights = token_weights(logits.clone(), make_batch([SPECS[name]] * 3)).double()
+    weights = weights_of(logits.clone(), make_batch([SPECS[name]] * 3)).double()
     for row, values in zip(weights, logits.tolist(), strict=True):
         expected = torch.tensor(reference_distribution(values, SPECS[name]), dtype=torch.float64)
         torch.testing.assert_close(row / row.sum(), expected, rtol=1e-5, atol=1e-9)
@@ -169,7 +174,7 @@ def test_filters_equal_transformers(spread: float) -> None:
         SamplingSpec(temperature=1.4, top_k=300, top_p=0.8),
         SamplingSpec(temperature=0.9, top_k=300, top_p=0.8, min_p=0.1),
     ]
-    weights = token_weights(logits.clone(), make_batch(specs)).double()
+    weights = weights_of(logits.clone(), make_batch(specs)).double()
     for row, spec in enumerate(specs):
         scores = logits[row : row + 1]
         scores = TemperatureLogitsWarper(spec.temperature)(ids, scores)
@@ -222,12 +227,12 @@ def test_drawing_is_batch_invariant(vocab_size: int) -> None:
 @pytest.mark.parametrize("name", SPECS)
 def test_weights_of_a_row_are_bit_equal_in_any_batch(name: str) -> None:
     logits = torch.randn(17, 5_003, generator=torch.Generator().manual_seed(2)) * 3
-    together = token_weights(logits.clone(), make_batch([SPECS[name]] * 17))
+    together = weights_of(logits.clone(), make_batch([SPECS[name]] * 17))
     others = random_specs(17)
     for row in (0, 7, 16):
-        alone = token_weights(logits[row : row + 1].clone(), make_batch([SPECS[name]]))
+        alone = weights_of(logits[row : row + 1].clone(), make_batch([SPECS[name]]))
         assert torch.equal(alone[0], together[row])
-        mixed = token_weights(
+        mixed = weights_of(
             logits.clone(), make_batch([*others[:row], SPECS[name], *others[row + 1 :]])
         )
         assert torch.equal(mixed[row], together[row])
@@ -243,9 +248,16 @@ def test_the_inverse_is_exact_at_its_ends() -> None:
     lowest, highest = 0.0, 1 - 2.0**-53
     owners = torch.tensor([0, 0, 1, 1])
     noise = torch.tensor([lowest, highest, lowest, highest], dtype=torch.float64)
-    assert invert(weights, owners, noise).tolist() == [0, vocab_size - 4, 777, 777]
+    assert invert(weights, owners, noise, VocabularyShard.whole(vocab_size)).tolist() == [
+        0,
+        vocab_size - 4,
+        777,
+        777,
+    ]
     tenths = torch.arange(10, dtype=torch.float64) / 10 + 0.01
-    drawn = invert(weights, torch.full((10,), 2), tenths).tolist()
+    drawn = invert(
+        weights, torch.full((10,), 2), tenths, VocabularyShard.whole(vocab_size)
+    ).tolist()
     assert drawn == [5, 127, 127, 128, 128, 128, *[90_000] * 4]
 
 

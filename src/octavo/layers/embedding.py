@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import EmbeddingScale, LinearConfig
 from octavo.layers.linear import PlainLinear
-from octavo.ops.communicator import Communicator
 from octavo.parallel import WHOLE, Shard
 
 
@@ -73,18 +72,12 @@ class PositionEmbedding(Embedding):
 class LMHead(nn.Module):
     """Owns the projection to the vocabulary, or shares the token embedding's table for it."""
 
-    def __init__(
-        self,
-        config: LinearConfig,
-        vocab_size: int,
-        communicator: Communicator,
-        softcap: float | None = None,
-    ) -> None:
+    def __init__(self, config: LinearConfig, softcap: float | None = None) -> None:
         """`config`: of this rank's part of the vocabulary."""
         super().__init__()
         self.linear = PlainLinear(config)
-        self.vocab_size = vocab_size
-        self.communicator = communicator
+        [(_, tokens)] = config.out_ranges()
+        self.num_tokens = tokens.stop - tokens.start
         self.softcap = softcap
 
     def tie(self, embedding: Embedding) -> None:
@@ -92,16 +85,15 @@ class LMHead(nn.Module):
         self.linear.weight = embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[num_rows, size] -> logits [num_rows, vocab_size], float32; on a GPU in its dtype."""
-        logits = self.linear.forward(hidden)
+        """[num_rows, size] -> logits of this rank's tokens, [num_rows, num_tokens], rows dense.
+
+        They are float32; on a GPU in its dtype.
+        """
         logits = self.linear.forward(hidden)
         logits = logits if logits.device.type == "cuda" else logits.float()
         if self.softcap is not None:
             logits = _soft_cap(logits, self.softcap)
-        if self.communicator.shard.size == 1:
-            return logits
-        parts = self.communicator.all_gather(logits)
-        return parts.transpose(0, 1).reshape(len(logits), -1)[:, : self.vocab_size]
+        return logits[:, : self.num_tokens]
 
 
 def _soft_cap(logits: Tensor, softcap: float) -> Tensor:

@@ -35,5 +35,5 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of `forward`'s result [n, hidden_size] -> float32 [n, vocab_size]."""
+        """Rows of `forward`'s result [n, hidden_size] -> LMHead.forward's logits."""
         return self.head.forward(hidden)

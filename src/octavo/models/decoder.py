@@ -272,7 +272,7 @@ class Decoder(CausalLM):
                 assert entry is not None, "nothing adds the last layer's result to the residual"
                 entry.follow(layer.branch_norm)
         self.project_out = None if project_out is None else make_linear(project_out)
-        self.head = LMHead(config.head, config.vocab_size, communicator, config.logits_softcap)
+        self.head = LMHead(config.head, config.logits_softcap)
 
     def forward(
         self,

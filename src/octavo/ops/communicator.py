@@ -5,6 +5,7 @@ All ranks make the same calls, with tensors of the same shapes and dtypes, in th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -13,6 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.parallel import Shard
+
+# Renamed in torch 2.13.
+_all_gather: Callable[..., object] = (
+    dist.all_gather_single  # type: ignore[attr-defined,unused-ignore]
+    if hasattr(dist, "all_gather_single")
+    else dist.all_gather_into_tensor
+)
 
 
 class ReductionSite(IntEnum):
@@ -110,9 +118,7 @@ class GroupCommunicator:
         """See Communicator.all_gather."""
         gathered = torch.empty((self.shard.size, *x.shape), dtype=x.dtype, device=x.device)
         if x.numel():
-            # As bytes: gloo does not know all dtypes.
-            sent = x.contiguous().view(-1).view(torch.uint8)
-            dist.all_gather_into_tensor(gathered.view(-1).view(torch.uint8), sent, self.group)
+            _all_gather(_as_bytes(gathered), _as_bytes(x.contiguous()), self.group)
         return gathered
 
     def reserve(
@@ -125,3 +131,9 @@ class GroupCommunicator:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """A dense tensor as bytes, since gloo does not know all dtypes. (A single value is dense
+    whatever its strides are, but has no view as bytes.)"""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -24,6 +24,8 @@ from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.ops import AttentionBackend, CascadeSegments, LayerPlace, PaddedSizes, make_backend
+from octavo.ops.communicator import Communicator
+from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.device.base import Device, Moment
 from octavo.worker.graphs import Graphs
@@ -79,12 +81,15 @@ class ModelRunner:
         backend_class: type[AttentionBackend],
         num_blocks: tuple[int, int],
         device: Device,
+        communicator: Communicator,
         graphs: Graphs | None = None,
     ) -> None:
         """
         Args:
+            model_config: of the communicator's shard, like the model.
             model: on the device.
             num_blocks: KV blocks on the device and in the swap tier.
+            communicator: with the runners of the other shards, which run the same plans.
             graphs: captured now, except those of steps with cascade attention.
         """
         scheduler, block_size = config.scheduler, config.cache.block_size
@@ -107,7 +112,6 @@ class ModelRunner:
         places = layout.places()
         self._device = device
         self._model = model
-        self._vocab_size = model_config.vocab_size
         self._staging = device.staging(scheduler, len(shapes))
         self.kv_cache = KVCache(*num_blocks, (layout.layers_per_group, *block_shape), dtype, device)
         self._backend = make_backend(
@@ -118,7 +122,8 @@ class ModelRunner:
             block_size,
         )
         self._batch = InputBatch(tables, num_rows, self._staging)
-        self._sampler = Sampler(device.drawer(self._staging), self._staging)
+        vocabulary = VocabularyShard(model_config.vocab_size, communicator)
+        self._sampler = Sampler(device.drawer(self._staging), self._staging, vocabulary)
         self._pending = device.pending_tokens(num_rows)
         self._under_way: StepInFlight | None = None
         self._graphs = graphs
@@ -154,7 +159,7 @@ class ModelRunner:
                     hidden = self._forward(staged)
                 else:
                     hidden = self._replay(staged.captured, staged)
-                scores = score_prompts(self._model, hidden, chunks, self._vocab_size)
+                scores = score_prompts(self._model, hidden, chunks, self._sampler.vocabulary)
                 choice = self._choose(plan, staged, hidden)
             drawn = batch.advance(plan)
             choice.read_back(device.to_host)
@@ -244,7 +249,7 @@ class ModelRunner:
         rows = padded_rows
         if rows is None:
             rows = self._batch.rows_of(plan.sampled).astype(np.int32)
-            if self._graphs is not None and sampling.mode is not None:
+            if self._graphs is not None and sampling.is_plain:
                 rows = _padded(rows, self._graphs.size_for(len(rows)))
         return staging.put("sampled_rows", rows, staging.max_num_seqs)
 
@@ -267,8 +272,7 @@ class ModelRunner:
             return Choice.nothing(hidden.device)
         ending = hidden if staged.hidden_indices is None else hidden[staged.hidden_indices]
         ending = ending[: n + len(plan.expanded)]
-        mode = sampling.mode
-        if mode is None or graphs is None:
+        if graphs is None or not sampling.is_plain:
             choice = self._sampler(self._model.logits(ending), sampling)
             if self._pending is not None and staged.sampled_rows is not None:
                 self._pending.keep(choice.first, staged.sampled_rows[:n])
@@ -276,8 +280,8 @@ class ModelRunner:
         if hidden is not self._hidden or staged.hidden_indices is not None:
             self._hidden[:n] = ending
         assert staged.sampled_rows is not None, "tokens are drawn"
-        work = partial(self._draw_captured, mode, staged.sampled_rows)
-        graphs.run((mode, len(staged.sampled_rows)), work)
+        work = partial(self._draw_captured, sampling.mode, staged.sampled_rows)
+        graphs.run((sampling.mode, len(staged.sampled_rows)), work)
         return Choice(self._drawn[:n])
 
     # ---------------------------------------------------------------- captured steps
@@ -359,7 +363,7 @@ class ModelRunner:
         """A token for each hidden state; rows of padding all keep theirs in row 0."""
         size = len(rows)
         logits = self._model.logits(self._hidden[:size])
-        token_ids = self._sampler.drawer.draw_captured(logits, mode)
+        token_ids = self._sampler.draw_captured(logits, mode)
         assert self._pending is not None, "graphs are for devices that keep tokens"
         self._pending.keep(token_ids, rows)
         self._drawn[:size].copy_(token_ids)

@@ -9,24 +9,25 @@ from torch import Tensor
 
 from octavo.core.step import TokenLogprobs
 from octavo.models.base import CausalLM
+from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.input_batch import PromptChunk
 from octavo.worker.logprobs import gather_logprobs, rows_at_once
 
 
 def score_prompts(
-    model: CausalLM, hidden: Tensor, chunks: Sequence[PromptChunk], vocab_size: int
+    model: CausalLM, hidden: Tensor, chunks: Sequence[PromptChunk], vocabulary: VocabularyShard
 ) -> dict[int, list[TokenLogprobs]]:
     """Score each chunk's targets, by sequence id; `hidden` is [num_tokens, hidden_size]."""
     scored: dict[int, list[TokenLogprobs]] = {}
     # With a large vocabulary, the logits of a whole chunk would take gigabytes.
-    step = rows_at_once(vocab_size)
+    step = rows_at_once(vocabulary.size)
     for chunk in chunks:
         entries: list[TokenLogprobs] = []
         targets = chunk.targets.tolist()
         for first in range(0, len(targets), step):
             part = targets[first : first + step]
             begin = chunk.start + first
-            logits = model.logits(hidden[begin : begin + len(part)])
+            logits = vocabulary.gather(model.logits(hidden[begin : begin + len(part)]))
             rows, tops = range(len(part)), [chunk.num_top] * len(part)
             for entry in gather_logprobs(logits, rows, [[token] for token in part], tops):
                 entries += entry

@@ -6,6 +6,9 @@ routines (`Drawer`), which all give the same tokens; whatever surrounds that is 
 
 A row is not finite if it holds NaN or +inf, or nothing but -inf. It gets NO_TOKEN; the others are
 drawn as if it were not there.
+
+With tensor parallelism a rank has a part of every row (ops/vocabulary.py). What needs whole rows
+(edits, top_k, top_p, log-probabilities) gathers them; other draws and candidates do without.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 from octavo.core.step import Candidates, TokenLogprobs
 from octavo.errors import LogitsNotFinite, RequestFailed
 from octavo.ops import Staging
+from octavo.ops.vocabulary import VocabularyShard, pack
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
 
@@ -98,12 +102,15 @@ class Drawer(ABC):
         """
 
     @abstractmethod
-    def draw(self, logits: Tensor, draws: Any) -> Tensor:
-        """int64 [num_draws]: row by row from logits, floating [num_rows, vocab_size], which are
-        left unchanged; NO_TOKEN for rows that are not finite."""
+    def draw(self, logits: Tensor, draws: Any, vocabulary: VocabularyShard) -> Tensor:
+        """int64 [num_draws]: row by row from logits, which are left unchanged; NO_TOKEN for rows
+        that are not finite.
 
-    def draw_captured(self, logits: Tensor, mode: DrawMode) -> Tensor:
-        """A token for each row, int64 [num_rows], by what is staged when the kernels run; for
+        logits: floating [num_rows, ...], those of `vocabulary`; whole if some draw is limited.
+        """
+
+    def captured_draws(self, num_rows: int, mode: DrawMode) -> Any:
+        """What makes `draw` draw a token for each row by what is staged when its kernels run; for
         devices with graphs. Rows beyond those that were staged get tokens of no meaning."""
         raise NotImplementedError
 
@@ -119,7 +126,8 @@ class StagedSampling(NamedTuple):
     draws: Any  # the device's; None if no row draws
     owners: Int64s | None  # see SamplingBatch
     firsts: tuple[Int64s, Tensor] | None  # see Choice
-    mode: DrawMode | None  # None: there is more to do than to draw a token for each row
+    mode: DrawMode
+    is_plain: bool  # there is no more to do than to draw a token for each row
 
 
 class Choice:
@@ -188,14 +196,16 @@ class Choice:
 class Sampler:
     """Chooses the tokens of one step after another; equal logits and batches give equal tokens."""
 
-    def __init__(self, drawer: Drawer, staging: Staging) -> None:
+    def __init__(self, drawer: Drawer, staging: Staging, vocabulary: VocabularyShard) -> None:
         self.drawer = drawer
+        self.vocabulary = vocabulary
         self._staging = staging
+        self._whole = VocabularyShard.whole(vocabulary.size)
 
     def stage(self, batch: SamplingBatch) -> StagedSampling:
         """Put where the next upload takes it along how rows of logits become tokens."""
         if not batch.num_sampled and batch.num_candidates:
-            return StagedSampling(batch, None, None, None, None)
+            return StagedSampling(batch, None, None, None, "greedy", False)
         owners, mode, firsts = batch.owners, batch.mode, None
         draws = self.drawer.stage(batch, owners, mode)
         if owners is not None:
@@ -204,50 +214,61 @@ class Sampler:
         is_plain = not (
             batch.edited or batch.num_logprobs or batch.num_candidates or owners is not None
         )
-        return StagedSampling(batch, draws, owners, firsts, mode if is_plain else None)
+        return StagedSampling(batch, draws, owners, firsts, mode, is_plain)
 
     def __call__(self, logits: Tensor, staged: StagedSampling) -> Choice:
         """Choose the next tokens.
 
         Args:
-            logits: floating [num_rows, vocab_size], left unchanged: sampled rows, then expanded.
+            logits: this rank's, floating [num_rows, ...], left unchanged: sampled rows, then
+                expanded.
         """
         batch, n = staged.batch, staged.batch.num_sampled
         if staged.draws is None:
             choice = Choice.nothing(logits.device)
         else:
-            token_ids = self.drawer.draw(logits[:n], staged.draws)
+            token_ids = self._draw(logits[:n], staged.draws, staged.mode)
             edited = [edit for edit in batch.edited if edit.index < n]
             if edited:
                 self._redraw(token_ids, logits, staged, edited)
             choice = Choice(token_ids, staged.firsts)
             if batch.num_logprobs:
-                choice.logprobs = _score(logits, staged, token_ids)
+                choice.logprobs = self._score(logits, staged, token_ids)
         if batch.num_candidates:
             choice.expand(*self._expand(logits[n:], batch))
         return choice
+
+    def draw_captured(self, logits: Tensor, mode: DrawMode) -> Tensor:
+        """A token for each row; see Drawer.captured_draws."""
+        return self._draw(logits, self.drawer.captured_draws(len(logits), mode), mode)
+
+    def _draw(self, logits: Tensor, draws: Any, mode: DrawMode) -> Tensor:
+        if mode == "limited":
+            return self.drawer.draw(self.vocabulary.gather(logits), draws, self._whole)
+        return self.drawer.draw(logits, draws, self.vocabulary)
 
     def _redraw(
         self, token_ids: Tensor, logits: Tensor, staged: StagedSampling, edited: Sequence[EditedRow]
     ) -> None:
         """Draw again for rows whose logits are not taken as they are."""
-        size = self.drawer.rows_at_once(logits.shape[1])
+        size = self.drawer.rows_at_once(self.vocabulary.size)
         for begin in range(0, len(edited), size):
             part = edited[begin : begin + size]
             rows = np.array([edit.index for edit in part])
-            copy = logits[torch.from_numpy(rows).to(logits.device)].float()
+            own = logits[torch.from_numpy(rows).to(logits.device)]
+            copy = self.vocabulary.gather(own).float()
             edit_logits(copy, [replace(edit, index=i) for i, edit in enumerate(part)])
             where, places = draws_of(rows, staged.owners)
             index = torch.from_numpy(where).to(logits.device)
             draws = self.drawer.select(staged.draws, rows, index, places)
-            drawn = self.drawer.draw(copy, draws)
+            drawn = self.drawer.draw(copy, draws, self._whole)
             # No mask hides that the logits, as they were, are not finite.
             token_ids[index] = drawn.where(token_ids[index] >= 0, token_ids[index])
 
     def _expand(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """See best_of, for all expanded rows."""
-        number = min(max(batch.num_candidates), logits.shape[1])
-        size = self.drawer.rows_at_once(logits.shape[1])
+        number = min(max(batch.num_candidates), self.vocabulary.size)
+        size = self.drawer.rows_at_once(self.vocabulary.size)
         found = []
         for begin in range(0, len(logits), size):
             first = batch.num_sampled + begin
@@ -257,13 +278,37 @@ class Sampler:
                 if first <= edit.index < first + size
             ]
             part = logits[begin : begin + size]
-            found.append(
-                best_of(part, number, edits) if edits else self.drawer.best_tokens(part, number)
-            )
+            if edits:
+                found.append(best_of(self.vocabulary.gather(part), number, edits))
+            else:
+                found.append(self._best(part, number))
         if len(found) == 1:
             return found[0]
         values, indices = zip(*found, strict=True)
         return torch.cat(values), torch.cat(indices)
+
+    def _best(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """See best_of, without edits."""
+        vocabulary = self.vocabulary
+        if number > vocabulary.least_rows:
+            logits, vocabulary = vocabulary.gather(logits), self._whole
+        logprobs, ids = self.drawer.best_tokens(logits, number)
+        return (logprobs, ids) if vocabulary.is_whole else _merge(logits, logprobs, ids, vocabulary)
+
+    def _score(
+        self, logits: Tensor, staged: StagedSampling, token_ids: Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """The log-probabilities of rows that asked for them; waits for what was drawn."""
+        batch = staged.batch
+        rows = [row for row in batch.num_logprobs if row < batch.num_sampled]
+        tokens = np.maximum(token_ids.cpu().numpy(), 0)
+        chosen = [tokens[draws_of(np.array([row]), staged.owners)[0]].tolist() for row in rows]
+        num_top = [batch.num_logprobs[row] for row in rows]
+        places: Sequence[int] = rows
+        if not self.vocabulary.is_whole:
+            logits = self.vocabulary.gather(logits[torch.tensor(rows, device=logits.device)])
+            places = range(len(rows))
+        return dict(zip(rows, gather_logprobs(logits, places, chosen, num_top), strict=True))
 
 
 def best_of(logits: Tensor, number: int, edits: Sequence[EditedRow] = ()) -> tuple[Tensor, Tensor]:
@@ -278,24 +323,31 @@ def best_of(logits: Tensor, number: int, edits: Sequence[EditedRow] = ()) -> tup
     return best.values, best.indices
 
 
+def _merge(
+    logits: Tensor, logprobs: Tensor, ids: Tensor, vocabulary: VocabularyShard
+) -> tuple[Tensor, Tensor]:
+    """The best of all ranks' best tokens; `logprobs` are normalised by this rank's logits alone."""
+    number = ids.shape[1]
+    values = logits.gather(1, ids.long()).float()
+    normaliser = values[:, :1] - logprobs[:, :1]
+    normaliser = normaliser.where(values[:, :1] > -torch.inf, values[:, :1])
+    own = pack(values, (ids + vocabulary.start).int(), normaliser)
+    parts = vocabulary.communicator.all_gather(own)
+    columns = torch.split(parts, [number, number, 1], dim=2)
+    values, ids, normaliser = (each.transpose(0, 1).flatten(1) for each in columns)
+    values, normaliser = values.view(torch.float32), normaliser.view(torch.float32)
+    # Among equal ones, the lower id comes first: ranks are in that order.
+    order = values.sort(dim=1, descending=True, stable=True).indices[:, :number]
+    values = values.gather(1, order) - normaliser.logsumexp(dim=1, keepdim=True)
+    return values, ids.gather(1, order)
+
+
 def draws_of(rows: Int64s, owners: Int64s | None) -> tuple[Int64s, Int64s]:
     """Which draws belong to `rows` (ascending), and for each of them the place of its row there."""
     if owners is None:
         return rows, np.arange(len(rows))
     where = np.flatnonzero(np.isin(owners, rows))
     return where, np.searchsorted(rows, owners[where])
-
-
-def _score(
-    logits: Tensor, staged: StagedSampling, token_ids: Tensor
-) -> dict[int, list[TokenLogprobs]]:
-    """The log-probabilities of rows that asked for them; waits for what was drawn."""
-    batch = staged.batch
-    rows = [row for row in batch.num_logprobs if row < batch.num_sampled]
-    tokens = np.maximum(token_ids.cpu().numpy(), 0)
-    chosen = [tokens[draws_of(np.array([row]), staged.owners)[0]].tolist() for row in rows]
-    num_top = [batch.num_logprobs[row] for row in rows]
-    return dict(zip(rows, gather_logprobs(logits, rows, chosen, num_top), strict=True))
 
 
 def rows_not_finite(token_ids: Int64s, candidates: Candidates | None) -> list[int]:

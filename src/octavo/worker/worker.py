@@ -13,7 +13,7 @@ import torch
 from octavo.config import EngineConfig
 from octavo.core.kv.specs import group_layers
 from octavo.errors import OutOfMemory
-from octavo.memory_budget import KVShape
+from octavo.memory_budget import KVShape, MemoryBudget
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.ops.communicator import Communicator
@@ -81,10 +81,11 @@ class Worker:
             def runner(num_blocks: int, num_swap_blocks: int, graphs: Graphs | None) -> ModelRunner:
                 blocks = (num_blocks, num_swap_blocks)
                 return ModelRunner(
-                    config, model_config, model, backend_class, blocks, device, graphs
+                    config, model_config, model, backend_class, blocks, device, communicator, graphs
                 )
 
-            self.budget = planned or device.measure_memory(demand, runner)
+            budget = planned or device.measure_memory(demand, runner)
+            self.budget = _agreed(budget, communicator, device.torch_device)
             measured = time.perf_counter()
             graphs = device.graphs(config.scheduler) if config.cuda_graphs else None
             with _refused(
@@ -106,6 +107,13 @@ class Worker:
             self._device.moment().wait()
             del self.runner
             self._device.release()
+
+
+def _agreed(budget: MemoryBudget, communicator: Communicator, device: torch.device) -> MemoryBudget:
+    """The budget with as many blocks as all ranks have room for: they run the same plans."""
+    own = torch.tensor([budget.num_blocks, budget.num_swap_blocks], device=device)
+    num_blocks, num_swap_blocks = communicator.all_gather(own).amin(dim=0).tolist()
+    return budget.limited_to(num_blocks, num_swap_blocks)
 
 
 @contextmanager

@@ -8,6 +8,9 @@ them. A draw is a row of logits with its settings; several draws may share a row
   4. Per draw: invert the sum at the draw's uniform number; the chunk first, then the token in it.
 Weights are exp((logit - largest) / temperature) * 2 ** WEIGHT_BITS, rounded down. Their sums are
 exact in any order, so a draw's token depends neither on the rest of the batch nor on the chunks.
+
+Where the vocabulary is divided among ranks, each works on the chunks of its part, and what kernels
+1 and 3 find in all ranks' chunks is exchanged. Kernel 4 finds a token on the rank that has it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.sampling_limits import find_limits
 from octavo.ops.cuda.sampling_weights import row_peak, weights_of
 from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.ops.vocabulary import VocabularyShard, pack
 
 CHUNK = 4096  # logits that a program works on
 NO_TOKEN = tl.constexpr(-1)
@@ -96,11 +100,70 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
         draws.positions,
         token_ids,
         *sizes,
+        *(0, num_chunks, 0),
         LIMITED=limited,
         GREEDY=draws.is_greedy,
+        SHARDED=False,
         **common,
     )
     return token_ids
+
+
+def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularyShard) -> Tensor:
+    """Draw the tokens that `sample` draws from whole rows, on all ranks.
+
+    Args:
+        logits: floating [num_rows, num_tokens], this rank's part, rows dense; left unchanged.
+        draws: without top_k and top_p, which need whole rows.
+    """
+    assert draws.is_greedy or not draws.is_limited
+    num_draws, num_tokens = draws.rows.shape[0], logits.shape[1]
+    device, communicator = logits.device, vocabulary.communicator
+    token_ids = torch.empty(num_draws, dtype=torch.int64, device=device)
+    if num_draws == 0:
+        return token_ids
+    chunk = min(CHUNK, power_of_2(vocabulary.num_rows))
+    own = triton.cdiv(vocabulary.num_rows, chunk)  # as many chunks on all ranks
+    first, num_chunks = own * communicator.shard.rank, own * communicator.shard.size
+    pdl, stride = launch_options(device), logits.stride(0)
+    common = {"CHUNK": chunk, "CHUNKS": power_of_2(num_chunks), **pdl}
+    peaks = torch.empty((num_draws, own), dtype=torch.float32, device=device)
+    peak_ids = torch.empty((num_draws, own), dtype=torch.int32, device=device)
+    grid = (own, num_draws)
+    _peak_kernel[grid](*(logits, draws.rows, peaks, peak_ids, stride, num_tokens, own), **common)
+    both = communicator.all_gather(pack(peaks, peak_ids + vocabulary.start))
+    peaks, peak_ids = (
+        part.transpose(0, 1).contiguous().view(num_draws, num_chunks)
+        for part in torch.split(both, own, dim=2)
+    )
+    setting = (
+        *(logits, draws.rows, draws.temperature, draws.log_min_p),
+        *(peaks.view(torch.float32), None),
+    )
+    sums = None
+    if not draws.is_greedy:
+        sums = torch.empty((num_draws, num_chunks), dtype=torch.int64, device=device)
+        own_sums = sums[:, first : first + own]
+        _sum_kernel[grid](
+            *setting, own_sums, *(stride, num_tokens, num_chunks), LIMITED=False, **common
+        )
+        gathered = communicator.all_gather(own_sums)
+        sums = gathered.transpose(0, 1).contiguous().view(num_draws, num_chunks)
+    _draw_kernel[(num_draws,)](
+        *setting,
+        sums,
+        peak_ids,
+        draws.seeds,
+        draws.sample_indices,
+        draws.positions,
+        token_ids,
+        *(stride, num_tokens, num_chunks, first, own, vocabulary.start),
+        LIMITED=False,
+        GREEDY=draws.is_greedy,
+        SHARDED=True,
+        **common,
+    )
+    return token_ids if draws.is_greedy else vocabulary.largest(token_ids)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -177,7 +240,7 @@ def _uniform(seed, sample_index, position):
     return (state >> 11).to(tl.float64) * tl.full((), 2.0**-53, tl.float64)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks", "first_chunk", "own_chunks", "first_token"])
 def _draw_kernel(
     logits,
     rows,
@@ -194,8 +257,12 @@ def _draw_kernel(
     stride,
     vocab_size,
     num_chunks,
+    first_chunk,
+    own_chunks,
+    first_token,
     LIMITED: tl.constexpr,
     GREEDY: tl.constexpr,
+    SHARDED: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -218,6 +285,11 @@ def _draw_kernel(
             target = (noise * tl.sum(parts, 0).to(tl.float64)).to(tl.int64)
             chunk = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), num_chunks - 1)
             before = tl.sum(tl.where(chunks < chunk, parts, 0), 0)
+            is_own = True
+            if SHARDED:
+                # Whether this rank has the chunk, and where.
+                is_own = (chunk >= first_chunk) & (chunk < first_chunk + own_chunks)
+                chunk = tl.where(is_own, chunk - first_chunk, 0)
             ids = chunk * CHUNK + tl.arange(0, CHUNK)
             inside = ids < vocab_size
             start = logits + tl.load(rows + draw) * stride
@@ -227,5 +299,9 @@ def _draw_kernel(
             )
             passed = tl.sum((tl.cumsum(weights, 0) <= target - before).to(tl.int32), 0)
             token = (chunk * CHUNK + passed).to(tl.int64)
+            if SHARDED:
+                token = tl.where(is_own, tl.minimum(token, vocab_size - 1) + first_token, NO_TOKEN)
     is_finite = (peak > -float("inf")) & (peak < float("inf"))
-    tl.store(token_ids + draw, tl.where(is_finite, tl.minimum(token, vocab_size - 1), NO_TOKEN))
+    if not SHARDED:
+        token = tl.minimum(token, vocab_size - 1)
+    tl.store(token_ids + draw, tl.where(is_finite, token, NO_TOKEN))

@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
 
@@ -89,8 +89,12 @@ class Demand:
         self, fixed: FixedMemory, total: int, kv_cache: int, swap_limit: int | None = None
     ) -> MemoryBudget:
         """See plan_memory. Raises OutOfMemory also if no sequence of the max_model_len that was
-        asked for fits."""
-        budget = plan_memory(self.config.cache, self.shape, fixed, total, kv_cache, swap_limit)
+        asked for fits. The swap tier is the host's, which the ranks share."""
+        num_ranks = self.model_config.shard.size
+        cache = replace(self.config.cache, swap_space=self.config.cache.swap_space // num_ranks)
+        if swap_limit is not None:
+            swap_limit //= num_ranks
+        budget = plan_memory(cache, self.shape, fixed, total, kv_cache, swap_limit)
         check_asked_length(budget, self.shape, self.config)
         logger.info("memory budget:\n%s", budget)
         return budget

@@ -72,7 +72,8 @@ class CpuDevice(Device):
             # A table to look up, and the same once more packed for the projection to logits.
             weights += model.head.num_parameters * dtype_bytes
         activations = estimate_activations(model, demand.config.scheduler, dtype_bytes)
-        fixed, total = FixedMemory(weights, activations), host_memory()
+        fixed = FixedMemory(weights, activations)
+        total = host_memory() // model.shard.size  # the ranks share the host
         default = min(CPU_CACHE_LIMIT, int(CPU_CACHE_SHARE * (total - fixed.total)))
         return demand.plan(fixed, total, default)
 

@@ -5,7 +5,8 @@ stay, so that what is kept depends on the row's values alone.
 
 A token is drawn by inverting the cumulative distribution at one uniform number. The weights are
 rounded to integers, whose sums are exact in any order: a row's token does not depend on which rows
-share its batch, and a GPU's kernels (ops/cuda/sampling.py) draw the same one.
+share its batch, nor on how the vocabulary is divided among ranks, and a GPU's kernels
+(ops/cuda/sampling.py) draw the same one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.ops.vocabulary import VocabularyShard, pack
 from octavo.worker.randomness import uniforms
 from octavo.worker.sampler import (
     NO_TOKEN,
@@ -49,7 +51,7 @@ class CpuDrawer(Drawer):
     ) -> SamplingBatch:
         return draws.subset(rows)
 
-    def draw(self, logits: Tensor, draws: SamplingBatch) -> Tensor:
+    def draw(self, logits: Tensor, draws: SamplingBatch, vocabulary: VocabularyShard) -> Tensor:
         """See Drawer.draw.
 
         Of rows that are edited, only whether they are finite: they are drawn again.
@@ -61,38 +63,47 @@ class CpuDrawer(Drawer):
                 is_random[row.index] = False
         random_rows = np.flatnonzero(is_random)
         if not len(random_rows):
-            best = most_likely(logits)
+            best = most_likely(logits, vocabulary)
             return best if owners is None else best[torch.from_numpy(owners)]
         token_ids = torch.empty(n if owners is None else len(owners), dtype=torch.int64)
         plain = np.flatnonzero(~is_random)
         if len(plain):
-            best = most_likely(_select(logits, plain))
+            best = most_likely(_select(logits, plain), vocabulary)
             where, places = draws_of(plain, owners)
             token_ids[torch.from_numpy(where)] = best[torch.from_numpy(places)]
-        size = self.rows_at_once(logits.shape[1])
+        size = self.rows_at_once(vocabulary.num_rows)
         for first in range(0, len(random_rows), size):
             rows = random_rows[first : first + size]
             where, places = draws_of(rows, owners)
             token_ids[torch.from_numpy(where)] = draw_random(
-                _select(logits, rows).float(), draws.subset(rows), places
+                _select(logits, rows).float(), draws.subset(rows), places, vocabulary
             )
         return token_ids
 
 
-def most_likely(logits: Tensor) -> Tensor:
+def most_likely(logits: Tensor, vocabulary: VocabularyShard) -> Tensor:
     """int64 [num_rows]: the token of each row's largest logit, the lowest of equal ones, or
-    NO_TOKEN."""
-    best = argmax(logits)
+    NO_TOKEN. `logits` are those of `vocabulary`."""
+    best = argmax(logits).unsqueeze(1)
+    values = logits.gather(1, best)
+    if not vocabulary.is_whole:
+        own = pack(values.float(), (best + vocabulary.start).int())
+        parts = vocabulary.communicator.all_gather(own).transpose(0, 1)
+        of_ranks = parts[:, :, 0].contiguous().view(torch.float32)
+        rank = argmax(of_ranks).unsqueeze(1)
+        values, best = of_ranks.gather(1, rank), parts[:, :, 1].gather(1, rank).long()
     # A row's largest value is NaN if any of its values is, so these tell of all, at no cost.
-    is_finite = logits.gather(1, best.unsqueeze(1)).isfinite().squeeze(1)
-    return best.masked_fill_(~is_finite, NO_TOKEN)
+    return best.masked_fill_(~values.isfinite(), NO_TOKEN).squeeze(1)
 
 
-def draw_random(logits: Tensor, batch: SamplingBatch, owners: Int64s) -> Tensor:
+def draw_random(
+    logits: Tensor, batch: SamplingBatch, owners: Int64s, vocabulary: VocabularyShard
+) -> Tensor:
     """Draw a token for each of `owners`.
 
     Args:
-        logits: float32 [num_rows, vocab_size], edited already; left unchanged.
+        logits: float32 [num_rows, ...], those of `vocabulary`, edited already; left unchanged.
+            They must be whole if top_k or top_p is set.
         batch: of these rows, all of them with a temperature above 0.
         owners: int64 [num_draws], rows in ascending order. The i-th draw of a row is the first draw
             of the request's i-th next sample.
@@ -106,21 +117,23 @@ def draw_random(logits: Tensor, batch: SamplingBatch, owners: Int64s) -> Tensor:
         torch.from_numpy(batch.sample_indices[owners] + number),
         torch.from_numpy(batch.positions[owners]),
     )
-    return invert(token_weights(logits, batch), torch.from_numpy(owners), noise)
+    top = vocabulary.largest(logits.amax(dim=-1, keepdim=True))
+    weights = token_weights(logits, batch, top)
+    return invert(weights, torch.from_numpy(owners), noise, vocabulary)
 
 
-def token_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def token_weights(logits: Tensor, batch: SamplingBatch, top: Tensor) -> Tensor:
     """Each token's share of its row's distribution after all filters, as an integer.
 
     Args:
-        logits: float32 [num_rows, vocab_size]; a row of temperature 0 gets weights of no meaning.
+        logits: float32 [num_rows, num_tokens]; a row of temperature 0 gets weights of no meaning.
+        top: float32 [num_rows, 1]: each row's largest logit, NaN if one of the row is.
 
     Returns:
-        int64 [num_rows, vocab_size], at most 2 ** WEIGHT_BITS each; 0 for tokens filtered out, and
+        int64 [num_rows, num_tokens], at most 2 ** WEIGHT_BITS each; 0 for tokens filtered out, and
         for all tokens of a row that is not finite.
     """
     temperature = np.where(batch.temperature > 0, batch.temperature, np.float32(1))
-    top = logits.amax(dim=-1, keepdim=True)
     scaled = logits - top  # at most 0: any temperature is safe
     scaled /= torch.from_numpy(temperature).unsqueeze(1)
     is_finite = top.isfinite()
@@ -155,37 +168,39 @@ def _to_shares(scaled: Tensor) -> Tensor:
     return scaled.clamp_(min=_NEVER).exp_().mul_(2.0**WEIGHT_BITS)
 
 
-def invert(weights: Tensor, owners: Tensor, noise: Tensor) -> Tensor:
+def invert(weights: Tensor, owners: Tensor, noise: Tensor, vocabulary: VocabularyShard) -> Tensor:
     """The token at which the cumulative weights of its row first exceed noise * total.
 
     Args:
-        weights: int64 [num_rows, vocab_size].
+        weights: int64 [num_rows, num_tokens], of the tokens of `vocabulary`.
         owners: int64 [num_draws], rows of weights.
         noise: float64 [num_draws] in [0, 1).
 
     Returns:
         int64 [num_draws]; NO_TOKEN for a row without weights.
     """
-    vocab_size = weights.shape[1]
-    padding = -vocab_size % _CHUNK
+    padding = -weights.shape[1] % _CHUNK
     if padding:
         weights = torch.nn.functional.pad(weights, (0, padding))
     chunks = weights.view(weights.shape[0], -1, _CHUNK)
     ends = chunks.sum(dim=-1).cumsum(dim=-1)  # [num_rows, num_chunks]
+    communicator = vocabulary.communicator
+    of_ranks = communicator.all_gather(ends[:, -1]).cumsum(dim=0)  # [num_ranks, num_rows]
+    whole, before_rank = of_ranks[-1], of_ranks[communicator.shard.rank] - ends[:, -1]
     drawn = []
     for first in range(0, len(owners), _MAX_DRAWS_AT_ONCE):
         rows = owners[first : first + _MAX_DRAWS_AT_ONCE]
         row_ends = ends[rows]
         # Less than the total even when rounded: noise is at most 1 - 2 ** -53.
-        totals = row_ends[:, -1]
-        target = noise[first : first + _MAX_DRAWS_AT_ONCE] * totals
-        target = target.to(torch.int64).unsqueeze(1)
+        target = noise[first : first + _MAX_DRAWS_AT_ONCE] * whole[rows]
+        target = (target.to(torch.int64) - before_rank[rows]).unsqueeze(1)
+        is_own = (target >= 0) & (target < row_ends[:, -1:])  # by whichever rank has the token
         chunk = (row_ends <= target).sum(dim=-1).clamp_(max=row_ends.shape[1] - 1)
         inside = chunks[rows, chunk].cumsum(dim=-1)  # [num_draws, _CHUNK]
         before = row_ends.gather(1, chunk.unsqueeze(1)) - inside[:, -1:]
-        token_ids = chunk * _CHUNK + (inside <= target - before).sum(dim=-1)
-        drawn.append(token_ids.masked_fill_(totals == 0, NO_TOKEN))
-    return torch.cat(drawn)
+        token_ids = chunk * _CHUNK + (inside <= target - before).sum(dim=-1) + vocabulary.start
+        drawn.append(token_ids.masked_fill_(~is_own.squeeze(1), NO_TOKEN))
+    return vocabulary.largest(torch.cat(drawn))
 
 
 def _select(logits: Tensor, rows: Int64s) -> Tensor:

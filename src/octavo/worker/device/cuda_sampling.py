@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops.cuda.sampling import DeviceDraws, sample
+from octavo.ops.cuda.sampling import DeviceDraws, sample, sample_sharded
 from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, best_tokens
+from octavo.ops.vocabulary import VocabularyShard
 from octavo.worker.sampler import Drawer, DrawMode, Int64s, SamplingBatch, best_of
 from octavo.worker.staging import UploadStaging
 
@@ -63,20 +64,22 @@ class CudaDrawer(Drawer):
             is_limited=draws.is_limited,
         )
 
-    def draw(self, logits: Tensor, draws: DeviceDraws) -> Tensor:
-        return sample(logits, draws)
+    def draw(self, logits: Tensor, draws: DeviceDraws, vocabulary: VocabularyShard) -> Tensor:
+        if vocabulary.is_whole:
+            return sample(logits, draws)
+        return sample_sharded(logits, draws, vocabulary)
 
-    def draw_captured(self, logits: Tensor, mode: DrawMode) -> Tensor:
-        n = len(logits)
+    def captured_draws(self, num_rows: int, mode: DrawMode) -> DeviceDraws:
+        settings = {name: self._staging.padded(f"draws.{name}", num_rows) for name in _SETTINGS}
         if self._each_row is None:
-            self._each_row = torch.arange(self._staging.max_num_seqs, device=logits.device)
-        draws = DeviceDraws(
-            self._each_row[:n],
-            **{name: self._staging.padded(f"draws.{name}", n) for name in _SETTINGS},
+            device = settings["seeds"].device
+            self._each_row = torch.arange(self._staging.max_num_seqs, device=device)
+        return DeviceDraws(
+            self._each_row[:num_rows],
+            **settings,
             is_greedy=mode == "greedy",
             is_limited=mode == "limited",
         )
-        return sample(logits, draws)
 
     def best_tokens(self, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
         return (best_tokens if number <= MAX_CANDIDATES else best_of)(logits, number)
