@@ -1,6 +1,6 @@
 """The time of a decode step at context 1,024, compared with the roofline.
 
-The roofline is the bytes of weights and KV divided by the copy bandwidth. The whole engine is
+The roofline is the bytes of weights and KV divided by the copy bandwidth of all GPUs. The whole engine is
 timed: scheduling, the work of the device, and returning the tokens to the host.
 """
 
@@ -26,13 +26,14 @@ BATCHES = {
     "llama-3-8b": (1, 8, 64, 256),
     "opt-13b": (1, 8, 64),
     "qwen3-0.6b": (1, 8, 64, 256),
+    "llama-3-70b": (1, 64),
 }
 TEMPERATURES = {"qwen3-0.6b": 0.6}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=list(BATCHES))
+    parser.add_argument("--models", nargs="*", default=["llama-3-8b", "opt-13b", "qwen3-0.6b"])
     parser.add_argument(
         "--batches", nargs="*", type=int, help="instead of the default ones of the model"
     )
@@ -40,9 +41,11 @@ def main() -> None:
         "--profile", metavar="FILE", help="write a table of the kernels of ten steps"
     )
     parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments = parser.parse_args()
     card = peak_rates()
-    bandwidth = 1e12 * card["copy_tb_s"]
+    size = arguments.tensor_parallel_size
+    bandwidth = 1e12 * card["copy_tb_s"] * size
     results: dict[str, Any] = {}
     for model in arguments.models:
         engine = make_engine(
@@ -52,6 +55,7 @@ def main() -> None:
             enable_prefix_caching=False,
             overlap=not arguments.no_overlap,
             swap_space=0,
+            tensor_parallel_size=size,
         )
         for batch in arguments.batches or BATCHES[model]:
             walls, device = step_times(
@@ -75,7 +79,7 @@ def main() -> None:
                 flush=True,
             )
         engine.executor.shutdown()
-    report("decode_step", **card, context=CONTEXT, steps=results)
+    report("decode_step", **card, context=CONTEXT, gpus=size, steps=results)
 
 
 def step_times(

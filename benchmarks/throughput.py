@@ -1,7 +1,8 @@
-"""Throughput and latency on one GPU: the rows of docs/performance.md, compared with vLLM.
+"""Throughput and latency on one GPU or several: the rows of docs/performance.md, beside vLLM's.
 
-vLLM 0.26.0 was measured on the same kind of card (one H200) on 2026-11-20: dummy bf16 weights,
-max_model_len 2,048, forced output lengths. Prompts are random tokens.
+vLLM 0.26.0 was measured on the same kind of card (H200) on 2026-11-20, on two of them on
+2026-11-22: dummy bf16 weights, max_model_len 2,048, forced output lengths. Prompts are random
+tokens.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Row:
     make: Callable[[int], list[Query]]  # takes the vocabulary size
     peer: float
     unit: str = "tokens/s"
+    tensor_parallel_size: int = 1
 
 
 def sampled(output_tokens: int, **options: Any) -> SamplingParams:
@@ -108,6 +110,10 @@ ROWS = {
     "llama-beam4": Row("llama-3-8b", beams(4), 3159),
     "llama-prefix": Row("llama-3-8b", shared_prefix, 195.0, "requests/s"),
     "qwen-random": Row("qwen3-0.6b", random_lengths, 24103),
+    "llama-tp2-sharegpt": Row("llama-3-8b", trace("sharegpt", 1000), 21333, tensor_parallel_size=2),
+    "llama-70b-tp2-sharegpt": Row(
+        "llama-3-70b", trace("sharegpt", 200), 1752, tensor_parallel_size=2
+    ),
 }
 # OPT-13B, the first 500 ShareGPT requests, Poisson arrivals. Requests per second -> vLLM's
 # normalized latency in ms per token (mean, p99) and time to first token in ms (mean, p99).
@@ -118,34 +124,45 @@ ONLINE = {
     12: (14.4, 21.2, 40, 93),
     14: (16.4, 25.5, 44, 103),
 }
+ONLINE_ENGINE = ("opt-13b", 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", nargs="*", default=list(ROWS))
+    on_one = [name for name, row in ROWS.items() if row.tensor_parallel_size == 1]
+    parser.add_argument("--rows", nargs="*", choices=ROWS, metavar="ROW", default=on_one)
     parser.add_argument("--rates", nargs="*", type=int, default=list(ONLINE))
     arguments = parser.parse_args()
     card = peak_rates()
     results: dict[str, Any] = {}
-    models = dict.fromkeys(ROWS[name].model for name in arguments.rows)
+    engines = dict.fromkeys(_engine_of(ROWS[name]) for name in arguments.rows)
     if arguments.rates:
-        models.setdefault("opt-13b")
-    for model in models:
+        engines.setdefault(ONLINE_ENGINE)
+    for model, size in engines:
         began = time.perf_counter()
         engine = make_engine(
-            model, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+            model,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            tensor_parallel_size=size,
         )
-        print(f"{model}: ready in {time.perf_counter() - began:.1f} s", flush=True)
+        on = "" if size == 1 else f" on {size} GPUs"
+        print(f"{model}{on}: ready in {time.perf_counter() - began:.1f} s", flush=True)
         for name in arguments.rows:
-            if ROWS[name].model == model:
+            if _engine_of(ROWS[name]) == (model, size):
                 results[name] = measure(engine, name, ROWS[name])
-        if model == "opt-13b":
+        if (model, size) == ONLINE_ENGINE:
             for rate in arguments.rates:
                 results[f"opt-online-{rate}"] = measure_online(engine, rate)
         engine.executor.shutdown()
         del engine
         torch.cuda.empty_cache()
     report("throughput", **card, rows=results)
+
+
+def _engine_of(row: Row) -> tuple[str, int]:
+    """The model that a row runs on, and on how many GPUs."""
+    return row.model, row.tensor_parallel_size
 
 
 def measure(engine: Engine, name: str, row: Row) -> dict[str, float]:
