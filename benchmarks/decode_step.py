@@ -1,7 +1,7 @@
 """The time of a decode step at context 1,024, compared with the roofline.
 
-The roofline is the bytes of weights and KV divided by the copy bandwidth of all GPUs. The whole engine is
-timed: scheduling, the work of the device, and returning the tokens to the host.
+The roofline is the bytes of weights and KV divided by the copy bandwidth of all GPUs. The whole
+engine is timed: scheduling, the work of the device, and returning the tokens to the host.
 """
 
 from __future__ import annotations
