@@ -176,10 +176,12 @@ class ReadyQueue:
         if requests is None:
             return
         if requests[0] is request:
-            del requests[0]
-            self._place(flow, requests)
+            del requests[0]  # the flow's entry is now outdated
         else:
             _remove(requests, request)
+        if not requests:
+            del self._flows[flow]
+            self._remove_head(flow)
 
     def __iter__(self) -> Iterator[Request]:
         """Each request in order. The one yielded last may be removed before the next one is asked
@@ -218,15 +220,14 @@ class ReadyQueue:
         return None
 
     def _place(self, flow: str, requests: list[Request]) -> None:
-        """A flow has another first request, or none."""
-        key = self._key_of.pop(flow, None)
-        if key is not None:
-            del self._heads[bisect_left(self._heads, (key, flow))]
-        if requests:
-            key = self._key_of[flow] = self._policy.key(requests[0], self._clock())
-            insort(self._heads, (key, flow))
-        else:
-            del self._flows[flow]
+        """A flow has a new first request that precedes the others."""
+        if flow in self._key_of:
+            self._remove_head(flow)
+        key = self._key_of[flow] = self._policy.key(requests[0], self._clock())
+        insort(self._heads, (key, flow))
+
+    def _remove_head(self, flow: str) -> None:
+        del self._heads[bisect_left(self._heads, (self._key_of.pop(flow), flow))]
 
 
 def _order(request: Request) -> Key:

@@ -92,7 +92,7 @@ class PackedLinear:
         return output
 
     def _apply_gated(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-        """`apply` with SILU_MUL, to a part of the tokens at a time.
+        """`apply` with a gated epilogue, to a part of the tokens at a time.
 
         y is the largest activation of a step. For all tokens at once it would leave the caches
         before it is read, and take nearly half of the memory of a step with many tokens.
