@@ -13,11 +13,11 @@ from octavo.engine.output_stream import Sample
 from octavo.engine.snapshot import RequestView, SequenceView, Snapshot, TierView
 from octavo.engine.validation import PreparedRequest
 from octavo.errors import Unavailable
+from octavo.memory_budget import MemoryBudget
 from octavo.outputs import RequestOutput, SequenceOutput
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.client import Health
 from octavo.server.engine_process.journal import OpenRequest
-from octavo.memory_budget import MemoryBudget
 from octavo.server.engine_process.messages import EngineInfo
 from octavo.server.offload import Offload
 
