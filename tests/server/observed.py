@@ -13,6 +13,7 @@ from octavo.engine.output_stream import Sample
 from octavo.engine.snapshot import RequestView, SequenceView, Snapshot, TierView
 from octavo.engine.validation import PreparedRequest
 from octavo.errors import Unavailable
+from octavo.memory_budget import MemoryBudget
 from octavo.outputs import RequestOutput, SequenceOutput
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.client import Health
@@ -41,7 +42,8 @@ def engine_info(**changes: Any) -> EngineInfo:
         "policy": "fcfs",
         "dtype": "float32",
         "device": "cpu",
-        "weight_bytes": 1,
+        "num_ranks": 2,
+        "budget": MemoryBudget(1000, 300, 200, 100, 350, 25, BLOCK_SIZE, NUM_BLOCKS, 100, 4),
         "start_seconds": 0.1,
     }
     return EngineInfo(**(values | changes))

@@ -87,6 +87,16 @@ def expected(server: LiveServer) -> list[str]:
     return texts
 
 
+def test_what_is_shown_of_ranks(server: LiveServer) -> None:
+    metrics = server.get("/metrics").text
+    assert re.search(r"^octavo_num_ranks\S* 2\.0$", metrics, re.M)
+    values = re.findall(r'^octavo_device_memory_bytes{component="(\w+)"\S* (\S+)$', metrics, re.M)
+    memory = {component: float(value) for component, value in values}
+    assert set(memory) == {"weights", "activations", "graphs", "kv_cache", "unused"}
+    assert 0 < memory["weights"] < memory["kv_cache"]
+    assert "octavo_engine_healthy" in metrics
+
+
 @pytest.mark.parametrize(
     ("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)]
 )

@@ -24,6 +24,7 @@ from octavo.memory_budget import (
 )
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
+from octavo.parallel import Shard
 
 DEFAULT_LENGTHS = "512,2048,8192"
 
@@ -33,7 +34,7 @@ DEFAULT_LENGTHS = "512,2048,8192"
 @click.option(
     "--device-memory",
     type=size,
-    help="What octavo may take on the device, such as 80GiB.  [default: what is free here]",
+    help="What octavo may take on each device, such as 80GiB.  [default: what is free here]",
 )
 @click.option(
     "--lengths",
@@ -50,6 +51,7 @@ DEFAULT_LENGTHS = "512,2048,8192"
     "num_blocks",
     "kv_cache_memory",
     "swap_space",
+    "tensor_parallel_size",
     "max_num_seqs",
     "max_num_batched_tokens",
 )
@@ -63,7 +65,8 @@ def memory(
     """Print how MODEL's memory would be divided: weights, activations, KV blocks.
 
     Needs only its config.json; weights of a hub id are not fetched. Activations are the worker's
-    own estimate of the largest step; KV is counted without a backend's padding of heads.
+    own estimate of the largest step; KV is counted without a backend's padding of heads. With
+    --tensor-parallel-size, all sizes are those of one device.
     """
     budget = Budget.of(model, device_memory, engine)
     if as_json:
@@ -73,26 +76,29 @@ def memory(
 
 
 class Budget:
-    """A memory budget, and how many sequences it has room for."""
+    """One device's memory budget, and how many sequences it has room for."""
 
     def __init__(self, config: Any, model_config: Any, dtype: str, total: int) -> None:
         self._config = config
         self._model_config = model_config
         self._dtype = dtype
+        self._size = size = config.tensor_parallel_size
         dtype_bytes = DTYPE_BYTES[dtype]
+        shard = model_config.sharded(Shard(0, size))
         self._shape = KVShape.dense(
-            group_layers(model_config.kv_specs()),
+            group_layers(shard.kv_specs()),
             config.cache.block_size,
-            model_config.num_kv_heads,
-            model_config.head_dim,
+            shard.num_kv_heads,
+            shard.head_dim,
             dtype_bytes,
         )
         fixed = FixedMemory(
-            model_config.weight_bytes(dtype_bytes),
-            estimate_activations(model_config, config.scheduler, dtype_bytes),
+            shard.weight_bytes(dtype_bytes),
+            estimate_activations(shard, config.scheduler, dtype_bytes),
         )
+        swap_limit = config.cache.swap_space // size
         self._budget = plan_memory(
-            config.cache, self._shape, fixed, total, total - fixed.total, config.cache.swap_space
+            config.cache, self._shape, fixed, total, total - fixed.total, swap_limit
         )
         check_asked_length(self._budget, self._shape, config)
 
@@ -108,7 +114,8 @@ class Budget:
             if device_memory <= 0:
                 raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
             config = config.for_gpu(device_memory)
-        return cls(config, model_config, dtype, device_memory or host_memory())
+        total = device_memory or host_memory() // config.tensor_parallel_size
+        return cls(config, model_config, dtype, total)
 
     @property
     def _chunk(self) -> int:
@@ -127,6 +134,8 @@ class Budget:
             f"{model.directory}: {model.architecture}, "
             f"{model.num_parameters() / 1e6:,.1f} M parameters, {self._dtype}"
         )
+        if self._size > 1:
+            title += f"; each of {self._size} devices"
         rows = [
             (
                 "KV per token",
@@ -191,6 +200,7 @@ class Budget:
             "architecture": self._model_config.architecture,
             "parameters": self._model_config.num_parameters(),
             "dtype": self._dtype,
+            "tensor_parallel_size": self._size,
             "max_model_len": self._model_config.max_model_len,
             "budget": asdict(self._budget) | {"unused": self._budget.unused},
             "kv_bytes_per_token": self._shape.bytes_per_token,

@@ -95,7 +95,12 @@ class SimulationConfig:
             self.cache, shape, fixed, total, total - fixed.total, self.cache.swap_space
         )
         return KVCapacity(
-            budget.num_blocks, budget.num_swap_blocks, layout, budget.block_bytes, budget
+            budget.num_blocks,
+            budget.num_swap_blocks,
+            layout,
+            budget.block_bytes,
+            budget,
+            self.num_gpus,
         )
 
 

@@ -71,7 +71,6 @@ class StepRecorder:
         engine: Engine,
         path: str | Path,
         gpu: str,
-        num_gpus: int = 1,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         """`gpu`: the name by which `octavo calibrate` and `simulate` know the device. `clock`: in
@@ -84,6 +83,7 @@ class StepRecorder:
         model = engine.model_config
         dtype = computing_dtype(engine.config, model)
         size = asdict(ModelSize.of(model, dtype))
+        num_gpus = engine.executor.capacity.num_ranks
         setting = Setting(size, gpu, num_gpus, engine.kv.block_size)
         self._path = Path(path)
         self._head = json.dumps({"octavo_steps": FORMAT, **asdict(setting)})

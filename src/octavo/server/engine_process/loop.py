@@ -200,7 +200,8 @@ def engine_info(engine: Engine, start_seconds: float) -> m.EngineInfo:
         policy=config.scheduler.policy,
         dtype=config.dtype_for(engine.model_config.dtype),
         device=config.device,
-        weight_bytes=capacity.budget.weights,
+        num_ranks=capacity.num_ranks,
+        budget=capacity.budget,
         start_seconds=start_seconds,
     )
 

@@ -17,6 +17,7 @@ from octavo.engine.events import Admitted, BlockEvents, Counters, Gauges, Preemp
 from octavo.engine.results import ErrorReport, StepResults
 from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.validation import PreparedRequest
+from octavo.memory_budget import MemoryBudget
 
 # ---------------------------------------------------------------- to the engine process
 
@@ -113,7 +114,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     policy: str
     dtype: str  # as configured, or that of the weights' files
     device: str
-    weight_bytes: int
+    num_ranks: int  # devices that share the model
+    budget: MemoryBudget  # of each of them
     start_seconds: float  # from the start of the process until it was ready
     num_restarts: int = 0  # engine processes before this one
 

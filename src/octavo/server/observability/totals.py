@@ -26,6 +26,7 @@ class EngineTotals(Collector):
         yield from self._gauges()
         yield from self._counters()
         yield self._engine_info()
+        yield self._device_memory()
 
     def _gauges(self) -> Iterator[Metric]:
         gauges, info, health = self._client.gauges, self._client.info, self._client.health
@@ -49,6 +50,7 @@ class EngineTotals(Collector):
             ),
             ("num_pinned_prefixes", "Prefixes that are never evicted.", gauges.num_pinned_prefixes),
             ("num_requests_open", "Requests without an end.", health.num_open),
+            ("num_ranks", "Devices that share the model.", info.num_ranks),
             ("engine_healthy", "1 if the server can do its work.", int(health.healthy)),
         ):
             family = GaugeMetricFamily(f"octavo_{name}", text, labels=LABELS)
@@ -81,4 +83,15 @@ class EngineTotals(Collector):
         )
         family = InfoMetricFamily("octavo_cache_config", "The KV cache.", labels=LABELS)
         family.add_metric(self._labels, {name: str(getattr(info, name)) for name in names})
+        return family
+
+    def _device_memory(self) -> Metric:
+        budget = self._client.info.budget
+        family = GaugeMetricFamily(
+            "octavo_device_memory_bytes",
+            "Memory of each device, by what takes it.",
+            labels=[*LABELS, "component"],
+        )
+        for component in ("weights", "activations", "graphs", "kv_cache", "unused"):
+            family.add_metric([*self._labels, component], getattr(budget, component))
         return family

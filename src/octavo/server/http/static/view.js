@@ -232,7 +232,8 @@
   }
 
   feed.onFrame(() => {
-    setText(byId("model"), model.hello.model);
+    const { model: name, num_ranks } = model.hello;
+    setText(byId("model"), num_ranks > 1 ? `${name}, shared by ${num_ranks} devices` : name);
     byId("model").title = `KV cache: ${model.hello.kv_groups}`;
     showPool();
     showRequests();
