@@ -173,7 +173,9 @@ class ModelDescription:
         positions = 0 if self.positions is None else self.positions.num_rows * self.hidden_size
         if self.tied_embeddings:
             return positions
-        return positions + self.head.out_features * self.head.in_features  # as many rows as the head
+        return (
+            positions + self.head.out_features * self.head.in_features
+        )  # as many rows as the head
 
     def num_parameters(self) -> int:
         """Weights in the model, from the declared shapes alone; tied embeddings count once."""

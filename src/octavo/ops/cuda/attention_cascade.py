@@ -33,7 +33,7 @@ from torch import Tensor
 
 from octavo.ops.cuda.attention_decode import Scratch
 from octavo.ops.cuda.attention_prefill import attend
-from octavo.ops.cuda.attention_scores import KernelScores, has_fast_tanh, load_slope
+from octavo.ops.cuda.attention_scores import KernelScores, has_fast_tanh
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
@@ -141,7 +141,9 @@ def _cascade_kernel(
         values = keys + BLOCK_SIZE * HEAD_DIM
         last = tl.zeros([ROWS], tl.int32) + (end - 1)  # all rows see all keys of the segment
 
-        slope = load_slope(slopes, head * GROUP + row % GROUP, inside)
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + head * GROUP + row % GROUP, mask=inside, other=0.0)
         top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)

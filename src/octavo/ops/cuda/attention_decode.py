@@ -39,7 +39,6 @@ from octavo.ops.cuda.attention_scores import (
     KernelScores,
     capped_scores,
     has_fast_tanh,
-    load_slope,
     log2_scores,
 )
 from octavo.ops.cuda.kv_write import HeadChanges
@@ -219,7 +218,9 @@ def _decode_kernel(
             HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
         )  # fmt: skip
 
-        slope = load_slope(slopes, head * GROUP + row, row < GROUP)
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + head * GROUP + row, mask=row < GROUP, other=0.0)
         top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)

@@ -28,7 +28,6 @@ from torch import Tensor
 from octavo.ops.cuda.attention_scores import (
     KernelScores,
     has_fast_tanh,
-    load_slope,
     log2_scores,
 )
 from octavo.ops.cuda.paged import (
@@ -195,7 +194,9 @@ def _prefill_kernel(
     keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
     values = keys + BLOCK_SIZE * HEAD_DIM
 
-    slope = load_slope(slopes, head * GROUP + row % GROUP, row < ROWS)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head * GROUP + row % GROUP, mask=row < ROWS, other=0.0)
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:

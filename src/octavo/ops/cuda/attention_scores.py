@@ -82,12 +82,3 @@ def log2_scores(products, scale, cap, slope, distance, FAST_TANH: tl.constexpr):
     if slope is not None:
         scores += slope[:, None] * distance.to(tl.float32)
     return scores
-
-
-@triton.jit
-def load_slope(slopes, head, inside):
-    """[ROWS] slopes of some query heads, 0 outside; None where there are none."""
-    if slopes is None:
-        return None
-    else:
-        return tl.load(slopes + head, mask=inside, other=0.0)
