@@ -173,9 +173,8 @@ class ModelDescription:
         positions = 0 if self.positions is None else self.positions.num_rows * self.hidden_size
         if self.tied_embeddings:
             return positions
-        return (
-            positions + self.head.out_features * self.head.in_features
-        )  # as many rows as the head
+        # The embedding has as many rows as the head, of each rank.
+        return positions + self.head.out_features * self.head.in_features
 
     def num_parameters(self) -> int:
         """Weights in the model, from the declared shapes alone; tied embeddings count once."""
