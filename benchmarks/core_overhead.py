@@ -2,11 +2,12 @@
 
 First steady decodes, by number of running sequences and by size of the pool; medians over many
 steps. Then the cost that the prefix cache and the queue add: a lookup beside many cached prompts, a
-burst of prompts that share most of their tokens, and unseen prompts beside many cached first
-blocks. The variants that are compared take turns, and the fastest of several rounds counts, in CPU
-time of this thread. In the last two measurements the garbage collector runs only between schedules
-and updates, never during one, as in the engine; in the others it has Python's defaults. Prints
-tables, and one JSON line at the end.
+burst of prompts that share most of their tokens, unseen prompts beside many cached first blocks,
+and the shared-prefix row of throughput.py: how many steps it takes, and what its schedules cost.
+The variants that are compared take turns, and the fastest of several rounds counts, in CPU time of
+this thread. In the last three measurements the garbage collector runs only between schedules and
+updates, never during one, as in the engine; in the others it has Python's defaults. Prints tables,
+and one JSON line at the end.
 """
 
 from __future__ import annotations
@@ -130,6 +131,15 @@ def unseen_requests(num_cached: int) -> Scheduler:
     return scheduler
 
 
+def shared_prefix() -> Scheduler:
+    """512 requests have arrived that share 1,024 tokens, with 64 tokens of their own."""
+    kv = KVCacheManager([FullAttention()], BLOCK_SIZE, 20_000)
+    scheduler = Scheduler(SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=8192), kv)
+    for number in range(512):
+        scheduler.add(request(f"r{number}", [*range(1024), *unseen_prompt(number, 64)], 64))
+    return scheduler
+
+
 def side_by_side(
     cases: Mapping[str, Callable[[], Scheduler]], num_rounds: int, max_steps: int
 ) -> dict[str, list[tuple[float, float]]]:
@@ -180,6 +190,12 @@ def steps_of_unseen_requests() -> dict[int, float]:
     return {int(name): statistics.mean(map(sum, times)) for name, times in steps.items()}
 
 
+def schedules_of_shared_prefix() -> list[float]:
+    """Seconds of `schedule` in each step."""
+    steps = side_by_side({"shared": shared_prefix}, NUM_ROUNDS, 1000)
+    return [schedule for schedule, _ in steps["shared"]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-steps", type=int, default=200)
@@ -197,6 +213,9 @@ def main() -> None:
     show("caching", "slowest ms", 1e3, by_caching, note)
     by_first = steps_of_unseen_requests()
     show("cached", "ms per step", 1e3, by_first, "200 unseen prompts")
+    shared = schedules_of_shared_prefix()
+    times = {"slowest": max(shared), "all": sum(shared)}
+    show("schedule", "ms", 1e3, times, f"{len(shared)} steps of 512 that share 1,024 tokens")
     values = {
         "ms_by_sequences": {n: round(1e3 * s, 4) for n, s in by_seqs.items()},
         "ms_by_pool": {b: round(1e3 * s, 4) for b, s in by_pool.items()},
@@ -204,6 +223,8 @@ def main() -> None:
         "worst_ms_in_burst": {n: round(1e3 * s, 3) for n, s in by_caching.items()},
         "burst_ratio": round(by_caching["on"] / by_caching["off"], 2),
         "unseen_ms_by_cached": {n: round(1e3 * s, 4) for n, s in by_first.items()},
+        "shared_prefix_steps": len(shared),
+        "shared_prefix_ms": {n: round(1e3 * s, 3) for n, s in times.items()},
     }
     print(json.dumps({"benchmark": "core_overhead"} | values))
 
