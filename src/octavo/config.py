@@ -44,7 +44,8 @@ def _check_least(options: Any, **limits: int) -> None:
     """Check that options, if they are set, are not below their limits."""
     for name, limit in limits.items():
         value = getattr(options, name)
-        _require(value is None or value >= limit, name, f"{value} is less than {limit}")
+        wrong = f"is less than {limit}" if limit else "is negative"
+        _require(value is None or value >= limit, name, f"{value} {wrong}")
 
 
 def _check_types(options: Any) -> None:

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 from octavo.config import make_config
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.engine_process.client import EngineClient, Listener, Supervision
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.listening import Listener
+from octavo.server.engine_process.supervisor import Supervision
 from server.symbolic_engine import expected_tokens
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from octavo.errors import Unavailable
 from octavo.memory_budget import MemoryBudget
 from octavo.outputs import RequestOutput, SequenceOutput
 from octavo.sampling_params import BeamSearchParams
-from octavo.server.engine_process.client import Health
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import EngineInfo
+from octavo.server.engine_process.supervisor import Health
 from octavo.server.offload import Offload
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 16
@@ -34,17 +34,13 @@ def engine_info(**changes: Any) -> EngineInfo:
         "num_blocks": NUM_BLOCKS,
         "num_swap_blocks": 4,
         "kv_groups": "2 x full attention",
-        "block_bytes": 1024,
         "max_num_seqs": 64,
-        "max_num_batched_tokens": 256,
-        "max_logprobs": 20,
         "enable_prefix_caching": True,
         "policy": "fcfs",
         "dtype": "float32",
         "device": "cpu",
         "num_ranks": 2,
         "budget": MemoryBudget(1000, 300, 200, 100, 350, 25, BLOCK_SIZE, NUM_BLOCKS, 100, 4),
-        "start_seconds": 0.1,
     }
     return EngineInfo(**(values | changes))
 

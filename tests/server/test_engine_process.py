@@ -24,8 +24,8 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import BeamSearchParams, SamplingParams
-from octavo.server.engine_process.client import Listener, Supervision
 from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.loop import EngineLoop
 from octavo.server.engine_process.messages import (
     Abort,
@@ -35,6 +35,7 @@ from octavo.server.engine_process.messages import (
     decode_message,
     encode,
 )
+from octavo.server.engine_process.supervisor import Supervision
 from server.clients import (
     BLOCK_SIZE,
     assert_nothing_is_held,

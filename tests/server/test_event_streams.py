@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from sse_starlette import EventSourceResponse
 from starlette.types import ASGIApp, Message
 
 from octavo.errors import ConfigError
@@ -176,3 +177,9 @@ def test_the_end_of_a_stream_is_told_once(leaves: bool) -> None:
 def test_pings_come_at_a_time(seconds: float) -> None:
     with pytest.raises(ConfigError, match="ping_seconds"):
         ServerSettings(("demo",), ping_seconds=seconds)
+
+
+def test_the_library_sends_events_by_the_method_that_event_streams_override() -> None:
+    """Under another name, each event would cost a cancel scope again."""
+    assert "_send_with_timeout" in vars(EventSourceResponse)
+    assert EventStream._send_with_timeout is not EventSourceResponse._send_with_timeout

@@ -18,7 +18,8 @@ from core.symbolic import EOS, Ask, expected_beams
 from octavo.config import make_config
 from octavo.errors import EngineFailed, LogitsNotFinite, ModelError, RequestFailed, Unavailable
 from octavo.sampling_params import BeamSearchParams
-from octavo.server.engine_process.client import EngineClient, Supervision
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.supervisor import Supervision
 from octavo.server.observability.metrics import Metrics
 from server.clients import (
     PROGRAM,

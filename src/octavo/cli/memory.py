@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from octavo.bench.tables import columns, facts, show
 from octavo.cli.options import engine_options, integers, size
-from octavo.config import DTYPE_BYTES, make_config
+from octavo.config import DTYPE_BYTES, EngineConfig, make_config
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
 from octavo.host_memory import host_memory
@@ -22,6 +22,7 @@ from octavo.memory_budget import (
     format_bytes,
     plan_memory,
 )
+from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.parallel import Shard
@@ -78,7 +79,9 @@ def memory(
 class Budget:
     """One device's memory budget, and how many sequences it has room for."""
 
-    def __init__(self, config: Any, model_config: Any, dtype: str, total: int) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, dtype: str, total: int
+    ) -> None:
         self._config = config
         self._model_config = model_config
         self._dtype = dtype
@@ -117,15 +120,12 @@ class Budget:
         total = device_memory or host_memory() // config.tensor_parallel_size
         return cls(config, model_config, dtype, total)
 
-    @property
-    def _chunk(self) -> int:
-        return int(self._config.scheduler.max_num_batched_tokens)
-
     def fits(self, num_tokens: int) -> int | None:
         """How many sequences of that length fit at once; None if it is beyond the model."""
         if num_tokens > self._model_config.max_model_len:
             return None
-        return int(self._budget.num_blocks // self._shape.blocks_for(num_tokens, self._chunk))
+        chunk = self._config.scheduler.max_num_batched_tokens
+        return self._budget.num_blocks // self._shape.blocks_for(num_tokens, chunk)
 
     def tables(self, lengths: tuple[int, ...]) -> tuple[RenderableType, ...]:
         """For people: the budget, what a token takes, and how many sequences fit."""

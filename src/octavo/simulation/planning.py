@@ -216,9 +216,9 @@ def fewest_gpus(
     found: list[Fleet | Refusal] = []
     for size in sizes:
         machine = replace(config, num_gpus=size)
-        search = _FleetSearch(machine, workload_at, rate, target, progress)
+        most = max_gpus // size
         try:
-            found.append(search.run(max_gpus // size))
+            found.append(_fewest_engines(machine, workload_at, rate, target, most, progress))
         except (OutOfMemory, RequestTooLong) as error:
             found.append(Refusal(machine, str(error)))
         except ConfigError as error:
@@ -228,34 +228,31 @@ def fewest_gpus(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _FleetSearch:
-    """The search for one size of engine."""
+def _fewest_engines(
+    config: SimulationConfig,
+    workload_at: WorkloadAt,
+    rate: float,
+    target: Target,
+    max_engines: int,
+    progress: SearchProgress,
+) -> Fleet | Refusal:
+    """For engines of one size: doubles their number until they meet the target, then bisects."""
 
-    config: SimulationConfig
-    workload_at: WorkloadAt
-    rate: float
-    target: Target
-    progress: SearchProgress
-
-    def run(self, max_engines: int) -> Fleet | Refusal:
-        """Doubles the number of engines until they meet the target, then bisects."""
-        too_few, enough, best = 0, 1, None
-        while enough <= max_engines and (best := self._try(enough)) is None:
-            too_few, enough = enough, 2 * enough
-        if best is None:
-            count = max_engines * self.config.num_gpus
-            return Refusal(self.config, f"{count} devices do not meet the target")
-        while enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            result = self._try(middle)
-            if result is None:
-                too_few = middle
-            else:
-                enough, best = middle, result
-        return Fleet(self.config, enough, best)
-
-    def _try(self, num_engines: int) -> SimulationResult | None:
-        rate = self.rate / num_engines
-        found = probe(self.config, self.workload_at, rate, self.target, self.progress)
+    def result_of(num_engines: int) -> SimulationResult | None:
+        found = probe(config, workload_at, rate / num_engines, target, progress)
         return found.result if found.is_met else None
+
+    too_few, enough, best = 0, 1, None
+    while enough <= max_engines and (best := result_of(enough)) is None:
+        too_few, enough = enough, 2 * enough
+    if best is None:
+        count = max_engines * config.num_gpus
+        return Refusal(config, f"{count} devices do not meet the target")
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        result = result_of(middle)
+        if result is None:
+            too_few = middle
+        else:
+            enough, best = middle, result
+    return Fleet(config, enough, best)

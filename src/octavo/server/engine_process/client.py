@@ -23,19 +23,9 @@ from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.listening import Listener, Subscription
 from octavo.server.engine_process.messages import EngineInfo
 from octavo.server.engine_process.process import COMMAND
-from octavo.server.engine_process.stream import RequestStream, StreamEvent
+from octavo.server.engine_process.stream import RequestStream
 from octavo.server.engine_process.supervisor import Health, Supervision, Supervisor
 from octavo.server.offload import Offload
-
-__all__ = [
-    "EngineClient",
-    "Health",
-    "Listener",
-    "PinnedPrefix",
-    "RequestStream",
-    "StreamEvent",
-    "Supervision",
-]
 
 MAX_RETRY_SECONDS = 60.0
 

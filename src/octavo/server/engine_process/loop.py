@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -180,7 +179,7 @@ def _failing_alone(request_id: str) -> Iterator[None]:
         raise RequestFailed(f"the engine could not queue the request ({kind})") from error
 
 
-def engine_info(engine: Engine, start_seconds: float) -> m.EngineInfo:
+def engine_info(engine: Engine) -> m.EngineInfo:
     """What the other side needs to know of an engine that is ready."""
     config, capacity = engine.config, engine.executor.capacity
     return m.EngineInfo(
@@ -192,23 +191,18 @@ def engine_info(engine: Engine, start_seconds: float) -> m.EngineInfo:
         num_blocks=engine.kv.pool.num_blocks,
         num_swap_blocks=engine.kv.swap_pool.num_blocks,
         kv_groups=str(capacity.layout),
-        block_bytes=capacity.block_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_logprobs=config.max_logprobs,
         enable_prefix_caching=engine.kv.enable_prefix_caching,
         policy=config.scheduler.policy,
         dtype=config.dtype_for(engine.model_config.dtype),
         device=config.device,
         num_ranks=capacity.num_ranks,
         budget=capacity.budget,
-        start_seconds=start_seconds,
     )
 
 
 def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_engine) -> int:
     """Make the engine that the first message asks for, and serve it. Returns the exit status."""
-    started = time.monotonic()
     channel = Channel(open_connection(file_descriptor))
     first = channel.receive(wait=True)
     if not first:
@@ -225,7 +219,7 @@ def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_eng
         channel.send(m.encode(m.StartFailed(report_of(error), traceback.format_exc())))
         return 1
     try:
-        channel.send(m.encode(engine_info(engine, time.monotonic() - started)))
+        channel.send(m.encode(engine_info(engine)))
         EngineLoop(engine, channel).run()
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the other side is gone

@@ -106,17 +106,13 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     num_swap_blocks: int
     kv_groups: str  # which layers share block tables: KVLayout as a text
-    block_bytes: int  # per block, all layers of a KV group
     max_num_seqs: int
-    max_num_batched_tokens: int
-    max_logprobs: int
     enable_prefix_caching: bool
     policy: str
     dtype: str  # as configured, or that of the weights' files
     device: str
     num_ranks: int  # devices that share the model
     budget: MemoryBudget  # of each of them
-    start_seconds: float  # from the start of the process until it was ready
     num_restarts: int = 0  # engine processes before this one
 
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 from fastapi import Request, Response
 
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
-from octavo.server.engine_process.client import RequestStream
+from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.context import Context, context_of, reply, request_id_of
 from octavo.server.http.errors import as_api_error
 from octavo.server.http.generation import GenerationBody, Params

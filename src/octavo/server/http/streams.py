@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
-from octavo.server.engine_process.client import RequestStream, StreamEvent
+from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.http.context import context_of, encode, request_id_of, tenant_of
 from octavo.server.http.errors import ApiError, ClientGone, refused
 from octavo.server.http.generation import GenerationBody, Params

@@ -12,8 +12,9 @@ from fastapi import APIRouter, Path, Response
 from octavo.engine.events import Admitted, Preempted
 from octavo.engine.snapshot import RequestView, TierView
 from octavo.outputs import RequestOutput
-from octavo.server.engine_process.client import EngineClient, Listener
+from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.messages import StepReport
 from octavo.server.http.context import reply
 from octavo.server.http.errors import ApiError

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from octavo.outputs import RequestOutput
-from octavo.server.engine_process.client import Listener
 from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.messages import StepReport
 
 Format = Literal["text", "json"]

@@ -15,8 +15,9 @@ from prometheus_client.exposition import choose_encoder
 
 from octavo.errors import InvalidRequest, LogitsNotFinite, Overloaded, RequestTooLong
 from octavo.outputs import RequestOutput
-from octavo.server.engine_process.client import EngineClient, Listener
+from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.messages import StepReport
 from octavo.server.observability.totals import LABELS, EngineTotals
 

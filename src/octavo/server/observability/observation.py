@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from octavo.server.engine_process.client import EngineClient, Listener
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.listening import Listener
 from octavo.server.http.pages import pages_router
 from octavo.server.observability.debug import Lookups, debug_router
 from octavo.server.observability.feed import Feed, feed_router

@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from octavo.core.step import TokenLogprobs
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
-from octavo.server.engine_process.client import RequestStream
+from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.bodies import Integer, Refused
 from octavo.server.http.context import Context
 from octavo.server.http.conversations import Messages, conversation_prompt

@@ -13,7 +13,7 @@ from pydantic import Field
 from octavo.core.step import TokenLogprobs
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.engine_process.client import RequestStream
+from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Refused
 from octavo.server.http.context import Context, context_of
 from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order, note_end
