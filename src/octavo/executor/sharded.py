@@ -47,6 +47,10 @@ class ShardedExecutor:
         self._ranks.send(encode_plan(plan))
         return ShardedStep(self._ranks)
 
+    def check(self) -> None:
+        """See Executor.check."""
+        self._ranks.check()
+
     def shutdown(self) -> None:
         """See Executor.shutdown."""
         self._ranks.close()
