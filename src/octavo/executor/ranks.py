@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import shutil
 import signal
@@ -70,7 +71,7 @@ class RankGroup:
         self._error: Exception | None = None
         self._ranks: list[RankProcess] = []
         self._poll = select.poll()
-        self._close = weakref.finalize(self, _end_all, self._ranks)
+        self._close = weakref.finalize(self, _end_all, self._ranks, os.getpid())
         folder = Path(tempfile.mkdtemp(prefix="octavo-"))
         size = config.tensor_parallel_size
         level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
@@ -207,8 +208,10 @@ def _last_words(process: RankProcess) -> Failed | None:
     return next((each for each in map(decode, messages) if isinstance(each, Failed)), None)
 
 
-def _end_all(ranks: list[RankProcess]) -> None:
-    """Kill all processes, and wait for their ends."""
+def _end_all(ranks: list[RankProcess], owner: int) -> None:
+    """Kill all processes, and wait for their ends. A fork of their owner leaves them alone."""
+    if os.getpid() != owner:
+        return
     for process in ranks:
         process.child.kill()
         process.channel.close()
