@@ -67,6 +67,7 @@ size: $(RUNTIME)  ## lines of each package
 
 bench: $(DEV)  ## core overhead, memory waste, CPU throughput
 	$(BIN)/python benchmarks/core_overhead.py
+	$(BIN)/python benchmarks/rank_messages.py
 	$(BIN)/octavo bench throughput --model benchmarks/configs/tiny --load-format dummy \
 	    --trace benchmarks/traces/bench_sharegpt_1000.csv --num-blocks 983 \
 	    --max-num-batched-tokens 2560

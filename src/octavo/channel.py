@@ -70,11 +70,13 @@ class Channel:
         with self._lock:
             self._socket.sendall(message)
 
-    def receive(self, wait: bool) -> list[bytes] | None:
-        """Messages that have arrived; with `wait`, at least one. None if the other side is gone,
-        and all that it has sent was received."""
+    def receive(self, seconds: float | None) -> list[bytes] | None:
+        """Messages that have arrived; waits for one, if there is none, for so many seconds (None:
+        as long as it takes). None if the other side is gone, and all that it has sent was
+        received."""
         messages: list[bytes] = []
-        while self._poll.poll(None if wait and not messages else 0):
+        timeout = None if seconds is None else seconds * 1e3
+        while self._poll.poll(0 if messages else timeout):
             received = self.read()
             if received is None:
                 return messages or None

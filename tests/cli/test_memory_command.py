@@ -47,6 +47,23 @@ def test_it_needs_neither_weights_nor_torch() -> None:
     assert "114,688 bytes" in run.stdout  # 2 x 28 layers x 8 heads x 128 x 2 bytes
 
 
+def test_it_is_the_budget_of_each_rank(octavo: Octavo) -> None:
+    directory = model_directory("qwen2")
+    options = {"num_blocks": 60, "max_num_batched_tokens": 300, "tensor_parallel_size": 2}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    values = json.loads(octavo("memory", directory, *flags, "--json").stdout)
+    with LLM(directory, **options, attention_backend="reference") as llm:
+        capacity = llm.engine.executor.capacity
+    assert (values["tensor_parallel_size"], capacity.num_ranks) == (2, 2)
+    assert capacity.block_bytes == 2 * capacity.budget.block_bytes
+    for name in ("weights", "activations", "kv_cache", "num_blocks", "num_swap_blocks"):
+        assert values["budget"][name] == getattr(capacity.budget, name), name
+    whole = json.loads(octavo("memory", directory, *flags[:-1], "--json").stdout)
+    assert values["kv_bytes_per_token"] * 2 == whole["kv_bytes_per_token"]
+    assert 0.5 < values["budget"]["weights"] / whole["budget"]["weights"] < 0.6
+    assert "; each of 2 devices" in octavo("memory", directory, *flags).stdout
+
+
 def test_it_is_the_budget_of_the_worker(octavo: Octavo) -> None:
     # qwen2 of the zoo mixes full and sliding layers: two KV groups.
     directory = model_directory("qwen2")

@@ -40,6 +40,20 @@ def make_group(model: str = "counting", size: int = 3, **options: float) -> Rank
     return RankGroup(config, model_config, COMMAND)
 
 
+def program_with_group(program: str) -> str:
+    """A program that has a group of three counting ranks; its argument is their `config.model`."""
+    return f"""
+import os, signal, sys
+from octavo.config import make_config
+from octavo.core.step import StepPlan
+from octavo.executor.messages import ASK, encode_plan
+from octavo.executor.ranks import RankGroup
+from octavo.models.registry import read_model_config
+model_config = read_model_config({str(model_zoo.model_directory("llama3"))!r})
+group = RankGroup(make_config(sys.argv[1], tensor_parallel_size=3), model_config, {COMMAND!r})
+{program}"""
+
+
 def step(group: RankGroup, step_id: int) -> list[int]:
     ids = [10 * step_id, 10 * step_id + 5]
     group.send(encode_plan(StepPlan(step_id, ids, [1, 1], ids, [])))
@@ -184,23 +198,35 @@ def test_ranks_of_a_group_that_was_forgotten_end() -> None:
     assert_gone(pids)
 
 
+def test_a_fork_that_exits_leaves_the_ranks_alone() -> None:
+    program = """
+pid = os.fork()
+if pid == 0:
+    sys.exit()
+os.waitpid(pid, 0)
+group.check()
+group.send(encode_plan(StepPlan(1, [5], [1], [5], [])))
+group.send(ASK)
+print(group.receive_result().token_ids)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program_with_group(program), "counting"],
+        capture_output=True,
+        text=True,
+    )
+    assert (run.stdout, run.returncode) == ("[6]\n", 0), run.stderr
+    assert "have not ended" not in run.stderr  # nor did it wait for them
+
+
 def test_ranks_end_with_a_parent_that_was_killed() -> None:
     """Also if one of them is stuck in a call, and another does not run."""
-    program = f"""
-import os, signal
-from octavo.config import make_config
-from octavo.core.step import StepPlan
-from octavo.executor.messages import encode_plan
-from octavo.executor.ranks import RankGroup
-from octavo.models.registry import read_model_config
-model_config = read_model_config({str(model_zoo.model_directory("llama3"))!r})
-group = RankGroup(make_config("0:sleep", tensor_parallel_size=3), model_config, {COMMAND!r})
+    program = """
 group.send(encode_plan(StepPlan(2, [1], [1], [1], [])))
 os.kill(group.pids[1], signal.SIGSTOP)
 print(*group.pids, flush=True)
 input()
 """
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program_with_group(program), "0:sleep"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]

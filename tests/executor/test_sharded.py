@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import ConfigError, EngineFailed, ModelError, OutOfMemory, ProcessKilled
 from octavo.executor import sharded
+from octavo.host_memory import num_cpus
 from octavo.parallel import Shard
 from octavo.worker.device import check_gpus
+from octavo.worker.device.cpu import CpuDevice
 
 OPTIONS = {"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 # Longer than a step's tokens, so that they are computed in chunks; and with a common prefix.
@@ -121,6 +124,13 @@ def test_ranks_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> 
     message = r"2 processes take about 256\.00 MiB each, and 300\.00 MiB are free"
     with pytest.raises(OutOfMemory, match=message):
         LLM(model_zoo.model_directory("llama3"), tensor_parallel_size=2)
+
+
+def test_ranks_divide_the_threads() -> None:
+    with CpuDevice(num_cpus(), num_ranks=2).computing:
+        assert torch.get_num_threads() == max(1, num_cpus() // 2)
+    with CpuDevice(num_ranks=10_000).computing:
+        assert torch.get_num_threads() == 1
 
 
 def test_gpus_that_are_too_few_or_differ() -> None:

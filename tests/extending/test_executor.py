@@ -43,6 +43,9 @@ class CountingExecutor:
             self._last[seq_id] = (self._last[seq_id] + 1) % self._vocab_size
         return FinishedStep(StepResult(plan.step_id, [self._last[each] for each in plan.sampled]))
 
+    def check(self) -> None:
+        """It cannot fail."""
+
     def shutdown(self) -> None:
         self._last.clear()
 

@@ -61,6 +61,9 @@ class HarmfulExecutor(SymbolicExecutor):
         self._harm(plan)
         return FinishedStep(self.execute(plan))
 
+    def check(self) -> None:
+        """It fails in steps alone."""
+
     def shutdown(self) -> None:
         pass
 

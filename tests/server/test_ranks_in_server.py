@@ -3,6 +3,7 @@ and no process outlives its parent."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import pytest
 from server.live_server import LiveServer, live_server
 
 NUM_STREAMS = 8
-OPTIONS = ("--tensor-parallel-size", "2", "--rank-timeout", "4", "--load-format", "dummy")
+OPTIONS = ("--tensor-parallel-size", "2", "--rank-timeout", "6", "--load-format", "dummy")
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +59,20 @@ def descendants(pid: int) -> dict[int, str]:
     found: dict[int, str] = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-            found[int(child)] = arguments[2]
-            found |= descendants(int(child))
+            with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
+                arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+                found[int(child)] = arguments[2]
+                found |= descendants(int(child))
     return found
 
 
-def ranks_of(server: LiveServer) -> list[int]:
+def rank_pids(server: LiveServer) -> list[int]:
     found = descendants(server.process.pid)
-    ranks = sorted(pid for pid, module in found.items() if module == "octavo.executor.rank")
+    return sorted(pid for pid, module in found.items() if module == "octavo.executor.rank")
+
+
+def ranks_of(server: LiveServer) -> list[int]:
+    ranks = rank_pids(server)
     assert len(ranks) == 2
     return ranks
 
@@ -106,6 +112,16 @@ def test_streams_survive_a_rank(
     ranks = ranks_of(server)
     assert say_all(server, ranks[rank], number) == expected
     assert_gone(ranks)
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_replaced(server: LiveServer) -> None:
+    ranks = ranks_of(server)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert_gone(ranks)
+    deadline = time.monotonic() + 60
+    while len(found := rank_pids(server)) < 2 or set(found) & set(ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_ranks_end_with_their_engine_and_streams_go_on(

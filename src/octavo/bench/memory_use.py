@@ -132,6 +132,9 @@ class MemoryUse:
         self.steps.append(self._look(plan))
         return self._executor.submit(plan)
 
+    def check(self) -> None:
+        self._executor.check()
+
     def shutdown(self) -> None:
         self._executor.shutdown()
 

@@ -59,6 +59,11 @@ class Executor(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Raise EngineFailed if no further step can be computed. Called now and then while there is
+        nothing to compute; a failure in a step is raised by the step."""
+        ...
+
     def shutdown(self) -> None:
         """Give everything back. A second call does nothing."""
         ...

@@ -34,6 +34,9 @@ class LocalExecutor:
         self.capacity = KVCapacity.of(self._worker.budget, self._worker.layout)
         self.submit = self._worker.runner.submit
 
+    def check(self) -> None:
+        """See Executor.check: the device fails in a step, if at all."""
+
     def shutdown(self) -> None:
         """See Executor.shutdown."""
         self.submit = _refuse

@@ -43,7 +43,7 @@ _ENVIRONMENT = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 def serve(channel: Channel, submit: Submit, answers: bool) -> None:
     """Carry out plans until the other side is gone; `answers`: it is told the results."""
     steps: deque[PendingStep] = deque()
-    while (payloads := channel.receive(wait=True)) is not None:
+    while (payloads := channel.receive(None)) is not None:
         for payload in payloads:
             if payload:
                 steps.append(submit(decode_plan(payload)))
@@ -95,7 +95,7 @@ def run(file_descriptor: int, make: Callable[[Start], tuple[Ready, Submit]]) -> 
     connection = open_connection(file_descriptor)
     Thread(target=end_with, args=(connection,), daemon=True).start()
     channel = Channel(connection)
-    first = channel.receive(wait=True)
+    first = channel.receive(None)
     if not first:
         return 0
     start: Start = decode(first[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import shutil
 import signal
@@ -70,7 +71,7 @@ class RankGroup:
         self._error: Exception | None = None
         self._ranks: list[RankProcess] = []
         self._poll = select.poll()
-        self._close = weakref.finalize(self, _end_all, self._ranks)
+        self._close = weakref.finalize(self, _end_all, self._ranks, os.getpid())
         folder = Path(tempfile.mkdtemp(prefix="octavo-"))
         size = config.tensor_parallel_size
         level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
@@ -101,6 +102,12 @@ class RankGroup:
         message = frame(payload)
         for process in self._ranks:
             self._send_to(process, message)
+
+    def check(self) -> None:
+        """Raise what went wrong in any rank, if something did. Not while a result is due."""
+        self._check()
+        for rank, message in self._read(self._poll.poll(0)):
+            raise AssertionError(f"rank {rank} was not asked for {message}")
 
     def receive_result(self) -> StepResult:
         """Wait for rank 0's next result. Raises what went wrong in any rank."""
@@ -134,11 +141,15 @@ class RankGroup:
             self._bury(process)
 
     def _receive(self, deadline: float | None) -> Iterator[tuple[int, Any]]:
-        """Wait for messages of any rank, and hand on what its log and its failure are not."""
+        """Wait for messages of any rank."""
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
         events = self._poll.poll(timeout)
         if not events:
             self._fail(self._hang("a step has not been computed"))
+        yield from self._read(events)
+
+    def _read(self, events: list[tuple[int, int]]) -> Iterator[tuple[int, Any]]:
+        """What has come from ranks, but for records of their logs. Raises what went wrong there."""
         readable = {descriptor for descriptor, _ in events}
         for process in self._ranks:
             if process.channel.fileno() not in readable:
@@ -193,12 +204,14 @@ class RankGroup:
 
 def _last_words(process: RankProcess) -> Failed | None:
     """What a rank that has ended said of it, if that was not received yet."""
-    messages = process.channel.receive(wait=False) or ()
+    messages = process.channel.receive(0) or ()
     return next((each for each in map(decode, messages) if isinstance(each, Failed)), None)
 
 
-def _end_all(ranks: list[RankProcess]) -> None:
-    """Kill all processes, and wait for their ends."""
+def _end_all(ranks: list[RankProcess], owner: int) -> None:
+    """Kill all processes, and wait for their ends. A fork of their owner leaves them alone."""
+    if os.getpid() != owner:
+        return
     for process in ranks:
         process.child.kill()
         process.channel.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from octavo.config import EngineConfig
 from octavo.core.step import StepPlan, StepResult
 from octavo.errors import OutOfMemory
@@ -41,11 +43,18 @@ class ShardedExecutor:
         self.config = first.config
         self.is_asynchronous = first.is_asynchronous
         self.capacity = first.capacity
+        if config.owns_process and first.is_asynchronous:
+            gc.collect()
+            gc.freeze()  # as CudaDevice.settle does: a collection would delay the next plan
 
     def submit(self, plan: StepPlan) -> ShardedStep:
         """See Executor.submit. Raises EngineFailed if a rank is gone."""
         self._ranks.send(encode_plan(plan))
         return ShardedStep(self._ranks)
+
+    def check(self) -> None:
+        """See Executor.check."""
+        self._ranks.check()
 
     def shutdown(self) -> None:
         """See Executor.shutdown."""

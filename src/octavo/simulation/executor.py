@@ -105,6 +105,9 @@ class SimulatedExecutor:
         self.spans.append((start, self._last_end))
         return SimulatedStep(result, self._last_end, self._clock)
 
+    def check(self) -> None:
+        """Nothing can fail."""
+
     def shutdown(self) -> None:
         """There is nothing to give back."""
 

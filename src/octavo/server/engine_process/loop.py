@@ -28,6 +28,8 @@ from octavo.server.engine_process import messages as m
 
 logger = logging.getLogger("octavo.server.engine_process.loop")  # the module may be run as __main__
 
+IDLE_SECONDS = 1.0  # between checks of an executor that has nothing to do
+
 
 class EngineLoop:
     """Owns the engine's turn-taking: all commands that have come, then a step."""
@@ -60,10 +62,12 @@ class EngineLoop:
                 self._report(m.pack_results(self._engine.step()))
             elif has_changed:  # the last request was aborted, say: tell how things stand now
                 self._report(StepResults.none())
+            else:
+                self._engine.executor.check()
 
     def _take_in(self, wait: bool = False) -> bool:
         """Do what was asked for meanwhile. True if requests came or went."""
-        commands = self._channel.receive(wait)
+        commands = self._channel.receive(IDLE_SECONDS if wait else 0)
         if commands is None:
             self._is_over = True
             return False
@@ -204,7 +208,7 @@ def engine_info(engine: Engine) -> m.EngineInfo:
 def main(file_descriptor: int, load: Callable[[EngineConfig], Engine] = load_engine) -> int:
     """Make the engine that the first message asks for, and serve it. Returns the exit status."""
     channel = Channel(open_connection(file_descriptor))
-    first = channel.receive(wait=True)
+    first = channel.receive(None)
     if not first:
         return 0
     start = m.decode_command(first[0])

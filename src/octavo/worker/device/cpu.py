@@ -74,7 +74,9 @@ class CpuDevice(Device):
         activations = estimate_activations(model, demand.config.scheduler, dtype_bytes)
         fixed = FixedMemory(weights, activations)
         total = host_memory() // model.shard.size  # the ranks share the host
-        default = min(CPU_CACHE_LIMIT, int(CPU_CACHE_SHARE * (total - fixed.total)))
+        default = min(
+            CPU_CACHE_LIMIT // model.shard.size, int(CPU_CACHE_SHARE * (total - fixed.total))
+        )
         return demand.plan(fixed, total, default)
 
     def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
