@@ -43,18 +43,24 @@ class KVShape:
 
     @property
     def block_bytes(self) -> int:
-        """One block: keys and values of `block_size` tokens in all layers of one group."""
-        return self.layout.layers_per_group * self.layer_bytes
+        """Keys and values of `block_size` tokens, in as many layers as a block has room for."""
+        return self.layout.layers_per_block * self.layer_bytes
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token while all groups hold it, padding layers included."""
-        return len(self.layout.groups) * self.block_bytes // self.block_size
+        return sum(self.block_bytes // size for size in self.block_sizes)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens per block, by KV group."""
+        return self.layout.block_sizes(self.block_size)
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that one sequence of `num_tokens`, computed by chunks, ever holds."""
         return sum(
-            spec.max_blocks(num_tokens, self.block_size, chunk) for spec in self.layout.specs
+            spec.max_blocks(num_tokens, size, chunk)
+            for spec, size in zip(self.layout.specs, self.block_sizes, strict=True)
         )
 
     def held_bytes(self, num_tokens: int) -> int:

@@ -82,8 +82,8 @@ def test_it_is_the_budget_of_the_worker(octavo: Octavo) -> None:
         assert values[name] == getattr(budget, name), name
     text = octavo("memory", directory, *options, "--lengths", "64").stdout
     assert "2 x full attention, 2 x window of 20" in text
-    assert re.search(r"^0: full attention +2 +384 +64$", text, re.M)
-    assert re.search(r"^1: window of 20 +2 +384 +4$", text, re.M)
+    assert re.search(r"^0: full attention +2 +384 +8 +64$", text, re.M)
+    assert re.search(r"^1: window of 20 +2 +384 +8 +4$", text, re.M)
     assert re.search(
         r"^of 64 tokens .* sequences at once; .* of KV each, 1\.\d\d times", text, re.M
     )

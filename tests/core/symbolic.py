@@ -92,7 +92,7 @@ class SymbolicExecutor:
     """Obeys plans; block contents are symbols. Stale contents stay, as on a real device."""
 
     specs: tuple[KVSpec, ...]
-    block_size: int
+    block_sizes: tuple[int, ...]  # by KV group
     rows: dict[int, Row] = field(default_factory=dict)
     device: dict[int, list[object]] = field(default_factory=dict)
     swap: dict[int, list[object]] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class SymbolicExecutor:
 
     def _block(self, block_id: int) -> list[object]:
         assert block_id != NULL_BLOCK, "the null block is used"
-        return self.device.setdefault(block_id, [None] * self.block_size)
+        return self.device.setdefault(block_id, [None] * max(self.block_sizes))
 
     def _write(self, plan: StepPlan) -> None:
         written: set[tuple[int, int]] = set()
@@ -170,8 +170,8 @@ class SymbolicExecutor:
             symbols = self._symbols(row)
             for position in range(row.num_computed, row.num_computed + count):
                 for group, table in enumerate(row.tables):
-                    block_id, offset = table[position // self.block_size], position
-                    slot = (block_id, offset % self.block_size)
+                    index, offset = divmod(position, self.block_sizes[group])
+                    block_id, slot = table[index], (table[index], offset)
                     assert slot not in written, "I3: one slot is written by two sequences"
                     written.add(slot)
                     self._block(block_id)[slot[1]] = (group, symbols[position], True)
@@ -180,16 +180,16 @@ class SymbolicExecutor:
         symbols = self._symbols(row)
         for group, table in enumerate(row.tables):
             for position in range(start, end):
-                block_id, offset = table[position // self.block_size], position % self.block_size
-                self._block(block_id)[offset] = (group, symbols[position], False)
+                index, offset = divmod(position, self.block_sizes[group])
+                self._block(table[index])[offset] = (group, symbols[position], False)
 
     def _read(self, row: Row, start: int, end: int) -> bool:
         """Whether it is all sound."""
         symbols, is_sound = self._symbols(row), True
         for group, spec in enumerate(self.specs):
             for key in range(spec.first_needed_token(start), end):
-                block = self._block(row.tables[group][key // self.block_size])
-                content = block[key % self.block_size]
+                index, offset = divmod(key, self.block_sizes[group])
+                content = self._block(row.tables[group][index])[offset]
                 assert content in [(group, symbols[key], sound) for sound in (True, False)], (
                     f"token {key} of group {group} reads another sequence's KV"
                 )

@@ -68,9 +68,9 @@ def test_every_layer_has_a_place_of_its_own() -> None:
     places = layout.places()
     assert sorted(places) == list(range(len(specs)))
     assert len(set(places.values())) == len(specs)
-    for layer_id, (group, index) in places.items():
+    for layer_id, (group, index, span) in places.items():
         assert layout.groups[group].spec == specs[layer_id]
-        assert index < layout.layers_per_group
+        assert (index + 1) * span <= layout.layers_per_block
 
 
 def test_the_number_of_groups_is_bounded_unless_more_specs_differ() -> None:
@@ -84,7 +84,7 @@ def test_the_number_of_groups_is_bounded_unless_more_specs_differ() -> None:
 def test_padding_is_put_where_it_costs_least() -> None:
     """Long sequences pay for padding in full attention, and hardly for padding behind windows."""
     layout = layout_of((None, 10), (1024, 52))
-    assert groups_of(layout)[0] == (FullAttention(), layout.layers_per_group)
+    assert groups_of(layout)[0] == (FullAttention(), layout.layers_per_block)
     assert layout.relative_bytes([32_768]) < 1.03
 
 

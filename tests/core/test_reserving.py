@@ -16,7 +16,7 @@ from octavo.core.invariants import check_scheduler
 from octavo.core.kv.extent_pool import Arena, BuddyPool
 from octavo.core.kv.memory_policy import make_kv_cache_manager
 from octavo.core.kv.prefix_matcher import PrefixHit
-from octavo.core.kv.specs import FullAttention
+from octavo.core.kv.specs import FullAttention, KVGroup, KVLayout, group_layers
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec, StepResult
@@ -106,7 +106,12 @@ class ReservingWorkload(Workload):
         rng = self.rng
         self.kv = make_kv_cache_manager(
             CacheConfig(self.block_size, enable_prefix_caching=False, memory_policy=policy),
-            self.specs,
+            KVLayout(
+                tuple(
+                    KVGroup(spec, (i,), size // self.block_size)
+                    for i, (spec, size) in enumerate(zip(self.specs, self.block_sizes, strict=True))
+                )
+            ),
             rng.randint(20, 200) * len(self.specs),
             0,
             max_model_len=80,
@@ -135,7 +140,9 @@ class Server:
 
     def __init__(self, policy: str, num_blocks: int, max_model_len: int) -> None:
         cache = CacheConfig(enable_prefix_caching=False, memory_policy=policy)
-        self.kv = make_kv_cache_manager(cache, [FullAttention()], num_blocks, 0, max_model_len)
+        self.kv = make_kv_cache_manager(
+            cache, group_layers([FullAttention()]), num_blocks, 0, max_model_len
+        )
         config = SchedulerConfig(max_num_batched_tokens=4096, watermark=0.0, max_passes=0)
         self.scheduler = Scheduler(config, self.kv)
 

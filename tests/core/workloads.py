@@ -50,6 +50,8 @@ class Workload:
                 (FullAttention(), *[SlidingWindow(rng.randint(1, 20)) for _ in range(2)]),
             ]
         )
+        span = rng.choice([1, 1, 2, 3, 5])  # how many times as many tokens some groups' blocks hold
+        self.block_sizes = tuple(self.block_size * rng.choice([1, span]) for _ in self.specs)
         self.prefixes = [
             [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(3)
         ]
@@ -59,7 +61,7 @@ class Workload:
         max_tokens = rng.choice([max_seqs, rng.randint(max_seqs, 30)]) if chunked else 200
         self.kv = KVCacheManager(
             self.specs,
-            self.block_size,
+            self.block_sizes,
             num_blocks=rng.choice([rng.randint(8, 70) * len(self.specs), self.scarce(max_tokens)]),
             num_swap_blocks=rng.choice([0, 10, 1000]),
             enable_prefix_caching=rng.random() < 0.7,
@@ -82,7 +84,7 @@ class Workload:
         )
         self.now = 0.0
         self.depth = rng.choice([1, 2, 2, 3])  # steps under way at once
-        self.executor = SymbolicExecutor(self.specs, self.block_size)
+        self.executor = SymbolicExecutor(self.specs, self.block_sizes)
         if self.is_harmful:
             self.executor.strikes = lambda: rng.random() < 0.002
         self.failed: list[Ask] = []
@@ -92,7 +94,7 @@ class Workload:
 
     def scarce(self, chunk: int) -> int:
         """Hardly more blocks than a large request may need; some will be refused."""
-        rule = KVCacheManager(self.specs, self.block_size, num_blocks=1)
+        rule = KVCacheManager(self.specs, self.block_sizes, num_blocks=1)
         needs = sorted(rule.worst_case_blocks(ask.request(0.0), chunk) for ask in self.asks)
         return self.rng.choice(needs[len(needs) // 2 :]) + self.rng.randint(0, 6)
 

@@ -55,12 +55,13 @@ class World:
         specs = options.pop("specs", [FullAttention()])
         caching = options.pop("enable_prefix_caching", True)
         self.now = 0.0
-        self.kv = KVCacheManager(specs, BLOCK_SIZE, num_blocks, num_swap_blocks, caching)
+        sizes = options.pop("block_sizes", [BLOCK_SIZE] * len(specs))
+        self.kv = KVCacheManager(specs, sizes, num_blocks, num_swap_blocks, caching)
         options.setdefault("watermark", 0.0)
         options.setdefault("max_num_seqs", 8)
         options.setdefault("max_num_batched_tokens", 64)
         self.scheduler = Scheduler(SchedulerConfig(**options), self.kv, lambda: self.now)
-        self.executor = SymbolicExecutor(tuple(specs), BLOCK_SIZE)
+        self.executor = SymbolicExecutor(tuple(specs), self.kv.block_sizes)
         self.depth = depth
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
 

@@ -40,11 +40,14 @@ class TokenMajor:
         kv_cache: Tensor,
         block_size: int,
     ) -> None:
+        def shape(layer: LayerSpec, place: LayerPlace) -> tuple[int, ...]:
+            size = place.span * block_size
+            return self.kv_block_shape(size, layer.num_kv_heads, layer.head_dim)
+
         self._layers = {
-            layer.layer_id: (layer, place)
+            layer.layer_id: (layer, place.group, place.blocks(kv_cache, shape(layer, place)))
             for layer, place in zip(layers, layer_places, strict=True)
         }
-        self._kv_cache = kv_cache
         self._batch: AttentionBatch | None = None
 
     @staticmethod
@@ -63,17 +66,19 @@ class TokenMajor:
         rotary: RotaryTable | None = None,
         head_norms: tuple[HeadNorm, HeadNorm] | None = None,
     ) -> Tensor:
-        batch, (layer, place) = self._batch, self._layers[layer_id]
+        batch, (layer, group, cache) = self._batch, self._layers[layer_id]
         assert batch is not None
         if head_norms is not None:
             query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
         if rotary is not None:
             query, key = rotary.apply(query, batch.positions), rotary.apply(key, batch.positions)
-        self._write(place, batch.slots[place.group], torch.cat((key, value), dim=-1))
+        slots, size = batch.slots[group], cache.shape[1]
+        cache[slots // size, slots % size] = torch.cat((key, value), dim=-1)
         outputs = []
         for i, context_len in enumerate(batch.context_lens.tolist()):
             rows = slice(*batch.query_starts[i : i + 2].tolist())
-            tokens = self._read(place, batch.block_tables[place.group][i], context_len)
+            blocks = batch.block_tables[group][i][: -(-context_len // size)].long()
+            tokens = cache[blocks].flatten(0, 1)[:context_len]
             k, v = tokens.transpose(0, 1).split(layer.head_dim, dim=-1)
             q = query[rows].transpose(0, 1)
             ago = torch.arange(context_len)[-q.shape[1] :, None] - torch.arange(context_len)
@@ -85,20 +90,9 @@ class TokenMajor:
         return torch.cat(outputs)
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
-        layer, place = self._layers[layer_id]
-        block, offset = divmod(slot, self._kv_cache.shape[2])
-        k, v = self._kv_cache[block, place.index, offset].split(layer.head_dim, dim=-1)
+        layer, _, cache = self._layers[layer_id]
+        k, v = cache.flatten(0, 1)[slot].split(layer.head_dim, dim=-1)
         return k.clone(), v.clone()
-
-    def _write(self, place: LayerPlace, slots: Tensor, tokens: Tensor) -> None:
-        size = self._kv_cache.shape[2]
-        self._kv_cache[slots // size, place.index, slots % size] = tokens
-
-    def _read(self, place: LayerPlace, table: Tensor, num_tokens: int) -> Tensor:
-        """[num_tokens, num_kv_heads, 2 * head_dim]"""
-        size = self._kv_cache.shape[2]
-        blocks = table[: -(-num_tokens // size)].long()
-        return self._kv_cache[blocks, place.index].flatten(0, 1)[:num_tokens]
 
 
 def test_scores_that_a_backend_does_not_compute_are_refused() -> None:

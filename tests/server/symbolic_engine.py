@@ -51,7 +51,7 @@ class HarmfulExecutor(SymbolicExecutor):
 
     def __init__(self, block_size: int, num_blocks: int, step_seconds: float) -> None:
         layout = group_layers([FullAttention()])
-        super().__init__(layout.specs, block_size, harmful_token=NOT_FINITE)
+        super().__init__(layout.specs, (block_size,), harmful_token=NOT_FINITE)
         self._step_seconds = step_seconds
         budget = MemoryBudget(0, 0, 0, 0, 0, 1, block_size, num_blocks, 0, num_blocks)
         self.capacity = KVCapacity(num_blocks, num_blocks, layout, 1, budget)

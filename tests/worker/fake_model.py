@@ -114,15 +114,15 @@ def make_runner(
 class Driver:
     """Plays the core for plain sequences: each has its own blocks, taken in order."""
 
-    def __init__(self, runner: ModelRunner, block_size: int = 4, num_groups: int = 1) -> None:
+    def __init__(self, runner: ModelRunner, block_sizes: Sequence[int] = (4,)) -> None:
+        """`block_sizes`: tokens per block, by KV group."""
         self.runner = runner
-        self.block_size = block_size
-        self.num_groups = num_groups
+        self.block_sizes = block_sizes
         self.next_block = 1
         self.step_id = 0
         self.lengths: dict[int, int] = {}
         self.computed: dict[int, int] = {}
-        self.held: dict[int, int] = {}  # blocks per group
+        self.held: dict[int, list[int]] = {}  # blocks, by group
 
     def opened(
         self,
@@ -136,7 +136,7 @@ class Driver:
     ) -> OpenedRow:
         self.lengths[seq_id] = len(token_ids)
         self.computed[seq_id] = 0
-        self.held[seq_id] = 0
+        self.held[seq_id] = [0] * len(self.block_sizes)
         return OpenedRow(
             seq_id,
             tuple(token_ids),
@@ -159,13 +159,14 @@ class Driver:
         ending = []
         for seq_id, num_tokens in scheduled.items():
             end = self.computed[seq_id] + num_tokens
-            needed = -(-end // self.block_size) - self.held[seq_id]
-            for group in range(self.num_groups):
+            held = self.held[seq_id]
+            for group, size in enumerate(self.block_sizes):
+                needed = -(-end // size) - held[group]
                 if needed > 0:
                     ids = tuple(range(self.next_block, self.next_block + needed))
                     self.next_block += needed
-                    writes.append(TableWrite(seq_id, group, self.held[seq_id], ids))
-            self.held[seq_id] += max(needed, 0)
+                    writes.append(TableWrite(seq_id, group, held[group], ids))
+                    held[group] += needed
             self.computed[seq_id] = end
             if end == self.lengths[seq_id]:
                 ending.append(seq_id)

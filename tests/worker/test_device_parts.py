@@ -35,8 +35,9 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 def device_tables(
     block_size: int, have_windows: list[bool], num_rows: int, max_blocks: int
 ) -> BlockTables:
-    on_device = DeviceTables(block_size, have_windows, num_rows, max_blocks, DEVICE)
-    return BlockTables(block_size, len(have_windows), num_rows, on_device)
+    sizes = [block_size] * len(have_windows)
+    on_device = DeviceTables(sizes, have_windows, num_rows, max_blocks, DEVICE)
+    return BlockTables(sizes, num_rows, on_device)
 
 
 def test_staged_arrays_keep_their_addresses_and_arrive_together() -> None:
@@ -121,7 +122,7 @@ def test_tables_on_the_device_follow_those_of_the_host(seed: int) -> None:
     rng = random.Random(seed)
     num_groups, num_rows, columns = 1 + seed % 3, 9, 12
     staging = UploadStaging(DEVICE, num_rows, 16)
-    host = BlockTables(1, num_groups, num_rows)
+    host = BlockTables([1] * num_groups, num_rows)
     device = device_tables(16, [False] * num_groups, num_rows, columns)
     for _ in range(40):
         # As the worker does it: forks, new rows, then entries, of which the last one holds.

@@ -17,6 +17,7 @@ import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig, make_config
 from octavo.core.kv.specs import FullAttention, group_layers
+from octavo.core.step import BlockCopy
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
 from octavo.errors import OutOfMemory
@@ -24,7 +25,7 @@ from octavo.executor.base import KVCapacity
 from octavo.llm import load_engine
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
-from octavo.ops import PaddedSizes, load_backend
+from octavo.ops import HostStaging, PaddedSizes, load_backend
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_cascade as attention_cascade
@@ -44,6 +45,7 @@ from octavo.worker.logit_edits import EditedRow
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.sampler import SamplingBatch
 from octavo.worker.worker import _refused
+from worker.fake_model import VOCAB_SIZE, Driver, FakeModel
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -241,7 +243,7 @@ def test_the_steps_that_memory_is_measured_with_are_the_largest(
 
     monkeypatch.setattr(sampler, "edit_logits", edit)
     runner = CudaExecutor(overlapped.config, model_config).runner
-    prompts, draws = largest_steps(overlapped.config, model_config, num_groups=1)
+    prompts, draws = largest_steps(overlapped.config, model_config, [8])
     for plan in (prompts, draws):
         result = runner.submit(plan).result()
         assert len(result.token_ids) == len(plan.sampled)
@@ -372,3 +374,35 @@ def test_a_gpu_serves_as_the_cpu_does(name: str) -> None:
         llm = LLM(directory, device=device, **options)
         outputs[device] = [o.outputs[0].token_ids for o in llm.generate(asks, params)]
     assert outputs["cuda"] == outputs["cpu"]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_groups_may_have_blocks_of_different_lengths() -> None:
+    """One layer with full attention beside nine with windows, and blocks of three times the length:
+    prompts, decodes, and a block that is copied before it is written."""
+    model = FakeModel([None, *[6] * 9])
+    config = make_config("fake", block_size=4, max_num_seqs=4)
+    device, backend = CudaDevice(DEVICE), load_backend("triton")
+    runner = ModelRunner(config, model.config, model, backend, (100, 9), device)  # type: ignore[arg-type]
+    runner.kv_cache.blocks.fill_(torch.nan)
+    block_sizes = group_layers(model.config.kv_specs()).block_sizes(4)
+    assert block_sizes == (12, 4, 4, 4)
+    driver = Driver(runner, block_sizes)
+    prompts = [prompt(13, 1), prompt(3, 2)]
+    prompts = [[token % VOCAB_SIZE for token in tokens] for tokens in prompts]
+    texts = [list(tokens) for tokens in prompts]
+    scheduled = {0: 13, 1: 3}
+    opened = [driver.opened(i, tokens) for i, tokens in enumerate(prompts)]
+    for _ in range(3):
+        result = driver.step(scheduled, opened)
+        for text, token_id in zip(texts, result.token_ids, strict=True):
+            text.append(token_id)
+        scheduled, opened = {0: 1, 1: 1}, []
+    for tokens, text in zip(prompts, texts, strict=True):
+        for end in range(len(tokens), len(text)):
+            assert text[end] == int(model.expected_logits(text[:end])[-1].argmax())
+    # All of a block is copied: which tokens are in it depends on its group.
+    copies = runner.kv_cache.stage([BlockCopy(1, 90, 1)], HostStaging())
+    before = runner.kv_cache.blocks[1].clone()
+    runner.kv_cache._device.copy_blocks(runner.kv_cache.blocks, copies[0])
+    assert torch.equal(runner.kv_cache.blocks[90].nan_to_num(), before.nan_to_num())

@@ -172,7 +172,7 @@ class PlanMaker:
 
 
 def make_batch(num_groups: int = 1) -> InputBatch:
-    tables = BlockTables(BLOCK_SIZE, num_groups, NUM_ROWS)
+    tables = BlockTables([BLOCK_SIZE] * num_groups, NUM_ROWS)
     return InputBatch(tables, NUM_ROWS, HostStaging())
 
 

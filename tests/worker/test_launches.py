@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import Driver, FakeModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.config import make_config
@@ -20,6 +19,7 @@ from octavo.ops import load_backend
 from octavo.ops.cuda import attention as triton_backend
 from octavo.worker.device import cuda, cuda_sampling
 from octavo.worker.model_runner import ModelRunner
+from worker.fake_model import Driver, FakeModel
 
 DEVICE = torch.device("cpu")
 ONE_GROUP: list[int | None] = [None] * 12
@@ -78,8 +78,7 @@ def count_steps(windows: Sequence[int | None], launches: Launches) -> list[Count
     config = make_config("fake", block_size=4, max_num_seqs=16)
     device, backend = cuda.CudaDevice(DEVICE), load_backend("triton")
     runner = ModelRunner(config, model.config, model, backend, (400, 50), device)  # type: ignore[arg-type]
-    num_groups = len(group_layers(model.config.kv_specs()).groups)
-    driver = Driver(runner, num_groups=num_groups)
+    driver = Driver(runner, group_layers(model.config.kv_specs()).block_sizes(4))
     counted = []
 
     def step(**fields: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.core.kv.specs import group_layers
 from octavo.core.step import (
     BlockCopy,
     Fork,
@@ -32,13 +33,14 @@ def greedy_reference(model: FakeModel, token_ids: list[int], num_tokens: int) ->
     return tokens[len(token_ids) :]
 
 
-@pytest.mark.parametrize("windows", [(None, None), (5, 5), (None, 3), (None, 6, 6)])
+@pytest.mark.parametrize(
+    "windows", [(None, None), (5, 5), (None, 3), (None, 6, 6), (None, *[6] * 9)]
+)
 @pytest.mark.parametrize("chunk", [3, 7, 100])
 def test_greedy_tokens_equal_a_dense_computation(windows: tuple, chunk: int) -> None:
     model = FakeModel(windows)
-    num_groups = len(set(windows)) if len(windows) < 3 else 3
     runner, _ = make_runner(model)
-    driver = Driver(runner, num_groups=num_groups)
+    driver = Driver(runner, group_layers(model.config.kv_specs()).block_sizes(4))
     prompts = {7: prompt(13, 1), 3: prompt(1, 2), 5: prompt(30, 3)}
     outputs: dict[int, list[int]] = {seq_id: [] for seq_id in prompts}
     opened = [driver.opened(seq_id, tokens) for seq_id, tokens in prompts.items()]

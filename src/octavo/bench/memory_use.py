@@ -151,10 +151,13 @@ class MemoryUse:
             # The KV of a sequence's very last token is never computed.
             to_come = seq.request.method.max_length - 1 - num_computed
             rounding = kv.num_rounding_slots(seq.request)
-            for ids, num_dropped in zip(seq.table.block_ids, seq.table.num_dropped, strict=True):
+            for ids, num_dropped, size in zip(
+                seq.table.block_ids, seq.table.num_dropped, kv.block_sizes, strict=True
+            ):
                 num_logical += len(ids) - num_dropped
                 if ids:
-                    unfilled = len(ids) * kv.block_size - num_computed
+                    # A slot of a group with shorter blocks takes the room of several tokens here.
+                    unfilled = (len(ids) * size - num_computed) * kv.block_size // size
                     tails.append(Tail(ids[-1], unfilled, to_come, rounding))
         slots = slot_use(tails, num_held, kv.pool.num_blocks, kv.block_size)
         is_saturated = bool(scheduler.waiting or scheduler.swapped)

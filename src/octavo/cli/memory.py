@@ -168,13 +168,14 @@ class Budget:
     def _groups_table(self) -> RenderableType:
         """A row per KV group: its layers, and what the longest sequence holds."""
         longest = self._model_config.max_model_len
-        titles = ("layers", "bytes per token", f"blocks of {longest:,} tokens")
+        titles = ("layers", "bytes per token", "tokens per block", f"blocks for {longest:,} tokens")
         table = columns("KV group", *titles)
         for group in self._groups():
             table.add_row(
                 f"{group['number']}: {group['spec']}",
                 f"{len(group['layers'])}",
                 f"{group['bytes_per_token']:,}",
+                f"{group['block_size']}",
                 f"{group['blocks']:,}",
             )
         return table
@@ -187,9 +188,12 @@ class Budget:
                 "spec": str(group.spec),
                 "layers": list(group.layer_ids),
                 "bytes_per_token": len(group.layer_ids) * shape.layer_bytes // shape.block_size,
-                "blocks": group.spec.max_blocks(longest, shape.block_size, chunk=1),
+                "block_size": size,
+                "blocks": group.spec.max_blocks(longest, size, chunk=1),
             }
-            for number, group in enumerate(shape.layout.groups)
+            for number, (group, size) in enumerate(
+                zip(shape.layout.groups, shape.block_sizes, strict=True)
+            )
         ]
 
     def values(self, lengths: tuple[int, ...]) -> dict[str, Any]:

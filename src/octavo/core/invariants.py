@@ -122,7 +122,9 @@ def _check_reservations(kv: ReservingKVCacheManager, seqs: list[Sequence]) -> No
         assert kv.pool.ref_count(block_id) == count, f"I2: block {block_id} has {count} holders"
     for seq in seqs:
         table = _table(seq)
-        room = len(table.block_ids[0]) * kv.block_size
+        room = min(
+            len(ids) * size for ids, size in zip(table.block_ids, kv.block_sizes, strict=True)
+        )
         assert seq.num_computed_tokens <= room, f"I4: {seq} has room for {room} tokens"
         if table.writable_until > seq.num_computed_tokens:
             assert kv.pool.ref_count(table.block_ids[0][0]) == 1, f"I3: {seq} shares its extent"
@@ -163,17 +165,16 @@ def _check_index(kv: KVCacheManager) -> None:
 
 def _check_table(kv: KVCacheManager, seq: Sequence) -> None:
     table = _table(seq)
-    num_blocks = -(-seq.num_computed_tokens // kv.block_size)
-    for spec, ids in zip(kv.specs, table.block_ids, strict=True):
-        assert len(ids) == num_blocks, (
+    for spec, size, ids in zip(kv.specs, kv.block_sizes, table.block_ids, strict=True):
+        assert len(ids) == -(-seq.num_computed_tokens // size), (
             f"I4: {seq} has {len(ids)} table entries for {seq.num_computed_tokens} tokens"
         )
         if isinstance(spec, FullAttention):
             assert NULL_BLOCK not in ids, f"I4: {seq} lost a block"
     if table.writable_until > seq.num_computed_tokens:
         # I3: what may be written without asking is held by this sequence alone.
-        for ids in table.block_ids:
-            tail = ids[seq.num_computed_tokens // kv.block_size]
+        for ids, size in zip(table.block_ids, kv.block_sizes, strict=True):
+            tail = ids[seq.num_computed_tokens // size]
             assert kv.pool.ref_count(tail) == 1, f"I3: {seq} may write into shared block {tail}"
             assert not kv.pool.is_cached(tail), f"I3: {seq} may write into cached block {tail}"
 
@@ -182,7 +183,7 @@ def _check_windows(kv: KVCacheManager, seq: Sequence, is_settled: bool) -> None:
     """What the next query reads is there, and, once all steps are over, nothing else."""
     table = _table(seq)
     for group, (spec, ids) in enumerate(zip(kv.specs, table.block_ids, strict=True)):
-        first = spec.first_needed_token(seq.num_computed_tokens) // kv.block_size
+        first = spec.first_needed_token(seq.num_computed_tokens) // kv.block_sizes[group]
         assert NULL_BLOCK not in ids[first:], f"I4: {seq} lost a block inside its window"
         dropped = ids[: table.num_dropped[group]]
         assert dropped.count(NULL_BLOCK) == len(dropped), f"I4: {seq} holds what it has dropped"

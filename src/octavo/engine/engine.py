@@ -64,7 +64,7 @@ class Engine:
         self.executor = executor
         self.kv = make_kv_cache_manager(
             config.cache,
-            capacity.layout.specs,
+            capacity.layout,
             capacity.num_blocks,
             capacity.num_swap_blocks,
             config.max_model_len or model_config.max_model_len,

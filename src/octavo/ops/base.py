@@ -1,7 +1,7 @@
 """The seam between the model and the paged KV cache: one interface, many backends.
 
 A backend owns the layout of one layer's K and V inside a block, and nothing else: the cache itself
-is one block-major allocation `[num_blocks, layers_per_group, *kv_block_shape]`, so that the worker
+is one block-major allocation `[num_blocks, layers_per_block, *kv_block_shape]`, so that the worker
 can copy and swap whole blocks without knowing what is in them.
 """
 
@@ -98,10 +98,23 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer's KV lives: its KV group, and its index among the group's layers."""
+    """Where a layer's KV lives: its KV group, and its index among the group's layers.
+
+    The group's blocks hold `span` times as many tokens as the block size says.
+    """
 
     group: int
     index: int
+    span: int = 1
+
+    def blocks(self, kv_cache: Tensor, block_shape: Sequence[int]) -> Tensor:
+        """The layer's part of all blocks of the cache: [num_blocks, *block_shape], a view.
+
+        block_shape: `kv_block_shape` for the tokens that the group's blocks hold.
+        """
+        size = math.prod(block_shape)
+        part = kv_cache.view(len(kv_cache), -1)[:, self.index * size : (self.index + 1) * size]
+        return part.view(len(kv_cache), *block_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +258,12 @@ class AttentionBackend(Protocol):
         kv_cache: Tensor,
         block_size: int,
     ) -> None:
-        """`layer_places[i]` belongs to `layers[i]`; `kv_cache` is dense, in the model's dtype."""
+        """`layer_places[i]` belongs to `layers[i]`; `kv_cache` is dense, in the model's dtype. A
+        layer's part of it is `LayerPlace.blocks`, with `span * block_size` tokens per block."""
 
     @staticmethod
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's K and V inside one block."""
+        """Shape of one layer's K and V inside one block; its size is proportional to block_size."""
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare a step: host work, once per step, before the first `forward`."""

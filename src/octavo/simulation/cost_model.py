@@ -123,7 +123,7 @@ class ModelSize:
             logit_flops=2.0 * embeddings,
             pair_flops=4.0 * sum(query_sizes),
             kv_token_bytes=model.num_layers * layer_bytes,
-            block_token_bytes=group_layers(model.kv_specs()).layers_per_group * layer_bytes,
+            block_token_bytes=group_layers(model.kv_specs()).layers_per_block * layer_bytes,
             hidden_bytes=model.hidden_size * dtype_bytes,
             num_layers=model.num_layers,
         )

@@ -45,15 +45,18 @@ class BlockTables:
 
     def __init__(
         self,
-        block_size: int,
-        num_groups: int,
+        block_sizes: Sequence[int],
         num_rows: int,
         on_device: DeviceTables | None = None,
     ) -> None:
-        """`on_device`: the mirror of these tables on the device."""
-        self._block_size = block_size
+        """
+        Args:
+            block_sizes: tokens per block, by KV group.
+            on_device: the mirror of these tables on the device.
+        """
+        self._block_sizes = block_sizes
         self._on_device = on_device
-        self._tables: Int32s = np.zeros((num_groups, num_rows, 16), np.int32)
+        self._tables: Int32s = np.zeros((len(block_sizes), num_rows, 16), np.int32)
 
     def clear(self, row: int) -> None:
         """Empty a row for another sequence."""
@@ -97,13 +100,13 @@ class BlockTables:
             segments = self._on_device.segments
             cascade = segments.find(self._tables, rows, query_lens, context_lens)
             return StepTables(self._on_device.tables, [], cascade)
-        num_blocks = -(-int(context_lens.max(initial=1)) // self._block_size)
-        index, offset = np.divmod(positions, self._block_size)
+        longest = int(context_lens.max(initial=1))
         gathered, slots = [], []
-        for table in self._tables:
-            gathered.append(torch.from_numpy(table[rows, :num_blocks]))
+        for table, size in zip(self._tables, self._block_sizes, strict=True):
+            gathered.append(torch.from_numpy(table[rows, : -(-longest // size)]))
+            index, offset = np.divmod(positions, size)
             blocks = table[row_of_token, index].astype(np.int64)
-            slots.append(torch.from_numpy(blocks * self._block_size + offset))
+            slots.append(torch.from_numpy(blocks * size + offset))
         return StepTables(gathered, slots, [])
 
     def stage(self, staging: Staging) -> TableUpdate | None:
@@ -121,7 +124,7 @@ class DeviceTables:
 
     def __init__(
         self,
-        block_size: int,
+        block_sizes: Sequence[int],
         have_windows: Sequence[bool],
         num_rows: int,
         max_blocks: int,
@@ -130,10 +133,11 @@ class DeviceTables:
         """Allocates all memory now, since captured graphs keep the addresses.
 
         Args:
+            block_sizes: tokens per block, by KV group.
             have_windows: whether layers of a group see only the last tokens; one entry per group.
-            max_blocks: blocks of the longest sequence.
+            max_blocks: blocks of the longest sequence, in any group.
         """
-        self.segments = SegmentFinder(block_size, have_windows)
+        self.segments = SegmentFinder(block_sizes, have_windows)
         shape = len(have_windows), num_rows, max_blocks
         self._all = torch.zeros(shape, dtype=torch.int32, device=device)
         self.tables = self._all.unbind()

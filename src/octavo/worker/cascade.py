@@ -26,9 +26,13 @@ MIN_SAVING = 0.25  # as a fraction of the keys that the step reads
 class SegmentFinder:
     """Caches the segments: while the same sequences decode, tables only grow at their ends."""
 
-    def __init__(self, block_size: int, have_windows: Sequence[bool]) -> None:
-        """`have_windows`: which KV groups have a sliding window, and so no cascade attention."""
-        self._block_size = block_size
+    def __init__(self, block_sizes: Sequence[int], have_windows: Sequence[bool]) -> None:
+        """
+        Args:
+            block_sizes: tokens per block, by KV group.
+            have_windows: which KV groups have a sliding window, and so no cascade attention.
+        """
+        self._block_sizes = block_sizes
         self._have_windows = have_windows
         self._rows: Int64s | None = None
         self._found: list[CascadeSegments | None] = []
@@ -54,8 +58,10 @@ class SegmentFinder:
             self._rows = rows
             contexts = contexts[singles]
             self._found = [
-                None if has_window else find_segments(table[rows], contexts, self._block_size)
-                for table, has_window in zip(tables, self._have_windows, strict=True)
+                None if has_window else find_segments(table[rows], contexts, size)
+                for table, has_window, size in zip(
+                    tables, self._have_windows, self._block_sizes, strict=True
+                )
             ]
             if not any(self._found):
                 self._found = []

@@ -33,17 +33,21 @@ class KVCache:
         block_shape: Sequence[int],
         dtype: torch.dtype,
         device: Device,
+        copies_whole_blocks: bool = False,
     ) -> None:
         """Allocate both tiers.
 
         Args:
             num_blocks, num_swap_blocks: ids count from 1; block 0 of either tier is in addition.
-            block_shape: of one block, [layers_per_group, *kv_block_shape].
+            block_shape: of one block, [layers_per_block, *kv_block_shape].
+            copies_whole_blocks: the shape does not say where a block's first tokens are, because
+                the blocks of some KV groups hold more tokens.
 
         Raises:
             OutOfMemory: the machine does not give so much.
         """
         self._device = device
+        self._copies_whole_blocks = copies_whole_blocks
         self.blocks = device.allocate_blocks((num_blocks + 1, *block_shape), dtype)
         self.swapped = device.allocate_swap_blocks((num_swap_blocks + 1, *block_shape), dtype)
 
@@ -53,7 +57,10 @@ class KVCache:
         if not copies:
             return []
         runs = independent_runs(copies)
-        fields = np.array(copies, np.int32).reshape(-1)
+        fields = np.array(copies, np.int32)
+        if self._copies_whole_blocks:
+            fields[:, 2] = self.blocks.shape[-2]
+        fields = fields.reshape(-1)
         if len(copies) <= _STAGED_COPIES:
             staged = staging.put("copies", fields, _FIELDS * _STAGED_COPIES)
         else:

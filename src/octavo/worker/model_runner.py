@@ -98,26 +98,36 @@ class ModelRunner:
         block_shape = backend_class.kv_block_shape(
             block_size, model_config.num_kv_heads, model_config.head_dim
         )
+        block_sizes = layout.block_sizes(block_size)
         # While rows fork, children are there before their parents have gone; row 0 is padding.
         num_rows = 2 * scheduler.max_num_seqs + 1
         on_device = None
         if device.keeps_tables:
-            max_blocks = -(-model_config.max_model_len // block_size)
+            max_blocks = -(-model_config.max_model_len // min(block_sizes))
             have_windows = [not isinstance(group.spec, FullAttention) for group in layout.groups]
             on_device = DeviceTables(
-                block_size, have_windows, num_rows, max_blocks, device.torch_device
+                block_sizes, have_windows, num_rows, max_blocks, device.torch_device
             )
-        tables = BlockTables(block_size, len(layout.groups), num_rows, on_device)
-        shapes = {(x.num_heads, x.num_kv_heads, x.head_dim, x.window) for x in layers}
-        places = layout.places()
+        tables = BlockTables(block_sizes, num_rows, on_device)
+        places = [LayerPlace(*layout.places()[layer.layer_id]) for layer in layers]
+        shapes = {
+            (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window, place.span)
+            for layer, place in zip(layers, places, strict=True)
+        }
         self._device = device
         self._model = model
         self._staging = device.staging(scheduler, len(shapes))
-        self.kv_cache = KVCache(*num_blocks, (layout.layers_per_group, *block_shape), dtype, device)
+        self.kv_cache = KVCache(
+            *num_blocks,
+            (layout.layers_per_block, *block_shape),
+            dtype,
+            device,
+            copies_whole_blocks=max(block_sizes) > block_size,
+        )
         self._backend = make_backend(
             backend_class,
             layers,
-            [LayerPlace(*places[layer.layer_id]) for layer in layers],
+            places,
             self.kv_cache.blocks,
             block_size,
         )

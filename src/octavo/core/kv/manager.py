@@ -17,7 +17,7 @@ from octavo.core.kv.batch_formation import BatchFormation, ContinuousBatching
 from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.prefix_cache import Digest, PrefixCache, sha256_128
 from octavo.core.kv.prefix_matcher import PrefixHit, PrefixMatcher
-from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block
+from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block, node_places
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import BlockCopy, TableWrite
 
@@ -37,6 +37,9 @@ class KVCacheManager:
 
     `specs` has one entry per KV group; groups share the pool. Two tiers: blocks on the device,
     1 .. num_blocks, and blocks in the swap tier, 1 .. num_swap_blocks.
+
+    `block_sizes` has the tokens per block of each group, and `block_size` is the largest of them:
+    the tokens that a node of the prefix cache stands for, and a multiple of all others.
     """
 
     batch_formation: BatchFormation = ContinuousBatching()
@@ -44,21 +47,29 @@ class KVCacheManager:
     def __init__(
         self,
         specs: Seq[KVSpec],
-        block_size: int,
+        block_size: int | Seq[int],
         num_blocks: int,
         num_swap_blocks: int = 0,
         enable_prefix_caching: bool = True,
         digest: Digest = sha256_128,
     ) -> None:
+        """`block_size`: tokens per block, in all groups or in each."""
         assert specs, "a model has at least one KV group"
         self.specs = tuple(specs)
+        if isinstance(block_size, int):
+            block_size = [block_size] * len(specs)
+        self.block_sizes = tuple(block_size)
+        self.block_size = max(block_size)
         self._windowed = [  # KV groups whose sequences free blocks while they grow
             group for group, spec in enumerate(self.specs) if not isinstance(spec, FullAttention)
         ]
-        self._windows = tuple(dict.fromkeys(self.specs[group] for group in self._windowed))
-        self.block_size = block_size
+        self._windows = tuple(  # the different ones, with the block size of their groups
+            {(self.specs[group], self.block_sizes[group]): None for group in self._windowed}
+        )
         self.enable_prefix_caching = enable_prefix_caching
-        self.prefix_cache = PrefixCache(len(specs), digest)
+        # The group of each block of a prefix node, and the block's number among the group's.
+        self._places = node_places(self.block_sizes)
+        self.prefix_cache = PrefixCache(len(self._places), digest)
         self.pool = BlockPool(num_blocks, self._evict, self.prefix_cache.forget_copy)
         # I8: the swap tier never holds more than the device could.
         self.swap_pool = BlockPool(min(num_swap_blocks, num_blocks))
@@ -75,7 +86,7 @@ class KVCacheManager:
         self.evicted_ids: list[int] | None = None
         self.on_allocate: Callable[[Sequence, PrefixHit], None] | None = None
         self.held_sources: Counter[int] = Counter()  # sources of copies not yet done
-        self._prefixes = PrefixMatcher(self.specs, block_size, self.prefix_cache)
+        self._prefixes = PrefixMatcher(self.specs, self.block_sizes, self.prefix_cache)
 
     # ---------------------------------------------------------------- sizes
 
@@ -103,7 +114,10 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that one sequence of `num_tokens` holds at any moment."""
-        return sum(spec.max_blocks(num_tokens, self.block_size, chunk) for spec in self.specs)
+        return sum(
+            spec.max_blocks(num_tokens, size, chunk)
+            for spec, size in zip(self.specs, self.block_sizes, strict=True)
+        )
 
     def longest_sequence(self, limit: int, chunk: int) -> int:
         """The longest sequence, at most `limit` tokens, that the whole pool can hold."""
@@ -113,8 +127,11 @@ class KVCacheManager:
     def num_shared_blocks(self, num_common: int, num_tokens: int) -> int:
         """How many of its `num_blocks_for` a sequence is certain to share with one that has its
         first `num_common` tokens. Only full attention counts, as windows may have moved on."""
-        full = sum(isinstance(spec, FullAttention) for spec in self.specs)
-        return full * (min(num_common, num_tokens) // self.block_size)
+        return sum(
+            min(num_common, num_tokens) // size
+            for spec, size in zip(self.specs, self.block_sizes, strict=True)
+            if isinstance(spec, FullAttention)
+        )
 
     # ---------------------------------------------------------------- the prefix cache
 
@@ -159,12 +176,12 @@ class KVCacheManager:
         self._prefixes.hash_blocks(seq, num_full)
         for i in range(table.num_registered, num_full):
             node = seq.prefix_nodes[i]
-            for group, ids in enumerate(table.block_ids):
-                if ids[i] != NULL_BLOCK and self.prefix_cache.add(node, group, ids[i]):
-                    if self.prefix_cache.is_indexed(ids[i]):
-                        self.pool.mark_cached(ids[i])
+            for place, block_id in enumerate(self._blocks_of_node(table, i)):
+                if block_id != NULL_BLOCK and self.prefix_cache.add(node, place, block_id):
+                    if self.prefix_cache.is_indexed(block_id):
+                        self.pool.mark_cached(block_id)
                     else:
-                        self.pool.mark_copy(ids[i])
+                        self.pool.mark_copy(block_id)
             self._prefixes.progressed(seq, node)
         table.num_registered = max(table.num_registered, num_full)
 
@@ -216,7 +233,7 @@ class KVCacheManager:
         """
         assert seq.table is None, f"{seq} has blocks already"
         # Free blocks of the hit are counted only if that matters.
-        num_free, most = self.pool.num_free, num_tokens // self.block_size + 2
+        num_free, most = self.pool.num_free, num_tokens // min(self.block_sizes) + 2
         if most * len(self.specs) > num_free < self.num_new_blocks(hit, num_tokens):
             return None
         changes = Changes()
@@ -227,24 +244,25 @@ class KVCacheManager:
         table.num_registered = hit.num_tokens // self.block_size
         if hit.partial is not None:
             # Held until the step is over: they must not be overwritten before they are copied.
-            for source in hit.partial:
+            changes.held = [source for source in hit.partial if source != NULL_BLOCK]
+            for source in changes.held:
                 self.pool.share(source)
-            self.held_sources.update(hit.partial)
-            changes.held = list(hit.partial)
-            used = hit.num_tokens % self.block_size
-            for ids, source in zip(table.block_ids, hit.partial, strict=True):
-                destination = self.pool.allocate()
-                changes.copies.append(BlockCopy(source, destination, used))
-                ids.append(destination)
+            self.held_sources.update(changes.held)
+            for group, source in enumerate(hit.partial):
+                if source != NULL_BLOCK:
+                    used = hit.num_tokens % self.block_sizes[group]
+                    destination = self.pool.allocate()
+                    changes.copies.append(BlockCopy(source, destination, used))
+                    table.block_ids[group].append(destination)
         seq.table = table
         seq.num_computed_tokens = hit.num_tokens
         for group in self._windowed:
             table.num_dropped[group] = hit.block_ids[group].count(NULL_BLOCK)
         self._leave_behind(table, hit.num_tokens)  # the copied tokens may have moved a window on
-        for ids in table.block_ids:
-            self._grow(ids, num_tokens)
+        for ids, size in zip(table.block_ids, self.block_sizes, strict=True):
+            self._grow(ids, num_tokens, size)
         changes.table_writes = self.table_writes(seq)
-        table.writable_until = len(table.block_ids[0]) * self.block_size
+        table.writable_until = self._capacity(table)
         table.settle_at = self._next_settling(table, seq.num_computed_tokens)
         if hit.ended_by != "not_asked" and seq.request.num_preemptions == 0:
             self.num_lookup_tokens += seq.num_tokens
@@ -257,16 +275,20 @@ class KVCacheManager:
 
     def without_partial(self, hit: PrefixHit) -> PrefixHit:
         """The same hit without its partial block."""
-        num_tokens = len(hit.block_ids[0]) * self.block_size
-        return PrefixHit(num_tokens, hit.block_ids, ended_by=hit.ended_by)
+        num_tokens = hit.num_tokens // self.block_size * self.block_size
+        block_ids = [
+            ids[: num_tokens // size]
+            for ids, size in zip(hit.block_ids, self.block_sizes, strict=True)
+        ]
+        return PrefixHit(num_tokens, block_ids, ended_by=hit.ended_by)
 
     def num_blocks_to_admit(self, hit: PrefixHit, num_tokens: int, chunk: int) -> int:
         """How many free blocks a sequence needs until all its `num_tokens` are computed."""
-        total = -(-num_tokens // self.block_size)
         excess = 0
-        for spec, shared in zip(self.specs, hit.block_ids, strict=True):
+        for spec, size, shared in zip(self.specs, self.block_sizes, hit.block_ids, strict=True):
+            total = -(-num_tokens // size)
             held = len(shared) - shared.count(NULL_BLOCK)
-            most = max(held, spec.max_blocks(num_tokens, self.block_size, chunk))
+            most = max(held, spec.max_blocks(num_tokens, size, chunk))
             excess += (total - len(shared)) - min(total - len(shared), most - held)
         return self.num_new_blocks(hit, num_tokens) - excess
 
@@ -280,10 +302,9 @@ class KVCacheManager:
 
     def num_new_blocks(self, hit: PrefixHit, num_tokens: int) -> int:
         """How many free blocks a sequence takes that starts from `hit` and reaches `num_tokens`."""
-        total = -(-num_tokens // self.block_size)
         taken = 0
-        for shared in hit.block_ids:
-            taken += total - len(shared)
+        for shared, size in zip(hit.block_ids, self.block_sizes, strict=True):
+            taken += -(-num_tokens // size) - len(shared)
             taken += self.pool.count_free(shared)
         if hit.partial is not None:
             taken += self.pool.count_free(hit.partial)
@@ -297,10 +318,9 @@ class KVCacheManager:
         """
         num_new = 0
         for seq, num_tokens in targets:
-            num_blocks = -(-num_tokens // self.block_size)
-            for ids in _table(seq).block_ids:
-                if num_blocks > len(ids):
-                    num_new += num_blocks - len(ids)
+            for ids, size in zip(_table(seq).block_ids, self.block_sizes, strict=True):
+                if num_tokens > len(ids) * size:
+                    num_new += -(-num_tokens // size) - len(ids)
         # Each tail block may have to be copied; they are counted only if that matters.
         if num_new + len(targets) * len(self.specs) > self.pool.num_free:
             num_new += self._num_tail_copies(targets)
@@ -414,11 +434,16 @@ class KVCacheManager:
             entry = self.prefix_cache.find(node)
             if entry is None:
                 continue  # the key is another prefix's, or the windows have passed the block
-            for ids, indexed in zip(_table(seq).block_ids, entry.block_ids, strict=True):
-                if indexed is not None and ids[i] not in (indexed, NULL_BLOCK):
+            table = _table(seq)
+            held = self._blocks_of_node(table, i)
+            for (group, number), block_id, indexed in zip(
+                self._places, held, entry.block_ids, strict=True
+            ):
+                if indexed is not None and block_id not in (indexed, NULL_BLOCK):
                     self.pool.share(indexed)
-                    self.pool.release(ids[i])
-                    ids[i] = indexed
+                    self.pool.release(block_id)
+                    first = i * self.block_size // self.block_sizes[group]
+                    table.block_ids[group][first + number] = indexed
 
     def _evict(self, block_id: int) -> None:
         """Remove a block that will be overwritten from the cache; a held copy takes its place."""
@@ -429,50 +454,64 @@ class KVCacheManager:
         if self.evicted_ids is not None:
             self.evicted_ids.append(block_id)
 
-    def _grow(self, ids: list[int], num_tokens: int) -> None:
-        while len(ids) * self.block_size < num_tokens:
+    def _grow(self, ids: list[int], num_tokens: int, block_size: int) -> None:
+        while len(ids) * block_size < num_tokens:
             ids.append(self.pool.allocate())
+
+    def _capacity(self, table: BlockTable) -> int:
+        """How many tokens there is room for in all groups."""
+        return min(
+            len(ids) * size for ids, size in zip(table.block_ids, self.block_sizes, strict=True)
+        )
+
+    def _blocks_of_node(self, table: BlockTable, i: int) -> list[int]:
+        """The blocks of a table that hold the tokens of the sequence's prefix node i."""
+        if len(self._places) == len(self.specs):
+            return [ids[i] for ids in table.block_ids]
+        return [
+            block_id
+            for ids, size in zip(table.block_ids, self.block_sizes, strict=True)
+            for block_id in ids[i * self.block_size // size : (i + 1) * self.block_size // size]
+        ]
 
     def _num_tail_copies(self, targets: Seq[tuple[Sequence, int]]) -> int:
         """How many of `targets` will write into a block that has another holder."""
         writers: dict[int, int] = {}
         for seq, _ in targets:
-            if seq.num_computed_tokens % self.block_size == 0:
-                continue
-            for ids in _table(seq).block_ids:
-                tail = ids[seq.num_computed_tokens // self.block_size]
-                if self.pool.ref_count(tail) > 1:
-                    writers[tail] = writers.get(tail, 0) + 1
+            for ids, size in zip(_table(seq).block_ids, self.block_sizes, strict=True):
+                index, offset = divmod(seq.num_computed_tokens, size)
+                if offset and self.pool.ref_count(ids[index]) > 1:
+                    writers[ids[index]] = writers.get(ids[index], 0) + 1
         # The last holder keeps the block; all others need a copy.
         return sum(min(n, self.pool.ref_count(tail) - 1) for tail, n in writers.items())
 
     def _append_one(self, seq: Sequence, num_tokens: int, changes: Changes) -> None:
         table, pool = _table(seq), self.pool
-        index, offset = divmod(seq.num_computed_tokens, self.block_size)
         if self.enable_prefix_caching and num_tokens - seq.num_computed_tokens > 1:
             self._prefixes.announce(seq, num_tokens)
-        for group, ids in enumerate(table.block_ids):
+        for group, (ids, size) in enumerate(zip(table.block_ids, self.block_sizes, strict=True)):
             start = len(ids)
+            index, offset = divmod(seq.num_computed_tokens, size)
             if offset and pool.ref_count(ids[index]) > 1:
                 source, start = ids[index], index
                 ids[index] = pool.allocate()
                 changes.copies.append(BlockCopy(source, ids[index], offset))
                 pool.release(source)
                 self.num_cow_copies += 1
-            self._grow(ids, num_tokens)
+            self._grow(ids, num_tokens, size)
             if start < len(ids):
                 write = TableWrite(seq.seq_id, group, start, tuple(ids[start:]))
                 changes.table_writes.append(write)
-        table.writable_until = len(table.block_ids[0]) * self.block_size
+        table.writable_until = self._capacity(table)
         table.settle_at = self._next_settling(table, seq.num_computed_tokens)
 
     def _next_settling(self, table: BlockTable, num_computed_tokens: int) -> int:
         """How many tokens will be computed when the next block is full, or a window leaves one."""
-        end = len(table.block_ids[0]) * self.block_size
-        for spec in self._windows:
+        end = self._capacity(table)
+        for spec, size in self._windows:
             later = range(num_computed_tokens + 1, end)
-            first = first_needed_block(spec, self.block_size, num_computed_tokens)
-            moved = bisect_left(later, (first + 1) * self.block_size, key=spec.first_needed_token)
+            first = first_needed_block(spec, size, num_computed_tokens)
+            moved = bisect_left(later, (first + 1) * size, key=spec.first_needed_token)
             end = min(end, num_computed_tokens + 1 + moved)
         return end
 
@@ -490,7 +529,8 @@ class KVCacheManager:
     ) -> Iterator[tuple[int, int, list[int]]]:
         """Groups whose windows have left blocks behind: the first block still read, and all ids."""
         for group in self._windowed:
-            first = first_needed_block(self.specs[group], self.block_size, num_computed_tokens)
+            size = self.block_sizes[group]
+            first = first_needed_block(self.specs[group], size, num_computed_tokens)
             if first > table.num_dropped[group]:
                 yield group, first, table.block_ids[group]
 

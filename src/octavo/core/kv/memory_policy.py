@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 from octavo.config import CacheConfig
 from octavo.core.kv.manager import KVCacheManager
-from octavo.core.kv.specs import KVSpec
+from octavo.core.kv.specs import KVLayout
 from octavo.registry import MEMORY_POLICIES
 
 
 def make_kv_cache_manager(
     config: CacheConfig,
-    specs: Seq[KVSpec],
+    layout: KVLayout,
     num_blocks: int,
     num_swap_blocks: int,
     max_model_len: int,
 ) -> KVCacheManager:
     """The manager of `config.memory_policy`. No sequence will be longer than `max_model_len`."""
+    block_sizes = layout.block_sizes(config.block_size)
     policy = MEMORY_POLICIES[config.memory_policy]
     manager: KVCacheManager
     if policy is KVCacheManager:
         manager = policy(
-            specs, config.block_size, num_blocks, num_swap_blocks, config.enable_prefix_caching
+            layout.specs, block_sizes, num_blocks, num_swap_blocks, config.enable_prefix_caching
         )
     else:
-        manager = policy(specs, config.block_size, num_blocks, num_swap_blocks, max_model_len)
+        manager = policy(layout.specs, block_sizes, num_blocks, num_swap_blocks, max_model_len)
     return manager

@@ -26,24 +26,25 @@ def sha256_128(content: bytes) -> bytes:
 
 
 class CachedPrefix:
-    """The blocks, one per KV group (None where a group has none), that hold a node's KV."""
+    """The blocks that hold a node's KV, in the order of `specs.node_places`: one per KV group,
+    more where its blocks are smaller than a node, None where one is not cached."""
 
     __slots__ = ("block_ids", "node", "parent")
 
-    def __init__(self, node: PrefixNode, num_groups: int) -> None:
+    def __init__(self, node: PrefixNode, num_places: int) -> None:
         self.node = node
         assert node.parent is not None, "a root holds no block"
         self.parent = node.parent
-        self.block_ids: list[int | None] = [None] * num_groups
+        self.block_ids: list[int | None] = [None] * num_places
 
-    def is_in(self, groups: list[int]) -> bool:
-        """Whether each of these groups has a block."""
+    def is_in(self, places: list[int]) -> bool:
+        """Whether each of these places has a block."""
         block_ids = self.block_ids
-        return None not in [block_ids[group] for group in groups]
+        return None not in [block_ids[place] for place in places]
 
     @property
     def is_complete(self) -> bool:
-        """Whether every group has a block, so that a hit may end inside it."""
+        """Whether every place has a block, so that a hit may end inside it."""
         return None not in self.block_ids
 
 
@@ -59,11 +60,11 @@ class PrefixCache:
     which takes its place when it is overwritten.
     """
 
-    def __init__(self, num_groups: int, digest: Digest = sha256_128) -> None:
-        self._num_groups = num_groups
+    def __init__(self, num_places: int, digest: Digest = sha256_128) -> None:
+        self._num_places = num_places
         self._digest = digest
         self._entries: dict[bytes, CachedPrefix] = {}
-        self._places: dict[int, tuple[CachedPrefix, int]] = {}  # block id -> entry, group
+        self._places: dict[int, tuple[CachedPrefix, int]] = {}  # block id -> entry, place
         self._copies: dict[int, dict[int, None]] = {}  # indexed block -> its copies, oldest first
         # Parent's key -> complete entries directly after this parent, in the order of their tokens.
         self._children: dict[bytes, list[CachedPrefix]] = {}
@@ -111,7 +112,7 @@ class PrefixCache:
         place = bisect_left(siblings, tokens, key=_tokens_of)
         return siblings[max(0, place - 1) : place + 1]
 
-    def add(self, node: PrefixNode, group: int, block_id: int) -> bool:
+    def add(self, node: PrefixNode, place: int, block_id: int) -> bool:
         """Add a computed block, as the indexed one or as a copy of it.
 
         False if the block has been added before, or if another prefix has the same key.
@@ -120,15 +121,15 @@ class PrefixCache:
             return False
         entry = self._entries.get(node.key)
         if entry is None:
-            entry = self._entries[node.key] = CachedPrefix(node, self._num_groups)
+            entry = self._entries[node.key] = CachedPrefix(node, self._num_places)
         elif not same_prefix(entry.node, node):
             return False
-        self._places[block_id] = (entry, group)
-        indexed = entry.block_ids[group]
+        self._places[block_id] = (entry, place)
+        indexed = entry.block_ids[place]
         if indexed is not None:
             self._copies.setdefault(indexed, {})[block_id] = None
             return True
-        entry.block_ids[group] = block_id
+        entry.block_ids[place] = block_id
         if entry.is_complete:
             self._adopt(entry)
         return True
@@ -143,13 +144,13 @@ class PrefixCache:
 
         Returns the copy that is indexed in its place, if it has one.
         """
-        entry, group = self._places.pop(block_id)
+        entry, place = self._places.pop(block_id)
         copies = self._copies.pop(block_id, None)
         if copies is None:
-            self._drop(entry, group)
+            self._drop(entry, place)
             return None
         heir = next(iter(copies))
-        entry.block_ids[group] = heir
+        entry.block_ids[place] = heir
         del copies[heir]
         if copies:
             self._copies[heir] = copies
@@ -157,8 +158,8 @@ class PrefixCache:
 
     def forget_copy(self, block_id: int) -> None:
         """Remove a copy of an indexed block, which has become free."""
-        entry, group = self._places.pop(block_id)
-        indexed = entry.block_ids[group]
+        entry, place = self._places.pop(block_id)
+        indexed = entry.block_ids[place]
         assert indexed is not None, "a copy is a copy of an indexed block"
         copies = self._copies[indexed]
         del copies[block_id]
@@ -212,11 +213,11 @@ class PrefixCache:
             if not siblings:
                 del self._children[entry.parent.key]
 
-    def _drop(self, entry: CachedPrefix, group: int) -> None:
-        """Remove a group's block from an entry."""
+    def _drop(self, entry: CachedPrefix, place: int) -> None:
+        """Remove one block from an entry."""
         if entry.is_complete:
             self._disown(entry)
-        entry.block_ids[group] = None
+        entry.block_ids[place] = None
         if any(block_id is not None for block_id in entry.block_ids):
             return
         key = entry.node.key

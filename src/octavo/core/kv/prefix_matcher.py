@@ -12,7 +12,7 @@ from typing import Literal, cast
 from octavo.core.block_table import NULL_BLOCK
 from octavo.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from octavo.core.kv.recent_prompts import RecentPrompts
-from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block
+from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block, node_places
 from octavo.core.prefix_node import TOKEN_BYTES, PrefixNode, pack_tokens
 from octavo.core.sequence import Sequence
 
@@ -32,7 +32,8 @@ class PrefixHit:
 
     num_tokens: int = 0  # tokens that need not be computed
     block_ids: list[list[int]] = field(default_factory=list)  # per group, for whole blocks
-    # The hit ends inside a block: these blocks, one per group, are to be copied.
+    # The hit ends inside a block: these blocks, one per group, are to be copied; the null block
+    # where a group's blocks end there.
     partial: list[int] | None = None
     # The key of the next block, if another running request is computing it.
     awaited: bytes | None = None
@@ -53,15 +54,26 @@ class PrefixMatcher:
     It never holds or releases blocks; the manager does.
     """
 
-    def __init__(self, specs: Seq[KVSpec], block_size: int, cache: PrefixCache) -> None:
+    def __init__(self, specs: Seq[KVSpec], block_sizes: Seq[int], cache: PrefixCache) -> None:
         self._specs = specs
-        self._block_size = block_size
+        self._block_sizes = block_sizes
+        self._block_size = max(block_sizes)  # of a node; smaller blocks share one
         self._cache = cache
-        self._full = [g for g, spec in enumerate(specs) if isinstance(spec, FullAttention)]
-        self._windowed = [g for g in range(len(specs)) if g not in self._full]
+        places = node_places(block_sizes)
+        # Where each group's blocks of a node stand among those of all groups.
+        self._places = [
+            [place for place, (group, _) in enumerate(places) if group == each]
+            for each in range(len(specs))
+        ]
+        self._windowed = [
+            group for group, spec in enumerate(specs) if not isinstance(spec, FullAttention)
+        ]
+        self._full = [
+            place for place, (group, _) in enumerate(places) if group not in self._windowed
+        ]
         # Prefixes that a running request is computing: an equal prompt waits and shares them.
         self._in_progress: dict[bytes, int] = {}  # key -> sequence id
-        self.recent = RecentPrompts(block_size)
+        self.recent = RecentPrompts(self._block_size)
 
     def no_hit(self) -> PrefixHit:
         return PrefixHit(block_ids=[[] for _ in self._specs])
@@ -82,12 +94,13 @@ class PrefixMatcher:
         found = self._longest_cached(seq.prefix_nodes[: limit // self._block_size])
         num_full = len(found)
         hit.num_tokens = num_full * self._block_size
-        for group, (spec, ids) in enumerate(zip(self._specs, hit.block_ids, strict=True)):
-            first = first_needed_block(spec, self._block_size, hit.num_tokens)
-            needed = cast("list[CachedPrefix]", found[first:])
+        for group, (ids, places) in enumerate(zip(hit.block_ids, self._places, strict=True)):
+            first = self._first_needed(group, hit.num_tokens)
+            node, number = divmod(first, len(places))
+            needed = cast("list[CachedPrefix]", found[node:])
             ids.extend([NULL_BLOCK] * first)
-            ids += _known([entry.block_ids[group] for entry in needed])
-            assert len(ids) == num_full, "a prefix hit includes a block that is left behind"
+            ids += _known([e.block_ids[place] for e in needed for place in places][number:])
+            assert len(ids) == num_full * len(places), "a hit includes a block that is left behind"
         following = seq.prefix_nodes[num_full] if num_full < len(seq.prefix_nodes) else None
         if following is not None and self.is_in_progress(following.key):
             hit.awaited = following.key
@@ -101,7 +114,7 @@ class PrefixMatcher:
             return "complete"
         if hit.partial is not None:
             return "differs"
-        num_full = len(hit.block_ids[0])
+        num_full = hit.num_tokens // self._block_size
         if num_full == len(seq.prefix_nodes):
             return "unknown"  # less than a block is left
         following = seq.prefix_nodes[num_full]
@@ -234,14 +247,18 @@ class PrefixMatcher:
     def _last_missing(self, found: list[CachedPrefix | None]) -> int | None:
         """The last block that a hit of `found` needs in a windowed group and lacks."""
         for group in self._windowed:
-            first = first_needed_block(
-                self._specs[group], self._block_size, len(found) * self._block_size
-            )
-            for i in range(len(found) - 1, first - 1, -1):
+            places = self._places[group]
+            first = self._first_needed(group, len(found) * self._block_size)
+            for block in range(len(found) * len(places) - 1, first - 1, -1):
+                i, number = divmod(block, len(places))
                 entry = found[i]
-                if entry is None or entry.block_ids[group] is None:
+                if entry is None or entry.block_ids[places[number]] is None:
                     return i
         return None
+
+    def _first_needed(self, group: int, num_tokens: int) -> int:
+        """The first of a group's blocks that a hit of `num_tokens` includes."""
+        return first_needed_block(self._specs[group], self._block_sizes[group], num_tokens)
 
     def _extend_into_block(self, seq: Sequence, hit: PrefixHit, limit: int) -> None:
         """Let the hit end inside a cached block that begins with the sequence's next tokens."""
@@ -251,13 +268,21 @@ class PrefixMatcher:
             return
         num_full = start // self._block_size
         parent = seq.prefix_nodes[num_full - 1] if num_full else self._root(seq)
-        best = 0
+        best, source = 0, None
         for entry in self._cache.closest(parent, pack_tokens(wanted)):
             shared = _num_equal(memoryview(entry.node.tokens).cast("i"), wanted)
             if shared > best:
-                best = shared
-                hit.partial = _known(list(entry.block_ids))
+                best, source = shared, entry
+        if source is None:
+            return
         hit.num_tokens += best
+        hit.partial = [NULL_BLOCK] * len(self._specs)
+        for group, (places, size) in enumerate(zip(self._places, self._block_sizes, strict=True)):
+            block_ids = _known([source.block_ids[place] for place in places])
+            num_whole, num_copied = divmod(best, size)
+            hit.block_ids[group] += block_ids[:num_whole]
+            if num_copied:
+                hit.partial[group] = block_ids[num_whole]
 
 
 def _known(block_ids: list[int | None]) -> list[int]:

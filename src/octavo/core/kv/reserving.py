@@ -40,7 +40,11 @@ class ReservingKVCacheManager(KVCacheManager):
     pool: ExtentPool
 
     def __init__(
-        self, specs: Seq[KVSpec], block_size: int, pool: ExtentPool, num_swap_blocks: int
+        self,
+        specs: Seq[KVSpec],
+        block_size: int | Seq[int],
+        pool: ExtentPool,
+        num_swap_blocks: int,
     ) -> None:
         super().__init__(specs, block_size, pool.num_blocks, num_swap_blocks, False)
         self.pool = pool
@@ -67,7 +71,7 @@ class ReservingKVCacheManager(KVCacheManager):
         return -num_tokens % self.block_size
 
     def num_blocks_for(self, num_tokens: int, chunk: int) -> int:
-        return len(self.specs) * self.pool.extent_size(-(-num_tokens // self.block_size))
+        return sum(self.pool.extent_size(-(-num_tokens // size)) for size in self.block_sizes)
 
     def worst_case_blocks(self, request: Request, chunk: int) -> int:
         num_tokens = self.reserved_tokens(request.num_prompt_tokens, request.method.max_length)
@@ -84,7 +88,7 @@ class ReservingKVCacheManager(KVCacheManager):
         assert seq.table is None, f"{seq} has blocks already"
         request = seq.request
         reserved = self.reserved_tokens(request.num_prompt_tokens, request.method.max_length)
-        extents = self._reserve(request.method.max_sequences, -(-reserved // self.block_size))
+        extents = self._reserve(request.method.max_sequences, reserved)
         if extents is None:
             return None
         first, *spares = extents
@@ -104,7 +108,7 @@ class ReservingKVCacheManager(KVCacheManager):
             assert table is not None, f"{seq} holds no blocks"
             if self.pool.ref_count(table.block_ids[0][0]) > 1:
                 self._separate(seq, table, changes)
-            table.writable_until = len(table.block_ids[0]) * self.block_size
+            table.writable_until = self._capacity(table)
         return changes
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -135,13 +139,13 @@ class ReservingKVCacheManager(KVCacheManager):
 
     # ---------------------------------------------------------------- inside
 
-    def _reserve(self, num_extents: int, num_blocks: int) -> list[Extent] | None:
+    def _reserve(self, num_extents: int, num_tokens: int) -> list[Extent] | None:
         extents: list[Extent] = []
         for _ in range(num_extents):
             extent: Extent = []
             extents.append(extent)
-            for _ in self.specs:
-                held = self.pool.reserve(num_blocks)
+            for size in self.block_sizes:
+                held = self.pool.reserve(-(-num_tokens // size))
                 if held is None:
                     for taken in extents:
                         self._release(taken)
@@ -157,14 +161,15 @@ class ReservingKVCacheManager(KVCacheManager):
     def _separate(self, seq: Sequence, table: BlockTable, changes: Changes) -> None:
         """Move a sequence to its own extent, with all that it has computed."""
         shared = table.block_ids
-        num_used = -(-seq.num_computed_tokens // self.block_size)
         table.block_ids = self._reservations[seq.request.request_id].spares.pop()
         for group, (old, new) in enumerate(zip(shared, table.block_ids, strict=True)):
+            size = self.block_sizes[group]
+            num_used = -(-seq.num_computed_tokens // size)
+            self.num_cow_copies += num_used
             for source, target in zip(old[:num_used], new[:num_used], strict=True):
-                changes.copies.append(BlockCopy(source, target, self.block_size))
+                changes.copies.append(BlockCopy(source, target, size))
             changes.table_writes.append(TableWrite(seq.seq_id, group, 0, tuple(new)))
         self._release(shared)
-        self.num_cow_copies += num_used * len(shared)
 
 
 class OrcaMax(ReservingKVCacheManager):
@@ -173,12 +178,13 @@ class OrcaMax(ReservingKVCacheManager):
     def __init__(
         self,
         specs: Seq[KVSpec],
-        block_size: int,
+        block_size: int | Seq[int],
         num_blocks: int,
         num_swap_blocks: int,
         max_model_len: int,
     ) -> None:
-        pool = BuddyPool(num_blocks, -(-max_model_len // block_size))
+        smallest = block_size if isinstance(block_size, int) else min(block_size)
+        pool = BuddyPool(num_blocks, -(-max_model_len // smallest))
         super().__init__(specs, block_size, pool, num_swap_blocks)
         self._limit = self.longest_sequence(max_model_len, max_model_len)
 
@@ -216,7 +222,7 @@ class FasterTransformer(ReservingKVCacheManager):
     def __init__(
         self,
         specs: Seq[KVSpec],
-        block_size: int,
+        block_size: int | Seq[int],
         num_blocks: int,
         num_swap_blocks: int,
         max_model_len: int,

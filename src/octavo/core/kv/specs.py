@@ -1,7 +1,7 @@
 """Which tokens' KV a layer keeps, and how layers that keep the same tokens form groups.
 
 A group of layers shares one block table. All groups share one pool of blocks of equal size in
-bytes, so every block has room for the same number of layers. CrossAttention (the encoder's length,
+bytes; a group of fewer layers may hold more tokens in each. CrossAttention (the encoder's length,
 fixed at admission) takes its place here with the encoder-decoder models.
 """
 
@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from statistics import fmean
 from typing import Protocol
 
@@ -18,6 +19,10 @@ MAX_GROUPS = 8  # unless there are more different specs: every sequence has a bl
 # What a group costs beside its memory, as a fraction of the KV: so little that it decides only
 # between layouts that take about equally much memory.
 GROUP_COST = 0.002
+MAX_SPAN = 8  # how many times as many tokens the blocks of one group hold as those of another
+# Longer blocks waste more at the end of a sequence, and prompts share them only as a whole or by
+# copying: they are taken where they save a tenth of the memory.
+SPAN_COST = 0.1
 TYPICAL_LENGTHS = (512, 2048, 8192, 32_768, 131_072)  # of sequences, in tokens
 TYPICAL_BLOCK = 16  # tokens
 
@@ -88,12 +93,29 @@ def num_read_tokens(spec: KVSpec, num_tokens: int) -> int:
     return num_tokens - spec.first_needed_token(num_tokens - 1)
 
 
+def node_places(block_sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """The blocks that hold one node of the prefix cache, as many tokens as the largest of the
+    groups' blocks: (group, number among the group's blocks of the node).
+
+    All sizes divide the largest.
+    """
+    largest = max(block_sizes)
+    assert all(largest % size == 0 for size in block_sizes), f"{block_sizes} do not fit together"
+    return [
+        (group, number)
+        for group, size in enumerate(block_sizes)
+        for number in range(largest // size)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share a block table; at most `KVLayout.layers_per_group` of them."""
+    """Layers that share a block table. A block holds `span` times `block_size` tokens of them, so a
+    group of few layers can fill blocks that have room for many."""
 
     spec: KVSpec
     layer_ids: tuple[int, ...]
+    span: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +125,22 @@ class KVLayout:
     groups: tuple[KVGroup, ...]
 
     @property
-    def layers_per_group(self) -> int:
-        """Layers that a block has room for."""
-        return max(len(group.layer_ids) for group in self.groups)
+    def layers_per_block(self) -> int:
+        """A block has room for `block_size` tokens of so many layers."""
+        return max(len(group.layer_ids) * group.span for group in self.groups)
+
+    def block_sizes(self, block_size: int) -> tuple[int, ...]:
+        """Tokens per block, by group."""
+        return tuple(block_size * group.span for group in self.groups)
 
     @property
     def specs(self) -> tuple[KVSpec, ...]:
         return tuple(group.spec for group in self.groups)
 
-    def places(self) -> dict[int, tuple[int, int]]:
-        """layer id -> (group, index inside the group)."""
+    def places(self) -> dict[int, tuple[int, int, int]]:
+        """layer id -> (group, index inside the group, the group's span)."""
         return {
-            layer_id: (number, index)
+            layer_id: (number, index, group.span)
             for number, group in enumerate(self.groups)
             for index, layer_id in enumerate(group.layer_ids)
         }
@@ -138,8 +164,8 @@ class KVLayout:
     def _relative_bytes(self, num_tokens: int) -> float:
         taken = read = 0
         for group in self.groups:
-            num_blocks = group.spec.max_blocks(num_tokens, TYPICAL_BLOCK, chunk=1)
-            taken += num_blocks * TYPICAL_BLOCK * self.layers_per_group
+            num_blocks = group.spec.max_blocks(num_tokens, TYPICAL_BLOCK * group.span, chunk=1)
+            taken += num_blocks * TYPICAL_BLOCK * self.layers_per_block
             read += len(group.layer_ids) * num_read_tokens(group.spec, num_tokens)
         return taken / read
 
@@ -147,27 +173,41 @@ class KVLayout:
 def group_layers(specs: Sequence[KVSpec]) -> KVLayout:
     """The groups of a model's layers, `specs[i]` being layer i's.
 
-    Of all numbers of layers per block, the one with which sequences of typical lengths take the
-    least memory: padding costs little in a group of sliding windows, and much in one of full
-    attention. There are at most MAX_GROUPS groups, or one for each different spec.
+    Of all sizes of blocks, the one with which sequences of typical lengths take the least memory:
+    padding costs little in a group of sliding windows, and much in one of full attention. There are
+    at most MAX_GROUPS groups, or one for each different spec.
     """
     by_spec: dict[KVSpec, list[int]] = {}
     for layer_id, spec in enumerate(specs):
         by_spec.setdefault(spec, []).append(layer_id)
     limit = max(MAX_GROUPS, len(by_spec))
     most = max(len(layer_ids) for layer_ids in by_spec.values())
-    layouts = (_layout(by_spec, layers_per_group) for layers_per_group in range(1, most + 1))
-    return min(
-        (layout for layout in layouts if len(layout.groups) <= limit),
-        key=lambda layout: layout.relative_bytes() + GROUP_COST * len(layout.groups),
+    layouts = (
+        _layout(by_spec, layers_per_block, span)
+        for span in range(1, MAX_SPAN + 1)
+        for layers_per_block in range(1, most + 1)
     )
+    return min((layout for layout in layouts if len(layout.groups) <= limit), key=_cost)
 
 
-def _layout(by_spec: Mapping[KVSpec, Sequence[int]], layers_per_group: int) -> KVLayout:
-    """The layers of each spec divided into as few groups as possible, about equally large."""
+def _layout(by_spec: Mapping[KVSpec, Sequence[int]], layers_per_block: int, span: int) -> KVLayout:
+    """The layers of each spec divided into as few groups as possible, about equally large. Blocks
+    hold `span` times as many tokens where that leaves less of them unused."""
     groups = []
     for spec, layer_ids in by_spec.items():
-        num_groups = math.ceil(len(layer_ids) / layers_per_group)
+        # (blocks per `block_size` tokens of all the layers, span, groups)
+        choices = [(Fraction(math.ceil(len(layer_ids) / layers_per_block)), 1)]
+        if span <= layers_per_block:
+            num_groups = math.ceil(len(layer_ids) / (layers_per_block // span))
+            choices.append((Fraction(num_groups, span), span))
+        blocks, its_span = min(choices)
+        num_groups = int(blocks * its_span)
         for number in range(num_groups):
-            groups.append(KVGroup(spec, tuple(layer_ids[number::num_groups])))
+            groups.append(KVGroup(spec, tuple(layer_ids[number::num_groups]), its_span))
     return KVLayout(tuple(groups))
+
+
+def _cost(layout: KVLayout) -> float:
+    """The memory that sequences take with this layout, and what else speaks against it."""
+    has_spans = any(group.span > 1 for group in layout.groups)
+    return layout.relative_bytes() + GROUP_COST * len(layout.groups) + SPAN_COST * has_spans

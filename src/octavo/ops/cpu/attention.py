@@ -64,15 +64,18 @@ class CpuBackend:
             raise ValueError(f"the cpu attention backend has no kernels for {kv_cache.dtype}")
         assert kv_cache.is_contiguous(), "the cache is one dense allocation"
         self._kv_cache = kv_cache
-        self._block_size = block_size
         self._layers = list(layers)
-        self._places = list(layer_places)
+        self._block_sizes = [place.span * block_size for place in layer_places]
+        self._caches = [  # by layer: [num_blocks, num_kv_heads, 2, tokens, padded_dim]
+            place.blocks(kv_cache, self.kv_block_shape(size, layer.num_kv_heads, layer.head_dim))
+            for layer, place, size in zip(layers, layer_places, self._block_sizes, strict=True)
+        ]
         self._row = {layer.layer_id: row for row, layer in enumerate(layers)}
         self._counters = np.zeros(3 * 8, np.int64)  # each in its own cache line
         self._constants: list[NDArray[np.float32]] = []
         self._steps = np.zeros(len(layers), STEP)
-        for row, (layer, place) in enumerate(zip(layers, layer_places, strict=True)):
-            self._fill_constants(row, layer, place)
+        for row, layer in enumerate(layers):
+            self._fill_constants(row, layer)
         self._rows_by_group = _positions_of([place.group for place in layer_places])
         self._rows_by_heads = _positions_of(
             [(layer.num_heads // layer.num_kv_heads, layer.num_kv_heads) for layer in layers]
@@ -141,11 +144,11 @@ class CpuBackend:
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
         row = self._row[layer_id]
-        layer, place = self._layers[row], self._places[row]
-        block, offset = divmod(slot, self._block_size)
-        cells = self._kv_cache[block, place.index]  # [num_kv_heads, 2, block_size, padded_dim]
+        layer, block_size = self._layers[row], self._block_sizes[row]
+        block, offset = divmod(slot, block_size)
+        cells = self._caches[row][block]
         heads, _, _, padded = cells.shape
-        if self._block_size % LANES:
+        if block_size % LANES:
             k, v = cells[:, 0, offset], cells[:, 1, offset]
         else:
             pair = 4 // cells.element_size()
@@ -155,12 +158,12 @@ class CpuBackend:
             v = v.view(heads, LANES // pair, padded, pair)[:, t // pair, :, t % pair]
         return k[:, : layer.head_dim].clone(), v[:, : layer.head_dim].clone()
 
-    def _fill_constants(self, row: int, layer: LayerSpec, place: LayerPlace) -> None:
+    def _fill_constants(self, row: int, layer: LayerSpec) -> None:
         step = self._steps[row : row + 1]
-        step["kv"] = self._kv_cache[:, place.index].data_ptr()
+        step["kv"] = self._caches[row].data_ptr()
         step["counters"] = self._counters.ctypes.data
         step["block_stride"] = self._kv_cache.stride(0)
-        step["block_size"] = self._block_size
+        step["block_size"] = self._block_sizes[row]
         step["num_heads"] = layer.num_heads
         step["num_kv_heads"] = layer.num_kv_heads
         step["head_dim"] = layer.head_dim

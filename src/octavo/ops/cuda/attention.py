@@ -62,6 +62,7 @@ class _Shape:
     num_kv_heads: int
     head_dim: int
     window: int | None
+    block_size: int
 
     @property
     def group(self) -> int:
@@ -113,15 +114,8 @@ class TritonBackend:
         if kv_cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"the triton attention backend has no kernels for {kv_cache.dtype}")
         assert kv_cache.is_contiguous(), "the cache is one dense allocation"
-        self._block_size = block_size
         self._layers = {
-            layer.layer_id: _Layer(
-                layer,
-                _shape_of(layer),
-                KernelScores.of(layer.scores, kv_cache.device),
-                place.group,
-                kv_cache[:, place.index],
-            )
+            layer.layer_id: _make_layer(layer, place, kv_cache, place.span * block_size)
             for layer, place in zip(layers, layer_places, strict=True)
         }
         self._shapes = list(dict.fromkeys(layer.shape for layer in self._layers.values()))
@@ -177,7 +171,7 @@ class TritonBackend:
             config = decode_config(
                 self._dtype, shape.head_dim, shape.group, num_seqs * kv_heads, self._shared_memory
             )
-            alignment = tile_alignment(config.tile, self._block_size)
+            alignment = tile_alignment(config.tile, shape.block_size)
             num_splits = max(1, config.num_programs // kv_heads)
             decodes = decode_items(
                 seqs, shape.window, config.tile, alignment, num_splits, num_padded, work
@@ -236,7 +230,7 @@ class TritonBackend:
         staging = batch.staging
         for index, shape in enumerate(self._shapes):
             config = prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
-            alignment = tile_alignment(config.tile, self._block_size)
+            alignment = tile_alignment(config.tile, shape.block_size)
             tokens_per_item = config.rows // shape.group
             items = prefill_items(seqs, shape.window, config.tile, alignment, tokens_per_item)
             if batch.padded is not None:
@@ -304,8 +298,9 @@ class TritonBackend:
         return output
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
-        block, offset = divmod(slot, self._block_size)
-        cells = self._layers[layer_id].cache[block]
+        layer = self._layers[layer_id]
+        block, offset = divmod(slot, layer.shape.block_size)
+        cells = layer.cache[block]
         return cells[:, 0, offset].clone(), cells[:, 1, offset].clone()
 
 
@@ -349,8 +344,11 @@ def _changes(
     )
 
 
-def _shape_of(layer: LayerSpec) -> _Shape:
-    return _Shape(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window)
+def _make_layer(spec: LayerSpec, place: LayerPlace, kv_cache: Tensor, block_size: int) -> _Layer:
+    shape = _Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window, block_size)
+    block_shape = TritonBackend.kv_block_shape(block_size, spec.num_kv_heads, spec.head_dim)
+    scores = KernelScores.of(spec.scores, kv_cache.device)
+    return _Layer(spec, shape, scores, place.group, place.blocks(kv_cache, block_shape))
 
 
 def _make_scratch(

@@ -29,14 +29,11 @@ class ReferenceBackend:
         kv_cache: Tensor,
         block_size: int,
     ) -> None:
+        self._kv_cache = kv_cache
         self._layers = {
-            layer.layer_id: (layer, place)
+            layer.layer_id: (layer, place.group, self._layer_cache(layer, place, block_size))
             for layer, place in zip(layers, layer_places, strict=True)
         }
-        self._kv_cache = (
-            kv_cache  # [num_blocks, layers_per_group, 2, block_size, num_kv_heads, head_dim]
-        )
-        self._block_size = block_size
         self._batch: AttentionBatch | None = None
 
     @staticmethod
@@ -57,17 +54,17 @@ class ReferenceBackend:
     ) -> Tensor:
         batch = self._batch
         assert batch is not None, "plan() comes before forward()"
-        layer, place = self._layers[layer_id]
+        layer, group, (k_cache, v_cache) = self._layers[layer_id]
+        size = k_cache.shape[1]
         if head_norms is not None:
             query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
         if rotary is not None:
             positions = batch.positions.to(query.device)
             query, key = rotary.apply(query, positions), rotary.apply(key, positions)
 
-        k_cache, v_cache = self._layer_cache(place)
-        slots = batch.slots[place.group].to(query.device)
-        k_cache[slots // self._block_size, slots % self._block_size] = key
-        v_cache[slots // self._block_size, slots % self._block_size] = value
+        slots = batch.slots[group].to(query.device)
+        k_cache[slots // size, slots % size] = key
+        v_cache[slots // size, slots % size] = value
 
         outputs = []
         for i, context_len in enumerate(batch.context_lens.tolist()):
@@ -76,8 +73,8 @@ class ReferenceBackend:
             # Keys that no query sees may be in blocks already freed: never read them.
             first_key = 0 if layer.window is None else max(0, first - layer.window + 1)
             keys = torch.arange(first_key, context_len, device=query.device)
-            table = batch.block_tables[place.group][i].to(query.device)
-            blocks, offsets = table[keys // self._block_size].long(), keys % self._block_size
+            table = batch.block_tables[group][i].to(query.device)
+            blocks, offsets = table[keys // size].long(), keys % size
             queries = torch.arange(first, context_len, device=query.device)
             outputs.append(
                 _attend(
@@ -92,12 +89,16 @@ class ReferenceBackend:
         return torch.cat(outputs).flatten(1) if outputs else query.flatten(1)
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
-        k_cache, v_cache = self._layer_cache(self._layers[layer_id][1])
-        block, offset = divmod(slot, self._block_size)
+        _, _, (k_cache, v_cache) = self._layers[layer_id]
+        block, offset = divmod(slot, k_cache.shape[1])
         return k_cache[block, offset].clone(), v_cache[block, offset].clone()
 
-    def _layer_cache(self, place: LayerPlace) -> tuple[Tensor, Tensor]:
-        layer_cache = self._kv_cache[:, place.index]
+    def _layer_cache(
+        self, layer: LayerSpec, place: LayerPlace, block_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """K and V, each [num_blocks, tokens, num_kv_heads, head_dim]."""
+        shape = self.kv_block_shape(place.span * block_size, layer.num_kv_heads, layer.head_dim)
+        layer_cache = place.blocks(self._kv_cache, shape)
         return layer_cache[:, 0], layer_cache[:, 1]
 
 

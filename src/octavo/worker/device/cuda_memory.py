@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -81,8 +82,7 @@ def _measure(
     torch.cuda.reset_peak_memory_stats(device)
     runner = make_runner(1, 0, None)
     before = torch.cuda.memory_allocated(device)
-    num_groups = len(demand.shape.layout.groups)
-    for plan in largest_steps(demand.config, demand.model_config, num_groups):
+    for plan in largest_steps(demand.config, demand.model_config, demand.shape.block_sizes):
         runner.submit(plan).result()
     peak = torch.cuda.max_memory_allocated(device) - before
     fixed_parts = before - weights
@@ -103,13 +103,13 @@ def _measure(
 
 
 def largest_steps(
-    config: EngineConfig, model_config: ModelConfig, num_groups: int
+    config: EngineConfig, model_config: ModelConfig, block_sizes: Sequence[int]
 ) -> list[StepPlan]:
     """A step of prompts alone, and one that draws for as many sequences as may run.
 
     All their table entries name block 1: what they compute has no meaning.
     """
-    scheduler, block_size = config.scheduler, config.cache.block_size
+    scheduler = config.scheduler
     budget, longest = scheduler.max_num_batched_tokens, model_config.max_model_len - 1
     lengths = [min(longest, budget - start) for start in range(0, budget, longest)]
     lengths = lengths[: scheduler.max_num_seqs]
@@ -129,9 +129,9 @@ def largest_steps(
                 OpenedRow(i, (0,) * n, n, 0, spec, 0, 0) for i, n in zip(ids, sizes, strict=True)
             ],
             table_writes=[
-                TableWrite(i, group, 0, (1,) * -(-n // block_size))
+                TableWrite(i, group, 0, (1,) * -(-n // size))
                 for i, n in zip(ids, sizes, strict=True)
-                for group in range(num_groups)
+                for group, size in enumerate(block_sizes)
             ],
         )
 
