@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops import (
+    AttentionBackend,
     AttentionBatch,
     LayerPlace,
     LayerSpec,
     RotaryTable,
     ScoreFunction,
     load_backend,
+    make_backend,
 )
 
 BLOCK_SIZE, HEAD_DIM = 16, 128
@@ -31,6 +33,7 @@ MODELS = {
     "opt-13b 40/40": (40, 40, 40, False),
     "qwen3-0.6b 16/8": (16, 8, 28, True),
 }
+SHAPES = MODELS | {"gemma-2-9b 16/8": (16, 8, 42, True)}
 BEYOND_L2 = 400 << 20  # bytes
 
 
@@ -58,30 +61,36 @@ class Work:
     num_seqs: int
     context: int
     new: int
+    head_dim: int = HEAD_DIM
 
     def __post_init__(self) -> None:
-        self.heads, self.kv_heads, _, rotated = MODELS[self.model]
-        n, blocks = self.num_seqs, -(-self.context // BLOCK_SIZE)
-        self.kv_bytes = n * self.context * self.kv_heads * 2 * HEAD_DIM * 2
+        self.heads, self.kv_heads, _, rotated = SHAPES[self.model]
+        n, blocks, head_dim = self.num_seqs, -(-self.context // BLOCK_SIZE), self.head_dim
+        self.kv_bytes = n * self.context * self.kv_heads * 2 * head_dim * 2
         self.num_layers = min(16, max(2, -(-BEYOND_L2 // self.kv_bytes)))
         kind = load_backend("triton")
-        block = kind.kv_block_shape(BLOCK_SIZE, self.kv_heads, HEAD_DIM)
+        block = kind.kv_block_shape(BLOCK_SIZE, self.kv_heads, head_dim)
         shape = (n * blocks + 1, self.num_layers, *block)
         self.cache = torch.empty(shape, dtype=torch.bfloat16, device=GPU)
         for part in self.cache.split(max(1, (1 << 28) // self.cache[0].numel())):
             part.normal_()
         self.table = (torch.randperm(n * blocks, device=GPU) + 1).int().view(n, blocks)
-        fused = torch.randn(n * self.new, self.heads + 2 * self.kv_heads, HEAD_DIM, device=GPU)
+        fused = torch.randn(n * self.new, self.heads + 2 * self.kv_heads, head_dim, device=GPU)
         self.heads_of_tokens = fused.bfloat16().split([self.heads, *(2 * [self.kv_heads])], dim=1)
-        self.rotary = rotary_table(self.context) if rotated else None
+        self.rotary = rotary_table(self.context, head_dim) if rotated else None
+        self.batch = self._batch()
+        self.backend = self.backend_for(ScoreFunction(head_dim**-0.5))
+
+    def backend_for(self, scores: ScoreFunction, window: int | None = None) -> AttentionBackend:
+        """One over the same cache that computes these scores, and has planned the batch."""
         layers = [
-            LayerSpec(i, self.heads, self.kv_heads, HEAD_DIM, ScoreFunction(HEAD_DIM**-0.5))
+            LayerSpec(i, self.heads, self.kv_heads, self.head_dim, scores, window)
             for i in range(self.num_layers)
         ]
         places = [LayerPlace(0, i) for i in range(self.num_layers)]
-        self.backend = kind(layers, places, self.cache, BLOCK_SIZE)
-        self.batch = self._batch()
-        self.backend.plan(self.batch)
+        backend = make_backend(load_backend("triton"), layers, places, self.cache, BLOCK_SIZE)
+        backend.plan(self.batch)
+        return backend
 
     def _batch(self) -> AttentionBatch:
         n, new = self.num_seqs, self.new
@@ -100,8 +109,8 @@ class Work:
         return self.backend.forward(layer, *self.heads_of_tokens, self.rotary)
 
 
-def rotary_table(positions: int) -> RotaryTable:
-    inverse = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+def rotary_table(positions: int, head_dim: int = HEAD_DIM) -> RotaryTable:
+    inverse = 10000.0 ** (-torch.arange(0, head_dim, 2).float() / head_dim)
     angles = torch.arange(positions).float()[:, None] * inverse
     return RotaryTable(angles.cos().to(GPU), angles.sin().to(GPU))
 

@@ -22,6 +22,10 @@ from octavo.ops import (
 from octavo.ops.base import AttentionBackend
 from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_decode
+from octavo.ops.cuda.attention_cascade import cascade_config
+from octavo.ops.cuda.attention_decode import decode_config
+from octavo.ops.cuda.attention_prefill import prefill_config
+from octavo.ops.cuda.tile_sizes import power_of_2
 
 pytest.importorskip("triton")
 
@@ -34,6 +38,8 @@ SMALL_CASES = [
     Case(SMALL, head_dim=16, group=2, num_kv_heads=2, rotary_dim=16),
     Case(SMALL, head_dim=20, group=3, num_kv_heads=1, block_size=8, window=30, head_norm=True),
     Case(SMALL[2:], head_dim=32, group=3, num_kv_heads=1, rotary_dim=24),
+    Case(SMALL[2:], head_dim=17, group=2, num_kv_heads=1, rotary_dim=16, interleaved=True),
+    Case(SMALL[3:], head_dim=16, num_kv_heads=1, rotary_dim=6, interleaved=True, head_norm=True),
     Case(SMALL[2:], head_dim=17, group=1, num_kv_heads=1, block_size=48, rotary_dim=8),
     Case(((3, 1), (40, 1)), head_dim=32, group=16, num_kv_heads=1, block_size=256, head_norm=True),
     Case(SMALL[3:], head_dim=16, group=4, num_kv_heads=1, block_size=1, window=1),
@@ -95,6 +101,42 @@ def test_interpreted(case: Case) -> None:
 @pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=describe)
 def test_on_gpu(case: Case) -> None:
     check(case, "cuda")
+
+
+@pytest.mark.parametrize("device", ["cuda" if GPU else "cpu"])
+def test_keys_and_values_may_be_strided_differently(device: str) -> None:
+    """A norm over all key heads makes dense keys beside values of the fused projection."""
+    case = Case(((5, 1), (0, 7)), head_dim=16, num_kv_heads=2, group=2)
+    bench = Bench("triton", case, device=device)
+    forward = bench.backend.forward
+    bench.backend.forward = (  # type: ignore[method-assign]
+        lambda layer_id, query, key, value, *others: forward(
+            layer_id, query, key.contiguous(), value, *others
+        )
+    )
+    for got, expected in zip(bench.run(), Bench("reference", case).run(), strict=True):
+        torch.testing.assert_close(got.cpu(), expected, atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_tiles_find_room_in_an_h200_s_shared_memory(dtype: torch.dtype, head_dim: int) -> None:
+    """A program holds its queries and, as far as they are loaded ahead, tiles of K and V."""
+    padded = max(16, power_of_2(head_dim))
+    for group in (1, 2, 3, 7, 8, 16, 32):
+        rows = max(16, power_of_2(group))
+        sizes = [
+            (rows, decode.tile, decode.num_stages)
+            for decode in (decode_config(dtype, head_dim, group, pairs) for pairs in (8, 256, 2048))
+        ]
+        for tiles in (
+            prefill_config(dtype, head_dim, group),
+            cascade_config(dtype, head_dim, group),
+        ):
+            if tiles is not None:
+                sizes.append((tiles.rows, tiles.tile, tiles.num_stages))
+        for rows, tile, stages in sizes:
+            assert (rows + 2 * tile * stages) * padded * dtype.itemsize <= 227 << 10
 
 
 @pytest.mark.gpu

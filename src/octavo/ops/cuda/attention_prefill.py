@@ -63,7 +63,7 @@ def prefill_config(
         rows = max(16, power_of_2(group))
         return PrefillConfig(rows, tile=max(16, 2048 // padded), num_warps=4, num_stages=1)
     rows = max(128, power_of_2(group))  # a tile has room for at least one token
-    if padded > 128 and shared_memory < MUCH_SHARED_MEMORY:
+    if padded > 256 or (padded > 128 and shared_memory < MUCH_SHARED_MEMORY):
         rows, tile = (64, 32) if group <= 64 else (rows, 16)
         return PrefillConfig(rows, tile, num_warps=8, num_stages=2)
     if padded > 128:
