@@ -25,7 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from octavo.core.step import StepPlan
+from octavo.ops import ScoreFunction
 from octavo.ops.cuda.attention_prefill import prefill_attention, prefill_config
+from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import Sequences, prefill_items
 from octavo.ops.cuda.block_copy import copy_blocks
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
@@ -90,10 +92,11 @@ def paged_prefill(work: Work) -> Callable[[int], None]:
     items = prefill_items(seqs, None, config.tile, BLOCK_SIZE, config.rows // group_size)
     on_device = torch.from_numpy(items.reshape(-1)).to(GPU)
     output = query.new_empty(len(query), work.heads * HEAD_DIM)
+    scores = KernelScores.of(ScoreFunction(HEAD_DIM**-0.5), GPU)
 
     def attend(layer: int) -> None:
-        cache, scale = work.cache[:, layer], HEAD_DIM**-0.5
-        prefill_attention(query, cache, work.table, on_device, output, scale, None, config)
+        cache = work.cache[:, layer]
+        prefill_attention(query, cache, work.table, on_device, output, scores, None, config)
 
     return attend
 
@@ -101,8 +104,7 @@ def paged_prefill(work: Work) -> Callable[[int], None]:
 def kv_write(work: Work) -> Callable[[int], Tensor]:
     rows = torch.arange(work.num_seqs).repeat_interleave(work.new)
     tokens = torch.stack((rows, work.batch.positions), 1).int().flatten().to(GPU)
-    rotary = None if work.rotary is None else (work.rotary.cos, work.rotary.sin)
-    changes = HeadChanges(rotary, None, None)
+    changes = HeadChanges(work.rotary, None, None)
 
     def write(layer: int) -> Tensor:
         cache = work.cache[:, layer]

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig
+from transformers.models.cohere import modeling_cohere as cohere
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from octavo.json_fields import Fields
+from octavo.layers.config import RotaryConfig
 from octavo.layers.rotary import rotary_table
 from octavo.models.rope_scaling import read_rotary
 
@@ -91,3 +94,21 @@ def test_which_elements_turn_together() -> None:
     sin = table.sin[positions].repeat(1, 2)[None]
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
     torch.testing.assert_close(table.apply(x, positions), expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dim", [HEAD_DIM, 12])
+def test_which_elements_turn_together_if_interleaved(dim: int) -> None:
+    table = rotary_table(RotaryConfig(dim, 100.0, interleaved=True), 64, torch.device("cpu"))
+    positions = torch.tensor([0, 5, 63])
+    x = torch.randn(3, 2, HEAD_DIM)
+    cos, sin = table.cos[positions][None], table.sin[positions][None]
+    heads = x[..., :dim].transpose(0, 1)[None]
+    expected, _ = cohere.apply_rotary_pos_emb(heads, heads, *cohere_angles(cos, sin))
+    got = table.apply(x, positions)
+    torch.testing.assert_close(got[..., :dim], expected[0].transpose(0, 1))
+    assert torch.equal(got[..., dim:], x[..., dim:])
+
+
+def cohere_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As CohereRotaryEmbedding returns them: each angle twice, side by side."""
+    return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)

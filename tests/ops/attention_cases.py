@@ -39,6 +39,7 @@ class Case:
     rotary_dim: int | None = None
     head_norm: bool = False
     seed: int = 0
+    interleaved: bool = False  # the pairs of the rotary embedding
     scores: ScoreFunction | None = None  # None: scaled dot products
 
     @property
@@ -72,10 +73,10 @@ FEATURES: dict[str, Callable[[int], Any]] = {
 }
 
 
-def rotary_table(rotary_dim: int, device: str = "cpu") -> RotaryTable:
+def rotary_table(rotary_dim: int, device: str = "cpu", interleaved: bool = False) -> RotaryTable:
     inverse = 10000.0 ** (-torch.arange(0, rotary_dim, 2).float() / rotary_dim)
     angles = torch.arange(4096).float()[:, None] * inverse
-    return RotaryTable(angles.cos().to(device), angles.sin().to(device))
+    return RotaryTable(angles.cos().to(device), angles.sin().to(device), interleaved)
 
 
 class DeviceStaging:
@@ -133,7 +134,9 @@ class Bench:
         self.tables = order.view(len(case.sequences), self.blocks_per_seq).int()
         self.computed = [0] * len(case.sequences)
         self.unsound: int | None = None  # a sequence whose inputs are NaN
-        self.rotary = None if case.rotary_dim is None else rotary_table(case.rotary_dim, device)
+        self.rotary = None
+        if case.rotary_dim is not None:
+            self.rotary = rotary_table(case.rotary_dim, device, case.interleaved)
         norm = UnitNorm(case.head_dim, case.dtype, device)
         self.head_norms = (norm, norm) if case.head_norm else None
 

@@ -31,6 +31,7 @@ CASES = [
     Case(MIXED, block_size=8, head_dim=80, group=4, rotary_dim=80),
     Case(MIXED, block_size=32, head_dim=128, group=3, rotary_dim=128),
     Case(MIXED, block_size=16, head_dim=128, group=3, rotary_dim=96),
+    Case(MIXED, block_size=16, head_dim=80, group=2, rotary_dim=32, interleaved=True),
     Case(MIXED, block_size=256, head_dim=256, group=16, num_kv_heads=1),
     Case(MIXED, block_size=16, head_dim=100, group=7, window=33, rotary_dim=40),
     Case(MIXED, block_size=8, head_dim=64, group=1, window=20, num_kv_heads=5),

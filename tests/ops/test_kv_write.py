@@ -12,7 +12,7 @@ from octavo.ops.cuda.kv_write import HeadChanges, write_kv
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-# heads, KV heads, head size, rotary size, norms, block size
+# heads, KV heads, head size, rotary size, norms, block size; with a rotary embedding, both pairings
 CASES = {
     "cpu": [(3, 1, 20, 12, True, 4), (2, 2, 17, None, False, 3), (9, 2, 16, 16, False, 16)],
     "cuda": [
@@ -51,23 +51,29 @@ def assert_changed(
         cos, sin = (table.double()[at].unsqueeze(1) for table in (rotary.cos, rotary.sin))
         half = cos.shape[-1]
         error = error + fp32 * exact.abs()
-        (x1, x2), (e1, e2) = (t[..., : 2 * half].chunk(2, dim=-1) for t in (exact, error))
-        turned = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
-        spread = torch.cat(
-            [e1 * cos.abs() + e2 * sin.abs(), e2 * cos.abs() + e1 * sin.abs()], dim=-1
+        element = torch.arange(2 * half)
+        firsts = element % 2 == 0 if rotary.interleaved else element < half
+        (x1, x2), (e1, e2) = (
+            (t[..., element[firsts]], t[..., element[~firsts]]) for t in (exact, error)
         )
-        exact = torch.cat([turned, exact[..., 2 * half :]], dim=-1)
-        error = torch.cat([spread, error[..., 2 * half :]], dim=-1)
+        exact, error = exact.clone(), error.clone()
+        exact[..., element[firsts]] = x1 * cos - x2 * sin
+        exact[..., element[~firsts]] = x2 * cos + x1 * sin
+        error[..., element[firsts]] = e1 * cos.abs() + e2 * sin.abs()
+        error[..., element[~firsts]] = e2 * cos.abs() + e1 * sin.abs()
     error = error + unit * (exact.abs() + error) + unit * limits.smallest_normal
     worst = ((got.double() - exact).abs() / error).max()
     assert worst <= 1, f"{worst:.3f} times what rounding explains"
 
 
-def test_write_kv(device: torch.device) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_write_kv(device: torch.device, interleaved: bool) -> None:
     places = [(1, 0), (1, 1), (0, -1), (0, 7), (2, 30), (1, 16)]  # table row, position
     tokens = torch.tensor(places, dtype=torch.int32, device=device)
     positions = tokens[:, 1].long().clamp(min=0)
     for heads, kv_heads, dim, rotary_dim, norms, block_size in CASES[device.type]:
+        if interleaved and rotary_dim is None:
+            continue
         for dtype in DTYPES[device.type]:
             paged = make_paged([0, 0, 0], 40, block_size, kv_heads, dim, dtype, device)
             fused = torch.randn(len(places), heads + 2 * kv_heads, dim, device=device).to(dtype)
@@ -75,10 +81,10 @@ def test_write_kv(device: torch.device) -> None:
             rotary = None
             if rotary_dim is not None:
                 angles = torch.rand(40, rotary_dim // 2, device=device) * 7
-                rotary = RotaryTable(angles.cos(), angles.sin())
+                rotary = RotaryTable(angles.cos(), angles.sin(), interleaved)
             weights = [torch.rand(dim, device=device).to(dtype) + 0.5 if norms else None] * 2
             changes = HeadChanges(
-                rotary and (rotary.cos, rotary.sin),
+                rotary,
                 *(None if weight is None else (weight, EPS) for weight in weights),
             )
             before = fused.clone()

@@ -68,6 +68,7 @@ def random_case(
         dtype=dtype,
         rotary_dim=rng.choice([None, head_dim, head_dim // 2]),
         head_norm=rng.random() < 0.3,
+        interleaved=rng.random() < 0.5,
         seed=seed,
     )
     return replace(case, scores=some_scores(case, *features))

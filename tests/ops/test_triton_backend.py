@@ -34,6 +34,8 @@ SMALL_CASES = [
     Case(SMALL, head_dim=16, group=2, num_kv_heads=2, rotary_dim=16),
     Case(SMALL, head_dim=20, group=3, num_kv_heads=1, block_size=8, window=30, head_norm=True),
     Case(SMALL[2:], head_dim=32, group=3, num_kv_heads=1, rotary_dim=24),
+    Case(SMALL[2:], head_dim=17, group=2, num_kv_heads=1, rotary_dim=16, interleaved=True),
+    Case(SMALL[3:], head_dim=16, num_kv_heads=1, rotary_dim=6, interleaved=True, head_norm=True),
     Case(SMALL[2:], head_dim=17, group=1, num_kv_heads=1, block_size=48, rotary_dim=8),
     Case(((3, 1), (40, 1)), head_dim=32, group=16, num_kv_heads=1, block_size=256, head_norm=True),
     Case(SMALL[3:], head_dim=16, group=4, num_kv_heads=1, block_size=1, window=1),

@@ -2,44 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
+from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import AttentionConfig
 from octavo.layers.linear import make_linear
-from octavo.layers.norm import make_norm
+from octavo.layers.norm import Norm, make_norm
 from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction
+from octavo.parallel import Shard
+
+
+class AttentionSinks(WeightOwner):
+    """Owns a score per query head that takes part in the softmax (gpt-oss)."""
+
+    def __init__(self, num_heads: int, shard: Shard) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+        self._shard = shard
+
+    def targets(self, names: Sequence[str]) -> WeightTargets:
+        """See WeightOwner.targets; the name is the tensor's own."""
+        (name,) = names
+        count = len(self.weight)
+        first = self._shard.rank * count
+        part = WeightSlice(self.weight, (slice(first, first + count),))
+        return {name: WeightTarget((count * self._shard.size,), (part,))}
 
 
 class Attention(nn.Module):
-    """Owns the projections around one layer's attention, and the norms of heads, if any."""
+    """Owns the projections around one layer's attention, and norms and sinks of heads, if any."""
 
     def __init__(self, config: AttentionConfig, layer_id: int, rotary: RotaryTable | None) -> None:
         super().__init__()
+        self.sinks = AttentionSinks(config.num_heads, config.shard) if config.sinks else None
         self.spec = LayerSpec(
             layer_id=layer_id,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scores=ScoreFunction(config.scale),
+            scores=ScoreFunction(config.scale, config.softcap, config.alibi_slopes, self.sinks),
             window=config.window,
         )
         self.rotary = rotary
         self.qkv = make_linear(config.qkv)
-        self.head_norms = None
-        if config.head_norm is not None:
-            self.query_norm = make_norm(config.head_norm)
-            self.key_norm = make_norm(config.head_norm)
-            self.head_norms = self.query_norm, self.key_norm
+        self.head_norms: tuple[Norm, Norm] | None = None  # which the backend applies
+        self._own_norms: tuple[Norm, Norm] | None = None
+        if config.query_key_norms is not None:
+            query_norm, key_norm = config.query_key_norms
+            self.query_norm, self.key_norm = make_norm(query_norm), make_norm(key_norm)
+            norms = self.query_norm, self.key_norm
+            # Backends have RMS norms of heads, with a scale.
+            if (
+                query_norm.size == config.head_dim
+                and query_norm.kind == "rms"
+                and query_norm.affine
+            ):
+                self.head_norms = norms
+            else:
+                self._own_norms = norms
         self.output = make_linear(config.output)
 
     def forward(self, hidden: Tensor, backend: AttentionBackend) -> Tensor:
         """hidden [num_tokens, hidden_size] -> what `output` takes, [num_tokens, all heads].
 
-        The backend normalises and rotates query and key, and writes K and V to the cache.
+        The backend normalises heads and rotates query and key, and writes K and V to the cache.
         """
         spec = self.spec
         heads = self.qkv.forward(hidden).view(hidden.shape[0], -1, spec.head_dim)
         num_kv_heads = spec.num_kv_heads
         query, key, value = torch.split(heads, [spec.num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if self._own_norms is not None:
+            query_norm, key_norm = self._own_norms
+            query, key = _normalise(query_norm, query), _normalise(key_norm, key)
         return backend.forward(spec.layer_id, query, key, value, self.rotary, self.head_norms)
+
+
+def _normalise(norm: Norm, heads: Tensor) -> Tensor:
+    """Normalise heads [num_tokens, heads, head_dim], each or all together, by the norm's size."""
+    if norm.config.size == heads.shape[2]:
+        return norm.forward(heads)[0]
+    return norm.forward(heads.flatten(1))[0].view(heads.shape)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from octavo.parallel import WHOLE, Shard
+from octavo.errors import ConfigError
+from octavo.parallel import OPTION, WHOLE, Shard
 
 RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 NormKind = Literal["rms", "layer"]
@@ -37,6 +38,8 @@ class RotaryConfig:
     # context, and of one that is not.
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    # Which elements turn together: 2 i and 2 i + 1 (GPT-J, Cohere, GLM-4), not i and i + dim / 2.
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,14 @@ class AttentionConfig:
     scale: float  # of the scores
     window: int | None = None  # the query at p reads keys p - window + 1 .. p; None: 0 .. p
     rotary: int | None = None  # index of the model's rotary embeddings; None: no rotary embedding
-    head_norm: NormConfig | None = None  # of each query and key head, before the rotation
+    # How products of queries and keys become weights; see ops.ScoreFunction.
+    softcap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None  # per query head
+    sinks: bool = False  # whether there is one per query head, among the weights
+    # Norms before the rotation: of each query and key head, or of all query heads together and of
+    # all key heads together, whatever the size that the description of this one has.
+    head_norm: NormConfig | None = None
+    width_norm: NormConfig | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     linear_method: str = "plain"  # of its projections
@@ -128,10 +138,15 @@ class AttentionConfig:
     kv_shard: Shard = WHOLE  # which part of the KV heads these are
 
     def sharded(self, shard: Shard) -> AttentionConfig:
-        """One rank's heads. Raises ConfigError if they do not divide."""
+        """One rank's heads. Raises ConfigError if they do not divide, or share a norm."""
+        if self.width_norm is not None and shard.size > 1:
+            raise ConfigError(OPTION, f"{shard.size} ranks cannot share a norm over all heads")
+        num_heads = shard.divide(self.num_heads, "the number of attention heads")
+        first, slopes = shard.rank * num_heads, self.alibi_slopes
         return replace(
             self,
-            num_heads=shard.divide(self.num_heads, "the number of attention heads"),
+            num_heads=num_heads,
+            alibi_slopes=None if slopes is None else slopes[first : first + num_heads],
             num_kv_heads=max(1, self.num_kv_heads // shard.size),
             shard=shard,
             kv_shard=shard.of_kv_heads(self.num_kv_heads),
@@ -159,9 +174,19 @@ class AttentionConfig:
         )
 
     @property
+    def query_key_norms(self) -> tuple[NormConfig, NormConfig] | None:
+        """Of queries and of keys, each as it is applied to its rows."""
+        assert self.head_norm is None or self.width_norm is None, "heads are normalised once"
+        if self.width_norm is not None:
+            query_size, kv_size, _ = self.qkv.out_sizes
+            return replace(self.width_norm, size=query_size), replace(self.width_norm, size=kv_size)
+        return None if self.head_norm is None else (self.head_norm, self.head_norm)
+
+    @property
     def num_parameters(self) -> int:
-        norms = 0 if self.head_norm is None else 2 * self.head_norm.num_parameters
-        return self.qkv.num_parameters + self.output.num_parameters + norms
+        norms = sum(norm.num_parameters for norm in self.query_key_norms or ())
+        sinks = self.num_heads if self.sinks else 0
+        return self.qkv.num_parameters + self.output.num_parameters + norms + sinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,8 @@ def rotary_table(config: RotaryConfig, max_positions: int, device: torch.device)
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, frequencies)
     scale = config.attention_factor
-    return RotaryTable((angles.cos() * scale).to(device), (angles.sin() * scale).to(device))
+    cos, sin = (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+    return RotaryTable(cos, sin, config.interleaved)
 
 
 def _frequencies(config: RotaryConfig, max_positions: int) -> Tensor:

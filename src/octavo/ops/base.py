@@ -106,10 +106,15 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """Rotary embedding of every position; element i is paired with element i + rotary_dim / 2."""
+    """Rotary embedding of every position.
+
+    Pair i of a head's elements turns by angle i: elements 2 i and 2 i + 1 if `interleaved`,
+    otherwise elements i and i + rotary_dim / 2.
+    """
 
     cos: Tensor  # float32 [max_positions, rotary_dim / 2]
     sin: Tensor  # float32 [max_positions, rotary_dim / 2]
+    interleaved: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -123,14 +128,15 @@ class RotaryTable:
         """
         cos = self.cos[positions].unsqueeze(1)
         sin = self.sin[positions].unsqueeze(1)
-        half = int(self.cos.shape[1])
-        x1, x2 = x[..., :half].float(), x[..., half : 2 * half].float()
-        rotated = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
-        return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+        shape = (-1, 2) if self.interleaved else (2, -1)
+        axis = -1 if self.interleaved else -2
+        x1, x2 = x[..., : self.rotary_dim].float().reshape(*x.shape[:-1], *shape).unbind(axis)
+        rotated = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), axis).flatten(-2)
+        return torch.cat((rotated.to(x.dtype), x[..., self.rotary_dim :]), dim=-1)
 
 
 class HeadNorm(Protocol):
-    """A norm over each head's elements, before the rotary embedding (Qwen3)."""
+    """An RMS norm over each head's elements, before the rotary embedding (Qwen3)."""
 
     weight: Any  # Tensor [head_dim]
     eps: float

@@ -135,6 +135,7 @@ class CpuBackend:
         else:
             step["cos"], step["sin"] = rotary.cos.data_ptr(), rotary.sin.data_ptr()
             step["rotary_half"] = rotary.rotary_dim // 2
+            step["interleaved"] = rotary.interleaved
         self._counters.fill(0)
         self._run(step.ctypes.data, torch.get_num_threads())
         return output

@@ -29,7 +29,15 @@ _ADDRESSES = (
 )
 _NUMBERS = (
     *("query_stride", "key_stride", "value_stride", "table_stride", "block_stride", "block_size"),
-    *("num_heads", "num_kv_heads", "head_dim", "padded_dim", "rotary_half", "window"),
+    *(
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "padded_dim",
+        "rotary_half",
+        "interleaved",
+        "window",
+    ),
     *("max_rows", "num_writes", "num_items", "changes_scores"),
 )
 _FLOATS = ("scale", "product_scale", "softcap")
@@ -62,10 +70,16 @@ def rotate(step: Any, elements: Any, source: Any, position: int, target: Any) ->
     if half > 0:
         cos = carray(pointer_to(step.cos + 4 * half * position, float32), half)
         sin = carray(pointer_to(step.sin + 4 * half * position, float32), half)
-        for i in range(half):
-            x1, x2 = to_float(source[i]), to_float(source[half + i])
-            target[i] = from_float(x1 * cos[i] - x2 * sin[i], elements)
-            target[half + i] = from_float(x2 * cos[i] + x1 * sin[i], elements)
+        if step.interleaved:
+            for i in range(half):
+                x1, x2 = to_float(source[2 * i]), to_float(source[2 * i + 1])
+                target[2 * i] = from_float(x1 * cos[i] - x2 * sin[i], elements)
+                target[2 * i + 1] = from_float(x2 * cos[i] + x1 * sin[i], elements)
+        else:
+            for i in range(half):
+                x1, x2 = to_float(source[i]), to_float(source[half + i])
+                target[i] = from_float(x1 * cos[i] - x2 * sin[i], elements)
+                target[half + i] = from_float(x2 * cos[i] + x1 * sin[i], elements)
     for i in range(2 * half, step.head_dim):
         target[i] = source[i]
 

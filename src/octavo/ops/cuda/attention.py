@@ -263,6 +263,8 @@ class TritonBackend:
             assert x.dtype == cache.dtype, f"{x.dtype} for a {cache.dtype} cache"
             assert x.stride(2) == 1, "heads must be dense"
             assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
+        if key.stride(0) != value.stride(0):  # the kernels have one stride for both
+            key, value = key.contiguous(), value.contiguous()
         changes = _changes(rotary, head_norms)
         output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
         if shape in self._cascades:
@@ -343,7 +345,7 @@ def _changes(
 ) -> HeadChanges:
     query_norm, key_norm = head_norms or (None, None)
     return HeadChanges(
-        rotary=None if rotary is None else (rotary.cos, rotary.sin),
+        rotary=rotary,
         query_norm=None if query_norm is None else (query_norm.weight, query_norm.eps),
         key_norm=None if key_norm is None else (key_norm.weight, key_norm.eps),
     )

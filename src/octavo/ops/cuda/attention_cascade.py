@@ -106,6 +106,7 @@ def _cascade_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -135,7 +136,7 @@ def _cascade_kernel(
         heads = token * query_stride + (head * GROUP + row % GROUP) * HEAD_DIM
         q = load_rows(
             query, heads, inside, position, cos, sin, query_weight, query_eps,
-            HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+            HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
         )  # fmt: skip
         keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
         values = keys + BLOCK_SIZE * HEAD_DIM
@@ -230,6 +231,7 @@ def cascade_attention(
         ROWS=config.rows,
         TILE=config.tile,
         ROTARY_HALF=changes.rotary_half,
+        INTERLEAVED=changes.interleaved,
         HAS_NORM=changes.query_norm is not None,
         FAST_TANH=has_fast_tanh(query.dtype, query.device),
         PRECISION=precision_of(query.dtype),

@@ -185,6 +185,7 @@ def _decode_kernel(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     FAST_TANH: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -215,7 +216,7 @@ def _decode_kernel(
         query += token.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM)
         q = load_heads(
             query, row, row < GROUP, position, cos, sin, query_weight, query_eps,
-            HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+            HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
         )  # fmt: skip
 
         slope = None
@@ -230,7 +231,7 @@ def _decode_kernel(
             from_token = token.to(tl.int64) * kv_stride + head * HEAD_DIM
             k_new = load_heads(
                 key + from_token, one, one < 1, position, cos, sin, key_weight, key_eps,
-                HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+                HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
             )  # fmt: skip
             new_inside = (one < 1)[:, None] & (dim < HEAD_DIM)[None, :]
             v_new = tl.load(value + from_token + dim[None, :], mask=new_inside, other=0.0)
@@ -376,6 +377,7 @@ def decode_attention(
         CHUNK=max(1, config.num_warps * 32 * _COMBINED // (group_pad * dim_pad)),
         WINDOW=window or 0,
         ROTARY_HALF=changes.rotary_half,
+        INTERLEAVED=changes.interleaved,
         HAS_NORM=changes.query_norm is not None,
         FAST_TANH=has_fast_tanh(query.dtype, query.device),
         PRECISION=precision_of(query.dtype),

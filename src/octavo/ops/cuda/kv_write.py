@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import RotaryTable
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.rotary import load_heads
 from octavo.ops.cuda.tile_sizes import power_of_2
@@ -23,7 +24,7 @@ _HEADS_TILE = 8  # heads per program
 class HeadChanges:
     """Head norms and rotary embedding of query and key; None: not applied."""
 
-    rotary: tuple[Tensor, Tensor] | None  # cos and sin: float32 [max_positions, half]
+    rotary: RotaryTable | None
     query_norm: tuple[Tensor, float] | None  # weight [head_dim] and eps of an RMS norm
     key_norm: tuple[Tensor, float] | None
 
@@ -33,11 +34,16 @@ class HeadChanges:
 
     @property
     def rotary_half(self) -> int:
-        return 0 if self.rotary is None else int(self.rotary[0].shape[1])
+        return 0 if self.rotary is None else self.rotary.rotary_dim // 2
+
+    @property
+    def interleaved(self) -> bool:
+        return self.rotary is not None and self.rotary.interleaved
 
     def arguments(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, float, float]:
         """cos, sin, both weights and both eps as a kernel takes them."""
-        cos, sin = self.rotary or (unused, unused)
+        rotary = self.rotary
+        cos, sin = (unused, unused) if rotary is None else (rotary.cos, rotary.sin)
         query_weight, query_eps = self.query_norm or (unused, 0.0)
         key_weight, key_eps = self.key_norm or (unused, 0.0)
         return cos, sin, query_weight, key_weight, float(query_eps), float(key_eps)
@@ -68,6 +74,7 @@ def _write_kernel(
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     QUERY_PARTS: tl.constexpr,
     TILE: tl.constexpr,
@@ -86,7 +93,7 @@ def _write_kernel(
             head = part * TILE + tl.arange(0, TILE)
             x = load_heads(
                 query + token * query_stride, head, head < NUM_HEADS, position, cos, sin,
-                query_weight, query_eps, HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+                query_weight, query_eps, HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
             )  # fmt: skip
             inside = (head < NUM_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
             query_place = rotated + token * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM
@@ -96,7 +103,7 @@ def _write_kernel(
             inside = (head < NUM_KV_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
             k = load_heads(
                 key + token * kv_stride, head, head < NUM_KV_HEADS, position, cos, sin,
-                key_weight, key_eps, HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+                key_weight, key_eps, HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
             )  # fmt: skip
             v = tl.load(
                 value + token * kv_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=inside
@@ -155,6 +162,7 @@ def write_kv(
         DIM_PAD=power_of_2(head_dim),
         BLOCK_SIZE=layer_cache.shape[3],
         ROTARY_HALF=changes.rotary_half,
+        INTERLEAVED=changes.interleaved,
         HAS_NORM=changes.query_norm is not None,
         QUERY_PARTS=query_parts,
         TILE=_HEADS_TILE,

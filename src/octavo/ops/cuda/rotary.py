@@ -10,6 +10,15 @@ import triton.language as tl
 
 
 @triton.jit
+def _pair_of(dim, ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Which pair, and so which angle, an element belongs to; see RotaryTable."""
+    if INTERLEAVED:
+        return dim // 2
+    else:
+        return dim % ROTARY_HALF
+
+
+@triton.jit
 def load_heads(
     heads,
     row,
@@ -22,6 +31,7 @@ def load_heads(
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     """[len(row), DIM_PAD]: heads `row` of the dense heads at `heads`, normalised and rotated.
@@ -34,13 +44,14 @@ def load_heads(
     if ROTARY_HALF > 0:
         rotated = dim < 2 * ROTARY_HALF
         # Padding has no position; what it reads must be in the table all the same.
-        angle = tl.maximum(position, 0).to(tl.int64) * ROTARY_HALF + dim % ROTARY_HALF
+        first = tl.maximum(position, 0).to(tl.int64) * ROTARY_HALF
+        angle = first + _pair_of(dim, ROTARY_HALF, INTERLEAVED)
         c = tl.load(cos + angle, mask=rotated, other=1.0)
         s = tl.load(sin + angle, mask=rotated, other=0.0)
     base = heads + row[:, None] * HEAD_DIM
     return _change(
         base, rows_inside, c[None, :], s[None, :], weight, eps,
-        HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+        HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
     )  # fmt: skip
 
 
@@ -57,6 +68,7 @@ def load_rows(
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     """As `load_heads`, of several tokens: row i is the head at heads + place[i], at position[i]."""
@@ -65,12 +77,13 @@ def load_rows(
     s = tl.zeros([1, DIM_PAD], tl.float32)
     if ROTARY_HALF > 0:
         rotated = rows_inside[:, None] & (dim < 2 * ROTARY_HALF)[None, :]
-        angle = position[:, None].to(tl.int64) * ROTARY_HALF + (dim % ROTARY_HALF)[None, :]
+        first = position[:, None].to(tl.int64) * ROTARY_HALF
+        angle = first + _pair_of(dim, ROTARY_HALF, INTERLEAVED)[None, :]
         c = tl.load(cos + angle, mask=rotated, other=1.0)
         s = tl.load(sin + angle, mask=rotated, other=0.0)
     return _change(
         heads + place[:, None], rows_inside, c, s, weight, eps,
-        HEAD_DIM, DIM_PAD, ROTARY_HALF, HAS_NORM,
+        HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
     )  # fmt: skip
 
 
@@ -85,6 +98,7 @@ def _change(
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     ROTARY_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
     """Heads at base [rows, 1]; c, s [rows or 1, DIM_PAD]: cos and sin, 1 and 0 beyond."""
@@ -100,11 +114,15 @@ def _change(
         x = (wide * factor[:, None] * w[None, :]).to(dtype)
     if ROTARY_HALF > 0:
         # Each element also loads the one that it is rotated with: no exchange between threads.
-        partner = (dim + ROTARY_HALF) % (2 * ROTARY_HALF)
+        if INTERLEAVED:
+            partner = (dim ^ 1) % (2 * ROTARY_HALF)
+        else:
+            partner = (dim + ROTARY_HALF) % (2 * ROTARY_HALF)
         y = tl.load(base + partner[None, :], mask=inside, other=0.0)
         if HAS_NORM:
             w = tl.load(weight + partner).to(tl.float32)
             y = (y.to(tl.float32) * factor[:, None] * w[None, :]).to(dtype)
-        s = tl.where((dim < ROTARY_HALF)[None, :], -s, s)
+        first_of_pair = dim % 2 == 0 if INTERLEAVED else dim < ROTARY_HALF
+        s = tl.where(first_of_pair[None, :], -s, s)
         x = (x.to(tl.float32) * c + y.to(tl.float32) * s).to(dtype)
     return x
