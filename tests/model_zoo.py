@@ -61,6 +61,13 @@ _OPT = {
     "pad_token_id": 2,
 }
 
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_GLM = {
+    **_LLAMA,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
 _GEMMA = {
     **_LLAMA,
     "num_hidden_layers": 4,
@@ -200,9 +207,61 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "gemma3_text": (
-        "Gemma3",
-        {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma": ("Gemma", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 16}),
+    "gemma2": ("Gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0}),
+    "gemma3_text": ("Gemma3", {**_GEMMA, "layer_types": _ALTERNATING}),
+    "olmo2": ("Olmo2", {**_LLAMA, "num_key_value_heads": 2}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "sliding_window": SLIDING_WINDOW,
+            "layer_types": _ALTERNATING,
+            "rope_parameters": {
+                "sliding_attention": {"rope_theta": 100.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+            },
+        },
+    ),
+    "glm": ("Glm", _GLM),
+    "glm4": ("Glm4", _GLM),
+    "cohere": ("Cohere", {**_LLAMA, "num_key_value_heads": 2, "logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "sliding_window": SLIDING_WINDOW,
+            "sliding_window_pattern": 2,
+            "logit_scale": 0.5,
+        },
+    ),
+    "gptj": (
+        "GPTJ",
+        {
+            **_COMMON,
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": MAX_POSITIONS,
+            "rotary_dim": 6,
+        },
+    ),
+    "mpt": (
+        "Mpt",
+        {**_COMMON, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": MAX_POSITIONS},
+    ),
+    "bloom": (
+        "Bloom",
+        {**_COMMON, "hidden_size": 48, "n_layer": 3, "n_head": 6, "seq_length": MAX_POSITIONS},
     ),
 }
 NAMES = tuple(MODELS)

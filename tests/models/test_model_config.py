@@ -14,7 +14,7 @@ import torch
 
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
-from octavo.layers.config import RotaryConfig
+from octavo.layers.config import EmbeddingScale, RotaryConfig
 from octavo.models.config import ModelConfig, PositionTable
 from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model
@@ -211,6 +211,333 @@ PHI_4_MINI = {
     "vocab_size": 200064,
 }
 
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 128012,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+GRANITE_33_8B = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 49159,
+}
+STARCODER2_3B = {
+    "architectures": ["Starcoder2ForCausalLM"],
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 16384,
+    "mlp_type": "default",
+    "model_type": "starcoder2",
+    "norm_epsilon": 1e-05,
+    "norm_type": "layer_norm",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 2,
+    "rope_theta": 999999.4420358813,
+    "sliding_window": 4096,
+    "use_bias": True,
+    "vocab_size": 49152,
+}
+STABLELM_2 = {
+    "architectures": ["StableLmForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 4096,
+    "model_type": "stablelm",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 32,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+    "use_qkv_bias": True,
+    "vocab_size": 100352,
+}
+SEED_OSS = {
+    "architectures": ["SeedOssForCausalLM"],
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "max_position_embeddings": 524288,
+    "mlp_bias": False,
+    "model_type": "seed_oss",
+    "num_attention_heads": 80,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"rope_type": "default"},
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 155136,
+}
+EXAONE4 = {
+    "architectures": ["Exaone4ForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 27392,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16,
+    "max_position_embeddings": 131072,
+    "model_type": "exaone4",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000,
+    "sliding_window": 4096,
+    "sliding_window_pattern": "LLLG",
+    "tie_word_embeddings": False,
+    "vocab_size": 102400,
+}
+MINISTRAL_8B = {
+    **MISTRAL_7B,
+    "architectures": ["MinistralForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 9,
+    "model_type": "ministral",
+    "num_hidden_layers": 36,
+    "rope_theta": 100000000.0,
+    "sliding_window": 32768,
+    "max_position_embeddings": 131072,
+    "vocab_size": 131072,
+}
+PYTHIA_69B = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "hidden_act": "gelu",
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "use_parallel_residual": True,
+    "vocab_size": 50432,
+}
+FALCON_7B = {
+    "alibi": False,
+    "architectures": ["FalconForCausalLM"],
+    "bias": False,
+    "eos_token_id": 11,
+    "hidden_size": 4544,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "falcon",
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "num_attention_heads": 71,
+    "num_hidden_layers": 32,
+    "parallel_attn": True,
+    "vocab_size": 65024,
+}
+FALCON_40B = {
+    **FALCON_7B,
+    "hidden_size": 8192,
+    "new_decoder_architecture": True,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_kv_heads": 8,
+}
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+GEMMA_2_2B = {
+    **GEMMA_3_1B,
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+OLMO_2_7B = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
+OLMO_3_7B = {
+    **OLMO_2_7B,
+    "architectures": ["Olmo3ForCausalLM"],
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "sliding_window": 4096,
+    "vocab_size": 100278,
+}
+GLM_4_0414 = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 151552,
+}
+COMMAND_R7B = {
+    "architectures": ["Cohere2ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "layer_norm_eps": 1e-05,
+    "logit_scale": 0.25,
+    "max_position_embeddings": 132096,
+    "model_type": "cohere2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "position_embedding_type": "rope_gptj",
+    "rope_theta": 50000,
+    "rotary_pct": 1.0,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "vocab_size": 256000,
+}
+COMMAND_R = {**COMMAND_R7B, "architectures": ["CohereForCausalLM"], "model_type": "cohere"}
+GPT_J = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPTJForCausalLM"],
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gptj",
+    "n_embd": 4096,
+    "n_head": 16,
+    "n_inner": None,
+    "n_layer": 28,
+    "n_positions": 2048,
+    "rotary": True,
+    "rotary_dim": 64,
+    "tie_word_embeddings": False,
+    "vocab_size": 50400,
+}
+MPT_7B = {
+    "architectures": ["MptForCausalLM"],
+    "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": None, "qk_ln": False},
+    "d_model": 4096,
+    "expansion_ratio": 4,
+    "learned_pos_emb": True,
+    "max_seq_len": 2048,
+    "model_type": "mpt",
+    "n_heads": 32,
+    "n_layers": 32,
+    "no_bias": True,
+    "vocab_size": 50432,
+}
+BLOOM_560M = {
+    "apply_residual_connection_post_layernorm": False,
+    "architectures": ["BloomForCausalLM"],
+    "hidden_size": 1024,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "bloom",
+    "n_head": 16,
+    "n_layer": 24,
+    "seq_length": 2048,
+    "vocab_size": 250880,
+}
+
 
 def write(
     directory: Path, fields: dict[str, Any], generation: dict[str, Any] | None = None
@@ -238,6 +565,24 @@ def read(directory: Path, fields: dict[str, Any]) -> ModelConfig:
         pytest.param(QWEN3_06B, 596_049_920, id="qwen3-0.6b"),
         pytest.param(PHI_35_MINI, 3_821_079_552, id="phi-3.5-mini"),
         pytest.param(PHI_4_MINI, 3_836_021_760, id="phi-4-mini"),
+        pytest.param(SMOLLM3, 3_075_098_624, id="smollm3"),
+        pytest.param(GRANITE_33_8B, 8_170_864_640, id="granite-3.3-8b"),
+        pytest.param(STARCODER2_3B, 3_030_371_328, id="starcoder2-3b"),
+        pytest.param(STABLELM_2, 1_644_515_328, id="stablelm-2-1.6b"),
+        pytest.param(SEED_OSS, 36_151_104_512, id="seed-oss-36b"),
+        pytest.param(EXAONE4, 32_003_216_384, id="exaone-4-32b"),
+        pytest.param(MINISTRAL_8B, 8_019_808_256, id="ministral-8b"),
+        pytest.param(PYTHIA_69B, 6_857_302_016, id="pythia-6.9b"),
+        pytest.param(FALCON_7B, 6_921_720_704, id="falcon-7b"),
+        pytest.param(FALCON_40B, 41_303_293_952, id="falcon-40b"),
+        pytest.param(GEMMA_3_1B, 999_885_952, id="gemma-3-1b"),
+        pytest.param(GEMMA_2_2B, 2_614_341_888, id="gemma-2-2b"),
+        pytest.param(OLMO_2_7B, 7_298_617_344, id="olmo-2-7b"),
+        pytest.param(GLM_4_0414, 9_400_279_040, id="glm-4-9b-0414"),
+        pytest.param(COMMAND_R7B, 8_028_033_024, id="command-r7b"),
+        pytest.param(GPT_J, 6_050_882_784, id="gpt-j-6b"),
+        pytest.param(MPT_7B, 6_649_286_656, id="mpt-7b"),
+        pytest.param(BLOOM_560M, 559_214_592, id="bloom-560m"),
     ],
 )
 def test_num_parameters_of_published_models(
@@ -347,6 +692,99 @@ def test_qwen_norms_and_biases(tmp_path: Path) -> None:
         assert (attention.head_norm is not None) == head_norms
     fields = {key: value for key, value in QWEN3_06B.items() if key != "head_dim"}
     assert read(tmp_path, fields).head_dim == 128  # the family's default, not 1024 / 16
+
+
+def test_layers_without_rotary_positions(tmp_path: Path) -> None:
+    for fields in (SMOLLM3, EXAONE4, COMMAND_R7B):
+        rotaries = [layer.attention.rotary for layer in read(tmp_path, fields).layers]
+        assert rotaries == [0, 0, 0, None] * (len(rotaries) // 4)
+    small = EXAONE4 | {"sliding_window": None, "layer_types": None, "sliding_window_pattern": None}
+    config = read(tmp_path, small)  # as EXAONE 4.0 1.2B, in which all layers are alike
+    assert set(config.layer_windows) == {None}
+    assert {layer.attention.rotary for layer in config.layers} == {0}
+
+
+def test_windows_by_family(tmp_path: Path) -> None:
+    assert read(tmp_path, GEMMA_3_1B).layer_windows[:7] == (512,) * 5 + (None, 512)
+    assert read(tmp_path, GEMMA_2_2B).layer_windows[:3] == (4096, None, 4096)
+    for fields in (EXAONE4, COMMAND_R7B, OLMO_3_7B):
+        assert read(tmp_path, fields).layer_windows[:5] == (4096,) * 3 + (None, 4096)
+    assert read(tmp_path, MINISTRAL_8B).layer_windows[:5] == (None, *(32768,) * 3, None)
+
+
+def test_a_rotary_embedding_per_kind_of_layer(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA_3_1B)
+    assert config.rotaries == (RotaryConfig(256, 1e6), RotaryConfig(256, 1e4))
+    assert [layer.attention.rotary for layer in config.layers[:7]] == [1] * 5 + [0, 1]
+    scaled = GEMMA_3_1B | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    wanted = RotaryConfig(256, 1e6, "linear", 8.0), RotaryConfig(256, 1e4)
+    assert read(tmp_path, scaled).rotaries == wanted
+    new: dict[str, Any] = {
+        key: value for key, value in scaled.items() if not key.startswith("rope_")
+    }
+    new["rope_parameters"] = {
+        "full_attention": {"factor": 8.0, "rope_type": "linear", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert read(tmp_path, new).rotaries == wanted
+    full, sliding = read(tmp_path, OLMO_3_7B).rotaries
+    assert (full.kind, sliding.kind) == ("yarn", "default")
+    assert full.theta == sliding.theta == 500000.0
+
+
+def test_scales_and_soft_caps(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA_2_2B)
+    assert config.embedding_scale == EmbeddingScale(48.0, is_rounded=True)
+    assert config.logits_softcap == 30.0
+    assert {layer.attention.softcap for layer in config.layers} == {50.0}
+    assert {layer.norm.offset for layer in config.layers} == {1.0}
+    uncapped = GEMMA_2_2B | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    assert read(tmp_path, uncapped).logits_softcap is None
+    granite = read(tmp_path, GRANITE_33_8B)
+    assert {layer.attention.scale for layer in granite.layers} == {0.0078125}
+    assert granite.embedding_scale == EmbeddingScale(12.0 / 0.22)
+    assert granite.layers[0].norm.eps == pytest.approx(1e-5 / 0.22**2)
+    assert granite.final_norm is not None
+    assert granite.final_norm.multiplier == 1 / 16
+    command = read(tmp_path, COMMAND_R7B)
+    assert command.final_norm is not None
+    assert command.final_norm.multiplier == 0.25
+
+
+def test_where_falcon_has_norms(tmp_path: Path) -> None:
+    for fields, placement in (
+        (FALCON_7B, "parallel"),
+        (FALCON_40B, "twin"),
+        (FALCON_40B | {"num_ln_in_parallel_attn": 1}, "parallel"),
+        (FALCON_7B | {"parallel_attn": False}, "pre"),
+    ):
+        assert read(tmp_path, fields).layers[0].norm_placement == placement
+    for fields, heads in (
+        (FALCON_7B, 1),
+        (FALCON_40B, 8),
+        (FALCON_7B | {"multi_query": False}, 71),
+    ):
+        assert read(tmp_path, fields).num_kv_heads == heads
+
+
+def test_alibi_slopes(tmp_path: Path) -> None:
+    """For powers of 2 as in the paper; for others as in the code of BLOOM and MPT."""
+    for fields, name in ((BLOOM_560M | {"hidden_size": 960}, "n_head"), (MPT_7B, "n_heads")):
+        (slopes,) = {layer.attention.alibi_slopes for layer in read(tmp_path, fields).layers}
+        assert slopes is not None
+        assert (len(slopes), slopes[-1]) == (fields[name], 2**-8)
+    (slopes,) = {
+        layer.attention.alibi_slopes
+        for layer in read(tmp_path, BLOOM_560M | {"hidden_size": 960, "n_head": 6}).layers
+    }
+    assert slopes == tuple(2**-power for power in (2, 4, 6, 8, 1, 3))
+
+
+def test_tokens_that_end_a_text_by_default(tmp_path: Path) -> None:
+    fields = {key: value for key, value in GLM_4_0414.items() if key != "eos_token_id"}
+    assert read(tmp_path, fields).eos_token_ids == (151329, 151336, 151338)
+    fields = {key: value for key, value in GEMMA_2_2B.items() if key != "eos_token_id"}
+    assert read(tmp_path, fields).eos_token_ids == (1,)
 
 
 def test_gpt2_scales(tmp_path: Path) -> None:
@@ -565,6 +1003,86 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (QWEN25_05B, {"mlp_bias": True}, "mlp_bias is True; octavo does not implement"),
         (QWEN25_05B, {"layer_types": ["full_attention"]}, "it must name 24 layers"),
         (QWEN25_05B, {"layer_types": ["sliding_attention"] * 24}, "sliding_window set no window"),
+        (
+            SMOLLM3,
+            {"no_rope_layers": [1, 0]},
+            "no_rope_layers is .*; it must be a list of 36 zeros",
+        ),
+        (SMOLLM3, {"no_rope_layers": [2] * 36}, "it must be a list of 36 zeros and ones"),
+        (
+            SMOLLM3,
+            {"layer_types": ["sliding_attention"] * 36},
+            "sliding_window is None; layer_types has layers with sliding attention",
+        ),
+        (LLAMA_2_7B, {"no_rope_layers": [1] * 32}, "no_rope_layers is .*; octavo does not impl"),
+        (GRANITE_33_8B, {"residual_multiplier": 0}, "residual_multiplier is 0; it must be a posit"),
+        (LLAMA_2_7B, {"logits_scaling": 8.0}, "logits_scaling is 8.0; octavo does not implement"),
+        (STARCODER2_3B, {"hidden_act": "mish"}, "hidden_act is 'mish'; octavo knows gelu"),
+        (STABLELM_2, {"qk_layernorm": True}, "qk_layernorm is True; octavo does not implement"),
+        (STABLELM_2, {"partial_rotary_factor": 0.3}, "is 0.3; it must rotate an even number"),
+        (SEED_OSS, {"layer_types": ["sliding_attention"] * 64}, "every layer .* full_attention"),
+        (
+            EXAONE4,
+            {"layer_types": ["full_attention"]},
+            "it must name 64 layers, each one of full_a",
+        ),
+        (
+            EXAONE4,
+            {"layer_types": ["linear_attention"] * 64},
+            "it must name 64 layers, each one of",
+        ),
+        (EXAONE4, {"layer_types": None}, "sliding_window_pattern is 'LLLG'; it must be a positive"),
+        (EXAONE4, {"sliding_window": None}, "sliding_window is None; layer_types has layers with"),
+        (MINISTRAL_8B, {"mlp_bias": True}, "mlp_bias is True; octavo does not implement"),
+        (PYTHIA_69B, {"num_key_value_heads": 8}, "num_key_value_heads is 8; octavo does not"),
+        (PYTHIA_69B, {"rotary_pct": 0.37}, "is 0.37; .* number of a head's 128 elements, not 47"),
+        (FALCON_7B, {"alibi": True}, "alibi is True; octavo does not implement"),
+        (FALCON_7B, {"num_ln_in_parallel_attn": 2}, "_attn is 2; it must be at most 1"),
+        (FALCON_40B, {"num_ln_in_parallel_attn": 3}, "_attn is 3; it must be at most 2"),
+        (FALCON_40B, {"parallel_attn": False}, "parallel_attn is False; new_decoder_architecture"),
+        (GEMMA_3_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; octavo"),
+        (GEMMA_3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (GEMMA_3_1B, {"rope_parameters": {"rope_theta": 1e6}}, "an object .* each kind of layer"),
+        (GEMMA_3_1B, {"rope_parameters": {"full_attention": 5}}, "full_attention in it must be a"),
+        (
+            GEMMA_3_1B,
+            {"rope_parameters": {}, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "rope_scaling is .*; octavo does not implement",
+        ),
+        (
+            GEMMA_3_1B,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "x"}}},
+            "rope_parameters: sliding_attention: rope_type is 'x'; octavo knows",
+        ),
+        (
+            GEMMA_2_2B,
+            {"final_logit_softcapping": -1.0},
+            "softcapping is -1.0; it must be a positive",
+        ),
+        (GEMMA_2_2B, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; octavo knows"),
+        (GEMMA_2_2B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be a pos"),
+        (OLMO_2_7B, {"layer_types": ["sliding_attention"] * 32}, "every layer .* full_attention"),
+        (OLMO_3_7B, {"rope_parameters": {"x": {}}, "rope_scaling": None}, "each kind of layer"),
+        (GLM_4_0414, {"hidden_act": "relu"}, "hidden_act is 'relu'; octavo knows"),
+        (COMMAND_R, {"use_qk_norm": True}, "use_qk_norm is True; octavo does not implement"),
+        (COMMAND_R7B, {"logit_scale": 0}, "logit_scale is 0; it must be a positive number"),
+        (COMMAND_R7B, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be a"),
+        (GPT_J, {"rotary_dim": 65}, "rotary_dim is 65; it must be even"),
+        (
+            GPT_J,
+            {"rotary_dim": 512},
+            "rotary_dim is 512; it must be a positive integer, at most 25",
+        ),
+        (MPT_7B, {"attn_config": {"clip_qkv": 6}}, "attn_config: clip_qkv is 6; octavo does not"),
+        (MPT_7B, {"attn_config": {"alibi": False}}, "attn_config: alibi is False; octavo does not"),
+        (MPT_7B, {"attn_config": [1]}, r"attn_config is \[1\]; it must be a JSON object"),
+        (MPT_7B, {"expansion_ratio": 8}, "expansion_ratio is 8; octavo does not implement"),
+        (BLOOM_560M, {"n_head": 7}, "a hidden size of 1024 does not divide into 7 heads"),
+        (
+            BLOOM_560M,
+            {"apply_residual_connection_post_layernorm": True},
+            "post_layernorm is True; octavo does not implement",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -16,7 +16,8 @@ from octavo.sampling_params import SamplingParams
 OWN_FAMILIES = (
     *("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3"),
     *("smollm3", "granite", "starcoder2", "stablelm", "seed_oss", "exaone4", "ministral"),
-    *("gpt_neox", "falcon", "gemma3_text"),
+    *("gpt_neox", "falcon", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "glm", "glm4"),
+    *("cohere", "cohere2", "gptj", "mpt", "bloom"),
 )
 FAMILIES: Registry[Family] = Registry(
     "model_type", {name: f"octavo.models.families.{name}:FAMILY" for name in OWN_FAMILIES}

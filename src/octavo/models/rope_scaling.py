@@ -51,6 +51,7 @@ def read_rotary(
         partial: the family's default of partial_rotary_factor; None: it rotates whole heads.
         theta: the family's default of rope_theta.
     """
+    theta = config.number("rope_theta", theta)
     return _read(config, _rope_fields(config), head_dim, max_positions, partial, theta)
 
 
@@ -110,7 +111,7 @@ def _read(
     partial: float | None,
     theta: float,
 ) -> RotaryConfig:
-    """Of one object of rotary parameters; `theta` is the default if config.json has none."""
+    """One rotary embedding; `theta` is the default if `rope` has no rope_theta."""
     if partial is None:
         config.refuse("partial_rotary_factor", 1.0)
         rope.refuse("partial_rotary_factor", 1.0)
@@ -124,7 +125,7 @@ def _read(
             raise rope.error(name, f"rope_type {kind!r} has no such field")
 
     dim = _rotary_dim(config, rope, head_dim, 1.0 if partial is None else partial)
-    theta = rope.number("rope_theta", config.number("rope_theta", theta))
+    theta = rope.number("rope_theta", theta)
     original = _original_positions(config, rope, max_positions)
     match kind:
         case "linear" | "dynamic":

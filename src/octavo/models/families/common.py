@@ -135,11 +135,14 @@ def read_rotary_decoder(
     norm_placement: NormPlacement = "pre",
     partial_rotary: float | None = None,
     rope_theta: float = 10000.0,
+    interleaved_rotary: bool = False,
     rotaries: Sequence[RotaryConfig] | None = None,
     rotary_of_layer: Sequence[int | None] | None = None,
     scale: float | None = None,
     mlp: MLPConfig | None = None,
+    softcap: float | None = None,
     head_norms: bool = False,
+    width_norms: bool = False,
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
@@ -157,11 +160,14 @@ def read_rotary_decoder(
         norm: of the layers and the last one; None: an RMS norm.
         norm_placement: see LayerConfig.
         partial_rotary, rope_theta: see `read_rotary`.
+        interleaved_rotary: see RotaryConfig.
         rotaries: the model's rotary embeddings; None: one, by `read_rotary`.
         rotary_of_layer: index of `rotaries` per layer, None: not rotated; None: 0 for all.
         scale: of the scores; None: head_dim ** -0.5.
+        softcap: of the scores.
         mlp: None: a gated one.
-        head_norms: whether query and key heads are normalised.
+        head_norms: whether each query and key head is normalised.
+        width_norms: whether all query heads are normalised together, and all key heads.
         qkv_bias, output_bias, mlp_bias: whether these projections have biases.
         activation_field, activation: what the family calls the activation, and its default.
         tied_embeddings: the family's default of tie_word_embeddings.
@@ -173,7 +179,8 @@ def read_rotary_decoder(
         raise ModelError(f"{config.where}: rotary embedding needs an even head_dim, not {head_dim}")
     positions = config.count("max_position_embeddings")
     if rotaries is None:
-        rotaries = [read_rotary(config, head_dim, positions, partial_rotary, rope_theta)]
+        rotary = read_rotary(config, head_dim, positions, partial_rotary, rope_theta)
+        rotaries = [replace(rotary, interleaved=interleaved_rotary)]
     if norm is None:
         eps = config.number("rms_norm_eps", norm_eps)
         norm = NormConfig("rms", heads.hidden_size, eps)
@@ -194,7 +201,9 @@ def read_rotary_decoder(
                 scale=head_dim**-0.5 if scale is None else scale,
                 window=window,
                 rotary=rotary,
+                softcap=softcap,
                 head_norm=replace(norm, size=head_dim) if head_norms else None,
+                width_norm=norm if width_norms else None,
                 qkv_bias=qkv_bias,
                 output_bias=output_bias,
             ),
@@ -223,3 +232,15 @@ def _extended(config: Fields, rotary: RotaryConfig) -> int:
     if extended > MAX_COUNT:
         raise ModelError(f"{config.where}: the extended context has {extended:.3g} positions")
     return extended
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """By how much a score falls per position of distance, for each head (arXiv:2108.12409).
+
+    For n heads, a power of 2, 2^(-8 i / n), i = 1 .. n. Otherwise those of the power of 2 below,
+    and of twice as many heads every other one.
+    """
+    num = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / num) for i in range(num)]
+    slopes += [2 ** (-4 * (2 * i + 1) / num) for i in range(num_heads - num)]
+    return tuple(slopes)

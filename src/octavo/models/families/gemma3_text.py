@@ -1,42 +1,32 @@
-"""Gemma 3 for text (arXiv:2503.19786): norms around each block, whose scales are stored minus 1; in
-five of six layers windows and a rotary embedding of their own."""
+"""Gemma 3 for text (arXiv:2503.19786): norms around each block and of heads; windows in five of six
+layers, which have a rotary embedding of their own."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from octavo.json_fields import Fields
-from octavo.layers.config import EmbeddingScale, NormConfig
 from octavo.models.config import ModelDescription
-from octavo.models.families import llama
+from octavo.models.families import gemma2
 from octavo.models.families.common import (
     LAYER_TYPES,
     periodic_layer_types,
     read_heads,
     read_layer_types,
     read_num_layers,
-    read_rotary_decoder,
     read_window,
     windows_of,
 )
+from octavo.models.families.gemma import read_gemma
 from octavo.models.family import Family
 from octavo.models.rope_scaling import read_rotaries
 
-WEIGHTS = replace(
-    llama.WEIGHTS,
-    layer={
-        **llama.WEIGHTS.layer,
-        "attention_branch_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "branch_norm": "post_feedforward_layernorm",
-    },
-)
 # transformers' defaults, on which published files rely.
 DEFAULTS = {
     **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216},
     **{"num_hidden_layers": 26, "num_attention_heads": 8, "max_position_embeddings": 131072},
 }
-# What older files call the base of each rotary embedding, and its default.
+# What older files call the base of each rotary embedding, and its default; as in LAYER_TYPES.
 ROPE_THETAS = {
     "full_attention": ("rope_theta", 1e6),
     "sliding_attention": ("rope_local_base_freq", 1e4),
@@ -46,43 +36,31 @@ ROPE_THETAS = {
 def read(config: Fields) -> ModelDescription:
     """From config.json of a Gemma3ForCausalLM."""
     config = config.with_defaults(DEFAULTS)
-    hidden, window = config.count("hidden_size"), read_window(config)
     period = config.count("sliding_window_pattern", 6)
     layer_types = read_layer_types(config, periodic_layer_types(read_num_layers(config), period))
     head_dim = read_heads(config, num_kv_heads=4, head_dim=256).head_dim
     positions = config.count("max_position_embeddings")
-    bias = config.flag("attention_bias", False)
-    description = read_rotary_decoder(
+    description = read_gemma(
         config,
-        windows=windows_of(config, layer_types, window),
+        windows=windows_of(config, layer_types, read_window(config)),
         num_kv_heads=4,
-        head_dim=256,
-        norm=NormConfig("rms", hidden, config.number("rms_norm_eps", 1e-6), offset=1.0),
         norm_placement="around",
         rotaries=read_rotaries(config, head_dim, positions, ROPE_THETAS),
         rotary_of_layer=[LAYER_TYPES.index(kind) for kind in layer_types],
         scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         head_norms=True,
-        qkv_bias=bias,
-        output_bias=bias,
         activation_field="hidden_activation",
-        activation="gelu_pytorch_tanh",
-        tied_embeddings=True,
     )
-    softcap = config.get("final_logit_softcapping", None)
-    return replace(
-        description,
-        embedding_scale=EmbeddingScale(hidden**0.5, is_rounded=True),
-        logits_softcap=None if softcap is None else config.number("final_logit_softcapping"),
-    )
+    softcap = gemma2.read_softcap(config, "final_logit_softcapping")
+    return replace(description, logits_softcap=softcap)
 
 
 FAMILY = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    note="Gemma 3 270M and 1B, and the text part of others; windows, two rotary embeddings",
+    note="Gemma 3 270M and 1B; windows, two rotary embeddings",
     read=read,
-    weights=WEIGHTS,
+    weights=gemma2.WEIGHTS,
     options=frozenset({"final_logit_softcapping", "query_pre_attn_scalar"}),
     eos_token_ids=(1,),
 )

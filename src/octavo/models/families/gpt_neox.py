@@ -31,6 +31,11 @@ WEIGHTS = WeightNames(
 def read(config: Fields) -> ModelDescription:
     """From config.json of a GPTNeoXForCausalLM."""
     config.refuse("num_key_value_heads", None)
+    older_names = {
+        "partial_rotary_factor": config.number("rotary_pct", 0.25),
+        "rope_theta": config.number("rotary_emb_base", 10000.0),
+    }
+    config = config.with_defaults(older_names)
     hidden = config.count("hidden_size")
     bias = config.flag("attention_bias", True)
     is_parallel = config.flag("use_parallel_residual", True)
@@ -38,8 +43,7 @@ def read(config: Fields) -> ModelDescription:
         config,
         norm=NormConfig("layer", hidden, config.number("layer_norm_eps", 1e-5)),
         norm_placement="twin" if is_parallel else "pre",
-        partial_rotary=config.number("rotary_pct", 0.25),
-        rope_theta=config.number("rotary_emb_base", 10000.0),
+        partial_rotary=0.25,
         qkv_bias=bias,
         output_bias=bias,
         mlp=MLPConfig(
