@@ -93,7 +93,7 @@ class LMHead(nn.Module):
         logits = logits if logits.device.type == "cuda" else logits.float()
         if self.softcap is not None:
             logits = _soft_cap(logits, self.softcap)
-        return logits[:, : self.num_tokens]
+        return logits if logits.shape[1] == self.num_tokens else logits[:, : self.num_tokens]
 
 
 def _soft_cap(logits: Tensor, softcap: float) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -48,15 +49,18 @@ class Norm(WeightOwner):
         offset, multiplier = self.config.offset, self.config.multiplier
         if offset == 0 and multiplier == 1:
             return
-        weight, bias = self.affine
+        weight, bias = self.weight, self.bias
         assert weight is not None, "offset and multiplier need a scale that they are put into"
         del self.weight, self.bias
         self.weight = (weight.float() + offset) * multiplier
         self.bias = None if bias is None else bias.float() * multiplier
 
-    @property
+    @cached_property
     def affine(self) -> Affine:
-        """Scale and shift, as kernels take them."""
+        """Scale and shift, as kernels take them; asked for after `finalize`.
+
+        Kept, because a step asks for it in every layer, and attributes of modules are slow.
+        """
         return Affine(self.weight, self.bias)
 
     def follow(self, branch_norm: Norm) -> None:
