@@ -1,0 +1,110 @@
+"""Compiles kernels for an H100 or H200 on a machine without a GPU, and launches nothing.
+
+The interpreter carries out Python: it says nothing about whether Triton's compiler takes a kernel.
+Run by test_compilation.py in a process without the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+compiled: Counter[str] = Counter()
+
+
+class Hopper:
+    """A driver that knows a GPU's properties and has none."""
+
+    utils = property(lambda self: self)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10, "multiprocessor_count": 132}
+
+
+def install() -> None:
+    """From here on a launch compiles its kernel, to the machine code, and does no more."""
+    driver.set_active(Hopper())
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        del warmup
+        run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled[self.__name__] += 1
+
+    JITFunction.run = compile_only
+
+
+def attention() -> None:
+    """Decodes, prompts and cascades, with each feature of scores and with none."""
+    from attention_cases import FEATURES, Bench, Case, some_scores
+
+    from octavo.ops import CascadeSegments
+
+    sequences = ((0, 1), (150, 1), (150, 19))
+    shared = CascadeSegments(*(np.array(each, np.int32) for each in ([0], [128], [0, 2], [0, 1])))
+    plain = Case(
+        sequences, head_dim=128, group=4, num_kv_heads=2, rotary_dim=128, dtype=torch.bfloat16
+    )
+    cases = [plain, replace(plain, head_dim=256, group=2, head_norm=True, window=100)]
+    cases += [replace(plain, scores=some_scores(plain, feature)) for feature in FEATURES]
+    for case in cases:
+        bench = Bench("triton", case)
+        bench.run()
+        bench.computed = [150, 150, 150]
+        bench.step([(0, 1), (1, 1)], [shared])
+
+
+def norms() -> None:
+    """All forms in which a norm meets the residual stream, and sums over ranks."""
+    from test_all_reduce import Neighbour
+
+    from octavo.ops.communicator import Reduction, ReductionSite
+    from octavo.ops.cuda.all_reduce import Exchange
+    from octavo.ops.cuda.norm import norm
+    from octavo.ops.norm import Affine
+
+    rows, size = 3, 4096
+    x, residual, second = torch.zeros(3, rows, size, dtype=torch.bfloat16)
+    splits = torch.zeros(2, rows, size)
+    affine = Affine(torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=x.dtype))
+    exchange = Exchange(torch.zeros(2, dtype=torch.int64), 1, 2, rows, size, x.dtype)
+    reduction = Reduction(Neighbour(exchange), ReductionSite.MLP)
+    for is_rms in (True, False):
+        norm(x, affine, 1e-5, None, is_rms)
+        norm(splits, affine, 1e-5, residual, is_rms, reduction=reduction)
+    norm(x, affine, 1e-5, residual, True, second=second, twin=affine)
+    norm(splits, affine, 1e-5, residual, True, branch=affine, reduction=reduction)
+
+
+def projections() -> None:
+    """GEMVs with each epilogue."""
+    from octavo.ops.cuda.linear import linear
+    from octavo.ops.epilogue import Epilogue
+
+    x, weight = torch.zeros(1, 4096), torch.zeros(128, 4096)
+    for epilogue in Epilogue:
+        linear(x.bfloat16(), weight.bfloat16(), None, epilogue)
+
+
+if __name__ == "__main__":
+    install()
+    attention()
+    norms()
+    projections()
+    print(dict(compiled))
