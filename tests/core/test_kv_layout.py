@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from octavo.core.kv.specs import (
@@ -89,8 +92,8 @@ def test_padding_is_put_where_it_costs_least() -> None:
 
 
 def vllm_s_layout(num_full: int, num_sliding: int, window: int) -> KVLayout:
-    """Groups by vLLM's rule (`kv_cache_utils.py`): of as many layers as the rarest kind has, or, if
-    the most frequent kind has less than 1.5 times as many, of that many."""
+    """Groups by the rule of vLLM's kv_cache_utils.py: of as many layers as the rarest kind has, or,
+    if the most frequent kind has less than 1.5 times as many, of that many."""
     fewest, most = sorted((num_full, num_sliding))
     size = most if most < 1.5 * fewest else fewest
     groups: list[KVGroup] = []
@@ -128,3 +131,36 @@ def test_a_layout_names_its_groups() -> None:
         "10 x full attention, 52 x window of 1,024 in 6 groups"
     )
     assert str(layout_of((None, 3))) == "3 x full attention"
+
+
+def test_the_table_of_the_documentation() -> None:
+    """docs/kv_cache.md: groups, and memory at 2k and 32k tokens, ours and vLLM's."""
+    text = (Path(__file__).parents[2] / "docs/kv_cache.md").read_text()
+    pattern = r"^\| (?:.*: )?(\d+) \+ (\d+) \| ([\d,]+) \| (.*) \|$"
+    rows = re.findall(pattern, text, re.MULTILINE)
+    assert len(rows) == 16
+    for *numbers, shown in rows:
+        num_full, num_sliding, window = (int(number.replace(",", "")) for number in numbers)
+        ours = layout_of((None, num_full), (window, num_sliding))
+        theirs = vllm_s_layout(num_full, num_sliding, window)
+        assert shown == " | ".join(
+            f"{len(layout.groups)} | {layout.relative_bytes([2048]):.3f} | "
+            f"{layout.relative_bytes([32_768]):.3f}"
+            for layout in (ours, theirs)
+        )
+
+
+def test_few_layers_of_a_kind_are_stored_in_longer_blocks() -> None:
+    """Not in 26 groups of one layer, and not in blocks that are padding for the most part."""
+    layout = layout_of((None, 1), (1024, 25))
+    assert [(len(group.layer_ids), group.span) for group in layout.groups] == [
+        (1, 5),
+        *[(5, 1)] * 5,
+    ]
+    assert layout.block_sizes(16) == (80, 16, 16, 16, 16, 16)
+    assert layout.layers_per_block == 5
+    for num_full in range(1, 6):
+        for num_sliding in range(10 * num_full, 60):
+            layout = layout_of((None, num_full), (1024, num_sliding))
+            assert len(layout.groups) <= MAX_GROUPS
+            assert layout.relative_bytes() <= 1.16

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from core.worlds import BLOCK_SIZE, World
+from core.worlds import BLOCK_SIZE, World, compute, make_sequence
 from octavo.core.block_table import NULL_BLOCK
+from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow
-from octavo.core.sequence import Request
+from octavo.core.sequence import Request, Sequence
 
 
 def held(request: Request, group: int) -> int:
@@ -76,3 +79,84 @@ def test_a_window_larger_than_every_sequence_is_full_attention() -> None:
 def test_a_window_is_at_least_a_token(window: int) -> None:
     with pytest.raises(ValueError, match="window must be a positive number of tokens, not"):
         SlidingWindow(window)
+
+
+def longest_hit(kv: KVCacheManager, seq: Sequence, limit: int) -> int:
+    """By the definition: the most nodes of which every group has what the next query reads."""
+    cache, node_size = kv.prefix_cache, kv.block_size
+
+    def has(group: int, block: int) -> bool:
+        size = kv.block_sizes[group]
+        entry = cache.find(seq.prefix_nodes[block * size // node_size])
+        first = next(place for place, (other, _) in enumerate(kv._places) if other == group)
+        number = block * size % node_size // size
+        return entry is not None and entry.block_ids[first + number] is not None
+
+    for num_nodes in range(limit // node_size, 0, -1):
+        end = num_nodes * node_size
+        if all(
+            has(group, block)
+            for group, (spec, size) in enumerate(zip(kv.specs, kv.block_sizes, strict=True))
+            for block in range(spec.first_needed_token(end) // size, end // size)
+        ):
+            return end
+    return 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_hit_ends_at_the_last_position_at_which_all_groups_agree(seed: int) -> None:
+    """Whatever was evicted: blocks that windows left behind go first, and not in any order."""
+    rng = random.Random(seed)
+    specs: list[KVSpec] = [
+        *rng.choice([[FullAttention()], [FullAttention()], []]),
+        *[SlidingWindow(rng.randint(1, 30)) for _ in range(rng.randint(1, 3))],
+    ]
+    span = rng.choice([1, 2, 3])
+    sizes = [4 * rng.choice([1, span]) for _ in specs]
+    kv = KVCacheManager(specs, sizes, 400)
+    prompts = [[rng.randrange(2) for _ in range(rng.randint(1, 120))] for _ in range(6)]
+    for number, prompt in enumerate(prompts):
+        seq = make_sequence(number, prompt)
+        compute(kv, seq)
+        kv.settle(seq, seq.num_tokens)
+        kv.free(seq)
+    num_shorter = 0
+    for number in range(60):
+        cached = sorted(kv.pool.cached_ids())
+        for block_id in rng.sample(cached, min(len(cached), rng.randrange(4))):
+            kv.prefix_cache.forget(block_id)
+            kv.pool.forget_cached(block_id)
+        tokens = [*rng.choice(prompts), *[rng.randrange(2) for _ in range(5)]]
+        seq = make_sequence(100 + number, tokens)
+        hit = kv.lookup(seq)
+        kv._prefixes.hash_blocks(seq, seq.num_tokens // kv.block_size)
+        expected = longest_hit(kv, seq, seq.num_tokens - 1)
+        assert hit.num_tokens // kv.block_size * kv.block_size == expected
+        num_full = sum(kv.prefix_cache.find(node) is not None for node in seq.prefix_nodes)
+        num_shorter += 0 < expected < num_full * kv.block_size
+        for group, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+            first = spec.first_needed_token(expected) // size
+            ids = hit.block_ids[group]
+            assert ids[: min(first, expected // size)].count(NULL_BLOCK) == first
+            assert NULL_BLOCK not in ids[first:]
+        changes = kv.allocate(seq, hit, seq.num_tokens)
+        assert changes is not None
+        kv.release_sources(changes.held)
+        kv.free(seq)
+    assert num_shorter or len(specs) < 3
+
+
+def test_a_prefix_whose_windows_were_evicted_hits_where_they_are_still_there() -> None:
+    """The windows of a long prompt are gone but for those at its end and in the middle."""
+    kv = KVCacheManager([FullAttention(), SlidingWindow(8)], 4, 100)
+    prompt = make_sequence(0, [token % 5 for token in range(80)])
+    compute(kv, prompt)
+    assert prompt.table is not None
+    windows = list(prompt.table.block_ids[1])
+    kv.settle(prompt, 80)
+    for i in [*range(8), *range(10, 18)]:
+        kv.prefix_cache.forget(windows[i])
+        kv.pool.forget_cached(windows[i])
+    for num_shared, num_tokens in [(80, 80), (76, 40), (60, 40), (40, 40), (39, 0)]:
+        other = make_sequence(1, [*prompt.token_ids[:num_shared], 9, 9])
+        assert kv.lookup(other).num_tokens // 4 * 4 == num_tokens

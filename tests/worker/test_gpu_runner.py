@@ -383,7 +383,8 @@ def test_groups_may_have_blocks_of_different_lengths() -> None:
     model = FakeModel([None, *[6] * 9])
     config = make_config("fake", block_size=4, max_num_seqs=4)
     device, backend = CudaDevice(DEVICE), load_backend("triton")
-    runner = ModelRunner(config, model.config, model, backend, (100, 9), device)  # type: ignore[arg-type]
+    parts: tuple[Any, ...] = (config, model.config, model, backend)
+    runner = ModelRunner(*parts, (100, 9), device, SingleRank())
     runner.kv_cache.blocks.fill_(torch.nan)
     block_sizes = group_layers(model.config.kv_specs()).block_sizes(4)
     assert block_sizes == (12, 4, 4, 4)

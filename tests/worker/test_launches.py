@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo.config import make_config
 from octavo.core.kv.specs import group_layers
 from octavo.ops import load_backend
+from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda import attention as triton_backend
 from octavo.worker.device import cuda, cuda_sampling
 from octavo.worker.model_runner import ModelRunner
@@ -77,7 +78,8 @@ def count_steps(windows: Sequence[int | None], launches: Launches) -> list[Count
     model = FakeModel(windows)
     config = make_config("fake", block_size=4, max_num_seqs=16)
     device, backend = cuda.CudaDevice(DEVICE), load_backend("triton")
-    runner = ModelRunner(config, model.config, model, backend, (400, 50), device)  # type: ignore[arg-type]
+    parts: tuple[Any, ...] = (config, model.config, model, backend)
+    runner = ModelRunner(*parts, (400, 50), device, SingleRank())
     driver = Driver(runner, group_layers(model.config.kv_specs()).block_sizes(4))
     counted = []
 
