@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.ops.communicator import Communicator, SingleRank
 
+RanksOf = Callable[[int], Ranks]
 SIZES = (2, 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,7 +33,7 @@ def exchange(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_exchanges(size: int, dtype: torch.dtype, ranks: Callable[[int], Ranks]) -> None:
+def test_exchanges(size: int, dtype: torch.dtype, ranks: RanksOf) -> None:
     for shape in [(4, 6), (1, 7), (0, 6), (3, 2, 5), (5,)]:
         parts = [part_of(rank, shape, dtype) for rank in range(size)]
         total = torch.zeros(shape)
@@ -46,13 +47,27 @@ def test_exchanges(size: int, dtype: torch.dtype, ranks: Callable[[int], Ranks])
             assert torch.equal(own, parts[rank])
 
 
+def exchange_all(communicator: Communicator, dtype: torch.dtype, width: int) -> Tensor:
+    shard = communicator.shard
+    return communicator.all_to_all(part_of(shard.rank, (shard.size, width, 3), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_all_to_all(size: int, dtype: torch.dtype, ranks: RanksOf) -> None:
+    for width in (4, 1, 0):
+        parts = [part_of(rank, (size, width, 3), dtype) for rank in range(size)]
+        for rank, received in enumerate(ranks(size).call(exchange_all, dtype, width)):
+            assert torch.equal(received, torch.stack([part[rank] for part in parts]))
+
+
 def exchange_strided(communicator: Communicator) -> tuple[Tensor, Tensor]:
     x = part_of(communicator.shard.rank, (6, 4), torch.bfloat16).t()
     return communicator.all_reduce(x), communicator.all_gather(x)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_strided_tensors(size: int, ranks: Callable[[int], Ranks]) -> None:
+def test_strided_tensors(size: int, ranks: RanksOf) -> None:
     parts = [part_of(rank, (6, 4), torch.bfloat16).t() for rank in range(size)]
     for reduced, gathered in ranks(size).call(exchange_strided):
         assert torch.equal(gathered, torch.stack(parts))
@@ -60,7 +75,7 @@ def test_strided_tensors(size: int, ranks: Callable[[int], Ranks]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_do_not_depend_on_the_batch(dtype: torch.dtype, ranks: Callable[[int], Ranks]) -> None:
+def test_sums_do_not_depend_on_the_batch(dtype: torch.dtype, ranks: RanksOf) -> None:
     [(whole, *_), *_] = ranks(3).call(exchange, (64, 48), dtype)
     parts = [part_of(rank, (64, 48), dtype) for rank in range(3)]
     for row in (0, 17, 63):
@@ -77,5 +92,6 @@ def test_a_single_rank_exchanges_nothing() -> None:
     x = torch.randn(3, 4)
     assert communicator.all_reduce(x) is x
     assert torch.equal(communicator.all_gather(x), x.unsqueeze(0))
+    assert torch.equal(communicator.all_to_all(x[:1]), x[:1])
     communicator.close()
     communicator.close()

@@ -123,6 +123,18 @@ def test_everything_else(size: int, ranks: RanksOf) -> None:
 
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
+def test_limited_rows_are_dealt(size: int, kernels: bool, ranks: RanksOf) -> None:
+    """As many for each rank, or fewer for the last one; few are gathered."""
+    specs = [SPECS[name] for name in ("top_k", "top_p", "plain")] + random_specs(7)
+    for number in (1, 7, 8, 9, 10):
+        logits = rows(number, 110, number)
+        logits[number // 2, 100] = torch.nan
+        batch = make_batch(specs[:number], range(number))
+        check(ranks(size), logits, batch, kernels)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
 def test_candidates(size: int, kernels: bool, ranks: RanksOf) -> None:
     """Numbers that a rank's part has, that it lacks, and more than there are."""
     for number, vocab_size in [(1, 150), (8, 150), (20, 150), (60, 150), (200, 150)]:
@@ -160,6 +172,26 @@ def test_rows_that_are_not_finite(bad: float, kernels: bool, ranks: RanksOf) -> 
             batch = replace(batch, num_candidates=[3, 3])
             check(group, logits, batch, kernels)
             assert group.call(choose, logits, batch, kernels)[1][4] == [1, 3, 5]
+
+
+def deal(communicator: Communicator, logits: Tensor) -> tuple[Tensor, int, Tensor]:
+    vocabulary = VocabularyShard(logits.shape[1], communicator)
+    part = logits[:, vocabulary.start : vocabulary.start + vocabulary.num_rows]
+    dealt, first = vocabulary.deal(part)
+    numbers = torch.arange(first, first + len(dealt))
+    return dealt, first, vocabulary.collect(numbers, len(logits))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_row_is_dealt_once(size: int, ranks: RanksOf) -> None:
+    """Also where the last ranks get none."""
+    for number in (1, 2, 5, 8, 9):
+        logits = rows(number, 31)
+        results = ranks(size).call(deal, logits)
+        assert torch.equal(torch.cat([dealt for dealt, *_ in results]), logits)
+        for dealt, first, numbers in results:
+            assert torch.equal(dealt, logits[first : first + len(dealt)])
+            assert numbers.tolist() == list(range(number))
 
 
 def test_a_large_vocabulary_in_a_large_batch(ranks: RanksOf) -> None:

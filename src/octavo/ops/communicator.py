@@ -49,6 +49,9 @@ class Communicator(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks in the order of the ranks: [size, *x.shape], dense."""
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x[i] of [size, ...] goes to rank i; what comes from rank i is at i, of the same shape."""
+
     def reserve(
         self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -80,6 +83,10 @@ class SingleRank:
     def all_gather(self, x: Tensor) -> Tensor:
         """See Communicator.all_gather."""
         return x.unsqueeze(0)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """See Communicator.all_to_all."""
+        return x
 
     def reserve(
         self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device
@@ -120,6 +127,14 @@ class GroupCommunicator:
         if x.numel():
             _all_gather(_as_bytes(gathered), _as_bytes(x.contiguous()), self.group)
         return gathered
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """See Communicator.all_to_all."""
+        received = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if x.numel():
+            sent = _as_bytes(x.contiguous())
+            dist.all_to_all_single(_as_bytes(received), sent, group=self.group)
+        return received
 
     def reserve(
         self, max_rows: int, row_size: int, dtype: torch.dtype, device: torch.device

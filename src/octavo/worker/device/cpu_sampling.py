@@ -51,6 +51,9 @@ class CpuDrawer(Drawer):
     ) -> SamplingBatch:
         return draws.subset(rows)
 
+    def slice_rows(self, draws: SamplingBatch, begin: int, end: int) -> SamplingBatch:
+        return draws.subset(np.arange(begin, end))
+
     def draw(self, logits: Tensor, draws: SamplingBatch, vocabulary: VocabularyShard) -> Tensor:
         """See Drawer.draw.
 

@@ -64,6 +64,14 @@ class CudaDrawer(Drawer):
             is_limited=draws.is_limited,
         )
 
+    def slice_rows(self, draws: DeviceDraws, begin: int, end: int) -> DeviceDraws:
+        return DeviceDraws(
+            draws.rows[: end - begin],
+            **{name: getattr(draws, name)[begin:end] for name in _SETTINGS},
+            is_greedy=draws.is_greedy,
+            is_limited=draws.is_limited,
+        )
+
     def draw(self, logits: Tensor, draws: DeviceDraws, vocabulary: VocabularyShard) -> Tensor:
         if vocabulary.is_whole:
             return sample(logits, draws)
