@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -42,14 +43,18 @@ _ENVIRONMENT = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 def serve(channel: Channel, submit: Submit, answers: bool) -> None:
     """Carry out plans until the other side is gone; `answers`: it is told the results."""
-    steps: deque[PendingStep] = deque()
+    steps: deque[tuple[PendingStep, float]] = deque()
     while (payloads := channel.receive(None)) is not None:
         for payload in payloads:
             if payload:
-                steps.append(submit(decode_plan(payload)))
+                began = time.perf_counter()
+                step = submit(decode_plan(payload))
+                steps.append((step, time.perf_counter() - began))
                 continue
-            result = steps.popleft().result()
+            step, seconds = steps.popleft()
+            result = step.result()
             if answers:
+                result.launch_seconds = seconds
                 channel.send(encode(result))
 
 
