@@ -7,6 +7,7 @@ whatever it is doing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -120,7 +121,8 @@ def run(file_descriptor: int, make: Callable[[Start], tuple[Ready, Submit]]) -> 
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the other side is gone
     except BaseException as error:
-        channel.send(encode(Failed.of(rank, error, traceback.format_exc())))
+        with contextlib.suppress(OSError):  # the other side is gone, too
+            channel.send(encode(Failed.of(rank, error, traceback.format_exc())))
         return 1
     return 0
 
