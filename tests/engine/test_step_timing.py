@@ -39,6 +39,19 @@ def test_planning_waits_until_the_step_is_nearly_over() -> None:
     assert clock.now - started < 0.010
 
 
+def test_a_step_that_another_process_starts_is_planned_earlier() -> None:
+    clock = Clock()
+    pacer = Pacer(clock, clock.sleep)
+    for _ in range(60):
+        pacer.planned(DECODES, pacer.began(), is_first=False)
+        clock.now += 0.010
+        result = StepResult(0, [5, 5], compute_seconds=0.010, launch_seconds=0.002)
+        pacer.finished(DECODES, result)
+    started = clock.now
+    pacer.linger()
+    assert abs(clock.now - started - (0.010 - 0.002 - MARGIN)) < 1e-5
+
+
 def test_a_prompt_tells_nothing_before_decodes_do() -> None:
     clock = Clock()
     pacer = Pacer(clock, clock.sleep)

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -139,10 +140,15 @@ def test_results_come_in_order_with_several_steps_under_way(
         group.send(encode_plan(StepPlan(number, [number], [1], [number], [])))
     for number in range(50):
         group.send(ASK)
-        assert group.receive_result() == StepResult(number, [number + 1])
+        result = group.receive_result()
+        assert 0 < result.launch_seconds < 1
+        assert replace(result, launch_seconds=0.0) == StepResult(number, [number + 1])
+    group.check()
     group.close()
     group.close()
     assert_gone(pids)
+    with pytest.raises(EngineFailed, match="the executor was shut down"):
+        group.send(ASK)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,16 @@ def test_a_rank_that_fails_ends_all(model: str, kind: type[EngineFailed], text: 
     assert_gone(pids)
     with pytest.raises(EngineFailed, match=r"the ranks were ended: .*rank"):
         step(group, 3)
+
+
+def test_an_error_that_comes_with_a_result_is_not_lost() -> None:
+    group = make_group("0:raise")
+    group.send(encode_plan(StepPlan(1, [5], [1], [5], [])))
+    group.send(ASK)
+    group.send(encode_plan(StepPlan(2, [6], [1], [6], [])))
+    time.sleep(0.3)
+    with pytest.raises(EngineFailed, match="rank 0: ArithmeticError: the step went wrong"):
+        group.receive_result()
 
 
 def test_a_rank_that_reads_nothing_is_noticed_when_its_socket_is_full() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,46 @@ def test_a_rank_that_is_killed_ends_the_engine() -> None:
         assert children() == before
         with pytest.raises(EngineFailed, match="rank 1"):
             llm.generate([[3, 4, 5]], GREEDY, use_tqdm=False)
+
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_two_gpus_say_what_one_says(mode: str, cuda_graphs: bool) -> None:
+    options = {"num_blocks": 60, "preemption_mode": mode, "cuda_graphs": cuda_graphs}
+    model = model_zoo.model_directory("llama3")
+    expected, preemptions, _ = say(model, **options, device="cuda")
+    assert sum(preemptions.values()) > 0
+    shared = say(model, **options, device="cuda", tensor_parallel_size=2)
+    assert shared[0] == expected
+    assert sum(shared[1].values()) > 0
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize(
+    ("number", "kind", "text"),
+    [
+        (signal.SIGKILL, ProcessKilled, "was ended by signal 9"),
+        (signal.SIGSTOP, EngineFailed, "a step has not been computed within rank_timeout"),
+    ],
+)
+def test_a_gpu_s_rank_that_breaks_down(number: int, kind: type[Exception], text: str) -> None:
+    """While kernels of the other wait for it on the device."""
+    before = children()
+    options = {"tensor_parallel_size": 2, "device": "cuda", "rank_timeout": 3.0}
+    with LLM(model_zoo.model_directory("llama3"), **OPTIONS, **options) as llm:
+        ranks = children() - before
+        deltas = llm.stream([3, 4, 5], replace(GREEDY, max_tokens=400))
+        next(deltas)
+        os.kill(int(max(ranks, key=int)), number)
+        with pytest.raises(kind, match=text):
+            list(deltas)
+        assert children() == before
 
 
 def test_what_all_ranks_find_wrong_is_raised_here(tmp_path: Path) -> None:

@@ -188,6 +188,8 @@ class StepResult:
     # Measured by the worker, for the cost-based choice between swap and recompute; seconds.
     compute_seconds: float = 0.0
     swap_seconds: float = 0.0
+    # Host seconds to start the step, where `submit` returns before it is started.
+    launch_seconds: float = 0.0
 
 
 class PendingStep(Protocol):

@@ -46,16 +46,17 @@ class Pacer:
         self._sleep = sleep
         self._started = clock()  # when the step that is computing now began
         self._asked = self._started  # when the host began to wait for its result
-        self._planning = 0.0  # host seconds to plan and start a decode step
+        self._planning = 0.0  # host seconds to plan and submit a decode step
+        self._launching = 0.0  # host seconds until it is started, if that is not part of submitting
         self._computing = 0.0  # device seconds of the last decode step
         self._prompt_tokens = 0  # of the step that is computing now: tokens beyond one per sequence
         self._costs: dict[int, TokenCost] = {}  # by the size of the step
 
     def linger(self) -> None:
-        """Return when the step in flight has little more left than planning takes."""
+        """Return when the step in flight has little more left than it takes to start the next."""
         prompts = self._token_cost(self._prompt_tokens) * self._prompt_tokens
-        end = self._started + self._computing + CAUTION * prompts - self._planning - MARGIN
-        left = end - self._clock()
+        end = self._started + self._computing + CAUTION * prompts
+        left = end - self._planning - self._launching - MARGIN - self._clock()
         if left > 0:
             self._sleep(left)
 
@@ -89,6 +90,7 @@ class Pacer:
             self._started = min(now, self._started + result.compute_seconds)
         if plan.only_decodes:
             self._computing = result.compute_seconds
+            self._launching += SMOOTHING * (result.launch_seconds - self._launching)
         elif self._computing:
             self._learn_cost(_num_prompt_tokens(plan), result.compute_seconds - self._computing)
 

@@ -7,11 +7,13 @@ whatever it is doing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import socket
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -42,14 +44,18 @@ _ENVIRONMENT = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 def serve(channel: Channel, submit: Submit, answers: bool) -> None:
     """Carry out plans until the other side is gone; `answers`: it is told the results."""
-    steps: deque[PendingStep] = deque()
+    steps: deque[tuple[PendingStep, float]] = deque()
     while (payloads := channel.receive(None)) is not None:
         for payload in payloads:
             if payload:
-                steps.append(submit(decode_plan(payload)))
+                began = time.perf_counter()
+                step = submit(decode_plan(payload))
+                steps.append((step, time.perf_counter() - began))
                 continue
-            result = steps.popleft().result()
+            step, seconds = steps.popleft()
+            result = step.result()
             if answers:
+                result.launch_seconds = seconds
                 channel.send(encode(result))
 
 
@@ -115,7 +121,8 @@ def run(file_descriptor: int, make: Callable[[Start], tuple[Ready, Submit]]) -> 
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the other side is gone
     except BaseException as error:
-        channel.send(encode(Failed.of(rank, error, traceback.format_exc())))
+        with contextlib.suppress(OSError):  # the other side is gone, too
+            channel.send(encode(Failed.of(rank, error, traceback.format_exc())))
         return 1
     return 0
 

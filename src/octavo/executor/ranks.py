@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,8 +71,9 @@ class RankGroup:
         self._seconds = config.rank_timeout
         self._error: Exception | None = None
         self._ranks: list[RankProcess] = []
+        self._received: deque[tuple[int, Any]] = deque()  # (rank, Ready or StepResult)
         self._poll = select.poll()
-        self._close = weakref.finalize(self, _end_all, self._ranks, os.getpid())
+        self._end = weakref.finalize(self, _end_all, self._ranks, os.getpid())
         folder = Path(tempfile.mkdtemp(prefix="octavo-"))
         size = config.tensor_parallel_size
         level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
@@ -106,30 +108,31 @@ class RankGroup:
     def check(self) -> None:
         """Raise what went wrong in any rank, if something did. Not while a result is due."""
         self._check()
-        for rank, message in self._read(self._poll.poll(0)):
-            raise AssertionError(f"rank {rank} was not asked for {message}")
+        self._read(self._poll.poll(0))
+        assert not self._received, "nothing was asked for"
 
     def receive_result(self) -> StepResult:
         """Wait for rank 0's next result. Raises what went wrong in any rank."""
         self._check()
         deadline = time.monotonic() + self._seconds
-        while True:
-            for _, message in self._receive(deadline):
-                assert isinstance(message, StepResult), message
-                return message  # there is one for each that was asked for
+        _, result = self._receive(deadline)
+        assert isinstance(result, StepResult), result
+        return result
 
     def close(self) -> None:
         """End all processes; returns when they have ended. A second call does nothing."""
-        self._close()
+        if self._error is None:
+            self._error = EngineFailed("the executor was shut down")
+        self._end()
 
     # ---------------------------------------------------------------- inside
 
     def _wait_until_ready(self) -> list[Ready]:
         ready: dict[int, Ready] = {}
         while len(ready) < len(self._ranks):
-            for rank, message in self._receive(None):
-                assert isinstance(message, Ready), message
-                ready[rank] = message
+            rank, message = self._receive(None)
+            assert isinstance(message, Ready), message
+            ready[rank] = message
         return [ready[rank] for rank in range(len(self._ranks))]
 
     def _send_to(self, process: RankProcess, message: bytes) -> None:
@@ -140,16 +143,18 @@ class RankGroup:
         except OSError:
             self._bury(process)
 
-    def _receive(self, deadline: float | None) -> Iterator[tuple[int, Any]]:
-        """Wait for messages of any rank."""
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
-        events = self._poll.poll(timeout)
-        if not events:
-            self._fail(self._hang("a step has not been computed"))
-        yield from self._read(events)
+    def _receive(self, deadline: float | None) -> tuple[int, Any]:
+        """Wait for the next answer of any rank: (rank, Ready or StepResult)."""
+        while not self._received:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
+            events = self._poll.poll(timeout)
+            if not events:
+                self._fail(self._hang("a step has not been computed"))
+            self._read(events)
+        return self._received.popleft()
 
-    def _read(self, events: list[tuple[int, int]]) -> Iterator[tuple[int, Any]]:
-        """What has come from ranks, but for records of their logs. Raises what went wrong there."""
+    def _read(self, events: list[tuple[int, int]]) -> None:
+        """Take in what has come from ranks. Raises what went wrong there."""
         readable = {descriptor for descriptor, _ in events}
         for process in self._ranks:
             if process.channel.fileno() not in readable:
@@ -164,7 +169,7 @@ class RankGroup:
                 elif isinstance(message, Failed):
                     self._bury(process, message)
                 else:
-                    yield process.rank, message
+                    self._received.append((process.rank, message))
 
     def _check(self) -> None:
         if self._error is not None:
@@ -190,7 +195,8 @@ class RankGroup:
                 was_killed = -status.result() == signal.SIGKILL
                 self._fail(ProcessKilled(text) if was_killed else EngineFailed(text))
         if failed is not None:
-            logger.debug("rank %d: %s", process.rank, failed.traceback)
+            if isinstance(failed.error, EngineFailed):  # no mistake of the user's
+                logger.error("rank %d: %s", process.rank, failed.traceback)
             self._fail(failed.error)
         status = process.child.exit_status
         how = describe_exit(status.result()) if status.done() else "it has closed its socket"
