@@ -11,6 +11,7 @@ from octavo.core.block_table import NULL_BLOCK, BlockTable
 from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.manager import Changes, KVCacheManager
 from octavo.core.kv.prefix_cache import PrefixCache
+from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.prefix_node import PrefixNode
 from octavo.core.sequence import Sequence
 
@@ -143,6 +144,37 @@ def keep_what_is_behind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCacheManager, "settle", KVCacheManager.register)
 
 
+def free_by_another_block_size(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are freed as if they held as few tokens as those of other groups."""
+    original = KVCacheManager._left_behind
+
+    def left_behind(self: KVCacheManager, table: BlockTable, num_computed_tokens: int) -> object:
+        sizes = self.block_sizes
+        self.block_sizes = (min(sizes),) * len(sizes)
+        try:
+            yield from original(self, table, num_computed_tokens)
+        finally:
+            self.block_sizes = sizes
+
+    patch.setattr(KVCacheManager, "_left_behind", left_behind)
+
+
+def copy_by_another_block_size(patch: pytest.MonkeyPatch) -> None:
+    """A block is copied as if it held as few tokens as those of other groups."""
+    original = KVCacheManager.allocate
+
+    def allocate(self: KVCacheManager, seq: Sequence, hit: PrefixHit, num_tokens: int) -> object:
+        changes = original(self, seq, hit, num_tokens)
+        if changes is not None:
+            smallest = min(self.block_sizes)
+            changes.copies = [
+                copy._replace(num_tokens=copy.num_tokens % smallest) for copy in changes.copies
+            ]
+        return changes
+
+    patch.setattr(KVCacheManager, "allocate", allocate)
+
+
 @pytest.mark.parametrize(
     "break_rule",
     [
@@ -155,6 +187,8 @@ def keep_what_is_behind(patch: pytest.MonkeyPatch) -> None:
         free_a_step_early,
         free_when_planned,
         keep_what_is_behind,
+        free_by_another_block_size,
+        copy_by_another_block_size,
     ],
     ids=lambda rule: rule.__name__,
 )
