@@ -6,6 +6,7 @@ Every operation is all or nothing: one that cannot be met returns None and chang
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ class KVCacheManager:
             block_size = [block_size] * len(specs)
         self.block_sizes = tuple(block_size)
         self.block_size = max(block_size)
+        self._is_uniform = min(block_size) == self.block_size
         self._windowed = [  # KV groups whose sequences free blocks while they grow
             group for group, spec in enumerate(self.specs) if not isinstance(spec, FullAttention)
         ]
@@ -174,9 +176,10 @@ class KVCacheManager:
             return
         num_full = num_computed_tokens // self.block_size
         self._prefixes.hash_blocks(seq, num_full)
+        blocks_of_node = self._blocks_of_node
         for i in range(table.num_registered, num_full):
             node = seq.prefix_nodes[i]
-            for place, block_id in enumerate(self._blocks_of_node(table, i)):
+            for place, block_id in enumerate(blocks_of_node(table, i)):
                 if block_id != NULL_BLOCK and self.prefix_cache.add(node, place, block_id):
                     if self.prefix_cache.is_indexed(block_id):
                         self.pool.mark_cached(block_id)
@@ -260,10 +263,12 @@ class KVCacheManager:
             table.num_dropped[group] = hit.block_ids[group].count(NULL_BLOCK)
         self._leave_behind(table, hit.num_tokens)  # the copied tokens may have moved a window on
         for ids, size in zip(table.block_ids, self.block_sizes, strict=True):
-            self._grow(ids, num_tokens, size)
+            while len(ids) * size < num_tokens:
+                ids.append(self.pool.allocate())
         changes.table_writes = self.table_writes(seq)
-        table.writable_until = self._capacity(table)
-        table.settle_at = self._next_settling(table, seq.num_computed_tokens)
+        table.writable_until = table.settle_at = self._capacity(table)
+        if self._windows:
+            table.settle_at = self._next_settling(table, seq.num_computed_tokens)
         if hit.ended_by != "not_asked" and seq.request.num_preemptions == 0:
             self.num_lookup_tokens += seq.num_tokens
             self.num_hit_tokens += hit.num_tokens
@@ -316,11 +321,12 @@ class KVCacheManager:
         It succeeds for all of the sequences or for none. A block at the end of a table
         that has other holders is copied before it is written (copy-on-write, section 4.4).
         """
-        num_new = 0
+        num_new, sizes = 0, self.block_sizes
         for seq, num_tokens in targets:
-            for ids, size in zip(_table(seq).block_ids, self.block_sizes, strict=True):
-                if num_tokens > len(ids) * size:
-                    num_new += -(-num_tokens // size) - len(ids)
+            for group, ids in enumerate(_table(seq).block_ids):
+                missing = num_tokens - len(ids) * sizes[group]
+                if missing > 0:
+                    num_new += -(-missing // sizes[group])
         # Each tail block may have to be copied; they are counted only if that matters.
         if num_new + len(targets) * len(self.specs) > self.pool.num_free:
             num_new += self._num_tail_copies(targets)
@@ -454,10 +460,6 @@ class KVCacheManager:
         if self.evicted_ids is not None:
             self.evicted_ids.append(block_id)
 
-    def _grow(self, ids: list[int], num_tokens: int, block_size: int) -> None:
-        while len(ids) * block_size < num_tokens:
-            ids.append(self.pool.allocate())
-
     def _capacity(self, table: BlockTable) -> int:
         """How many tokens there is room for in all groups."""
         return min(
@@ -466,7 +468,7 @@ class KVCacheManager:
 
     def _blocks_of_node(self, table: BlockTable, i: int) -> list[int]:
         """The blocks of a table that hold the tokens of the sequence's prefix node i."""
-        if len(self._places) == len(self.specs):
+        if self._is_uniform:
             return [ids[i] for ids in table.block_ids]
         return [
             block_id
@@ -489,8 +491,9 @@ class KVCacheManager:
         table, pool = _table(seq), self.pool
         if self.enable_prefix_caching and num_tokens - seq.num_computed_tokens > 1:
             self._prefixes.announce(seq, num_tokens)
-        for group, (ids, size) in enumerate(zip(table.block_ids, self.block_sizes, strict=True)):
-            start = len(ids)
+        end = sys.maxsize
+        for group, ids in enumerate(table.block_ids):
+            start, size = len(ids), self.block_sizes[group]
             index, offset = divmod(seq.num_computed_tokens, size)
             if offset and pool.ref_count(ids[index]) > 1:
                 source, start = ids[index], index
@@ -498,12 +501,15 @@ class KVCacheManager:
                 changes.copies.append(BlockCopy(source, ids[index], offset))
                 pool.release(source)
                 self.num_cow_copies += 1
-            self._grow(ids, num_tokens, size)
+            while len(ids) * size < num_tokens:
+                ids.append(pool.allocate())
             if start < len(ids):
                 write = TableWrite(seq.seq_id, group, start, tuple(ids[start:]))
                 changes.table_writes.append(write)
-        table.writable_until = self._capacity(table)
-        table.settle_at = self._next_settling(table, seq.num_computed_tokens)
+            end = min(end, len(ids) * size)
+        table.writable_until = table.settle_at = end
+        if self._windows:
+            table.settle_at = self._next_settling(table, seq.num_computed_tokens)
 
     def _next_settling(self, table: BlockTable, num_computed_tokens: int) -> int:
         """How many tokens will be computed when the next block is full, or a window leaves one."""
