@@ -155,6 +155,8 @@ class SymbolicExecutor:
             tokens[position:] = [token_id]
         for table_write in plan.table_writes:
             table = self.rows[table_write.seq_id].tables[table_write.group]
+            if not table:  # of a row that has just been opened: its windows may have moved on
+                table += [NULL_BLOCK] * table_write.start
             assert table_write.start <= len(table)
             table[table_write.start :] = table_write.block_ids
 

@@ -405,10 +405,14 @@ class KVCacheManager:
         return pairs, Changes(table_writes=[w for seq in seqs for w in self.table_writes(seq)])
 
     def table_writes(self, seq: Sequence) -> list[TableWrite]:
-        """A sequence's whole table, for a row that the worker opens."""
+        """A sequence's whole table, for a row that the worker opens: all but what its windows have
+        left behind, which may be most of it."""
+        table = _table(seq)
         return [
-            TableWrite(seq.seq_id, group, 0, tuple(ids))
-            for group, ids in enumerate(_table(seq).block_ids)
+            TableWrite(seq.seq_id, group, first, tuple(ids[first:]))
+            for group, (ids, first) in enumerate(
+                zip(table.block_ids, table.num_dropped, strict=True)
+            )
         ]
 
     def release_sources(self, block_ids: Seq[int]) -> None:
