@@ -164,3 +164,8 @@ def test_few_layers_of_a_kind_are_stored_in_longer_blocks() -> None:
             layout = layout_of((None, num_full), (1024, num_sliding))
             assert len(layout.groups) <= MAX_GROUPS
             assert layout.relative_bytes() <= 1.16
+
+
+def test_a_model_without_layers_has_no_layout() -> None:
+    with pytest.raises(ValueError, match="a model without attention layers has no KV"):
+        group_layers([])

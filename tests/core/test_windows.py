@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
+from types import FrameType
 
 import pytest
 
-from core.worlds import BLOCK_SIZE, World, compute, make_sequence
+from core.worlds import BLOCK_SIZE, World, compute, make_sequence, sampling
+from octavo.config import SchedulerConfig
 from octavo.core.block_table import NULL_BLOCK
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow
+from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
+from octavo.core.step import SamplingSpec, StepResult
 
 
 def held(request: Request, group: int) -> int:
@@ -79,6 +85,36 @@ def test_a_window_larger_than_every_sequence_is_full_attention() -> None:
 def test_a_window_is_at_least_a_token(window: int) -> None:
     with pytest.raises(ValueError, match="window must be a positive number of tokens, not"):
         SlidingWindow(window)
+
+
+@pytest.mark.parametrize(
+    "specs", [[SlidingWindow(64)], [SlidingWindow(1)], [FullAttention(), *[SlidingWindow(64)] * 6]]
+)
+def test_planning_a_decode_costs_no_more_in_a_long_context(specs: list[KVSpec]) -> None:
+    """The same calls are made for each token, whether 300 or 50,000 are computed."""
+    counts = []
+    for num_prompt_tokens in (300, 50_000):
+        kv = KVCacheManager(specs, 16, 40_000)
+        scheduler = Scheduler(SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=4096), kv)
+        prompt = [token % 5 for token in range(num_prompt_tokens // 16 * 16)]
+        method = sampling(1, len(prompt) + 200)
+        scheduler.add(Request("r", prompt, method, SamplingSpec()))
+        calls: Counter[str] = Counter()
+
+        def count(frame: FrameType, event: str, arg: object, calls: Counter[str] = calls) -> None:
+            calls[f"{event} {frame.f_code.co_qualname}"] += event in ("call", "c_call")
+
+        num_decodes = 0
+        while num_decodes < 150:  # the last ones would free the sequence
+            sys.setprofile(count if num_decodes else None)
+            plan = scheduler.schedule()
+            assert plan is not None
+            scheduler.update(plan, StepResult(plan.step_id, [1] * len(plan.sampled)))
+            sys.setprofile(None)
+            num_decodes += len(plan.sampled)
+        counts.append(calls)
+    assert counts[0] == counts[1]
+    assert counts[0].total() > 1000
 
 
 def longest_hit(kv: KVCacheManager, seq: Sequence, limit: int) -> int:

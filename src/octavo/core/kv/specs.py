@@ -176,7 +176,12 @@ def group_layers(specs: Sequence[KVSpec]) -> KVLayout:
     Of all sizes of blocks, the one with which sequences of typical lengths take the least memory:
     padding costs little in a group of sliding windows, and much in one of full attention. There are
     at most MAX_GROUPS groups, or one for each different spec.
+
+    Raises:
+        ValueError: there are no layers.
     """
+    if not specs:
+        raise ValueError("a model without attention layers has no KV to lay out")
     by_spec: dict[KVSpec, list[int]] = {}
     for layer_id, spec in enumerate(specs):
         by_spec.setdefault(spec, []).append(layer_id)
