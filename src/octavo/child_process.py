@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Thread
 
 from octavo.errors import EngineFailed
@@ -100,6 +101,15 @@ def describe_exit(status: int) -> str:
     if status < 0:
         return f"it was ended by signal {-status} ({signal.Signals(-status).name})"
     return f"it exited with status {status}"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal or a debugger, as far as the system tells."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it is gone, or this is not Linux
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 # ---------------------------------------------------------------- in the child

@@ -22,7 +22,7 @@ from octavo.core.sequence import Request
 from octavo.core.step import FinishedStep, PendingStep, StepPlan
 from octavo.engine.engine import Engine
 from octavo.engine.validation import PreparedRequest
-from octavo.errors import ModelError
+from octavo.errors import ModelError, ProcessKilled
 from octavo.executor.base import KVCapacity
 from octavo.memory_budget import MemoryBudget
 from octavo.models.hub import resolve_model
@@ -42,6 +42,7 @@ UNACCEPTABLE = 1003  # the process dies as soon as it gets a request with it
 # Tokens that harm nothing but their own request.
 NOT_QUEUED = 1004  # to queue it raises
 NOT_FINITE = 1005  # of their logits
+RANK_KILLED = 1006  # a process that computes with it is killed from outside
 
 
 class HarmfulExecutor(SymbolicExecutor):
@@ -75,6 +76,8 @@ class HarmfulExecutor(SymbolicExecutor):
                 os.abort()
             if RAISING in tokens:
                 raise RuntimeError("a token that raises")
+            if RANK_KILLED in tokens:
+                raise ProcessKilled("rank 1: it was ended by signal 9 (SIGKILL)")
             if HANGING in tokens:
                 time.sleep(1000)
 

@@ -19,6 +19,7 @@ from octavo.config import make_config
 from octavo.errors import EngineFailed, LogitsNotFinite, ModelError, RequestFailed, Unavailable
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.quarantine import MAX_CRASHES_ALONE, MAX_KILLS_ALONE
 from octavo.server.engine_process.supervisor import Supervision
 from octavo.server.observability.metrics import Metrics
 from server.clients import (
@@ -37,6 +38,7 @@ from server.symbolic_engine import (
     NOT_FINITE,
     NOT_QUEUED,
     RAISING,
+    RANK_KILLED,
     UNACCEPTABLE,
 )
 
@@ -166,6 +168,23 @@ def test_an_engine_that_hangs_is_replaced() -> None:
             await good
             with pytest.raises(RequestFailed, match="SIGKILL"):
                 await stuck
+
+    run(test())
+
+
+def test_a_rank_that_was_killed_proves_as_little_as_an_engine_that_was() -> None:
+    """A request is given up after one crash alone, or after three kills from outside."""
+
+    async def num_restarts(token: int) -> int:
+        async with symbolic_client() as client:
+            with pytest.raises(RequestFailed):
+                await complete(client, [token], 10)
+            await complete(client, [1, 2], 5)
+            return client.info.num_restarts
+
+    async def test() -> None:
+        crashes, kills = await asyncio.gather(num_restarts(RAISING), num_restarts(RANK_KILLED))
+        assert kills - crashes == MAX_KILLS_ALONE - MAX_CRASHES_ALONE
 
     run(test())
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from octavo.channel import Channel, frame
-from octavo.child_process import ChildProcess, describe_exit
+from octavo.child_process import ChildProcess, describe_exit, is_stopped
 from octavo.config import EngineConfig
 from octavo.core.step import StepResult
 from octavo.errors import EngineFailed, ProcessKilled
@@ -176,9 +176,11 @@ class RankGroup:
             raise EngineFailed(f"the ranks were ended: {self._error}")
 
     def _hang(self, what: str) -> EngineFailed:
-        return EngineFailed(
-            f"{what} within rank_timeout ({self._seconds:g} s); raise it if steps take so long"
-        )
+        text = f"{what} within rank_timeout ({self._seconds:g} s)"
+        stopped = [str(each) for each in self._ranks if is_stopped(each.child.pid)]
+        if stopped:
+            return EngineFailed(f"{text}: {', '.join(stopped)} was stopped")
+        return EngineFailed(f"{text}; raise it if steps take so long")
 
     def _bury(self, process: RankProcess, failed: Failed | None = None) -> NoReturn:
         """A rank has ended, or says that it fails. Find out which rank was the first."""

@@ -39,8 +39,9 @@ def find_device(config: EngineConfig, shard: Shard = WHOLE) -> Device:
 
         return CpuDevice(config.num_threads, shard.size)
     if shard.size > 1:
-        check_gpus([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], shard)
-        torch.cuda.set_device(shard.rank)
+        count = torch.cuda.device_count()
+        torch.cuda.set_device(shard.rank % count)  # first, so that no other GPU gets a context
+        check_gpus([torch.cuda.get_device_name(i) for i in range(count)], shard)
     check_gpu(torch.version.cuda is not None, torch.cuda.get_device_capability())
     from octavo.worker.device.cuda import CudaDevice  # loads Triton
 
