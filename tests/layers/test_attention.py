@@ -16,6 +16,7 @@ from octavo.errors import ConfigError
 from octavo.layers.attention import Attention
 from octavo.layers.config import AttentionConfig, NormConfig
 from octavo.ops import LayerSpec, ScoreFunction
+from octavo.ops.communicator import SingleRank
 from octavo.parallel import Shard
 
 CONFIG = AttentionConfig(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
@@ -32,7 +33,7 @@ class Recorder:
 
 def made(config: AttentionConfig) -> Attention:
     """With random weights."""
-    layer = Attention(config, layer_id=3, rotary=None)
+    layer = Attention(config, layer_id=3, rotary=None, communicator=SingleRank())
     for parameter in layer.parameters():
         parameter.normal_()
     return layer
@@ -132,13 +133,13 @@ def test_each_rank_has_the_slopes_and_sinks_of_its_heads() -> None:
         assert stored[part.where].tolist() == [2 * rank, 2 * rank + 1]
 
 
-def test_ranks_cannot_share_a_norm_over_all_heads() -> None:
-    config = replace(CONFIG, width_norm=NORM)
+def test_ranks_cannot_share_a_layer_norm_of_all_heads() -> None:
+    config = replace(CONFIG, width_norm=replace(NORM, kind="layer"))
     assert config.sharded(Shard()) == config
-    with pytest.raises(ConfigError, match="2 ranks cannot share a norm over all heads"):
+    with pytest.raises(ConfigError, match="2 ranks cannot share a layer norm of all heads"):
         config.sharded(Shard(1, 2))
 
 
 def test_a_softcap_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match=r"softcap must be positive and finite, not -1\.0"):
-        Attention(replace(CONFIG, softcap=-1.0), layer_id=0, rotary=None)
+        Attention(replace(CONFIG, softcap=-1.0), layer_id=0, rotary=None, communicator=SingleRank())

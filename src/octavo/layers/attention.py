@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
-from octavo.layers.config import AttentionConfig
+from octavo.layers.config import AttentionConfig, NormConfig
 from octavo.layers.linear import make_linear
-from octavo.layers.norm import Norm, make_norm
+from octavo.layers.norm import Norm, ShardedRMSNorm, make_norm
 from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction
+from octavo.ops.communicator import Communicator
 from octavo.parallel import Shard
 
 
@@ -35,8 +36,18 @@ class AttentionSinks(WeightOwner):
 class Attention(nn.Module):
     """Owns the projections around one layer's attention, and norms and sinks of heads, if any."""
 
-    def __init__(self, config: AttentionConfig, layer_id: int, rotary: RotaryTable | None) -> None:
+    query_norm: Norm
+    key_norm: Norm
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        layer_id: int,
+        rotary: RotaryTable | None,
+        communicator: Communicator,
+    ) -> None:
         super().__init__()
+        self._communicator = communicator
         self.sinks = AttentionSinks(config.num_heads, config.shard) if config.sinks else None
         self.spec = LayerSpec(
             layer_id=layer_id,
@@ -50,20 +61,25 @@ class Attention(nn.Module):
         self.qkv = make_linear(config.qkv)
         self.head_norms: tuple[Norm, Norm] | None = None  # which the backend applies
         self._own_norms: tuple[Norm, Norm] | None = None
+        self._sharded_norms: tuple[ShardedRMSNorm, ShardedRMSNorm] | None = None
         if config.query_key_norms is not None:
-            query_norm, key_norm = config.query_key_norms
-            self.query_norm, self.key_norm = make_norm(query_norm), make_norm(key_norm)
-            norms = self.query_norm, self.key_norm
-            # Backends have RMS norms of heads, with a scale.
-            if (
-                query_norm.size == config.head_dim
-                and query_norm.kind == "rms"
-                and query_norm.affine
-            ):
-                self.head_norms = norms
-            else:
-                self._own_norms = norms
+            self._make_norms(*config.query_key_norms, config, communicator.shard.size)
         self.output = make_linear(config.output)
+
+    def _make_norms(
+        self, query: NormConfig, key: NormConfig, config: AttentionConfig, num_ranks: int
+    ) -> None:
+        if config.width_norm is not None and num_ranks > 1:
+            query_norm = ShardedRMSNorm(query, config.shard, num_ranks)
+            key_norm = ShardedRMSNorm(key, config.kv_shard, num_ranks)
+            self.query_norm, self.key_norm = self._sharded_norms = query_norm, key_norm
+            return
+        self.query_norm, self.key_norm = norms = make_norm(query), make_norm(key)
+        # Backends have RMS norms of heads, with a scale.
+        if query.size == config.head_dim and query.kind == "rms" and query.affine:
+            self.head_norms = norms
+        else:
+            self._own_norms = norms
 
     def forward(self, hidden: Tensor, backend: AttentionBackend) -> Tensor:
         """hidden [num_tokens, hidden_size] -> what `output` takes, [num_tokens, all heads].
@@ -77,7 +93,22 @@ class Attention(nn.Module):
         if self._own_norms is not None:
             query_norm, key_norm = self._own_norms
             query, key = _normalise(query_norm, query), _normalise(key_norm, key)
+        elif self._sharded_norms is not None:
+            query, key = self._normalise_together(*self._sharded_norms, query, key)
         return backend.forward(spec.layer_id, query, key, value, self.rotary, self.head_norms)
+
+    def _normalise_together(
+        self, query_norm: ShardedRMSNorm, key_norm: ShardedRMSNorm, query: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise the heads of all ranks together, queries and keys each."""
+        queries, keys = query.flatten(1), key.flatten(1)
+        own = torch.cat((query_norm.squares(queries), key_norm.squares(keys)), dim=1)
+        squares = self._communicator.all_reduce(own)
+        queries, keys = (
+            query_norm.scaled(queries, squares[:, :1]),
+            key_norm.scaled(keys, squares[:, 1:]),
+        )
+        return queries.view(query.shape), keys.view(key.shape)
 
 
 def _normalise(norm: Norm, heads: Tensor) -> Tensor:

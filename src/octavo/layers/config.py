@@ -138,9 +138,9 @@ class AttentionConfig:
     kv_shard: Shard = WHOLE  # which part of the KV heads these are
 
     def sharded(self, shard: Shard) -> AttentionConfig:
-        """One rank's heads. Raises ConfigError if they do not divide, or share a norm."""
-        if self.width_norm is not None and shard.size > 1:
-            raise ConfigError(OPTION, f"{shard.size} ranks cannot share a norm over all heads")
+        """One rank's heads. Raises ConfigError if they do not divide, or share a layer norm."""
+        if self.width_norm is not None and self.width_norm.kind != "rms" and shard.size > 1:
+            raise ConfigError(OPTION, f"{shard.size} ranks cannot share a layer norm of all heads")
         num_heads = shard.divide(self.num_heads, "the number of attention heads")
         first, slopes = shard.rank * num_heads, self.alibi_slopes
         return replace(

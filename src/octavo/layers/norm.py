@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from octavo.layers.base import WeightOwner
+from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import NormConfig
 from octavo.ops.communicator import Reduction
 from octavo.ops.cpu import row_ops
 from octavo.ops.norm import Affine
+from octavo.parallel import Shard
 
 # What blocks add to the residual stream: [num_tokens, size], or two of them in a parallel layer. On
 # a GPU each may be partial sums [num_splits, num_tokens, size] that are added up
@@ -132,6 +133,40 @@ class RMSNorm(Norm):
     """A root-mean-square norm (arXiv:1910.07467) with a scale."""
 
     is_rms = True
+
+
+class ShardedRMSNorm(RMSNorm):
+    """An RMS norm of rows of which each rank has a part."""
+
+    def __init__(self, config: NormConfig, shard: Shard, num_ranks: int) -> None:
+        """
+        Args:
+            config: of this rank's part.
+            shard: which part that is.
+            num_ranks: how many ranks there are; if there are fewer parts, several have the same.
+        """
+        super().__init__(config)
+        self._shard = shard
+        self._num_copies = num_ranks // shard.size
+
+    def targets(self, names: Sequence[str]) -> WeightTargets:
+        """See WeightOwner.targets."""
+        (name,) = names
+        assert self.weight is not None
+        count, shard = len(self.weight), self._shard
+        part = WeightSlice(self.weight, (slice(count * shard.rank, count * (shard.rank + 1)),))
+        return {f"{name}.weight": WeightTarget((count * shard.size,), (part,))}
+
+    def squares(self, x: Tensor) -> Tensor:
+        """x [num_tokens, size] -> float32 [num_tokens, 1], whose sum over the ranks is that of the
+        squares of whole rows."""
+        return x.float().square().sum(dim=-1, keepdim=True) / self._num_copies
+
+    def scaled(self, x: Tensor, squares: Tensor) -> Tensor:
+        """The norm of x [num_tokens, size], by the sum of `squares` over the ranks."""
+        assert self.weight is not None
+        mean = squares / (self.config.size * self._shard.size)
+        return (x.float() * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
 
 
 class LayerNorm(Norm):

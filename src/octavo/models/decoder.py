@@ -43,7 +43,7 @@ class DecoderLayer(nn.Module):
         rotary = None if config.attention.rotary is None else rotaries[config.attention.rotary]
         before_attention, before_mlp = self.reduction_sites(layer_id)
         self.attention_norm = make_norm(config.norm, Reduction(communicator, before_attention))
-        self.attention = Attention(config.attention, layer_id, rotary)
+        self.attention = Attention(config.attention, layer_id, rotary, communicator)
         if config.norm_placement != "parallel":
             self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
         self.mlp = make_mlp(config.mlp)
