@@ -24,6 +24,7 @@ from octavo.ops import (
     make_backend,
 )
 from octavo.registry import ATTENTION_BACKENDS
+from octavo.worker import worker
 
 PROMPTS = [random_token_ids(length, seed=length) for length in (3, 40, 75)]
 
@@ -104,6 +105,16 @@ def test_scores_that_a_backend_does_not_compute_are_refused() -> None:
         make_backend(TokenMajor, [layer], [LayerPlace(0, 0)], cache, 8)
     plain = replace(layer, scores=ScoreFunction(0.25))
     assert isinstance(make_backend(TokenMajor, [plain], [LayerPlace(0, 0)], cache, 8), TokenMajor)
+
+
+@pytest.mark.parametrize(("model", "feature"), [("gemma2", "softcap"), ("mpt", "alibi_slopes")])
+def test_a_model_with_such_scores_is_refused_before_it_is_loaded(
+    register: Register, model: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(ATTENTION_BACKENDS, "token-major", TokenMajor)
+    monkeypatch.setattr(worker, "load_model", lambda *_: pytest.fail("loaded all the same"))
+    with pytest.raises(ConfigError, match=f"TokenMajor does not compute {feature}"):
+        LLM(model_directory(model), attention_backend="token-major", num_blocks=60)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mistral"])

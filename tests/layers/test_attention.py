@@ -106,6 +106,12 @@ def test_the_score_function_is_the_configuration_s() -> None:
     assert made(CONFIG).spec.scores == ScoreFunction(0.5)
 
 
+@pytest.mark.parametrize("features", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+def test_features_are_named_as_in_the_score_function(features: dict[str, Any]) -> None:
+    config = replace(CONFIG, **features)
+    assert config.score_features == made(config).spec.scores.features == set(features)
+
+
 def test_sinks_are_the_checkpoint_s_whatever_is_loaded_later() -> None:
     """The loader replaces a module's parameters after the layer was made."""
     layer = made(replace(CONFIG, sinks=True))

@@ -174,6 +174,16 @@ class AttentionConfig:
         )
 
     @property
+    def score_features(self) -> frozenset[str]:
+        """The optional fields of ops.ScoreFunction that the layer uses, by name."""
+        fields = {
+            "softcap": self.softcap is not None,
+            "alibi_slopes": self.alibi_slopes is not None,
+            "sinks": self.sinks,
+        }
+        return frozenset(name for name, is_used in fields.items() if is_used)
+
+    @property
     def query_key_norms(self) -> tuple[NormConfig, NormConfig] | None:
         """Of queries and of keys, each as it is applied to its rows."""
         assert self.head_norm is None or self.width_norm is None, "heads are normalised once"

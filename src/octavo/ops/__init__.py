@@ -43,18 +43,27 @@ def make_backend(
 ) -> AttentionBackend:
     """Construct a backend, as the engine does; see AttentionBackend for the arguments.
 
-    Raises ConfigError where a layer's score function has a feature that the backend does not list
-    among its `score_features`; a backend that lists none computes none.
+    Raises ConfigError where `check_score_features` does.
+    """
+    for layer in layers:
+        check_score_features(backend, layer.layer_id, layer.scores.features)
+    return backend(layers, layer_places, kv_cache, block_size)
+
+
+def check_score_features(
+    backend: type[AttentionBackend], layer_id: int, features: frozenset[str]
+) -> None:
+    """Raise ConfigError unless the backend computes all features of a layer's score function.
+
+    A backend without the attribute `score_features` computes none.
     """
     computed: frozenset[str] = getattr(backend, "score_features", frozenset())
-    for layer in layers:
-        if missing := layer.scores.features - computed:
-            raise ConfigError(
-                "attention_backend",
-                f"{backend.__name__} does not compute {', '.join(sorted(missing))}, which the "
-                f"scores of layer {layer.layer_id} need",
-            )
-    return backend(layers, layer_places, kv_cache, block_size)
+    if missing := features - computed:
+        raise ConfigError(
+            "attention_backend",
+            f"{backend.__name__} does not compute {', '.join(sorted(missing))}, which the scores "
+            f"of layer {layer_id} need",
+        )
 
 
 __all__ = [
@@ -71,6 +80,7 @@ __all__ = [
     "ScoreFunction",
     "Sinks",
     "Staging",
+    "check_score_features",
     "load_backend",
     "make_backend",
 ]

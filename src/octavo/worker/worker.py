@@ -16,6 +16,7 @@ from octavo.errors import OutOfMemory
 from octavo.memory_budget import KVShape, MemoryBudget
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
+from octavo.ops import check_score_features
 from octavo.ops.communicator import Communicator
 from octavo.worker.device.base import Demand, Device
 from octavo.worker.graphs import Graphs
@@ -50,6 +51,8 @@ class Worker:
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         backend_class = device.resolve_backend(config.attention_backend)
+        for layer_id, layer in enumerate(model_config.layers):
+            check_score_features(backend_class, layer_id, layer.attention.score_features)
         self.layout = group_layers(model_config.kv_specs())
         block_size = config.cache.block_size
         block_shape = backend_class.kv_block_shape(
