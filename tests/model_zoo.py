@@ -195,6 +195,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"] * 2,
         },
     ),
+    "ministral3": (
+        "Ministral3",
+        {
+            **_LLAMA,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": MAX_POSITIONS // 4,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "gpt_neox": ("GPTNeoX", {**_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}),
     "falcon": ("Falcon", _LLAMA),  # of the first kind: one KV head, one norm
     "falcon-new": (

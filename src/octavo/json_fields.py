@@ -32,6 +32,13 @@ class Fields:
         """The same object with `defaults` where it has nothing; its nulls stay."""
         return Fields(self.where, defaults | self.values)
 
+    def part(self, name: str, default: Any = _REQUIRED) -> Fields:
+        """The object under a name."""
+        values = self.get(name, default)
+        if not isinstance(values, dict):
+            raise self.error(name, "it must be a JSON object")
+        return Fields(f"{self.where}: {name}", values)
+
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         value = self.values.get(name)
         if value is not None:

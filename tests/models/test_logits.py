@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from dense_harness import DenseHarness
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import model_zoo
+from octavo.errors import ModelError
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
@@ -137,6 +140,37 @@ def test_options(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     directory = model_zoo.write_model(name, tmp_path, **overrides)
     want = expected(model_zoo.load_reference(directory), PROMPT)
     assert_equal(DenseHarness(load(directory), len(PROMPT)).run({0: PROMPT})[0], want)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_with_images(prefix: str, tmp_path: Path) -> None:
+    """Both ways in which checkpoints of Gemma 3 are named; what belongs to images is left out."""
+    text = model_zoo.model_directory("gemma3_text")
+    fields = json.loads((text / "config.json").read_text())
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": fields | {"model_type": "gemma3_text"},
+        "vision_config": {"hidden_size": 8},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(text / "model.safetensors")
+    renamed = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    renamed["vision_tower.vision_model.post_layernorm.weight"] = torch.ones(8)
+    renamed["model.multi_modal_projector.mm_input_projection_weight"] = torch.ones(8, 8)
+    save_file(renamed, tmp_path / "model.safetensors")
+    want = expected(model_zoo.reference_model("gemma3_text"), PROMPT)
+    assert_equal(DenseHarness(load(tmp_path), len(PROMPT)).run({0: PROMPT})[0], want)
+    config = read_model_config(tmp_path)
+    assert (config.family, config.eos_token_ids) == ("gemma3", (1, 106))
+    whole["text_config"] = fields | {"use_bidirectional_attention": True}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ModelError, match="text_config: use_bidirectional_attention is True"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": 5}))
+    with pytest.raises(ModelError, match="text_config is 5; it must be a JSON object"):
+        read_model_config(tmp_path)
 
 
 def test_longrope_within_the_original_context(tmp_path: Path) -> None:

@@ -751,6 +751,32 @@ def test_scales_and_soft_caps(tmp_path: Path) -> None:
     assert command.final_norm.multiplier == 0.25
 
 
+def test_ministral_3_within_its_original_context(tmp_path: Path) -> None:
+    """Beyond it, queries would have to grow with their position."""
+    fields = {
+        **MISTRAL_7B,
+        "architectures": ["Ministral3ForCausalLM"],
+        "max_position_embeddings": 262144,
+        "model_type": "ministral3",
+        "sliding_window": None,
+    }
+    del fields["rope_theta"]
+    rope = {
+        **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "llama_4_scaling_beta": 0.1},
+        **{"original_max_position_embeddings": 16384, "max_position_embeddings": 262144},
+    }
+    for given in (fields, fields | {"rope_parameters": rope}):
+        config = read(tmp_path, given)
+        assert config.max_model_len == 16384
+        assert config.rotaries[0].kind == "yarn"
+    constant = fields | {"rope_parameters": rope | {"llama_4_scaling_beta": 0}}
+    assert read(tmp_path, constant).max_model_len == 262144
+    with pytest.raises(ModelError, match="rope_parameters: llama_4_scaling_beta is 'x'; it must"):
+        read(tmp_path, fields | {"rope_parameters": rope | {"llama_4_scaling_beta": "x"}})
+    with pytest.raises(ModelError, match="rope_parameters is 3; it must be a JSON object"):
+        read(tmp_path, fields | {"rope_parameters": 3})
+
+
 def test_where_falcon_has_norms(tmp_path: Path) -> None:
     for fields, placement in (
         (FALCON_7B, "parallel"),

@@ -93,13 +93,26 @@ def norms() -> None:
 
 
 def projections() -> None:
-    """GEMVs with each epilogue."""
-    from octavo.ops.cuda.linear import linear
+    """GEMVs and skinny GEMMs with each epilogue, and what is elementwise."""
+    from octavo.ops.cuda import linear as cuda_linear
+    from octavo.ops.cuda.activation import apply_gate, soft_cap
+    from octavo.ops.cuda.linear_table import choose_tiles
     from octavo.ops.epilogue import Epilogue
 
-    x, weight = torch.zeros(1, 4096), torch.zeros(128, 4096)
+    x, weight = torch.zeros(16, 4096), torch.zeros(128, 4096)
+    x, weight, bias = x.bfloat16(), weight.bfloat16(), torch.zeros(128).bfloat16()
+    workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
+    cuda_linear._workspace = lambda device: workspace  # type: ignore[assignment]
     for epilogue in Epilogue:
-        linear(x.bfloat16(), weight.bfloat16(), None, epilogue)
+        cuda_linear.linear(x[:1], weight, None, epilogue)
+        out = x.new_empty((16, 64 if epilogue.is_gated else 128))
+        tiles = choose_tiles(len(x), out.shape[1], x.shape[1], epilogue)
+        assert tiles is not None
+        for given in (None, bias):
+            cuda_linear._launch(x, weight, given, out, epilogue, tiles, is_partial=False)
+        if epilogue.is_gated:
+            apply_gate(x, epilogue)
+    soft_cap(x, 30.0)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 MODES = ["recompute", "swap"]
 # The interpreter takes seconds where a GPU takes milliseconds.
 CASES = [(n, m) for n in model_zoo.NAMES for m in MODES] if HAS_GPU else [("llama3", "swap")]
-TWO_GROUPS = ("qwen2",)
+TWO_GROUPS = ("qwen2", "exaone4", "ministral", "gemma2", "gemma3_text", "olmo3", "cohere2")
 NUM_BLOCKS, NUM_SWAP_BLOCKS = 24, 24
 
 

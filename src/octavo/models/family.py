@@ -64,6 +64,7 @@ class Family:
     note: str  # what `octavo models` says of the variants that are served
     read: Callable[[Fields], ModelDescription]  # from config.json; raises ModelError
     weights: WeightNames
+    text_config: str | None = None  # the object in config.json that `read` takes; None: all of it
     options: frozenset[str] = frozenset()  # of registry.UNSERVED, those that `read` honours
     eos_token_ids: tuple[int, ...] = ()  # where config.json does not mention them
     model_class: str = "octavo.models.decoder:Decoder"  # a CausalLM; its module is imported late

@@ -16,7 +16,19 @@ from octavo.sampling_params import SamplingParams
 OWN_FAMILIES = (
     *("gpt2", "opt", "llama", "mistral", "qwen2", "qwen3", "phi3"),
     *("smollm3", "granite", "starcoder2", "stablelm", "seed_oss", "exaone4", "ministral"),
-    *("gpt_neox", "falcon", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "glm", "glm4"),
+    "ministral3",
+    *(
+        "gpt_neox",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gemma3",
+        "olmo2",
+        "olmo3",
+        "glm",
+        "glm4",
+    ),
     *("cohere", "cohere2", "gptj", "mpt", "bloom"),
 )
 FAMILIES: Registry[Family] = Registry(
@@ -63,12 +75,13 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     config = read_json(directory / "config.json")
     family = _family_of(config)
     _refuse_quantised(config)
+    text = config if family.text_config is None else config.part(family.text_config)
     for name, harmless in UNSERVED.items():
         if name not in family.options:
-            config.refuse(name, harmless)
+            text.refuse(name, harmless)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else Fields("", {})
-    description = family.read(config)
+    description = family.read(text)
     return ModelConfig(
         **{each.name: getattr(description, each.name) for each in fields(ModelDescription)},
         directory=directory,

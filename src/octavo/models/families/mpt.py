@@ -31,9 +31,7 @@ REFUSED_OF_ATTENTION = {
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of an MptForCausalLM."""
-    attention = Fields(f"{config.where}: attn_config", config.get("attn_config", {}))
-    if not isinstance(attention.values, dict):
-        raise config.error("attn_config", "it must be a JSON object")
+    attention = config.part("attn_config", {})
     for fields, refused in ((config, REFUSED), (attention, REFUSED_OF_ATTENTION)):
         for name, harmless in refused.items():
             fields.refuse(name, harmless)
