@@ -25,11 +25,17 @@ GREEDY = SamplingSpec(temperature=0.0)
 class FakeModel:
     """Attention layers with learned projections and positions, and nothing else."""
 
-    def __init__(self, windows: Sequence[int | None] = (None, None), seed: int = 0) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int | None] = (None, None),
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
+        self.device = device
 
         def weights(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator) * 0.5
+            return torch.randn(*shape, generator=generator).to(device) * 0.5
 
         size = NUM_HEADS * HEAD_DIM
         scores = ScoreFunction(HEAD_DIM**-0.5)
@@ -77,7 +83,8 @@ class FakeModel:
         """float32 [num_tokens, VOCAB_SIZE], computed densely without any cache."""
         length = len(token_ids)
         hidden = self.embedding[torch.tensor(token_ids)] + self.positions[:length]
-        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        places = torch.arange(length, device=self.device)
+        distance = places[:, None] - places[None, :]
         for layer, weights in zip(self.attention_layers, self.qkv, strict=True):
             visible = (distance >= 0) & (distance < (layer.window or length))
             heads = (hidden @ weights).view(length, -1, HEAD_DIM)

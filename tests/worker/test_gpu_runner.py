@@ -25,6 +25,7 @@ from octavo.executor.base import KVCapacity
 from octavo.llm import load_engine
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
+from octavo.models.registry import read_model_config
 from octavo.ops import HostStaging, PaddedSizes, load_backend
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cuda import attention as triton_backend
@@ -55,6 +56,7 @@ MODES = ["recompute", "swap"]
 CASES = [(n, m) for n in model_zoo.NAMES for m in MODES] if HAS_GPU else [("llama3", "swap")]
 TWO_GROUPS = ("qwen2", "exaone4", "ministral", "gemma2", "gemma3_text", "olmo3", "cohere2")
 NUM_BLOCKS, NUM_SWAP_BLOCKS = 24, 24
+MAX_LEN, BLOCK_SIZE, CHUNK = 80, 8, 24  # of the engines that are compared
 
 
 class CudaExecutor:
@@ -127,11 +129,11 @@ def engines(name: str, num_blocks: int, mode: str) -> tuple[Engine, Engine]:
     config = make_config(
         str(model_zoo.model_directory(name)),
         device="cpu",
-        max_model_len=80,
-        block_size=8,
+        max_model_len=MAX_LEN,
+        block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         max_num_seqs=8,
-        max_num_batched_tokens=24,
+        max_num_batched_tokens=CHUNK,
         preemption_mode=mode,
         watermark=0.0,
     )
@@ -162,12 +164,23 @@ def prompt(length: int, seed: int) -> list[int]:
     return model_zoo.random_token_ids(length, seed=seed)
 
 
+def small_pool(name: str) -> int:
+    """A number of blocks for which requests compete: a little more than the longest may need."""
+    layout = group_layers(read_model_config(model_zoo.model_directory(name)).kv_specs())
+    sizes = layout.block_sizes(BLOCK_SIZE)
+    needed = sum(
+        spec.max_blocks(MAX_LEN, size, CHUNK)
+        for spec, size in zip(layout.specs, sizes, strict=True)
+    )
+    return max(13, 13 * needed // 10)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which is NumPy
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) -> None:
     """Greedy, seeded, several samples, beams, stops, penalties; blocks are short, and what they
     hold before they are written is of no account."""
-    overlapped, plain = engines(name, 26 if name in TWO_GROUPS else 13, mode)
+    overlapped, plain = engines(name, small_pool(name), mode)
     kv_cache = overlapped.executor.runner.kv_cache  # type: ignore[attr-defined]
     kv_cache.blocks.fill_(torch.nan)
     kv_cache.swapped.fill_(torch.nan)
@@ -380,7 +393,7 @@ def test_a_gpu_serves_as_the_cpu_does(name: str) -> None:
 def test_groups_may_have_blocks_of_different_lengths() -> None:
     """One layer with full attention beside nine with windows, and blocks of three times the length:
     prompts, decodes, and a block that is copied before it is written."""
-    model = FakeModel([None, *[6] * 9])
+    model = FakeModel([None, *[6] * 9], device=DEVICE)
     config = make_config("fake", block_size=4, max_num_seqs=4)
     device, backend = CudaDevice(DEVICE), load_backend("triton")
     parts: tuple[Any, ...] = (config, model.config, model, backend)
