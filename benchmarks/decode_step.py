@@ -65,7 +65,7 @@ def main() -> None:
             )
             wall = statistics.fmean(walls)
             num_bytes = ModelSize.of(engine.model_config, "bfloat16").weight_bytes
-            num_bytes += batch * CONTEXT * engine.executor.capacity.block_bytes // 16
+            num_bytes += batch * kv_bytes_read(engine)
             share = num_bytes / bandwidth / wall
             results[f"{model}@{batch}"] = {
                 "ms": round(1e3 * wall, 3),
@@ -82,6 +82,14 @@ def main() -> None:
             )
         engine.executor.shutdown()
     report("decode_step", **card, context=CONTEXT, gpus=size, steps=results)
+
+
+def kv_bytes_read(engine: Engine) -> int:
+    """Bytes of K and V that one sequence's step reads in all layers."""
+    capacity, block_size = engine.executor.capacity, engine.config.cache.block_size
+    per_token = capacity.block_bytes // (block_size * capacity.layout.layers_per_block)
+    windows = engine.model_config.layer_windows
+    return per_token * sum(min(CONTEXT, window or CONTEXT) for window in windows)
 
 
 def step_times(
