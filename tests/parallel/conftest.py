@@ -12,7 +12,7 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     groups: dict[int, Ranks] = {}
 
     def of_size(size: int) -> Ranks:
-        if size not in groups:
+        if size not in groups or groups[size].is_closed:
             groups[size] = Ranks(size)
         return groups[size]
 

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from octavo.ops.connect import connect
 from octavo.parallel import Shard
 
+TIMEOUT = 300  # seconds; Triton's interpreter on a busy machine takes tens
 PRELOADED = ["torch", "numpy", "safetensors"]  # not octavo: the server has not our sys.path
 
 
@@ -29,6 +30,7 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.size = size
+        self.is_closed = False
         self._directory = Path(tempfile.mkdtemp(prefix="octavo-ranks-"))
         self._connections: list[Connection] = []
         self._processes = []
@@ -50,12 +52,22 @@ class Ranks:
             connection.send((function, args))
 
     def results(self) -> list[Any]:
-        """What the call that was started first has returned, by rank; raises what it raised."""
-        answers = [connection.recv() for connection in self._connections]
-        for error, where in (answer[1:] for answer in answers if answer[0] == "error"):
-            error.add_note(where)
-            raise error
-        return [answer[1] for answer in answers]
+        """What the call that was started first has returned, by rank.
+
+        If it raises in one of them, the others may wait for that one forever: the group is closed.
+        """
+        answers: dict[Connection, Any] = {}
+        while missing := [each for each in self._connections if each not in answers]:
+            ready = wait(missing, TIMEOUT)
+            assert ready, f"{len(missing)} of {self.size} ranks hang"
+            for connection in ready:
+                kind, answer, *where = connection.recv()
+                if kind == "error":
+                    self.close()
+                    answer.add_note(*where)
+                    raise answer
+                answers[connection] = answer
+        return [answers[connection] for connection in self._connections]
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`start` and `results`."""
@@ -63,11 +75,12 @@ class Ranks:
         return self.results()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes. A second call does nothing."""
+        self.is_closed = True
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.join(timeout=10)
+            process.join(timeout=2)
             process.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
 

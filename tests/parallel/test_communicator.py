@@ -87,6 +87,18 @@ def reduce_row(communicator: Communicator, parts: list[Tensor], row: int) -> Ten
     return communicator.all_reduce(parts[communicator.shard.rank][row : row + 1])
 
 
+def fail_on_one(communicator: Communicator) -> None:
+    if communicator.shard.rank == 1:
+        raise ValueError("only here")
+    communicator.all_gather(torch.ones(3))
+
+
+def test_a_rank_that_fails_does_not_hang_the_tests(ranks: RanksOf) -> None:
+    with pytest.raises(ValueError, match="only here"):
+        ranks(2).call(fail_on_one)
+    assert len(ranks(2).call(exchange, (2,), torch.float32)) == 2
+
+
 def test_a_single_rank_exchanges_nothing() -> None:
     communicator: Communicator = SingleRank()
     x = torch.randn(3, 4)

@@ -1,0 +1,42 @@
+"""Two GPUs give the tokens that one does, whatever is captured, fused or dealt out on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sharded import model_for
+from test_tensor_parallel import NUM_TOKENS, PROMPTS, compare, params, run_all
+
+from octavo import LLM
+from octavo.outputs import RequestOutput
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "opt-350m", "llama3", "qwen2", "olmo2"])
+def test_the_same_tokens(name: str, graphs: bool) -> None:
+    directory = model_for(name, 2)
+    assert directory is not None
+    results: list[list[RequestOutput]] = []
+    for size in (1, 2):
+        with LLM(
+            str(directory),
+            device="cuda",
+            dtype="float32",
+            tensor_parallel_size=size,
+            cuda_graphs=graphs,
+            num_blocks=400,
+            max_num_seqs=32,
+            max_model_len=80,
+        ) as llm:
+            outputs = run_all(llm)
+            # Many rows at once, all of one kind, so that each kind of graph draws for them.
+            for asked in (params(temperature=0), params(temperature=0.9), params(top_p=0.9)):
+                outputs += llm.generate(PROMPTS * 6, asked, use_tqdm=False)
+            results.append(outputs)
+    compare(results[1], results[0])
+    assert all(len(each.outputs[0].token_ids) == NUM_TOKENS for each in results[1][-24:])
