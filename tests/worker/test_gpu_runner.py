@@ -434,7 +434,7 @@ def test_shared_keys_are_read_once_in_every_group(monkeypatch: pytest.MonkeyPatc
         cascade_attention(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(triton_backend, "cascade_attention", counted)
-    model = FakeModel([*[None] * 4, *[6] * 6])
+    model = FakeModel([*[None] * 4, *[6] * 6], device=DEVICE)
     layout = group_layers(model.config.kv_specs())
     assert [len(group.layer_ids) for group in layout.groups] == [2] * 5
     config = make_config("fake", block_size=16, max_num_seqs=4)
