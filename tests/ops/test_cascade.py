@@ -275,7 +275,7 @@ def test_on_the_gpu(case: Case) -> None:
 def test_where_windows_move_over_the_keys_none_are_looked_for() -> None:
     tables, contexts = grown([(0, 0, 200), (0, 12, 8)])
     rows, ones = np.arange(2), np.ones(2, np.int64)
-    with_window = SegmentFinder(BLOCK, [True, False])
-    assert with_window.find([tables, tables], rows, ones, contexts)[0] is None
-    assert with_window.find([tables, tables], rows, ones, contexts)[1] is not None
-    assert SegmentFinder(BLOCK, [True]).find([tables], rows, ones, contexts) == []
+    with_window = SegmentFinder([BLOCK] * 2, [True, False])
+    assert with_window.find(np.stack([tables, tables]), rows, ones, contexts)[0] is None
+    assert with_window.find(np.stack([tables, tables]), rows, ones, contexts)[1] is not None
+    assert SegmentFinder([BLOCK], [True]).find(tables[None], rows, ones, contexts) == []

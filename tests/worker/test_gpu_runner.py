@@ -17,7 +17,7 @@ import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig, make_config
 from octavo.core.kv.specs import FullAttention, group_layers
-from octavo.core.step import BlockCopy
+from octavo.core.step import BlockCopy, OpenedRow, StepPlan, TableWrite
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
 from octavo.errors import OutOfMemory
@@ -46,7 +46,7 @@ from octavo.worker.logit_edits import EditedRow
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.sampler import SamplingBatch
 from octavo.worker.worker import _refused
-from worker.fake_model import VOCAB_SIZE, Driver, FakeModel
+from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if HAS_GPU else []
@@ -420,3 +420,63 @@ def test_groups_may_have_blocks_of_different_lengths() -> None:
     before = runner.kv_cache.blocks[1].clone()
     runner.kv_cache._device.copy_blocks(runner.kv_cache.blocks, copies[0])
     assert torch.equal(runner.kv_cache.blocks[90].nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_shared_keys_are_read_once_in_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers with full attention in two groups, beside six with windows."""
+    monkeypatch.setattr(cascade, "MIN_KEYS", 32)
+    calls = 0
+
+    def counted(*args: object) -> None:
+        nonlocal calls
+        calls += 1
+        cascade_attention(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(triton_backend, "cascade_attention", counted)
+    model = FakeModel([*[None] * 4, *[6] * 6], device=DEVICE)
+    layout = group_layers(model.config.kv_specs())
+    assert [len(group.layer_ids) for group in layout.groups] == [2] * 5
+    config = make_config("fake", block_size=16, max_num_seqs=4)
+    device, backend = CudaDevice(DEVICE), load_backend("triton")
+    parts: tuple[Any, ...] = (config, model.config, model, backend)
+    runner = ModelRunner(*parts, (100, 9), device, SingleRank())
+    text = [token % VOCAB_SIZE for token in prompt(40, 3)]
+    texts = [[*text, token] for token in (1, 2, 3)]
+    rows, writes = [], []
+    for i, tokens in enumerate(texts):
+        rows.append(OpenedRow(i, tuple(tokens), 41, 40 if i else 0, GREEDY, 0, 0))
+        for group in range(5):  # two blocks in common, and one of its own
+            common = (1 + 2 * group, 2 + 2 * group)
+            writes.append(TableWrite(i, group, 0, (*common, 20 + 5 * i + group)))
+    copies = [BlockCopy(20 + group, 20 + 5 * i + group, 8) for i in (1, 2) for group in range(5)]
+    first = StepPlan(0, [0], [41], [0], [], opened=rows[:1], table_writes=writes[:5])
+    [token] = runner.submit(first).result().token_ids
+    assert token == int(model.expected_logits(texts[0])[-1].argmax())
+    texts[0].append(token)
+    together = StepPlan(
+        1,
+        [0, 1, 2],
+        [1] * 3,
+        [0, 1, 2],
+        [],
+        opened=rows[1:],
+        table_writes=writes[5:],
+        copies=copies,
+    )
+    drawn = runner.submit(together).result().token_ids
+    assert drawn == [int(model.expected_logits(tokens)[-1].argmax()) for tokens in texts]
+    assert calls == 4  # once in each layer with full attention
+
+
+def test_groups_that_share_other_blocks_have_no_cascade_attention() -> None:
+    tables = np.zeros((2, 3, 40), np.int32)
+    tables[:, :, :30] = np.arange(1, 31)
+    rows, ones = np.arange(3), np.ones(3, np.int64)
+    finder = cascade.SegmentFinder([16, 16, 16], [False, False, True])
+    found = finder.find(np.stack([*tables, tables[0]]), rows, ones, np.full(3, 470))
+    assert found[0] is not None
+    assert found[2] is None
+    tables[1, 0, 3:] += 50
+    finder.invalidate()
+    assert finder.find(np.stack([*tables, tables[0]]), rows, ones, np.full(3, 470)) == []

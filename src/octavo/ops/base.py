@@ -246,6 +246,7 @@ class AttentionBatch:
     rows: Tensor | None = None  # int32 [num_seqs]
     staging: Staging = field(default_factory=HostStaging)
     # One entry per KV group, or empty: keys that a backend may read once for all their sequences.
+    # Entries that are not None are equal.
     cascade: Sequence[CascadeSegments | None] = ()
     # Set while a step is captured: launches depend on these sizes alone. Padding tokens come last.
     padded: PaddedSizes | None = None

@@ -48,7 +48,8 @@ class SegmentFinder:
     def find(
         self, tables: Int32s, rows: Int64s, query_lens: Int64s, contexts: Int64s
     ) -> list[CascadeSegments | None]:
-        """For each KV group, the segments that decodes among `rows` share; [] if there are none.
+        """For each KV group, the segments that decodes among `rows` share: the same for all groups
+        with full attention. [] if there are none.
 
         `tables`: [groups, num_rows, max_blocks].
         """
@@ -63,7 +64,7 @@ class SegmentFinder:
                     tables, self._have_windows, self._block_sizes, strict=True
                 )
             ]
-            if not any(self._found):
+            if not _agree(self._found, self._have_windows):
                 self._found = []
         if len(singles) == len(query_lens):
             return self._found
@@ -71,6 +72,16 @@ class SegmentFinder:
             None if keys is None else keys._replace(members=singles[keys.members].astype(np.int32))
             for keys in self._found
         ]
+
+
+def _agree(found: Sequence[CascadeSegments | None], have_windows: Sequence[bool]) -> bool:
+    """Whether there are segments, the same in all groups with full attention. Sequences share their
+    blocks in all of these or in none, unless the same prefix was computed twice and its blocks were
+    evicted one by one."""
+    full = [each for each, has_window in zip(found, have_windows, strict=True) if not has_window]
+    if not full or full[0] is None:
+        return False
+    return all(other is not None and all(map(np.array_equal, full[0], other)) for other in full[1:])
 
 
 def find_segments(tables: Int32s, contexts: Int64s, block_size: int) -> CascadeSegments | None:

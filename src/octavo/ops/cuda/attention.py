@@ -74,7 +74,7 @@ class _CascadeSupport:
     """How layers of one shape run cascade attention."""
 
     config: CascadeConfig
-    kv_group: int  # whose block tables hold the shared keys
+    kv_groups: tuple[int, ...]  # whose block tables hold the shared keys
     num_splits: int  # that all shared keys are cut into, roughly
 
 
@@ -190,10 +190,10 @@ class TritonBackend:
         """How layers of this shape run cascade attention; None if they cannot."""
         config = cascade_config(self._dtype, shape.head_dim, shape.group)
         groups = {layer.group for layer in self._layers.values() if layer.shape == shape}
-        if config is None or shape.window is not None or len(groups) > 1:
+        if config is None or shape.window is not None:
             return None
         return _CascadeSupport(
-            config, groups.pop(), max(1, config.num_programs // shape.num_kv_heads)
+            config, tuple(groups), max(1, config.num_programs // shape.num_kv_heads)
         )
 
     def _cut_cascade(
@@ -209,7 +209,9 @@ class TritonBackend:
             return None
         config = support.config
         members_per_item = config.rows // shape.group
-        segments = cascade[support.kv_group]
+        segments = None
+        if all(cascade[group] is not None for group in support.kv_groups):
+            segments = cascade[support.kv_groups[0]]  # the others are equal
         return cascade_work(
             seqs, segments, config.tile, support.num_splits, members_per_item, num_padded
         )
