@@ -10,8 +10,9 @@ import numpy as np
 from numba import carray, float32
 
 from octavo.ops.base import LOG2_E
+from octavo.ops.cpu.attention_tiles import SPAN
 from octavo.ops.cpu.jit import jit
-from octavo.ops.cpu.vectors import exp2_nonpositive, pointer_to
+from octavo.ops.cpu.vectors import LANES, exp2_nonpositive, pointer_to
 
 _DOUBLED = np.float32(-2 * LOG2_E)  # tanh takes exp(-2 |x|), as a power of 2
 _ONE, _SMALL = np.float32(1), np.float32(0.125)
@@ -30,23 +31,23 @@ def _tanh(x: Any) -> Any:
 
 
 @jit
-def change_scores(step: Any, row: Any, head: int, position: int) -> None:
-    """Turn dot products of one query with neighbouring keys into scores, in place.
+def change_scores(step: Any, scores: Any, begin: int, head: int, position: int) -> None:
+    """Turn dot products of one query with a span of keys into scores, in place.
 
     Called only where `step.changes_scores` is set; otherwise a score is a multiple of the product,
     and the softmax multiplies. Loops without branches, so that LLVM vectorises them.
 
     Args:
-        row: float32, the products with the keys 0, 1, 2, ...
+        scores: float32; the products begin at `begin`.
         head: the query's.
-        position: the query's, counted as the keys are.
+        position: the query's, counted from the first key of the span.
     """
-    for i in range(len(row)):
-        row[i] *= step.product_scale
+    for i in range(SPAN * LANES):
+        scores[begin + i] *= step.product_scale
     if step.softcap > 0:
-        for i in range(len(row)):
-            row[i] = step.softcap * _tanh(row[i] / step.softcap)
+        for i in range(SPAN * LANES):
+            scores[begin + i] = step.softcap * _tanh(scores[begin + i] / step.softcap)
     if step.slopes != 0:
         slope = carray(pointer_to(step.slopes, float32), step.num_heads)[head]
-        for i in range(len(row)):
-            row[i] += slope * np.float32(i - position)
+        for i in range(SPAN * LANES):
+            scores[begin + i] += slope * np.float32(i - position)
