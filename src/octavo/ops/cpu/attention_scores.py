@@ -42,12 +42,13 @@ def change_scores(step: Any, scores: Any, begin: int, head: int, position: int) 
         head: the query's.
         position: the query's, counted from the first key of the span.
     """
-    for i in range(SPAN * LANES):
-        scores[begin + i] *= step.product_scale
+    row = scores[begin : begin + SPAN * LANES]
+    for i in range(len(row)):
+        row[i] *= step.product_scale
     if step.softcap > 0:
-        for i in range(SPAN * LANES):
-            scores[begin + i] = step.softcap * _tanh(scores[begin + i] / step.softcap)
+        for i in range(len(row)):
+            row[i] = step.softcap * _tanh(row[i] / step.softcap)
     if step.slopes != 0:
         slope = carray(pointer_to(step.slopes, float32), step.num_heads)[head]
-        for i in range(SPAN * LANES):
-            scores[begin + i] += slope * np.float32(i - position)
+        for i in range(len(row)):
+            row[i] += slope * np.float32(i - position)
