@@ -35,13 +35,14 @@ def change_scores(step: Any, scores: Any, begin: int, head: int, position: int) 
     """Turn dot products of one query with a span of keys into scores, in place.
 
     Called only where `step.changes_scores` is set; otherwise a score is a multiple of the product,
-    and the softmax multiplies. Loops without branches, so that LLVM vectorises them.
+    and the softmax multiplies. The loops have no branches, so that LLVM vectorises them.
 
     Args:
         scores: float32; the products begin at `begin`.
         head: the query's.
         position: the query's, counted from the first key of the span.
     """
+    # Loops over `scores` itself, whose indices may wrap around, would not be vectorised.
     row = scores[begin : begin + SPAN * LANES]
     for i in range(len(row)):
         row[i] *= step.product_scale
