@@ -80,7 +80,12 @@ class CpuBackend:
         self._rows_by_heads = _positions_of(
             [(layer.num_heads // layer.num_kv_heads, layer.num_kv_heads) for layer in layers]
         )
-        self._run = _layer_runner(kv_cache.dtype)
+        # Which kernel a layer runs, by whether it is the general one; see `run_layer`.
+        self._is_general = [bool(layer.scores.features) for layer in layers]
+        self._runners = {
+            is_general: _layer_runner(kv_cache.dtype, is_general)
+            for is_general in set(self._is_general)
+        }
         self._held: list[object] = []  # keeps alive what the addresses of this step point to
 
     @staticmethod
@@ -133,14 +138,19 @@ class CpuBackend:
         step["key"], step["key_stride"] = key.data_ptr(), key.stride(0)
         step["value"], step["value_stride"] = value.data_ptr(), value.stride(0)
         step["output"] = output.data_ptr()
+        is_general = self._is_general[row]
         if rotary is None:
             step["rotary_half"] = 0
         else:
+            is_general = is_general or rotary.interleaved
             step["cos"], step["sin"] = rotary.cos.data_ptr(), rotary.sin.data_ptr()
             step["rotary_half"] = rotary.rotary_dim // 2
             step["interleaved"] = rotary.interleaved
         self._counters.fill(0)
-        self._run(step.ctypes.data, torch.get_num_threads())
+        run = self._runners.get(is_general)
+        if run is None:
+            run = self._runners[is_general] = _layer_runner(self._kv_cache.dtype, is_general)
+        run(step.ctypes.data, torch.get_num_threads())
         return output
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
@@ -255,6 +265,6 @@ def _max_rows(items: NDArray[np.int32], group: int) -> int:
 
 
 @cache
-def _layer_runner(dtype: torch.dtype) -> Runner:
+def _layer_runner(dtype: torch.dtype, is_general: bool) -> Runner:
     """The kernel for one dtype: compiled on first use, then cached on disk."""
-    return make_runner(compile_layer(bf16=dtype == torch.bfloat16))
+    return make_runner(compile_layer(dtype == torch.bfloat16, is_general))

@@ -64,13 +64,13 @@ def _v_index(element: int, token: int, pair: int, padded_dim: int) -> int:
 
 
 @jit
-def rotate(step: Any, elements: Any, source: Any, position: int, target: Any) -> None:
+def rotate(step: Any, elements: Any, general: Any, source: Any, position: int, target: Any) -> None:
     """Copy one head [head_dim], rotated to its position."""
     half = step.rotary_half
     if half > 0:
         cos = carray(pointer_to(step.cos + 4 * half * position, float32), half)
         sin = carray(pointer_to(step.sin + 4 * half * position, float32), half)
-        if step.interleaved:
+        if len(general) > 0 and step.interleaved:
             for i in range(half):
                 x1, x2 = to_float(source[2 * i]), to_float(source[2 * i + 1])
                 target[2 * i] = from_float(x1 * cos[i] - x2 * sin[i], elements)
@@ -85,7 +85,9 @@ def rotate(step: Any, elements: Any, source: Any, position: int, target: Any) ->
 
 
 @jit
-def write_token(step: Any, elements: Any, token: int, head: int, rotated: Any) -> None:
+def write_token(
+    step: Any, elements: Any, general: Any, token: int, head: int, rotated: Any
+) -> None:
     """Write one token's K (rotated) and V of one KV head to its slot."""
     itemsize = size_of(elements)
     pair = 4 // itemsize
@@ -98,7 +100,8 @@ def write_token(step: Any, elements: Any, token: int, head: int, rotated: Any) -
     v_block = carray(pointer_to(home + size * padded * itemsize, elements), size * padded)
     k_from = step.key + (token * step.key_stride + head * dim) * itemsize
     v_from = step.value + (token * step.value_stride + head * dim) * itemsize
-    rotate(step, elements, carray(pointer_to(k_from, elements), dim), position, rotated)
+    source = carray(pointer_to(k_from, elements), dim)
+    rotate(step, elements, general, source, position, rotated)
     value = carray(pointer_to(v_from, elements), dim)
     if size % LANES:
         k_block, v_block = k_block[offset * padded :], v_block[offset * padded :]

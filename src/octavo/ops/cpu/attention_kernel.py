@@ -40,7 +40,7 @@ NEXT_WRITE, WRITTEN, NEXT_ITEM = 0, 64, 128
 
 
 @inlined
-def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> None:
+def _attend(step: Any, words: Any, elements: Any, general: Any, item: Any, scratch: Any) -> None:
     """Queries [q_begin, q_end) of a sequence, for the query heads of some KV heads."""
     seq, q_begin, q_end, head_begin, head_end = item
     places, staged = scratch.places, scratch.staged
@@ -53,11 +53,11 @@ def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> No
     token = starts[0] + q_begin
     if starts[1] - starts[0] == 1:
         for head in range(head_begin, head_end):
-            write_token(step, elements, token, head, scratch.rotated)
+            write_token(step, elements, general, token, head, scratch.rotated)
     else:
         while fetch_add(step.counters + WRITTEN, 0) < step.num_writes:
             yield_core()  # another thread is still writing keys that these queries may see
-    _begin_rows(step, elements, token, q_end - q_begin, head_begin, head_end, scratch)
+    _begin_rows(step, elements, general, token, q_end - q_begin, head_begin, head_end, scratch)
     key_end = first + (q_end - q_begin)
     key_begin = max(0, first - step.window + 1)
     in_place = size % LANES == 0
@@ -94,6 +94,7 @@ def _attend(step: Any, words: Any, elements: Any, item: Any, scratch: Any) -> No
                 step,
                 words,
                 elements,
+                general,
                 first - span,
                 q_end - q_begin,
                 head,
@@ -109,6 +110,7 @@ def _attend_span(
     step: Any,
     words: Any,
     elements: Any,
+    general: Any,
     first: int,
     num_queries: int,
     head: int,
@@ -142,12 +144,13 @@ def _attend_span(
             words, rows, num_tiles, queries.ctypes.data + (row_base + r0) * row_bytes, row_bytes,
             places.ctypes.data, depth, s_address,
         )  # fmt: skip
+        if len(general) > 0 and step.changes_scores:
+            for r in range(rows):
+                row_head, row_position = first_head + (r0 + r) % group, first + (r0 + r) // group
+                change_scores(step, scratch.scores, r * SPAN_TOKENS, row_head, row_position)
         for r in range(rows):
             position = first + (r0 + r) // group
             at = row_base + r0 + r
-            if step.changes_scores:
-                products = scratch.scores[r * SPAN_TOKENS : (r + 1) * SPAN_TOKENS]
-                change_scores(step, products, first_head + (r0 + r) % group, position)
             maxima[at], decay, total = softmax_row(
                 words, s_address + r * 4 * SPAN_TOKENS, max(0, position - window + 1),
                 position + 1, step.scale, maxima[at],
@@ -169,6 +172,7 @@ def _attend_span(
 def _begin_rows(
     step: Any,
     elements: Any,
+    general: Any,
     token: int,
     num_queries: int,
     head_begin: int,
@@ -192,12 +196,14 @@ def _begin_rows(
         begin = (token + q) * step.query_stride + head * dim
         source = carray(pointer_to(step.query + begin * size_of(elements), elements), dim)
         row = scratch.queries[r * padded : (r + 1) * padded]
-        rotate(step, elements, source, positions[q], row)
+        rotate(step, elements, general, source, positions[q], row)
         for i in range(dim, dim + dim % (4 // size_of(elements))):
             row[i] = 0
-        if step.sinks != 0:
-            sink = carray(pointer_to(step.sinks, float32), step.num_heads)[head]
-            scratch.maxima[r] = max(sink, NEVER_SEEN)
+    if len(general) > 0 and step.sinks != 0:
+        sinks = carray(pointer_to(step.sinks, float32), step.num_heads)
+        for r in range(num_rows):
+            head = (head_begin + r // (group * num_queries)) * group + r % group
+            scratch.maxima[r] = max(sinks[head], NEVER_SEEN)
             scratch.totals[r] = 1.0
 
 
@@ -226,11 +232,13 @@ def _store_output(
 
 
 @inlined
-def run_layer(steps: Any, words: Any, elements: Any) -> None:
+def run_layer(steps: Any, words: Any, elements: Any, general: Any) -> None:
     """Compute work items of a layer until none is left; any number of threads may run this.
 
     `words` and `elements` are empty arrays: their dtypes choose the arithmetic
-    (attention_tiles.py).
+    (attention_tiles.py). `general` is a tuple, whose length is known to the compiler: empty where
+    scores are multiples of dot products, without sinks, and rotary pairs are not interleaved. Even
+    branches that are never taken would cost a short decode a fifth of its time.
     """
     step = steps[0]
     next_write, next_item = step.counters + NEXT_WRITE, step.counters + NEXT_ITEM
@@ -254,19 +262,20 @@ def run_layer(steps: Any, words: Any, elements: Any) -> None:
         begin, end = writes[work]
         for head in range(num_kv_heads):
             for token in range(begin, end):
-                write_token(step, elements, token, head, scratch.rotated)
+                write_token(step, elements, general, token, head, scratch.rotated)
         fetch_add(step.counters + WRITTEN, 1)
         work = fetch_add(next_write, 1)
 
     items = carray(pointer_to(step.items, int32), (step.num_items, 5))
     work = fetch_add(next_item, 1)
     while work < step.num_items:
-        _attend(step, words, elements, items[work], scratch)
+        _attend(step, words, elements, general, items[work], scratch)
         work = fetch_add(next_item, 1)
 
 
-def compile_layer(bf16: bool) -> Any:
+def compile_layer(bf16: bool, is_general: bool) -> Any:
     """`run_layer` for one dtype as a C function of the address of a STEP."""
+    general = (1,) if is_general else ()
     elements: Any = np.dtype(np.uint16 if bf16 else np.float32)
     words: Any = np.dtype(np.float32)
     if bf16:
@@ -275,6 +284,7 @@ def compile_layer(bf16: bool) -> Any:
 
     def layer(address):
         sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)
-        run_layer(carray(pointer_to(address, STEP), 1), np.empty(0, words), np.empty(0, elements))
+        steps = carray(pointer_to(address, STEP), 1)
+        run_layer(steps, np.empty(0, words), np.empty(0, elements), general)
 
     return compile_kernel(layer)

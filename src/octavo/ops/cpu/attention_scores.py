@@ -10,8 +10,9 @@ import numpy as np
 from numba import carray, float32
 
 from octavo.ops.base import LOG2_E
+from octavo.ops.cpu.attention_tiles import SPAN
 from octavo.ops.cpu.jit import jit
-from octavo.ops.cpu.vectors import exp2_nonpositive, pointer_to
+from octavo.ops.cpu.vectors import LANES, exp2_nonpositive, pointer_to
 
 _DOUBLED = np.float32(-2 * LOG2_E)  # tanh takes exp(-2 |x|), as a power of 2
 _ONE, _SMALL = np.float32(1), np.float32(0.125)
@@ -30,17 +31,19 @@ def _tanh(x: Any) -> Any:
 
 
 @jit
-def change_scores(step: Any, row: Any, head: int, position: int) -> None:
-    """Turn dot products of one query with neighbouring keys into scores, in place.
+def change_scores(step: Any, scores: Any, begin: int, head: int, position: int) -> None:
+    """Turn dot products of one query with a span of keys into scores, in place.
 
     Called only where `step.changes_scores` is set; otherwise a score is a multiple of the product,
-    and the softmax multiplies. Loops without branches, so that LLVM vectorises them.
+    and the softmax multiplies. The loops have no branches, so that LLVM vectorises them.
 
     Args:
-        row: float32, the products with the keys 0, 1, 2, ...
+        scores: float32; the products begin at `begin`.
         head: the query's.
-        position: the query's, counted as the keys are.
+        position: the query's, counted from the first key of the span.
     """
+    # Loops over `scores` itself, whose indices may wrap around, would not be vectorised.
+    row = scores[begin : begin + SPAN * LANES]
     for i in range(len(row)):
         row[i] *= step.product_scale
     if step.softcap > 0:
