@@ -1103,6 +1103,7 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
         (MPT_7B, {"attn_config": {"alibi": False}}, "attn_config: alibi is False; octavo does not"),
         (MPT_7B, {"attn_config": [1]}, r"attn_config is \[1\]; it must be a JSON object"),
         (MPT_7B, {"expansion_ratio": 8}, "expansion_ratio is 8; octavo does not implement"),
+        (MPT_7B, {"d_model": 1 << 20, "n_heads": 1 << 20}, "n_heads is 1048576; it must be a posi"),
         (BLOOM_560M, {"n_head": 7}, "a hidden size of 1024 does not divide into 7 heads"),
         (
             BLOOM_560M,

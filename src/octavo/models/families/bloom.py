@@ -5,7 +5,12 @@ from __future__ import annotations
 from octavo.json_fields import Fields
 from octavo.layers.config import AttentionConfig, MLPConfig, NormConfig
 from octavo.models.config import LayerConfig, ModelDescription
-from octavo.models.families.common import MAX_LAYERS, alibi_slopes, divided_head_dim
+from octavo.models.families.common import (
+    MAX_ALIBI_HEADS,
+    MAX_LAYERS,
+    alibi_slopes,
+    divided_head_dim,
+)
 from octavo.models.family import Family, WeightNames
 
 WEIGHTS = WeightNames(
@@ -33,7 +38,7 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a BloomForCausalLM."""
     config.refuse("apply_residual_connection_post_layernorm", False)
     hidden = config.count(config.either("hidden_size", "n_embed"), 64)
-    heads = config.count(config.either("n_head", "num_attention_heads"), 8)
+    heads = config.count(config.either("n_head", "num_attention_heads"), 8, MAX_ALIBI_HEADS)
     num_layers = config.count(config.either("n_layer", "num_hidden_layers"), 2, MAX_LAYERS)
     head_dim = divided_head_dim(config, hidden, heads)
     norm = NormConfig("layer", hidden, config.number("layer_norm_epsilon", 1e-5))

@@ -41,7 +41,7 @@ def read_cohere(config: Fields, **options: Any) -> ModelDescription:
 FAMILY = Family(
     model_type="cohere",
     architecture="CohereForCausalLM",
-    note="Command R, Aya 23; no norms of heads (Command R+)",
+    note="Command R, Aya 23, Aya Expanse; no norms of heads (Command R+)",
     read=read,
     weights=llama.WEIGHTS,
     options=frozenset({"logit_scale"}),

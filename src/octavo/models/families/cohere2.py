@@ -31,7 +31,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
-    note="Command R7B, Command A, Aya Expanse; windows, layers without rotary positions",
+    note="Command R7B, Command A; windows, layers without rotary positions",
     read=read,
     weights=llama.WEIGHTS,
     options=frozenset({"logit_scale"}),

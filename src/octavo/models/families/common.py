@@ -22,6 +22,7 @@ from octavo.models.config import LayerConfig, ModelDescription, NormPlacement
 from octavo.models.rope_scaling import read_rotary
 
 MAX_LAYERS = 10_000  # a hundred times today's deepest; layers are built before memory is counted
+MAX_ALIBI_HEADS = 10_000  # each has a slope in the description
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Names in config.json, and ours.
 GATED_ACTIVATIONS: dict[str, Activation] = {

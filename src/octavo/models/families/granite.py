@@ -2,7 +2,8 @@
 
 What each block returns is multiplied by m before it is added to the residual stream. octavo keeps
 the residual stream divided by m instead, for which nothing has to be computed: RMS norms, which are
-all that reads it, do not see a factor, if eps is divided by m squared.
+all that reads it, do not see a factor, if eps is divided by m squared. (In float16, whose range is
+small, hidden states are that much larger; the checkpoints are bfloat16.)
 """
 
 from __future__ import annotations

@@ -5,7 +5,12 @@ from __future__ import annotations
 from octavo.json_fields import Fields
 from octavo.layers.config import AttentionConfig, MLPConfig, NormConfig
 from octavo.models.config import LayerConfig, ModelDescription
-from octavo.models.families.common import MAX_LAYERS, alibi_slopes, divided_head_dim
+from octavo.models.families.common import (
+    MAX_ALIBI_HEADS,
+    MAX_LAYERS,
+    alibi_slopes,
+    divided_head_dim,
+)
 from octavo.models.family import Family, WeightNames
 
 WEIGHTS = WeightNames(
@@ -36,7 +41,7 @@ def read(config: Fields) -> ModelDescription:
         for name, harmless in refused.items():
             fields.refuse(name, harmless)
     hidden = config.count(config.either("d_model", "hidden_size"), 2048)
-    heads = config.count(config.either("n_heads", "num_attention_heads"), 16)
+    heads = config.count(config.either("n_heads", "num_attention_heads"), 16, MAX_ALIBI_HEADS)
     num_layers = config.count(config.either("n_layers", "num_hidden_layers"), 24, MAX_LAYERS)
     head_dim = divided_head_dim(config, hidden, heads)
     norm = NormConfig("layer", hidden, config.number("layer_norm_epsilon", 1e-5), bias=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from ctypes import addressof, c_int64
+from ctypes import Array, addressof, c_int64
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -44,26 +44,30 @@ def norm(
     """See ops/norm.py. Computed in float32 and rounded once; tokens of x may be strided."""
     if reduction is not None:
         x, second = reduction.communicator.all_reduce(x if second is None else x + second), None
-    weight = (affine or branch or Affine(None)).weight
-    kernel = None
-    if weight is not None and _is_plain(x) and (residual is None or residual.is_contiguous()):
+    kernel, weight = None, (affine or branch or Affine(None)).weight
+    # Layer norms whose rest is one addition stay torch's, which start faster.
+    is_torchs = not is_rms and second is None and branch is None and twin is None
+    is_dense = residual is None or residual.is_contiguous()
+    if weight is not None and not is_torchs and is_dense and _is_plain(x):
         kernel = _norm_kernel(x.dtype, weight.dtype, is_rms)
     if kernel is None:
         return norms.norm(x, affine, eps, residual, is_rms, second=second, branch=branch, twin=twin)
-    num_results = (affine is not None) + (twin is not None)
-    results = [torch.empty(x.shape, dtype=x.dtype) for _ in range(num_results)]
-    heads = x.shape[1] if x.dim() == 3 else 1
-    _run(
-        kernel,
-        x,
-        (x.shape[0], heads, x.shape[-1]),
-        _address(second),
-        _address(residual),
-        _address(None if branch is None else branch.weight),
-        *((0, 0, 0) if affine is None else (*map(_address, affine), results[0].data_ptr())),
-        *((0, 0, 0) if twin is None else (*map(_address, twin), results[-1].data_ptr())),
-        _bits(eps),
-    )
+    results = []
+    scale = shift = output = twin_scale = twin_shift = twin_output = 0  # addresses
+    if affine is not None:
+        results.append(torch.empty(x.shape, dtype=x.dtype))
+        scale, shift, output = _addresses(affine, results[0])
+    if twin is not None:
+        results.append(torch.empty(x.shape, dtype=x.dtype))
+        twin_scale, twin_shift, twin_output = _addresses(twin, results[-1])
+    tokens, heads, size = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
+    args = _Args(
+        0, x.data_ptr(), 0 if second is None else second.data_ptr(),
+        0 if residual is None else residual.data_ptr(), 0 if branch is None else _scale(branch),
+        scale, shift, output, twin_scale, twin_shift, twin_output,
+        _bits(eps), tokens, heads, size, x.stride(0), max(1, CHUNK // size),
+    )  # fmt: skip
+    _run(kernel, args, tokens * heads * size)
     return results
 
 
@@ -89,7 +93,11 @@ def apply_gate(gate_up: Tensor, epilogue: Epilogue, output: Tensor | None = None
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     if output is None:
         output = gate_up.new_empty((num_tokens, size))
-    _run(kernel, gate_up, (num_tokens, 1, size), *(0,) * 5, output.data_ptr(), *(0,) * 4)
+    args = _Args(
+        0, gate_up.data_ptr(), 0, 0, 0, 0, 0, output.data_ptr(), 0, 0, 0, 0,
+        num_tokens, 1, size, gate_up.stride(0), max(1, CHUNK // size),
+    )  # fmt: skip
+    _run(kernel, args, num_tokens * size)
     return output
 
 
@@ -100,15 +108,20 @@ def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
     return epilogues.apply_epilogue(y, epilogue)
 
 
-def _run(kernel: Runner, x: Tensor, shape: tuple[int, int, int], *rest: int) -> None:
-    """Call a kernel with its arguments in the order of row_kernels.py: SECOND to EPS are `rest`."""
-    total = shape[0] * shape[1] * shape[2]
-    args = _Args(0, x.data_ptr(), *rest, *shape, x.stride(0), max(1, CHUNK // shape[2]))
-    kernel(addressof(args), torch.get_num_threads() if total >= WORTH_SHARING else 1)
+def _run(kernel: Runner, args: Array[c_int64], num_elements: int) -> None:
+    """Call a kernel; its arguments are in the order of row_kernels.py."""
+    shares = num_elements >= WORTH_SHARING
+    kernel(addressof(args), torch.get_num_threads() if shares else 1)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _addresses(affine: Affine, result: Tensor) -> tuple[int, int, int]:
+    bias = affine.bias
+    return _scale(affine), 0 if bias is None else bias.data_ptr(), result.data_ptr()
+
+
+def _scale(affine: Affine) -> int:
+    assert affine.weight is not None
+    return affine.weight.data_ptr()
 
 
 @cache
