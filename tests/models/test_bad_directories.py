@@ -137,7 +137,9 @@ def test_every_field_of_tokenizer_config(tmp_path: Path) -> None:
     def read() -> None:
         tokenizer = Tokenizer.from_directory(tmp_path)
         assert tokenizer.encode("fox")
-        assert tokenizer.bos_token_id is None or tokenizer.bos_token_id < tokenizer.vocab_size
+        for token in tokenizer.special_tokens.values():
+            ids = tokenizer.encode(token, add_special_tokens=False)
+            assert all(token_id < tokenizer.vocab_size for token_id in ids)
 
     for _, _, changed in changes(config, {*config, "chat_template"}):
         write(tmp_path / "tokenizer_config.json", changed)

@@ -418,7 +418,7 @@ def test_groups_may_have_blocks_of_different_lengths() -> None:
     # All of a block is copied: which tokens are in it depends on its group.
     copies = runner.kv_cache.stage([BlockCopy(1, 90, 1)], HostStaging())
     before = runner.kv_cache.blocks[1].clone()
-    runner.kv_cache._device.copy_blocks(runner.kv_cache.blocks, copies[0])
+    runner.kv_cache._device.copy_blocks(runner.kv_cache.blocks, copies[0].to(DEVICE))
     assert torch.equal(runner.kv_cache.blocks[90].nan_to_num(), before.nan_to_num())
 
 
