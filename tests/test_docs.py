@@ -21,7 +21,7 @@ from octavo.cli.main import main
 from octavo.config import make_config
 from octavo.registry import GROUP as PLUGINS
 from octavo.server.engine_process.client import EngineClient
-from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.app import create_app
 from octavo.server.http.settings import ServerSettings
 from octavo.server.observability.observation import Observation

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -29,12 +29,15 @@ class NoRoom(EngineFailed):
 class ChildProcess:
     """Owns a process that ends when the socket to it is closed."""
 
-    def __init__(self, command: Sequence[str], what: str) -> None:
+    def __init__(
+        self, command: Sequence[str], what: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Start a program.
 
         Args:
             command: gets the number of its socket's file descriptor as its last argument.
             what: names the process in errors.
+            environment: variables of the process, beside those of this one.
 
         Raises:
             NoRoom: the system has too few resources for a process at the moment.
@@ -47,7 +50,7 @@ class ChildProcess:
                 with theirs:
                     # The child asks the kernel to end it with the thread that started it. This
                     # thread lasts as long as the child does; the caller's may not.
-                    arguments = (command, theirs, spawned, self.exit_status)
+                    arguments = (command, theirs, environment or {}, spawned, self.exit_status)
                     Thread(target=_watch, args=arguments, daemon=True).start()
                     self._process = spawned.result()
             except BaseException:
@@ -76,6 +79,7 @@ class ChildProcess:
 def _watch(
     command: Sequence[str],
     connection: socket.socket,
+    environment: Mapping[str, str],
     spawned: Future[subprocess.Popen[bytes]],
     exit_status: Future[int],
 ) -> None:
@@ -87,6 +91,7 @@ def _watch(
             stdin=subprocess.DEVNULL,
             stdout=2,  # what libraries print goes to the log, too
             pass_fds=[connection.fileno()],
+            env={**os.environ, **environment},
             process_group=0,
         )
     except BaseException as error:

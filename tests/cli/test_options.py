@@ -21,7 +21,7 @@ from octavo.cli.options import (
 from octavo.cli.serve import serve
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
 from octavo.models.registry import FAMILIES
-from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.settings import ConnectionLimits, Listening, ServerSettings
 
 SERVE_CLASSES = (ConnectionLimits, Listening, ServerSettings, Supervision)

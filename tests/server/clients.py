@@ -16,7 +16,7 @@ from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.listening import Listener
-from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.engine_process.supervision import Supervision
 from server.symbolic_engine import expected_tokens
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from octavo.outputs import RequestOutput, SequenceOutput
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import EngineInfo
-from octavo.server.engine_process.supervisor import Health
+from octavo.server.engine_process.supervision import Health
 from octavo.server.offload import Offload
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 16

@@ -35,7 +35,7 @@ from octavo.server.engine_process.messages import (
     decode_message,
     encode,
 )
-from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.engine_process.supervision import Supervision
 from server.clients import (
     BLOCK_SIZE,
     assert_nothing_is_held,

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from octavo.server.engine_process.client import EngineClient
-from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.app import create_app
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.settings import ServerSettings

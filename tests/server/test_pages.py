@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from octavo.engine.events import Copied
 from octavo.engine.snapshot import Snapshot
 from octavo.server.engine_process.client import EngineClient
-from octavo.server.engine_process.supervisor import Health
+from octavo.server.engine_process.supervision import Health
 from octavo.server.http.context import Context
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.gate import Gate

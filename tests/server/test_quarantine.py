@@ -29,13 +29,15 @@ class Processes:
     def run(self, names: str, advancing: str = "") -> None:
         for name in names:
             entry = self.journal.requests[name]
-            entry.is_sent = entry.is_accepted = entry.is_running = True
+            entry.replica = 0
+            entry.is_accepted = entry.is_running = True
             if name in advancing and entry.samples:
                 entry.samples[0].token_ids.append(7)
             entry.num_steps = 5 if name in advancing else 1
 
     def die(self, death: Death) -> str | None:
-        killer = self.quarantine.note_death(death)
+        entries = [each for each in self.journal.requests.values() if each.replica == 0]
+        killer = self.quarantine.note_death(0, death, entries)
         if killer is None:
             return None
         del self.journal.requests[killer.request_id]
@@ -89,7 +91,7 @@ def test_those_that_wait_are_not_quarantined() -> None:
     waiting = processes.journal.requests["b"]
     for _ in range(3):
         processes.run("a", advancing="a")
-        waiting.is_sent = waiting.is_accepted = True
+        waiting.replica, waiting.is_accepted = 0, True
         assert processes.die(CRASH) is None
     assert not waiting.is_quarantined
 

@@ -13,7 +13,7 @@ from octavo.engine.validation import PreparedRequest
 from octavo.outputs import SequenceDelta
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.delivery import Delivery
-from octavo.server.engine_process.exchange import Exchange
+from octavo.server.engine_process.fleet import Fleet
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import pack_logprobs
 from octavo.server.engine_process.stream import MAX_DELTA_TOKENS, RequestStream
@@ -35,7 +35,8 @@ def new_stream(
 
 def test_an_idle_server_does_not_ask_for_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     delivery = Delivery([])
-    delivery.exchange = cast("Exchange", SimpleNamespace(drop=lambda entry: None))
+    fleet = SimpleNamespace(drop=lambda entry: None, tell=lambda entry, command: None)
+    delivery.fleet = cast("Fleet", fleet)
     for arrival_time, end_time in ((0.0, 1.0), (1.5, 2.0), (7200.0, 7200.5)):
         delivery.streams["r"] = stream = new_stream(arrival_time, delivery)
         monkeypatch.setattr("time.monotonic", lambda now=end_time: now)

@@ -20,7 +20,7 @@ from octavo.errors import EngineFailed, LogitsNotFinite, ModelError, RequestFail
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.quarantine import MAX_CRASHES_ALONE, MAX_KILLS_ALONE
-from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.engine_process.supervision import Supervision
 from octavo.server.observability.metrics import Metrics
 from server.clients import (
     PROGRAM,
@@ -311,7 +311,7 @@ def test_want_of_files_is_no_failure_of_the_engine(monkeypatch: pytest.MonkeyPat
             while client.gauges.step_seqs == 0:
                 await asyncio.sleep(0.01)
             monkeypatch.setattr("octavo.child_process.socket.socketpair", exhausted)
-            monkeypatch.setattr("octavo.server.engine_process.supervisor.NO_ROOM_SECONDS", 0.01)
+            monkeypatch.setattr("octavo.server.engine_process.replica.NO_ROOM_SECONDS", 0.01)
             os.kill(client.info.pid, signal.SIGKILL)
             await good
             assert (num_attempts, client.info.num_restarts) == (6, 1)

@@ -10,7 +10,7 @@ import click
 
 from octavo.cli.options import engine_options, field_options, field_texts
 from octavo.config import make_config
-from octavo.server.engine_process.supervisor import Supervision
+from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.keys import ApiKeys, read_key_file
 from octavo.server.http.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
 from octavo.server.observability.logs import set_up_logs

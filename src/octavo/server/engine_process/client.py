@@ -19,12 +19,14 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
+from octavo.server.engine_process.fleet import Fleet
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.listening import Listener, Subscription
 from octavo.server.engine_process.messages import EngineInfo
 from octavo.server.engine_process.process import COMMAND
+from octavo.server.engine_process.replica import add_counters, add_gauges
 from octavo.server.engine_process.stream import RequestStream
-from octavo.server.engine_process.supervisor import Health, Supervision, Supervisor
+from octavo.server.engine_process.supervision import Health, Supervision
 from octavo.server.offload import Offload
 
 MAX_RETRY_SECONDS = 60.0
@@ -71,10 +73,9 @@ class EngineClient:
         self._supervision = supervision or Supervision()
         self._journal = Journal()
         self._delivery = Delivery(listeners)
-        self._supervisor = Supervisor(
+        self._fleet = self._delivery.fleet = Fleet(
             config, self._supervision, self._journal, self._delivery, command
         )
-        self._exchange = self._delivery.exchange = self._supervisor.exchange
         self._preparer = RequestPreparer(self.model_config, self.tokenizer, config)
         self._is_draining = False
 
@@ -84,13 +85,13 @@ class EngineClient:
         Raises what the engine raised: ConfigError, ModelError, OutOfMemory; EngineFailed if the
         process died.
         """
-        await self._supervisor.start()
+        await self._fleet.start()
 
     async def close(self) -> None:
         """End the engine process; open requests end as aborted. A second call does nothing."""
         for stream in list(self._delivery.streams.values()):
             stream.abort()
-        await self._supervisor.close()
+        await self._fleet.close()
         self.offload.close()
         for subscription in self._delivery.subscriptions:
             subscription.close()
@@ -107,24 +108,24 @@ class EngineClient:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine process that runs, or ran last, is like. Only after `start`."""
-        info = self._delivery.info
+        """What the engines that run, or ran last, are like. Only after `start`."""
+        info = self._fleet.info
         assert info is not None, "start() has not returned"
         return info
 
     @property
     def health(self) -> Health:
-        return self._supervisor.health(len(self._delivery.streams), self._is_draining)
+        return self._fleet.health(len(self._delivery.streams), self._is_draining)
 
     @property
     def gauges(self) -> Gauges:
-        """How things stood after the last step."""
-        return self._delivery.gauges
+        """How things stood after the last steps, in all replicas together."""
+        return add_gauges([replica.gauges for replica in self._fleet.replicas])
 
     @property
     def counters(self) -> Counters:
         """Totals over all engine processes."""
-        return self._delivery.counters
+        return add_counters([replica.counters for replica in self._fleet.replicas])
 
     @property
     def open_requests(self) -> dict[str, OpenRequest]:
@@ -212,13 +213,13 @@ class EngineClient:
         if name in self._journal.pins:
             raise InvalidRequest("name", f"a prefix {name!r} is pinned already")
         pin = Pin(name, token_ids, cache_salt, asyncio.get_running_loop().create_future())
-        self._exchange.pin(pin)
+        self._fleet.pin(pin)
         try:
             await asyncio.shield(pin.computed)
         except asyncio.CancelledError:
             pin.computed.cancel()
             if self._journal.pins.get(name) is pin:
-                await self._exchange.unpin(pin)
+                await self._fleet.unpin(pin)
             raise
         return _pinned(pin)
 
@@ -229,7 +230,7 @@ class EngineClient:
         if pin is None or not pin.computed.done():
             known = ", ".join(sorted(prefix.name for prefix in self.list_prefixes())) or "none"
             raise InvalidRequest("name", f"no prefix {name!r} is pinned; pinned: {known}")
-        await self._exchange.unpin(pin)
+        await self._fleet.unpin(pin)
         return _pinned(pin)
 
     def list_prefixes(self) -> list[PinnedPrefix]:
@@ -237,21 +238,25 @@ class EngineClient:
 
     # ---------------------------------------------------------------- looking inside
 
-    async def snapshot(self) -> Snapshot:
-        """Blocks, queues and block tables between two steps. Raises Unavailable while there is no
-        engine process to ask."""
-        snapshot: Snapshot = await self._exchange.ask(m.Look)
+    async def snapshot(self, replica: int = 0) -> Snapshot:
+        """A replica's blocks, queues and block tables between two steps. Raises Unavailable while
+        it has no engine process to ask."""
+        snapshot: Snapshot = await self._fleet.replicas[replica].exchange.ask(m.Look)
         return snapshot
 
     async def inspect(self, request_id: str) -> RequestView | None:
-        """One open request with its tokens; None if the engine does not know it. Raises
-        Unavailable while there is no engine process to ask."""
-        view: RequestView | None = await self._exchange.ask(m.Look, request_id=request_id)
+        """One open request with its tokens; None if no engine knows it. Raises Unavailable while
+        there is no engine process to ask."""
+        entry = self._journal.requests.get(request_id)
+        if entry is None or entry.replica is None:
+            return None
+        exchange = self._fleet.replicas[entry.replica].exchange
+        view: RequestView | None = await exchange.ask(m.Look, request_id=request_id)
         return view
 
     @contextlib.asynccontextmanager
-    async def events(self) -> AsyncIterator[AsyncIterator[list[Event]]]:
-        """A subscription to all events, batch by batch (one a step that had any).
+    async def events(self, replica: int = 0) -> AsyncIterator[AsyncIterator[list[Event]]]:
+        """A subscription to all events of a replica, batch by batch (one a step that had any).
 
         >>> async with client.events() as batches:
         ...     async for batch in batches: ...
@@ -259,17 +264,18 @@ class EngineClient:
         While there is no subscriber, the engine sends only admissions and preemptions. A subscriber
         that does not keep up loses the oldest batches. The iterator ends when the client is closed.
         """
-        subscription = Subscription()
-        subscriptions = self._delivery.subscriptions
+        subscription = Subscription(replica)
+        subscriptions, exchange = (
+            self._delivery.subscriptions,
+            self._fleet.replicas[replica].exchange,
+        )
         subscriptions.append(subscription)
-        if len(subscriptions) == 1:
-            self._exchange.watch(True)
+        exchange.watch(True)
         try:
             yield subscription
         finally:
             subscriptions.remove(subscription)
-            if not subscriptions:
-                self._exchange.watch(False)
+            exchange.watch(any(each.replica == replica for each in subscriptions))
 
     # ---------------------------------------------------------------- inside
 
@@ -280,12 +286,12 @@ class EngineClient:
             raise InvalidRequest("request_id", f"{request_id!r} is in use")
         streams[request_id] = stream
         try:
-            await self._exchange.open(stream.entry)
+            await self._fleet.open(stream.entry)
         except asyncio.CancelledError:
             stream.abort()
             raise
         except Exception:
-            self._exchange.drop(stream.entry)
+            self._fleet.drop(stream.entry)
             if streams.get(request_id) is stream:
                 self._delivery.forget(stream)
             raise
@@ -323,11 +329,10 @@ class EngineClient:
         return token_ids
 
     def _check_open(self) -> None:
-        state = self._supervisor.state
-        if self._is_draining or state == "closed":
+        if self._is_draining or self._fleet.is_closed:
             raise Unavailable("the server is shutting down")
-        if state == "failed":
-            raise Unavailable(str(self.health.reason), self._supervisor.seconds_to_revival)
+        if self._fleet.is_given_up:
+            raise Unavailable(str(self.health.reason), self._fleet.seconds_to_revival)
 
     def _check_width(self, prepared: PreparedRequest) -> None:
         limit = self.info.max_num_seqs

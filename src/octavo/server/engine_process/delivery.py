@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import astuple
+from functools import partial
 
-from octavo.engine.events import Admitted, Counters, Event, Gauges
+from octavo.engine.events import Admitted, Event
 from octavo.engine.output_stream import Added, take_results
 from octavo.errors import OctavoError
 from octavo.server.engine_process import messages as m
-from octavo.server.engine_process.exchange import Exchange
+from octavo.server.engine_process.fleet import Fleet
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.listening import Listener, Subscription
 from octavo.server.engine_process.stream import RequestStream
@@ -23,28 +23,17 @@ PACE_SMOOTHING = 0.1  # weight of the newest gap between the ends of two request
 
 
 class Delivery:
-    """Owns the streams of open requests, and all that is known of the engine from its reports."""
+    """Owns the streams of open requests, and tells the observers what happens."""
 
     def __init__(self, listeners: Iterable[Listener]) -> None:
-        self.exchange: Exchange  # which reports to this delivery; set before it does
+        self.fleet: Fleet  # which reports to this delivery; set before it does
         self.streams: dict[str, RequestStream] = {}  # by request id
         self.listeners = list(listeners)
         self.subscriptions: list[Subscription] = []
         self.all_ended = asyncio.Event()  # set when the last stream ends
-        self.info: m.EngineInfo | None = None
-        self.gauges = Gauges()
         self.seconds_per_request = 1.0  # between the ends of two, smoothed
-        self._counters = Counters()  # of the engine process that runs
-        self._earlier_counters = Counters()  # of those before it
         self._last_end_time: float | None = None
-        self._admissions: list[Admitted] = []  # since the last report
         self._report_time = 0.0  # when the last report came
-
-    @property
-    def counters(self) -> Counters:
-        """Totals over all engine processes."""
-        pairs = zip(astuple(self._earlier_counters), astuple(self._counters), strict=True)
-        return Counters(*(earlier + now for earlier, now in pairs))
 
     def notify(self, method: str, *values: object) -> None:
         """Call all listeners. One that fails must not take a request down with it."""
@@ -60,8 +49,7 @@ class Delivery:
         """End a stream with what there is; nothing happens if it has ended."""
         if self.streams.get(stream.request_id) is not stream:
             return
-        if stream.entry.is_sent:
-            self.exchange.tell(m.Abort(stream.request_id))
+        self.fleet.tell(stream.entry, m.Abort(stream.request_id))
         stream.cut_off()
         self._conclude(stream, time.monotonic())
 
@@ -74,7 +62,7 @@ class Delivery:
     def _conclude(self, stream: RequestStream, now: float | None = None) -> None:
         """A stream has ended; `now`: without a report."""
         output = stream.conclude(self._report_time if now is None else now)
-        self.exchange.drop(stream.entry)
+        self.fleet.drop(stream.entry)
         self.forget(stream)
         if self._last_end_time is not None:
             # Time in which there was nothing to do says nothing of the pace.
@@ -83,43 +71,36 @@ class Delivery:
         self._last_end_time = output.finish_time
         self.notify("request_finished", stream.entry, output)
 
-    # ---------------------------------------------------------------- what the exchange reports
+    # ---------------------------------------------------------------- what the fleet reports
 
     def engine_ready(self, info: m.EngineInfo) -> None:
-        self.info = info
-        self.gauges = Gauges(
-            num_free_blocks=info.num_blocks, num_free_swap_blocks=info.num_swap_blocks
-        )
         self.notify("engine_started", info)
 
     def engine_died(self, cause: str) -> None:
-        self._earlier_counters = self.counters
-        self._counters, self.gauges, self._admissions = Counters(), Gauges(), []
         self.notify("engine_died", cause)
 
     def accepted(self, entry: OpenRequest) -> None:
         self.notify("request_added", entry)
 
-    def admitted(self, entry: OpenRequest | None, admitted: Admitted) -> None:
-        self._admissions.append(admitted)
-        if entry is not None and entry.admission is None:
+    def admitted(self, entry: OpenRequest, admitted: Admitted) -> None:
+        if entry.admission is None:
             entry.admission = admitted
             entry.admitted_time = admitted.time
             self.notify("request_admitted", entry)
 
-    def reported(self, report: m.StepReport) -> None:
+    def reported(self, number: int, report: m.StepReport) -> None:
         self._report_time = time.monotonic()
-        self.gauges, self._counters = report.gauges, report.counters
-        report.admitted, self._admissions = self._admissions, []
+        find = partial(self._find, number)
         for preempted in report.preempted:
-            if (stream := self._find(preempted.request_id)) is not None:
+            if (stream := find(preempted.request_id)) is not None:
                 stream.entry.num_preemptions += 1
-        take_results(report.results, self._find, self._take_tokens, self._take_end)
+        take_results(report.results, find, self._take_tokens, self._take_end)
         self.notify("stepped", report)
         events: list[Event] = [*report.admitted, *report.preempted, *report.watched.in_order()]
         if events:
             for subscription in self.subscriptions:
-                subscription.add(events)
+                if subscription.replica == number:
+                    subscription.add(events)
 
     def failed(self, entry: OpenRequest, error: OctavoError) -> None:
         stream = self.streams[entry.request_id]
@@ -127,25 +108,30 @@ class Delivery:
         self.forget(stream)
         self.notify("request_failed", entry, error)
 
-    def _find(self, request_id: str) -> RequestStream | None:
-        """The stream that a report means. What comes before the engine has accepted a request is
-        about an earlier one of the same name, which was aborted."""
+    def _find(self, number: int, request_id: str) -> RequestStream | None:
+        """The stream that a replica's report means. What comes before the engine has accepted a
+        request is about an earlier one of the same name, and what comes from another replica than
+        the one that has it was computed before it moved."""
         stream = self.streams.get(request_id)
-        return stream if stream is not None and stream.entry.is_accepted else None
+        if stream is None or stream.entry.replica != number or not stream.entry.is_accepted:
+            return None
+        return stream
 
     def _take_tokens(
         self, stream: RequestStream, index: int, added: Added, ends_by_text: bool
     ) -> None:
         _, token_ids, _, stop_reason = added
         if ends_by_text:
-            self.exchange.tell(m.FinishSample(stream.request_id, index, str(stop_reason)))
+            self.fleet.tell(
+                stream.entry, m.FinishSample(stream.request_id, index, str(stop_reason))
+            )
         self._note_tokens(stream.entry, len(token_ids))
         if stream.has_ended:
             self._conclude(stream)
 
     def _take_end(self, stream: RequestStream) -> None:
         if stream.error is not None:
-            self.exchange.fail(stream.entry, stream.error)
+            self.fleet.fail(stream.entry, stream.error)
             return
         if stream.beams:
             self._note_tokens(stream.entry, sum(len(beam.token_ids) for beam in stream.beams))

@@ -1,4 +1,8 @@
-"""Open requests as the API process knows them: enough to start each one again where it stood."""
+"""Open requests as the API process knows them: enough to start each one again where it stood.
+
+Requests belong to the API process. A replica computes them for a while; when its process dies or
+drains, another one goes on with them.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,12 @@ class OpenRequest:
     admitted_time: float | None = None
     first_token_time: float | None = None
     num_preemptions: int = 0
-    num_replays: int = 0  # engine processes that died while it was open
-    # In the engine process that runs now:
-    is_sent: bool = False
+    num_replays: int = 0  # how often it was taken from one engine process to be sent to another
+    accepted: asyncio.Future[None] | None = None  # done when an engine has accepted it
+    # Of the engine process that has it now:
+    replica: int | None = None  # which replica's; None: it has not been sent to any
+    ticket: int = -1  # of the message that sent it
+    load: int = 0  # tokens, as counted by the router
     is_accepted: bool = False
     is_running: bool = False  # it has been admitted
     num_steps: int = 0  # since then
@@ -36,6 +43,8 @@ class OpenRequest:
     num_deaths: int = 0
     num_deaths_alone: int = 0  # of these, while no other quarantined request was running
     position_at_death: int = -1
+    has_crashed: bool = False  # the last of them was not killed from outside
+    last_death: int | None = None  # the replica whose process it was
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -60,21 +69,31 @@ class OpenRequest:
         return self.num_steps if self.request.beam is not None else self.num_output_tokens
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether the last engine process that ran it crashed, and it has got no further since."""
+        return self.has_crashed and self.position <= self.position_at_death
+
+    @property
     def is_quarantined(self) -> bool:
         """Whether it may be what kills engine processes."""
         return self.num_deaths >= 2
 
-    def note_death(self) -> None:
-        """The engine process has died. What a process does when it dies in the same place again
+    def note_death(self, is_crash: bool) -> None:
+        """Its engine process has died. What a process does when it dies in the same place again
         may be this request's doing; if the request has got further, it was something else's."""
         if self.is_running:
             has_advanced = self.position > self.position_at_death
             self.num_deaths = 1 if has_advanced else self.num_deaths + 1
             self.num_deaths_alone = 0 if has_advanced else self.num_deaths_alone
             self.position_at_death = self.position
-        if self.is_sent:
-            self.num_replays += 1
-        self.is_sent = self.is_accepted = self.is_running = False
+            self.has_crashed, self.last_death = is_crash, self.replica
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """No engine process has it any more, or what one still says of it does not count."""
+        self.num_replays += 1
+        self.replica, self.load = None, 0
+        self.is_accepted = self.is_running = False
         self.num_steps = 0
 
     def add_message(self, ticket: int) -> m.Add:
@@ -97,12 +116,16 @@ class Pin:
     name: str
     token_ids: list[int]
     cache_salt: str
-    computed: asyncio.Future[None]  # done when it is in the cache for the first time
-    num_deaths: int = 0  # engine processes that died before that
+    computed: asyncio.Future[None]  # done when it is in the caches of all replicas that run
+    is_proven: bool = False  # an engine process has computed it
+    holders: set[int] = field(default_factory=set)  # replicas that were told to pin it
+    computing: set[int] = field(default_factory=set)  # those of them that have not done so yet
+    num_deaths: int = 0  # engine processes that died before it was proven
+    last_death: int | None = None  # the replica of the last of them
 
 
 class Journal:
-    """Owns what must survive the engine process. Both dictionaries are in order of arrival."""
+    """Owns what must survive engine processes. Both dictionaries are in order of arrival."""
 
     def __init__(self) -> None:
         self.requests: dict[str, OpenRequest] = {}

@@ -53,9 +53,10 @@ class Listener:
 
 
 class Subscription:
-    """Holds the event batches that a reader has not taken yet."""
+    """Holds the event batches of one replica that a reader has not taken yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: int) -> None:
+        self.replica = replica
         self._batches: deque[list[Event]] = deque(maxlen=MAX_BATCHES)
         self._wake = asyncio.Event()
         self._is_closed = False

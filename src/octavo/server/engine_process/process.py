@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.child_process import ChildProcess, describe_exit
@@ -32,9 +32,20 @@ class Death:
 class EngineProcess:
     """Owns a child process and the socket to it."""
 
-    def __init__(self, command: Sequence[str], on_message: Callable[[m.Message], None]) -> None:
-        """`command` gets the number of its socket's file descriptor as its last argument."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        on_message: Callable[[m.Message], None],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            command: gets the number of its socket's file descriptor as its last argument.
+            on_message: called with each message, once the engine is ready.
+            environment: variables of the process, beside those of this one.
+        """
         self._command = command
+        self._environment = environment or {}
         self._on_message = on_message
         loop = asyncio.get_running_loop()
         # None: it is gone before it was ready.
@@ -52,7 +63,7 @@ class EngineProcess:
         moment; EngineFailed if the process ended or took too long. No process is left
         then.
         """
-        self._child = ChildProcess(self._command, "an engine process")
+        self._child = ChildProcess(self._command, "an engine process", self._environment)
         connection = self._child.connection
         try:
             loop = asyncio.get_running_loop()

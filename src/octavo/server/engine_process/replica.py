@@ -1,7 +1,8 @@
-"""Starts the engine process, monitors it, and replaces it when it has died.
+"""One engine behind the server: its process is started, monitored, and replaced when it has died.
 
-A new process gets the pinned prefixes and all open requests, with what they have generated so far.
-Sampling depends only on a request's seed and position, so requests resume as if uninterrupted.
+What a process was computing belongs to the fleet, which sends it to another replica, or to the next
+process of this one. Sampling depends only on a request's seed and position, so requests resume as
+if uninterrupted.
 """
 
 from __future__ import annotations
@@ -9,19 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Literal, Protocol
 
 from msgspec.structs import replace
 
 from octavo.child_process import NoRoom
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, EngineFailed, Unavailable
+from octavo.engine.events import Counters, Gauges
+from octavo.errors import EngineFailed
 from octavo.server.engine_process import messages as m
-from octavo.server.engine_process.exchange import Exchange, Owner
-from octavo.server.engine_process.journal import Journal
+from octavo.server.engine_process.exchange import Exchange, Reader
 from octavo.server.engine_process.process import COMMAND, Death, EngineProcess
+from octavo.server.engine_process.supervision import Supervision
 
 logger = logging.getLogger(__name__)
 
@@ -32,62 +34,61 @@ NO_ROOM_SECONDS = 1.0  # between attempts while the system lacks resources for a
 MAX_REVIVAL_DOUBLINGS = 4  # limits how often Supervision.revival_seconds doubles
 
 
-@dataclass(frozen=True, slots=True)
-class Supervision:
-    """The supervisor's limits. Times in seconds."""
+class Owner(Reader, Protocol):
+    """Callbacks for what happens to replicas; the fleet's."""
 
-    max_waiting: int = 1024
-    """Requests that may wait for their first block; more are refused with 429."""
-    stall_seconds: float = 30.0
-    """After this long without a step while requests wait, /health answers 503."""
-    hang_seconds: float = 300.0
-    """After this long without a step while requests wait, the engine process is replaced."""
-    start_seconds: float = 1800.0
-    """How long an engine process may take to become ready."""
-    max_fruitless_restarts: int = 5
-    """Restarts in a row, without a new token, until the engine is given up."""
-    revival_seconds: float = 30.0
-    """Until the next attempt to start an engine that was given up; doubles up to 8 minutes."""
+    def replica_ready(self, replica: Replica) -> None:
+        """Its process can be sent requests."""
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not value > 0:
-                raise ConfigError(field.name, f"{value} is not positive")
+    def replica_died(self, replica: Replica, death: Death) -> bool:
+        """Its process is gone. True if what caused that was found, and will not be tried again."""
+
+    def replica_troubled(self, replica: Replica) -> None:
+        """Its process could not be started again; another attempt follows."""
+
+    def replica_given_up(self, replica: Replica, error: EngineFailed) -> None:
+        """Its process is not started again for a while, or ever."""
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Whether the server can serve requests, for /health and the metrics."""
-
-    healthy: bool
-    reason: str | None  # why not
-    state: str  # "starting", "ready", "restarting", "draining", "failed" or "closed"
-    num_open: int  # requests that have not ended
-
-
-class Supervisor:
+class Replica:
     """Owns the current engine process, and decides when to start another."""
 
     def __init__(
         self,
+        number: int,
         config: EngineConfig,
         supervision: Supervision,
-        journal: Journal,
         owner: Owner,
         command: Sequence[str] = COMMAND,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """
+        Args:
+            number: 0, 1, ...: by which replicas are told apart.
+            config: the options of its engine.
+            supervision: how patient to be with the process.
+            owner: gets the requests of a process that has died.
+            command: starts an engine process; see `EngineProcess`.
+            environment: variables of the process, beside those of this one.
+        """
+        self.number = number
         self.state: State = "starting"
         self.num_restarts = 0
-        self.exchange = Exchange(journal, owner)
+        self.info: m.EngineInfo | None = None  # of the process that runs, or ran last
+        self.gauges = Gauges()  # after the last step
+        self.load = 0  # tokens of its requests, as the router counts them
+        self.exchange = Exchange(number, owner)
         self._config = config
         self._supervision = supervision
-        self._journal = journal
         self._owner = owner
         self._command = command
+        self._environment = environment
         self._process: EngineProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._counters = Counters()  # of the process that runs
+        self._earlier_counters = Counters()  # of those before it
         self._num_fruitless = 0  # processes in a row that died without having computed anything
+        self._num_failed_starts = 0  # since a process has last run
         self._seconds_without_step = 0.0  # while there was something to do
         self._down_since = 0.0  # only for the state "restarting"
         self._num_given_up = 0  # since a process has last computed anything
@@ -114,14 +115,23 @@ class Supervisor:
             await self._process.end()
             self._process = None
         self.exchange.lose("the server has closed")
-        self.exchange.give_up(Unavailable("the server has closed"))
+
+    # ---------------------------------------------------------------- how it is
 
     @property
-    def seconds_stalled(self) -> float:
-        """How long there has been work but no step, or no engine."""
-        if self.state == "restarting":
-            return time.monotonic() - self._down_since
-        return self._seconds_without_step
+    def is_serving(self) -> bool:
+        """Whether it takes requests now."""
+        return self.state == "ready"
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it can be expected to serve soon."""
+        return self.state == "restarting" and not self._num_failed_starts
+
+    @property
+    def counters(self) -> Counters:
+        """Totals over all its processes."""
+        return add_counters([self._earlier_counters, self._counters])
 
     @property
     def seconds_to_revival(self) -> float | None:
@@ -130,39 +140,53 @@ class Supervisor:
             return None
         return max(0.0, self._revival_time - time.monotonic())
 
-    def health(self, num_open: int, is_draining: bool) -> Health:
-        """The server's present health, with `num_open` requests that have not ended."""
-        state, stalled = self.state, self.seconds_stalled
-        reason = None
+    def trouble(self, num_open: int) -> str | None:
+        """Why it cannot do its work, with `num_open` requests that have not ended."""
+        state, stalled = self.state, self._seconds_stalled
         if state == "failed":
             seconds = self.seconds_to_revival
             reason = "the engine is given up"
-            reason += "" if seconds is None else f"; it is started again in {seconds:.0f} s"
-        elif state not in ("ready", "restarting"):
-            reason = f"the engine is {state}"
-        elif stalled >= self._supervision.stall_seconds:
+            return reason + ("" if seconds is None else f"; it is started again in {seconds:.0f} s")
+        if state not in ("ready", "restarting"):
+            return f"the engine is {state}"
+        if stalled >= self._supervision.stall_seconds:
             what = "no engine process" if state == "restarting" else "no step"
-            reason = f"{what} for {stalled:.0f} s while {num_open} requests are open"
-        elif is_draining:
-            reason = "the server is shutting down"
-        shown = "draining" if is_draining and state == "ready" else state
-        return Health(reason is None, reason, shown, num_open)
+            return f"{what} for {stalled:.0f} s while {num_open} requests are open"
+        return None
+
+    def take_report(self, report: m.StepReport) -> None:
+        """Note how things stand after a step."""
+        self.gauges, self._counters = report.gauges, report.counters
+
+    @property
+    def _seconds_stalled(self) -> float:
+        """How long there has been work but no step, or no engine."""
+        if self.state == "restarting":
+            return time.monotonic() - self._down_since
+        return self._seconds_without_step
+
+    # ---------------------------------------------------------------- processes come and go
 
     async def _launch(self, is_restart: bool = False) -> None:
-        """Start a process, and send it all open requests and pins."""
-        process = EngineProcess(self._command, self.exchange.receive)
+        """Start a process."""
+        process = EngineProcess(self._command, self.exchange.receive, self._environment)
         # The process does not know our loggers' levels: it sends records below INFO only if needed.
         level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
         info = await process.start(m.Start(self._config, level), self._supervision.start_seconds)
         self._process = process
         self.num_restarts += is_restart
         self._seconds_without_step = 0.0
+        self._num_failed_starts = 0
         if self.state == "failed":
             logger.warning("the engine, which had been given up, is running again")
             self._num_fruitless, self._revival_time = 0, None
         self.state = "ready"
-        self._owner.engine_ready(replace(info, num_restarts=self.num_restarts))
+        self.info = replace(info, num_restarts=self.num_restarts)
+        self.gauges = Gauges(
+            num_free_blocks=info.num_blocks, num_free_swap_blocks=info.num_swap_blocks
+        )
         self.exchange.begin(process)
+        self._owner.replica_ready(self)
 
     async def _keep(self) -> None:
         """Replace the process whenever it has died."""
@@ -185,11 +209,17 @@ class Supervisor:
                 await self._launch(is_restart=True)
             except NoRoom as error:  # not a failure of the engine
                 logger.error("%s; another attempt follows", error)
+                self._note_failed_start()
                 await asyncio.sleep(NO_ROOM_SECONDS)
             except Exception as error:
                 cause = str(error)
                 logger.error("the engine process could not be started again: %s", cause)
                 self._num_fruitless += 1
+                self._note_failed_start()
+
+    def _note_failed_start(self) -> None:
+        self._num_failed_starts += 1
+        self._owner.replica_troubled(self)
 
     async def _wait_for_death(self, process: EngineProcess) -> Death:
         """Monitor a process until it has died; one that hangs is killed."""
@@ -211,22 +241,25 @@ class Supervisor:
         return await process.end()
 
     def _take_death(self, process: EngineProcess, death: Death) -> None:
-        """Record a death, decide what caused it, and prepare for the next process."""
-        num_open = len(self._journal.requests)
+        """Record a death, and let the owner decide what caused it."""
         logger.error(
-            "the engine process %d died (%s); open requests: %d", process.pid, death.cause, num_open
+            "the engine process %d of replica %d died (%s); its open requests: %d",
+            process.pid,
+            self.number,
+            death.cause,
+            len(self.exchange.open),
         )
-        had_work = self.exchange.has_work
-        self.exchange.lose("the engine process died")
-        self._owner.engine_died(death.cause)
-        is_blamed = self.exchange.blame(death)
-        if had_work and not self.exchange.has_advanced and not is_blamed:
+        had_work, has_advanced = self.exchange.has_work, self.exchange.has_advanced
+        self._earlier_counters = self.counters
+        self._counters, self.gauges = Counters(), Gauges()
+        is_blamed = self._owner.replica_died(self, death)
+        if had_work and not has_advanced and not is_blamed:
             self._num_fruitless += 1
         else:
             self._num_fruitless = self._num_given_up = 0
 
     def _give_up(self, cause: str) -> float:
-        """Fail open requests and unfinished pins. Returns the seconds until the next attempt."""
+        """Try no longer for a while. Returns the seconds until the next attempt."""
         self.state = "failed"
         doublings = min(self._num_given_up, MAX_REVIVAL_DOUBLINGS)
         pause = self._supervision.revival_seconds * (1 << doublings)
@@ -236,14 +269,25 @@ class Supervisor:
             f"the engine process died {self._num_fruitless} times in a row without having computed "
             f"anything (last: {cause})"
         )
-        logger.critical("%s; the engine is given up for %.0f s", message, pause)
-        self.exchange.give_up(EngineFailed(message))
+        logger.critical("%s; replica %d is given up for %.0f s", message, self.number, pause)
+        self._owner.replica_given_up(self, EngineFailed(message))
         return pause
 
     def _check_keeper(self, keeper: asyncio.Task[None]) -> None:
-        """Fail everything that is open if the supervision itself has failed."""
+        """If the supervision itself has failed, nobody would notice the death of the process."""
         if keeper.cancelled() or (error := keeper.exception()) is None:
             return
         self.state, self._revival_time = "failed", None
-        logger.critical("the supervision of the engine process has ended", exc_info=error)
-        self.exchange.give_up(EngineFailed(f"the supervision has failed: {error!r}"))
+        logger.critical("the supervision of replica %d has ended", self.number, exc_info=error)
+        failure = EngineFailed(f"the supervision has failed: {error!r}")
+        self._owner.replica_given_up(self, failure)
+
+
+def add_counters(all_counters: Sequence[Counters]) -> Counters:
+    """The sum of several engines' totals."""
+    return Counters(*map(sum, zip(*map(astuple, all_counters), strict=True)))
+
+
+def add_gauges(all_gauges: Sequence[Gauges]) -> Gauges:
+    """The sum of how things stand in several engines."""
+    return Gauges(*map(sum, zip(*all_gauges, strict=True)))

@@ -1,0 +1,353 @@
+"""The replicas behind one server, and which of them computes a request.
+
+What is open belongs to the journal. Each request is sent to one replica; if that one's process
+dies, the request goes on at another, or at the next process of the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from octavo.config import EngineConfig
+from octavo.engine.events import Admitted
+from octavo.errors import EngineFailed, OctavoError, RequestFailed, Unavailable
+from octavo.server.engine_process import messages as m
+from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
+from octavo.server.engine_process.process import COMMAND, Death
+from octavo.server.engine_process.quarantine import Quarantine
+from octavo.server.engine_process.replica import Replica
+from octavo.server.engine_process.supervision import Health, Supervision
+
+logger = logging.getLogger(__name__)
+
+STATES = ("ready", "restarting", "starting", "failed", "closed")  # the best one first
+
+
+class Audience(Protocol):
+    """Callbacks for what becomes of requests and engines; those of `Delivery`."""
+
+    def engine_ready(self, info: m.EngineInfo) -> None: ...
+
+    def engine_died(self, cause: str) -> None: ...
+
+    def accepted(self, entry: OpenRequest) -> None:
+        """A request was accepted for the first time; a later engine may accept it again."""
+
+    def admitted(self, entry: OpenRequest, admitted: Admitted) -> None:
+        """A request got its first blocks; a later engine may admit it again."""
+
+    def reported(self, number: int, report: m.StepReport) -> None:
+        """A replica has taken a step."""
+
+    def failed(self, entry: OpenRequest, error: OctavoError) -> None:
+        """A request has failed; it is no longer in the journal."""
+
+
+class Fleet:
+    """Owns the replicas; sends each open request to one that may run it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        supervision: Supervision,
+        journal: Journal,
+        audience: Audience,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """`command` starts an engine process; see `EngineProcess`."""
+        self.replicas = [Replica(0, config, supervision, self, command)]
+        self.info: m.EngineInfo | None = None  # what holds for all of them
+        self._journal = journal
+        self._audience = audience
+        self._quarantine = Quarantine(journal)
+
+    async def start(self) -> None:
+        """Start all replicas; raises the error of the first that fails, and leaves none then."""
+        starts = [asyncio.ensure_future(replica.start()) for replica in self.replicas]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            raise
+
+    async def close(self) -> None:
+        """End all engine processes; what is open fails."""
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+        self._give_up(Unavailable("the server has closed"))
+
+    # ---------------------------------------------------------------- how it is
+
+    @property
+    def is_closed(self) -> bool:
+        return all(replica.state == "closed" for replica in self.replicas)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no replica serves, or is about to."""
+        return all(replica.state == "failed" for replica in self.replicas)
+
+    @property
+    def seconds_to_revival(self) -> float | None:
+        """Seconds until a replica that was given up is started again; None if none will be."""
+        times = [replica.seconds_to_revival for replica in self.replicas]
+        return min((seconds for seconds in times if seconds is not None), default=None)
+
+    def health(self, num_open: int, is_draining: bool) -> Health:
+        """The server's present health, with `num_open` requests that have not ended."""
+        troubles = [replica.trouble(num_open) for replica in self.replicas]
+        reason = None
+        if None not in troubles:
+            reason = str(troubles[0])
+            if len(troubles) > 1:
+                named = (f"replica {i}: {trouble}" for i, trouble in enumerate(troubles))
+                reason = "; ".join(named)
+        elif is_draining:
+            reason = "the server is shutting down"
+        state = min((replica.state for replica in self.replicas), key=STATES.index)
+        shown = "draining" if is_draining and state == "ready" else state
+        return Health(reason is None, reason, shown, num_open)
+
+    # ---------------------------------------------------------------- what the client asks for
+
+    def open(self, entry: OpenRequest) -> asyncio.Future[None]:
+        """Add a request to the journal; the future is done when an engine has accepted it."""
+        entry.accepted = asyncio.get_running_loop().create_future()
+        self._journal.add(entry)
+        self._place(entry)
+        return entry.accepted
+
+    def drop(self, entry: OpenRequest) -> None:
+        """A request has ended, or its client has left."""
+        if self._journal.requests.get(entry.request_id) is not entry:
+            return  # refused while its client was leaving
+        self._journal.remove(entry)
+        if entry.accepted is not None and not entry.accepted.done():
+            # Ended by a caller other than the one that waits.
+            error = Unavailable("the request was ended before it was accepted")
+            entry.accepted.set_exception(error)
+        self._leave(entry)
+        self._release_from_quarantine()
+
+    def fail(self, entry: OpenRequest, error: OctavoError) -> None:
+        """Fail a request."""
+        logger.error("request %s has failed: %s", entry.request_id, error)
+        if entry.accepted is not None and not entry.accepted.done():
+            entry.accepted.set_exception(error)
+        self.drop(entry)
+        self._audience.failed(entry, error)
+
+    def tell(self, entry: OpenRequest, command: m.Abort | m.FinishSample) -> None:
+        """Send a command to the engine that has a request; does nothing if there is none."""
+        if entry.replica is not None:
+            self.replicas[entry.replica].exchange.tell(command)
+
+    def pin(self, pin: Pin) -> None:
+        """Pin a prefix in all engine processes, also later ones; sets `pin.computed` when done."""
+        self._journal.pins[pin.name] = pin
+        self._place_pin(pin)
+
+    async def unpin(self, pin: Pin) -> None:
+        """Unpin a prefix in all engine processes, also later ones."""
+        del self._journal.pins[pin.name]
+        # If an engine dies meanwhile, the prefix is no longer pinned there either.
+        asked = [self.replicas[number].exchange.unpin(pin) for number in pin.holders]
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(error, BaseException) and not isinstance(error, Unavailable):
+                raise error
+
+    # ---------------------------------------------------------------- where requests go
+
+    def _place(self, entry: OpenRequest) -> None:
+        """Send a request to a replica, if one may run it now."""
+        allowed = self._quarantine.allowed(entry, self.replicas)
+        if not allowed:
+            return
+        number = allowed[0]
+        self._quarantine.placed(entry, number)
+        self.replicas[number].exchange.send_request(entry)
+
+    def _place_pin(self, pin: Pin) -> None:
+        """Have one replica compute a prefix; once that has been done, all."""
+        if pin.is_proven:
+            serving = [replica.number for replica in self.replicas if replica.is_serving]
+            chosen = [number for number in serving if number not in pin.holders]
+        elif pin.holders:
+            return
+        else:
+            chosen = self._quarantine.allowed_for_pin(pin, self.replicas)[:1]
+        for number in chosen:
+            self.replicas[number].exchange.send_pin(pin)
+
+    def _dispatch(self) -> None:
+        """Send out all requests and pins that wait for a replica."""
+        for pin in [*self._journal.pins.values()]:
+            if not pin.is_proven:
+                self._place_pin(pin)
+        first = self._quarantine.first
+        if first is not None and first.replica is None:
+            if self._quarantine.must_clear(self.replicas):
+                self._clear_one()
+            self._place(first)
+        for entry in [*self._journal.requests.values()]:
+            if entry.replica is None:
+                self._place(entry)
+
+    def _release_from_quarantine(self) -> None:
+        if self._quarantine.release():
+            self._dispatch()
+
+    def _leave(self, entry: OpenRequest) -> None:
+        """A request is no longer computed where it was, or nothing more is to come of it."""
+        if entry.replica is not None:
+            replica = self.replicas[entry.replica]
+            replica.exchange.forget(entry)
+            replica.load -= entry.load
+
+    # ---------------------------------------------------------------- what replicas say
+
+    def replica_ready(self, replica: Replica) -> None:
+        """See Owner.replica_ready."""
+        infos = [each.info for each in self.replicas if each.info is not None]
+        self.info = replace(
+            infos[0],
+            max_model_len=min(info.max_model_len for info in infos),
+            max_num_seqs=min(info.max_num_seqs for info in infos),
+        )
+        assert replica.info is not None, "it is ready"
+        self._audience.engine_ready(replica.info)
+        for pin in self._journal.pins.values():
+            if pin.is_proven:
+                self._place_pin(pin)
+        self._dispatch()
+
+    def replica_died(self, replica: Replica, death: Death) -> bool:
+        """See Owner.replica_died."""
+        entries, pins = self._lose(replica, "the engine process died")
+        self._audience.engine_died(death.cause)
+        killer = self._quarantine.note_death(replica.number, death, entries)
+        if killer is not None:
+            self._fail_killer(killer, death)
+        is_blamed = killer is not None
+        for pin in pins:
+            if pin.is_proven:
+                continue  # another engine has computed it without dying
+            pin.num_deaths, pin.last_death = pin.num_deaths + 1, replica.number
+            if pin.num_deaths >= 2:
+                is_blamed = True
+                message = f"the engine process died twice while it computed it ({death.cause})"
+                self._drop_pin(pin, RequestFailed(message))
+        self._dispatch()
+        return is_blamed
+
+    def replica_troubled(self, replica: Replica) -> None:
+        """See Owner.replica_troubled."""
+        self._dispatch()  # what had to wait for it waits no longer
+
+    def replica_given_up(self, replica: Replica, error: EngineFailed) -> None:
+        """See Owner.replica_given_up."""
+        entries, _ = self._lose(replica, str(error))
+        for entry in entries:
+            entry.withdraw()
+        if self.is_given_up:
+            self._give_up(error)
+        else:
+            self._dispatch()
+
+    def answered(self, entry: OpenRequest, error: OctavoError | None) -> None:
+        """See Reader.answered."""
+        assert entry.accepted is not None, "it was opened"
+        if entry.accepted.done():
+            if error is not None:  # an earlier engine had accepted it
+                self.fail(entry, error)
+        elif error is None:
+            self._audience.accepted(entry)
+            entry.accepted.set_result(None)
+        else:
+            entry.accepted.set_exception(error)
+            self.drop(entry)
+
+    def admitted(self, entry: OpenRequest, admitted: Admitted) -> None:
+        """See Reader.admitted."""
+        self._journal.note_start(entry)
+        self._audience.admitted(entry, admitted)
+
+    def reported(self, number: int, report: m.StepReport) -> None:
+        """See Reader.reported."""
+        self.replicas[number].take_report(report)
+        self._audience.reported(number, report)
+        self._release_from_quarantine()
+
+    def pinned(self, number: int, pin: Pin, error: OctavoError | None) -> None:
+        """See Reader.pinned."""
+        pin.computing.discard(number)
+        if error is not None:
+            pin.holders.discard(number)
+            if pin.computed.done():  # an earlier engine had computed it
+                logger.error("prefix %r could not be pinned again: %s", pin.name, error)
+            self._drop_pin(pin, error)
+            return
+        pin.is_proven = True
+        self._place_pin(pin)
+        self._settle_pin(pin)
+
+    # ---------------------------------------------------------------- inside
+
+    def _lose(self, replica: Replica, reason: str) -> tuple[list[OpenRequest], list[Pin]]:
+        """A replica has no process any more. Returns the requests and unfinished pins it had."""
+        entries, pins = replica.exchange.lose(reason)
+        replica.load = 0
+        for pin in self._journal.pins.values():
+            pin.holders.discard(replica.number)
+            pin.computing.discard(replica.number)
+            if pin.is_proven:
+                self._settle_pin(pin)
+        return entries, pins
+
+    def _clear_one(self) -> None:
+        """Take the requests from the replica with the least load, so that one can run alone."""
+        serving = [replica for replica in self.replicas if replica.is_serving]
+        if serving:
+            self._take_back(min(serving, key=lambda replica: replica.load))
+
+    def _take_back(self, replica: Replica) -> None:
+        """Take all requests from a replica that runs."""
+        for entry in [*replica.exchange.open.values()]:
+            replica.exchange.tell(m.Abort(entry.request_id))
+            replica.exchange.forget(entry)
+            entry.withdraw()
+        replica.load = 0
+        self._quarantine.leave(replica.number)
+
+    def _give_up(self, error: OctavoError) -> None:
+        """Fail all open requests and unfinished pins, since no other process will be started."""
+        for entry in [*self._journal.requests.values()]:
+            self.fail(entry, error)
+        for pin in [pin for pin in self._journal.pins.values() if not pin.computed.done()]:
+            self._drop_pin(pin, error)
+
+    def _settle_pin(self, pin: Pin) -> None:
+        """Tell who waits for a prefix that it is in all caches, if it is."""
+        if not pin.computing and not pin.computed.done():
+            pin.computed.set_result(None)
+
+    def _drop_pin(self, pin: Pin, error: OctavoError) -> None:
+        if self._journal.pins.get(pin.name) is pin:
+            del self._journal.pins[pin.name]
+        for number in pin.holders:
+            self.replicas[number].exchange.release_pin(pin)
+        if not pin.computed.done():
+            pin.computed.set_exception(error)
+
+    def _fail_killer(self, entry: OpenRequest, death: Death) -> None:
+        error = RequestFailed(
+            f"the engine process died {entry.num_deaths} times in the same place while it computed "
+            f"request {entry.request_id!r} ({death.cause}); the request is not tried again"
+        )
+        self.fail(entry, error)
