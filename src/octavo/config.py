@@ -218,6 +218,8 @@ class EngineConfig:
     keeps freed memory, and the garbage collector ignores objects that exist when the engine is
     ready on a GPU. True for the commands and the server's engine process; other programs are not
     tuned unless they ask for it."""
+    host_share: int = 1
+    """Engines that divide the host's memory among them, each with ranks of its own."""
     has_usual_steps: bool = False
     """`max_num_seqs` and `max_num_batched_tokens` are defaults, and may depend on the device."""
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -232,6 +234,7 @@ class EngineConfig:
         EXECUTORS.check(self.executor, "auto")
         size = self.tensor_parallel_size
         _check_least(self, tensor_parallel_size=1, max_model_len=2, max_logprobs=0, num_threads=1)
+        _check_least(self, host_share=1)
         _require(
             self.executor != "local" or size == 1,
             "executor",
@@ -289,7 +292,7 @@ def make_config(model: str | PathLike[str], **options: Any) -> EngineConfig:
             raise ConfigError(
                 name,
                 "is not served; of several GPUs, octavo has tensor parallelism "
-                "(tensor_parallel_size) and servers beside each other",
+                "(tensor_parallel_size) and, in its server, replicas (octavo serve --replicas)",
             )
         if name not in homes:
             close = get_close_matches(name, homes, n=1)

@@ -31,7 +31,7 @@ def test_every_field_of_the_configuration_has_an_option() -> None:
     """And so a help text: a new field without one fails here."""
     classes = (EngineConfig, CacheConfig, SchedulerConfig)
     names = {f.name for kind in classes for f in fields(kind)}
-    names -= {"owns_process", "has_usual_steps"}  # the commands' own business
+    names -= {"owns_process", "host_share", "has_usual_steps"}  # the commands' own business
     assert set(ENGINE_HELP) == names - {"model", "cache", "scheduler"}
 
 

@@ -16,6 +16,7 @@ from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.listening import Listener
+from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
 from server.symbolic_engine import expected_tokens
 
@@ -37,11 +38,12 @@ async def symbolic_client(
     *flags: str,
     supervision: Supervision | None = None,
     listeners: tuple[Listener, ...] = (),
+    replication: Replication | None = None,
     **options: Any,
 ) -> AsyncIterator[EngineClient]:
     config = make_config("demo", block_size=BLOCK_SIZE, **options)
     command = (sys.executable, str(PROGRAM), *flags)
-    client = EngineClient(config, supervision, listeners, command)
+    client = EngineClient(config, supervision, listeners, command, replication)
     await client.start()
     try:
         yield client
@@ -86,7 +88,9 @@ async def kill(client: EngineClient, times: int, num_steps: int) -> None:
 
 
 async def assert_nothing_is_held(client: EngineClient) -> None:
-    snapshot = await client.snapshot()
-    assert snapshot.device.num_free == snapshot.device.num_blocks
-    assert not any(snapshot.device.ref_counts)
-    assert (snapshot.running, snapshot.swapped, snapshot.waiting) == ([], [], [])
+    for replica in client.replicas:
+        snapshot = await client.snapshot(replica.number)
+        assert snapshot.device.num_free == snapshot.device.num_blocks
+        assert not any(snapshot.device.ref_counts)
+        assert (snapshot.running, snapshot.swapped, snapshot.waiting) == ([], [], [])
+        assert (replica.load, replica.exchange.open) == (0, {})

@@ -7,6 +7,7 @@ argument; the arguments before it are FLAGS.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ FLAGS = {
     "refuse": "the engine cannot be made",
     "exit": "the process ends while it starts",
     "exit-if=FILE": "the same, if FILE exists",
+    "broken=FILE": "one process at a time crashes in its first step: the one that made FILE",
     "step=SECONDS": "how long a step takes",
     "blocks=NUMBER": "in the pool, and in the swap tier",
 }
@@ -54,6 +56,7 @@ class HarmfulExecutor(SymbolicExecutor):
         layout = group_layers([FullAttention()])
         super().__init__(layout.specs, (block_size,), harmful_token=NOT_FINITE)
         self._step_seconds = step_seconds
+        self.broken: Path | None = None
         budget = MemoryBudget(0, 0, 0, 0, 0, 1, block_size, num_blocks, 0, num_blocks)
         self.capacity = KVCapacity(num_blocks, num_blocks, layout, 1, budget)
 
@@ -69,6 +72,9 @@ class HarmfulExecutor(SymbolicExecutor):
         pass
 
     def _harm(self, plan: StepPlan) -> None:
+        if self.broken is not None:
+            self.broken.unlink()
+            os.abort()
         opened = {row.seq_id: row for row in plan.opened}
         for seq_id in plan.seq_ids:
             tokens = opened[seq_id].token_ids if seq_id in opened else ()
@@ -120,6 +126,10 @@ def load(config: EngineConfig) -> Engine:
     executor = HarmfulExecutor(
         config.cache.block_size, int(flags.get("blocks", 200)), float(flags.get("step", 0))
     )
+    if (broken := Path(flags.get("broken", "/nonexistent/broken"))).parent.exists():
+        with contextlib.suppress(FileExistsError):
+            broken.touch(exist_ok=False)
+            executor.broken = broken
     model_config = read_model_config(resolve_model(config.model))
     return FragileEngine(config, model_config, executor)
 

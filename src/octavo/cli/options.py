@@ -40,7 +40,7 @@ def field_texts(*classes: type) -> dict[str, str]:
 
 
 ENGINE_CLASSES = (EngineConfig, CacheConfig, SchedulerConfig)
-NO_OPTIONS = {"model", "cache", "scheduler", "owns_process", "has_usual_steps"}
+NO_OPTIONS = {"model", "cache", "scheduler", "owns_process", "host_share", "has_usual_steps"}
 ENGINE_HELP = {
     name: text for name, text in field_texts(*ENGINE_CLASSES).items() if name not in NO_OPTIONS
 }

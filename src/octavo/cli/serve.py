@@ -10,6 +10,7 @@ import click
 
 from octavo.cli.options import engine_options, field_options, field_texts
 from octavo.config import make_config
+from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.keys import ApiKeys, read_key_file
 from octavo.server.http.settings import LOOPBACK, ConnectionLimits, Listening, ServerSettings
@@ -65,6 +66,7 @@ SUPERVISION_HELP = {
 )
 @field_options("settings", (ServerSettings,), SETTINGS_HELP)
 @field_options("connections", (ConnectionLimits,), field_texts(ConnectionLimits))
+@field_options("replication", (Replication,), field_texts(Replication))
 @field_options("supervision", (Supervision,), SUPERVISION_HELP)
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True
@@ -88,6 +90,7 @@ def serve(
     log_level: str,
     engine: dict[str, Any],
     supervision: dict[str, Any],
+    replication: dict[str, Any],
     settings: dict[str, Any],
     listening: dict[str, Any],
     connections: dict[str, Any],
@@ -114,5 +117,6 @@ def serve(
         server_settings,
         address,
         ConnectionLimits(**connections),
+        Replication(**replication),
         click.echo,
     )

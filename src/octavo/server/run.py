@@ -21,6 +21,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server.batch import Batch, Tally, run_batch
 from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.app import create_app
 from octavo.server.http.listener import RESERVED_FILES, HttpServer
@@ -40,6 +41,7 @@ def run_server(
     settings: ServerSettings,
     listening: Listening,
     limits: ConnectionLimits,
+    replication: Replication,
     say: Callable[[str], None],
     routers: Sequence[APIRouter] = (),
 ) -> None:
@@ -61,7 +63,7 @@ def run_server(
     limits = allow_files(limits)
     with contextlib.closing(bind(listening)) as listener:
         observation = Observation(name)
-        client = EngineClient(config, supervision, observation.listeners)
+        client = EngineClient(config, supervision, observation.listeners, replication=replication)
         app = create_app(client, settings, [*observation.routers(client), *routers])
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_serve(client, app, listening, limits, listener, ready))

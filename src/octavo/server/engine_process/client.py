@@ -23,8 +23,9 @@ from octavo.server.engine_process.fleet import Fleet
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.listening import Listener, Subscription
 from octavo.server.engine_process.messages import EngineInfo
+from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.process import COMMAND
-from octavo.server.engine_process.replica import add_counters, add_gauges
+from octavo.server.engine_process.replica import Replica, add_counters, add_gauges
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.engine_process.supervision import Health, Supervision
 from octavo.server.offload import Offload
@@ -42,7 +43,7 @@ class PinnedPrefix:
 
 
 class EngineClient:
-    """Owns the engine process, through its supervisor, and everything that is text.
+    """Owns the engine processes, through their fleet, and everything that is text.
 
     >>> client = EngineClient(make_config("demo"))
     >>> await client.start()
@@ -57,6 +58,7 @@ class EngineClient:
         supervision: Supervision | None = None,
         listeners: Sequence[Listener] = (),
         command: Sequence[str] = COMMAND,
+        replication: Replication | None = None,
     ) -> None:
         """Reads config.json and the tokenizer. Raises ModelError or ConfigError.
 
@@ -74,21 +76,21 @@ class EngineClient:
         self._journal = Journal()
         self._delivery = Delivery(listeners)
         self._fleet = self._delivery.fleet = Fleet(
-            config, self._supervision, self._journal, self._delivery, command
+            config, self._supervision, self._journal, self._delivery, command, replication
         )
         self._preparer = RequestPreparer(self.model_config, self.tokenizer, config)
         self._is_draining = False
 
     async def start(self) -> None:
-        """Start the engine process and wait until it is ready.
+        """Start the engine processes and wait until all are ready.
 
-        Raises what the engine raised: ConfigError, ModelError, OutOfMemory; EngineFailed if the
+        Raises what the engine raised: ConfigError, ModelError, OutOfMemory; EngineFailed if a
         process died.
         """
         await self._fleet.start()
 
     async def close(self) -> None:
-        """End the engine process; open requests end as aborted. A second call does nothing."""
+        """End the engine processes; open requests end as aborted. A second call does nothing."""
         for stream in list(self._delivery.streams.values()):
             stream.abort()
         await self._fleet.close()
@@ -116,6 +118,11 @@ class EngineClient:
     @property
     def health(self) -> Health:
         return self._fleet.health(len(self._delivery.streams), self._is_draining)
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """The engines behind this client; not to be changed."""
+        return self._fleet.replicas
 
     @property
     def gauges(self) -> Gauges:

@@ -18,9 +18,11 @@ from octavo.engine.events import Admitted
 from octavo.errors import EngineFailed, OctavoError, RequestFailed, Unavailable
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
+from octavo.server.engine_process.placement import Replication, place_replicas
 from octavo.server.engine_process.process import COMMAND, Death
 from octavo.server.engine_process.quarantine import Quarantine
 from octavo.server.engine_process.replica import Replica
+from octavo.server.engine_process.routing import Router
 from octavo.server.engine_process.supervision import Health, Supervision
 
 logger = logging.getLogger(__name__)
@@ -58,13 +60,20 @@ class Fleet:
         journal: Journal,
         audience: Audience,
         command: Sequence[str] = COMMAND,
+        replication: Replication | None = None,
     ) -> None:
-        """`command` starts an engine process; see `EngineProcess`."""
-        self.replicas = [Replica(0, config, supervision, self, command)]
+        """`command` starts an engine process; see `EngineProcess`. Raises ConfigError."""
+        replication = replication or Replication()
+        places = place_replicas(config, replication.replicas)
+        self.replicas = [
+            Replica(number, own, supervision, self, command, environment)
+            for number, (own, environment) in enumerate(places)
+        ]
         self.info: m.EngineInfo | None = None  # what holds for all of them
         self._journal = journal
         self._audience = audience
         self._quarantine = Quarantine(journal)
+        self._router = Router(len(places), replication.routing)
 
     async def start(self) -> None:
         """Start all replicas; raises the error of the first that fails, and leaves none then."""
@@ -169,9 +178,11 @@ class Fleet:
         allowed = self._quarantine.allowed(entry, self.replicas)
         if not allowed:
             return
-        number = allowed[0]
-        self._quarantine.placed(entry, number)
-        self.replicas[number].exchange.send_request(entry)
+        candidates = [self.replicas[number] for number in allowed]
+        replica, entry.load = self._router.choose(entry.request, candidates)
+        replica.load += entry.load
+        self._quarantine.placed(entry, replica.number)
+        replica.exchange.send_request(entry)
 
     def _place_pin(self, pin: Pin) -> None:
         """Have one replica compute a prefix; once that has been done, all."""
@@ -221,6 +232,7 @@ class Fleet:
             max_num_seqs=min(info.max_num_seqs for info in infos),
         )
         assert replica.info is not None, "it is ready"
+        self._router.begin(replica.number, replica.info.num_blocks, replica.info.block_size)
         self._audience.engine_ready(replica.info)
         for pin in self._journal.pins.values():
             if pin.is_proven:

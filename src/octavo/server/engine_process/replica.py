@@ -8,6 +8,7 @@ if uninterrupted.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -172,7 +173,9 @@ class Replica:
         process = EngineProcess(self._command, self.exchange.receive, self._environment)
         # The process does not know our loggers' levels: it sends records below INFO only if needed.
         level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
-        info = await process.start(m.Start(self._config, level), self._supervision.start_seconds)
+        # A process that is replaced has left its share of the host's memory behind.
+        config = dataclasses.replace(self._config, host_share=1) if is_restart else self._config
+        info = await process.start(m.Start(config, level), self._supervision.start_seconds)
         self._process = process
         self.num_restarts += is_restart
         self._seconds_without_step = 0.0

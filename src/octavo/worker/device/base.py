@@ -93,7 +93,7 @@ class Demand:
         num_ranks = self.model_config.shard.size
         cache = replace(self.config.cache, swap_space=self.config.cache.swap_space // num_ranks)
         if swap_limit is not None:
-            swap_limit //= num_ranks
+            swap_limit //= num_ranks * self.config.host_share
         budget = plan_memory(cache, self.shape, fixed, total, kv_cache, swap_limit)
         check_asked_length(budget, self.shape, self.config)
         logger.info("memory budget:\n%s", budget)

@@ -73,7 +73,8 @@ class CpuDevice(Device):
             weights += model.head.num_parameters * dtype_bytes
         activations = estimate_activations(model, demand.config.scheduler, dtype_bytes)
         fixed = FixedMemory(weights, activations)
-        total = host_memory() // model.shard.size  # the ranks share the host
+        num_sharers = model.shard.size * demand.config.host_share
+        total = host_memory() // num_sharers
         default = min(
             CPU_CACHE_LIMIT // model.shard.size, int(CPU_CACHE_SHARE * (total - fixed.total))
         )

@@ -1,0 +1,229 @@
+"""Several engine processes behind one client: one dies, its requests go on at another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from core.symbolic import EOS, Ask, expected_beams
+from octavo.errors import EngineFailed, RequestFailed
+from octavo.sampling_params import BeamSearchParams
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.placement import Replication
+from octavo.server.engine_process.replica import Replica
+from octavo.server.engine_process.supervision import Supervision
+from server.clients import assert_nothing_is_held, complete, run, sampling, symbolic_client
+from server.symbolic_engine import DEADLY, HANGING, RAISING, UNACCEPTABLE
+
+TWO, THREE = Replication(2), Replication(3)
+
+
+async def search(client: EngineClient, prompt: list[int], num_tokens: int) -> None:
+    """A beam search, which must find what is right."""
+    params = BeamSearchParams(3, max_tokens=num_tokens, ignore_eos=True, stop_token_ids=[EOS])
+    output = await (await client.generate(prompt, params)).result()
+    beams = expected_beams(Ask("r", tuple(prompt), "beam", 3, num_tokens, 0))
+    assert [prompt + beam.token_ids for beam in output.outputs] == [prompt + beam for beam in beams]
+
+
+async def load_of_requests(client: EngineClient, count: int = 30, num_tokens: int = 90) -> None:
+    """One, two and three samples, and beam searches; all must be right."""
+    await asyncio.gather(
+        *[
+            search(client, [3, 1, i], 40)
+            if i % 5 == 0
+            else complete(client, [i % 7] * (20 + i), num_tokens, i, 1 + i % 3)
+            for i in range(count)
+        ]
+    )
+
+
+async def until_busy(replica: Replica) -> None:
+    while replica.gauges.step_seqs == 0:
+        await asyncio.sleep(0.005)
+
+
+def kill(replica: Replica) -> None:
+    assert replica.info is not None
+    os.kill(replica.info.pid, signal.SIGKILL)
+
+
+async def watch_num_serving(client: EngineClient, numbers: list[int]) -> None:
+    """Note how many replicas serve at once, for ever."""
+    while True:
+        numbers.append(sum(replica.is_serving for replica in client.replicas))
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_what_a_killed_replica_computed_goes_on_at_another(num_replicas: int) -> None:
+    async def test() -> None:
+        replication = Replication(num_replicas)
+        async with symbolic_client("step=0.003", replication=replication) as client:
+            load = asyncio.create_task(load_of_requests(client))
+            for number, replica in enumerate(client.replicas):
+                await until_busy(replica)
+                others = [each.exchange for each in client.replicas if each is not replica]
+                before = sum(len(each.open) for each in others)
+                num_taken = len(replica.exchange.open)
+                kill(replica)
+                while replica.is_serving:
+                    await asyncio.sleep(0)
+                # Before it is started again, the others have what it had.
+                assert num_taken > 0
+                assert sum(len(each.open) for each in others) == before + num_taken
+                assert client.health.healthy
+                while not replica.is_serving:
+                    await asyncio.sleep(0.005)
+                assert replica.num_restarts == 1, number
+            await load
+            assert client.open_requests == {}
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_killed_all_at_once_they_all_come_back() -> None:
+    async def test() -> None:
+        async with symbolic_client("step=0.003", replication=THREE) as client:
+            load = asyncio.create_task(load_of_requests(client))
+            for replica in client.replicas:
+                await until_busy(replica)
+            for replica in client.replicas:
+                kill(replica)
+            await load
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("token", [RAISING, UNACCEPTABLE])
+def test_a_deadly_request_never_takes_the_last_replica_down(token: int, num_replicas: int) -> None:
+    async def test() -> None:
+        replication = Replication(num_replicas)
+        numbers: list[int] = []
+        async with symbolic_client("step=0.002", replication=replication) as client:
+            watching = asyncio.create_task(watch_num_serving(client, numbers))
+            load = asyncio.create_task(load_of_requests(client, num_tokens=300))
+            await until_busy(client.replicas[0])
+            with pytest.raises(RequestFailed):
+                await complete(client, [1, token, 2], 10)
+            await load
+            watching.cancel()
+            assert min(numbers) >= 1
+            deaths = sum(replica.num_restarts for replica in client.replicas)
+            assert deaths <= 3
+            assert client.health.healthy
+            while not all(replica.is_serving for replica in client.replicas):
+                await asyncio.sleep(0.01)
+            await complete(client, [1, 2], 10)
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_a_replica_that_hangs_is_replaced_and_its_requests_go_on() -> None:
+    async def test() -> None:
+        patience = Supervision(stall_seconds=0.4, hang_seconds=1.0)
+        async with symbolic_client("step=0.002", supervision=patience, replication=THREE) as client:
+            load = asyncio.create_task(load_of_requests(client, num_tokens=200))
+            await until_busy(client.replicas[0])
+            with pytest.raises(RequestFailed):
+                await complete(client, [HANGING], 10)
+            await load
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_a_broken_replica_condemns_no_request(tmp_path: Path) -> None:
+    """One replica crashes in each first step, whatever it computes: nothing fails for it."""
+
+    async def test() -> None:
+        patience = Supervision(max_fruitless_restarts=2, revival_seconds=60)
+        async with symbolic_client(
+            "step=0.002",
+            f"broken={tmp_path / 'broken'}",
+            supervision=patience,
+            replication=THREE,
+        ) as client:
+            for _ in range(4):
+                await load_of_requests(client, count=12, num_tokens=30)
+            broken = [replica for replica in client.replicas if replica.num_restarts]
+            assert len(broken) == 1
+            assert client.health.healthy
+
+    run(test())
+
+
+def test_a_replica_that_cannot_start_again_does_without(tmp_path: Path) -> None:
+    async def test() -> None:
+        obstacle = tmp_path / "obstacle"
+        patience = Supervision(max_fruitless_restarts=1, revival_seconds=0.5)
+        async with symbolic_client(
+            "step=0.002", f"exit-if={obstacle}", supervision=patience, replication=TWO
+        ) as client:
+            load = asyncio.create_task(load_of_requests(client))
+            first, second = client.replicas
+            await until_busy(first)
+            obstacle.touch()
+            kill(first)
+            while first.state != "failed":
+                await asyncio.sleep(0.005)
+            assert client.health.healthy
+            await load
+            stream = await client.generate([1, 2, 3], sampling(2000))
+            kill(second)
+            with pytest.raises(EngineFailed, match="2 times in a row"):
+                await stream.result()
+            assert not client.health.healthy
+            assert "replica 0: the engine is given up" in str(client.health.reason)
+            obstacle.unlink()
+            while not first.is_serving or not second.is_serving:
+                await asyncio.sleep(0.01)
+            await load_of_requests(client, count=5, num_tokens=10)
+
+    run(test())
+
+
+def test_a_prefix_is_pinned_in_all_replicas() -> None:
+    async def test() -> None:
+        async with symbolic_client(replication=TWO) as client:
+            prefix = [5] * 40
+            await client.pin_prefix(prefix, "system")
+            for replica in client.replicas:
+                pins = (await client.snapshot(replica.number)).pins
+                assert [pin.name for pin in pins] == ["system"]
+            kill(client.replicas[1])
+            while client.replicas[1].num_restarts == 0:
+                await asyncio.sleep(0.01)
+            while not (await client.snapshot(1)).pins:
+                await asyncio.sleep(0.01)
+            await client.unpin_prefix("system")
+            await assert_nothing_is_held(client)
+            with pytest.raises(RequestFailed, match="died twice"):
+                await client.pin_prefix([DEADLY] * 16, "poison")
+            while not all(replica.is_serving for replica in client.replicas):
+                await asyncio.sleep(0.01)
+            assert client.list_prefixes() == []
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_requests_with_one_prefix_go_where_it_is() -> None:
+    async def test() -> None:
+        async with symbolic_client(replication=THREE) as client:
+            prefixes = [[i] * 64 for i in range(6)]
+            for turn in range(3):
+                outputs = [await complete(client, [*prefix, 10 + turn], 5) for prefix in prefixes]
+                hits = {output.num_cached_tokens for output in outputs}
+                assert hits == ({0} if turn == 0 else {64})
+            assert all(replica.counters.num_steps for replica in client.replicas)
+
+    run(test())
