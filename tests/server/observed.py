@@ -46,9 +46,12 @@ def engine_info(**changes: Any) -> EngineInfo:
 
 
 class FakeClient:
-    """Says what it is told to say, and counts how often it is asked."""
+    """Says what it is told to say, and counts how often it is asked. It is its only replica."""
+
+    number, num_restarts, load, is_serving = 0, 0, 0, True
 
     def __init__(self) -> None:
+        self.replicas = [self]
         self.info = engine_info()
         self.offload = Offload()
         self.gauges = Gauges(num_free_blocks=NUM_BLOCKS, num_free_swap_blocks=4)
