@@ -17,7 +17,7 @@ from octavo.server.http.settings import LOOPBACK, ConnectionLimits, Listening, S
 from octavo.server.observability.logs import set_up_logs
 from octavo.server.run import is_loopback, run_server
 
-OWN_OPTIONS = {"model_names", "api_keys", "cors_origins", "allowed_hosts"}
+OWN_OPTIONS = {"model_names", "api_keys", "admin_keys", "cors_origins", "allowed_hosts"}
 SETTINGS_HELP = {
     name: text for name, text in field_texts(ServerSettings).items() if name not in OWN_OPTIONS
 }
@@ -52,6 +52,12 @@ SUPERVISION_HELP = {
     help="A file with such keys, one per line.",
 )
 @click.option(
+    "--admin-key",
+    envvar="OCTAVO_ADMIN_KEY",
+    metavar="KEY",
+    help="The key that /admin (drain, rolling restart) asks for.  [default: any of the API keys]",
+)
+@click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,
@@ -84,6 +90,7 @@ def serve(
     model_names: tuple[str, ...],
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
+    admin_key: str | None,
     cors_origins: tuple[str, ...],
     allowed_hosts: tuple[str, ...],
     log_format: Any,
@@ -106,6 +113,7 @@ def serve(
     server_settings = ServerSettings(
         model_names or (model,),
         api_keys=ApiKeys(keys),
+        admin_keys=ApiKeys([] if admin_key is None else [admin_key], "admin_key"),
         cors_origins=cors_origins,
         allowed_hosts=tuple(host.lower() for host in allowed_hosts),
         **settings,

@@ -19,6 +19,7 @@ from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
+from octavo.server.engine_process.draining import Drainer
 from octavo.server.engine_process.fleet import Fleet
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.listening import Listener, Subscription
@@ -123,6 +124,11 @@ class EngineClient:
     def replicas(self) -> Sequence[Replica]:
         """The engines behind this client; not to be changed."""
         return self._fleet.replicas
+
+    @property
+    def drainer(self) -> Drainer:
+        """Restarts or stops replicas, one after the other."""
+        return self._fleet.drainer
 
     @property
     def gauges(self) -> Gauges:

@@ -17,6 +17,7 @@ from octavo.config import EngineConfig
 from octavo.engine.events import Admitted
 from octavo.errors import EngineFailed, OctavoError, RequestFailed, Unavailable
 from octavo.server.engine_process import messages as m
+from octavo.server.engine_process.draining import Drainer
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.placement import Replication, place_replicas
 from octavo.server.engine_process.process import COMMAND, Death
@@ -27,7 +28,8 @@ from octavo.server.engine_process.supervision import Health, Supervision
 
 logger = logging.getLogger(__name__)
 
-STATES = ("ready", "restarting", "starting", "failed", "closed")  # the best one first
+# The best one first.
+STATES = ("ready", "draining", "restarting", "starting", "stopped", "failed", "closed")
 
 
 class Audience(Protocol):
@@ -72,6 +74,7 @@ class Fleet:
         self.info: m.EngineInfo | None = None  # what holds for all of them
         self._journal = journal
         self._audience = audience
+        self.drainer = Drainer(self.replicas, self)
         self._quarantine = Quarantine(journal)
         self._router = Router(len(places), replication.routing)
 
@@ -84,10 +87,12 @@ class Fleet:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
+            await asyncio.gather(*(replica.close() for replica in self.replicas))
             raise
 
     async def close(self) -> None:
         """End all engine processes; what is open fails."""
+        await self.drainer.close()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
         self._give_up(Unavailable("the server has closed"))
 
@@ -100,7 +105,7 @@ class Fleet:
     @property
     def is_given_up(self) -> bool:
         """Whether no replica serves, or is about to."""
-        return all(replica.state == "failed" for replica in self.replicas)
+        return all(replica.state in ("failed", "stopped") for replica in self.replicas)
 
     @property
     def seconds_to_revival(self) -> float | None:
@@ -170,6 +175,22 @@ class Fleet:
         for error in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(error, BaseException) and not isinstance(error, Unavailable):
                 raise error
+
+    # ---------------------------------------------------------------- what a drain asks for
+
+    def vacate(self, replica: Replica) -> None:
+        """See Mover.vacate."""
+        self._take_all(replica)
+        self._dispatch()
+
+    async def stop_replica(self, replica: Replica) -> None:
+        """See Mover.stop_replica."""
+        await replica.stop()
+        entries, _ = self._lose(replica, "the replica was stopped")
+        for entry in entries:
+            entry.withdraw()
+        self._quarantine.leave(replica.number)
+        self._dispatch()
 
     # ---------------------------------------------------------------- where requests go
 
@@ -326,9 +347,9 @@ class Fleet:
         """Take the requests from the replica with the least load, so that one can run alone."""
         serving = [replica for replica in self.replicas if replica.is_serving]
         if serving:
-            self._take_back(min(serving, key=lambda replica: replica.load))
+            self._take_all(min(serving, key=lambda replica: replica.load))
 
-    def _take_back(self, replica: Replica) -> None:
+    def _take_all(self, replica: Replica) -> None:
         """Take all requests from a replica that runs."""
         for entry in [*replica.exchange.open.values()]:
             replica.exchange.tell(m.Abort(entry.request_id))

@@ -28,7 +28,8 @@ from octavo.server.engine_process.supervision import Supervision
 
 logger = logging.getLogger(__name__)
 
-State = Literal["starting", "ready", "restarting", "failed", "closed"]
+# Draining: it takes no more requests. Stopped: it has no process, and gets one only when told.
+State = Literal["starting", "ready", "draining", "restarting", "stopped", "failed", "closed"]
 TICK_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 5.0  # before another attempt after a fruitless one
 NO_ROOM_SECONDS = 1.0  # between attempts while the system lacks resources for a process
@@ -102,22 +103,38 @@ class Replica:
         except BaseException:
             self.state = "failed"
             raise
-        self._keeper = asyncio.create_task(self._keep())
-        self._keeper.add_done_callback(self._check_keeper)
+        self._supervise()
 
     async def close(self) -> None:
         """End the engine process; it is not replaced."""
         self.state = "closed"
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-            self._keeper = None
-        if self._process is not None:
-            await self._process.end()
-            self._process = None
+        await self._end_process()
         self.exchange.lose("the server has closed")
 
+    def drain(self) -> None:
+        """Take no more requests."""
+        assert self.state == "ready", "only what serves can be drained"
+        self.state = "draining"
+
+    async def stop(self) -> None:
+        """End the engine process, until `restart`. The owner has taken its requests before."""
+        self.state = "stopped"
+        await self._end_process()
+        self._close_books()
+
+    def restart(self) -> None:
+        """Start another engine process in place of one that was stopped."""
+        assert self.state == "stopped", "a process that runs is drained and stopped first"
+        self.state, self._down_since = "restarting", time.monotonic()
+        self._num_failed_starts = 0
+        self._supervise()
+
     # ---------------------------------------------------------------- how it is
+
+    @property
+    def pid(self) -> int | None:
+        """Of its engine process; None while there is none."""
+        return None if self._process is None else self._process.pid
 
     @property
     def is_serving(self) -> bool:
@@ -191,15 +208,30 @@ class Replica:
         self.exchange.begin(process)
         self._owner.replica_ready(self)
 
+    def _supervise(self) -> None:
+        self._keeper = asyncio.create_task(self._keep())
+        self._keeper.add_done_callback(self._check_keeper)
+
+    async def _end_process(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+            self._keeper = None
+        if self._process is not None:
+            await self._process.end()
+            self._process = None
+
     async def _keep(self) -> None:
-        """Replace the process whenever it has died."""
-        while self._process is not None:
+        """Have a process, and replace it whenever it has died."""
+        cause = "it was stopped"
+        while True:
+            await self._start_again(cause)
+            assert self._process is not None, "it has just been started"
             death = await self._wait_for_death(self._process)
             self._down_since = time.monotonic()
             self.state = "restarting"
             self._take_death(self._process, death)
-            self._process = None
-            await self._start_again(death.cause)
+            self._process, cause = None, death.cause
 
     async def _start_again(self, cause: str) -> None:
         """Try to start a process until one runs; after too many failures, at long intervals."""
@@ -253,13 +285,17 @@ class Replica:
             len(self.exchange.open),
         )
         had_work, has_advanced = self.exchange.has_work, self.exchange.has_advanced
-        self._earlier_counters = self.counters
-        self._counters, self.gauges = Counters(), Gauges()
+        self._close_books()
         is_blamed = self._owner.replica_died(self, death)
         if had_work and not has_advanced and not is_blamed:
             self._num_fruitless += 1
         else:
             self._num_fruitless = self._num_given_up = 0
+
+    def _close_books(self) -> None:
+        """Add what the process has counted to the totals."""
+        self._earlier_counters = self.counters
+        self._counters, self.gauges = Counters(), Gauges()
 
     def _give_up(self, cause: str) -> float:
         """Try no longer for a while. Returns the seconds until the next attempt."""

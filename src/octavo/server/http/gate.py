@@ -18,6 +18,7 @@ from octavo.server.http.errors import ApiError, as_api_error
 from octavo.server.http.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/version"})
+ADMIN_PATHS = "/admin/"
 PORT = re.compile(r":[0-9]+$")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -54,7 +55,10 @@ class Gate:
                 400, f"{len(hosts)} Host headers; HTTP/1.1 needs exactly one", code="invalid_http"
             )
         self._check_host(hosts[0] if hosts else "")
-        tenant = self._settings.api_keys.tenant(headers.get("authorization"))
+        keys = self._settings.api_keys
+        if scope["path"].startswith(ADMIN_PATHS) and self._settings.admin_keys:
+            keys = self._settings.admin_keys
+        tenant = keys.tenant(headers.get("authorization"))
         if tenant is None and scope["path"] not in OPEN_PATHS:
             # A browser asks its user for the key if it is offered Basic; other clients use Bearer.
             wants_page = "text/html" in headers.get("accept", "")

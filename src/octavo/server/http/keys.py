@@ -50,18 +50,17 @@ ANONYMOUS = Tenant()  # of all requests, where no key is configured
 class ApiKeys:
     """Owns the digests of the keys; a key itself is neither stored nor shown."""
 
-    def __init__(self, entries: Iterable[str] = ()) -> None:
+    def __init__(self, entries: Iterable[str] = (), option: str = "api_key") -> None:
         """`entries` are `KEY` or `KEY:SALT`. Keys with equal salts are one tenant; a key without a
-        salt is a tenant of its own. Raises ConfigError, which does not show the key."""
+        salt is a tenant of its own. Raises ConfigError about `option`, which does not show the
+        key."""
         self._tenants: list[tuple[bytes, Tenant]] = []
         for number, entry in enumerate(entries, start=1):
             key, _, salt = entry.partition(":")
             if KEY.fullmatch(key) is None:
-                raise ConfigError(
-                    "api_key", f"key {number} is not 8 to 512 visible ASCII characters"
-                )
+                raise ConfigError(option, f"key {number} is not 8 to 512 visible ASCII characters")
             if len(salt) > MAX_SALT:
-                raise ConfigError("api_key", f"the salt of key {number} exceeds {MAX_SALT}")
+                raise ConfigError(option, f"the salt of key {number} exceeds {MAX_SALT}")
             name = f"salt {salt}" if salt else f"key {number}"
             self._tenants.append((_digest(key), Tenant(salt, name)))
 

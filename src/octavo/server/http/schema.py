@@ -22,6 +22,7 @@ ERRORS = {
     401: "A valid API key is needed.",
     403: "The request calls the server by a name that is not its own.",
     404: "There is no such model, prefix or endpoint.",
+    409: "Replicas are being drained already.",
     413: "The body is too large.",
     429: "Too many requests wait already; Retry-After says when to try again.",
     500: "The engine failed, or the server has a bug.",

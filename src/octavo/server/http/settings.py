@@ -68,6 +68,8 @@ class ServerSettings:
     """What clients may call the model; the first is the one reported."""
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     """Empty: no key is needed."""
+    admin_keys: ApiKeys = field(default_factory=ApiKeys)
+    """What /admin asks for. Empty: one of `api_keys`."""
     max_body_bytes: int = 4 * MIB
     """Largest body."""
     max_prompts: int = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from octavo.server.http.endpoints import chat, completions, models, prefixes, tokens
+from octavo.server.http.endpoints import admin, chat, completions, models, prefixes, tokens
 
 ROUTERS: tuple[APIRouter, ...] = (
     completions.router,
@@ -13,4 +13,5 @@ ROUTERS: tuple[APIRouter, ...] = (
     tokens.router,
     prefixes.router,
     models.router,
+    admin.router,
 )
