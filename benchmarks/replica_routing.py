@@ -124,7 +124,7 @@ def main() -> None:
             results[policy] = measure(url, args)
     if args.sglang_router is not None:
         with contextlib.ExitStack() as stack:
-            alone = [*options, "--num-threads", "1", "--ignore-unknown-fields"]
+            alone = [*options, "--num-threads", "1"]
             urls = [stack.enter_context(served(alone))[0] for _ in range(args.replicas)]
             router = stack.enter_context(sglang_router(args.sglang_router, urls))
             results["sglang-router cache_aware"] = measure(router, args)
