@@ -59,8 +59,10 @@ def measure(url: str, args: argparse.Namespace) -> dict[str, Any]:
         reply = ask(url, "/v1/completions", {"model": "demo", "prompt": prompt, **fields})
         return reply["usage"], time.perf_counter() - start
 
-    start = time.perf_counter()
     with ThreadPoolExecutor(args.clients) as pool:
+        warm_up = [f"{number} bottles of milk" for number in range(4 * args.replicas)]
+        list(pool.map(send, warm_up))
+        start = time.perf_counter()
         usages, times = zip(*pool.map(send, make_prompts(args)), strict=True)
     num_tokens = sum(usage["prompt_tokens"] for usage in usages)
     num_cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
