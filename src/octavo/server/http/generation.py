@@ -135,6 +135,14 @@ class GenerationBody(Body):
     use_beam_search: Annotated[object, Refused("use beam_width, the number of beams", (False,))] = (
         None
     )
+    # SGLang's, which its router sends with every request.
+    no_stop_trim: Annotated[object, Refused("use include_stop_str_in_output", (False,))] = None
+    return_hidden_states: Annotated[object, Refused(_UNSUPPORTED, (False,))] = None
+    regex: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    ebnf: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    json_schema: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    lora_path: Annotated[object, Refused("octavo has no adapters")] = None
+    session_params: Annotated[object, Refused(_STATELESS)] = None
     service_tier: Annotated[object, Refused(_UNSUPPORTED, ("auto", "default"))] = None
     store: Annotated[object, Refused(_STATELESS, (False,))] = None
     metadata: Annotated[object, Refused(_STATELESS, ({},))] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -11,6 +11,10 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.replica import Replica
 
 LABELS = ("model_name",)
+
+
+def _num_blocks(replicas: Sequence[Replica]) -> int:
+    return sum(replica.info.num_blocks for replica in replicas if replica.info is not None)
 
 
 def _num_held(replica: Replica) -> int:
@@ -67,7 +71,7 @@ class EngineTotals(Collector):
     def _gauges(self) -> Iterator[Metric]:
         gauges, health, replicas = self._client.gauges, self._client.health, self._client.replicas
         held = sum(map(_num_held, replicas))
-        num_blocks = sum(replica.info.num_blocks for replica in replicas if replica.info)
+        num_blocks = _num_blocks(replicas)
         num_pins = max(replica.gauges.num_pinned_prefixes for replica in replicas)
         num_serving = sum(replica.is_serving for replica in replicas)
         for name, text, value in (
@@ -137,7 +141,10 @@ class EngineTotals(Collector):
             *("enable_prefix_caching", "policy", "dtype", "device", "max_model_len"),
         )
         family = InfoMetricFamily("octavo_cache_config", "The KV cache.", labels=LABELS)
-        family.add_metric(self._labels, {name: str(getattr(info, name)) for name in names})
+        values = {name: str(getattr(info, name)) for name in names}
+        # By this name the Gateway API Inference Extension reads the size of the whole cache.
+        values["num_gpu_blocks"] = str(_num_blocks(self._client.replicas))
+        family.add_metric(self._labels, values)
         return family
 
     def _device_memory(self) -> Metric:

@@ -37,6 +37,7 @@ CLIENT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 EXAMPLE = {"messages": [{"role": "user", "content": "What is a cat?"}], "max_tokens": 40}
 
 _NO_TOOLS = "octavo does not support tool calls"
+_NO_REASONING = "octavo leaves reasoning in the text"
 _UNSUPPORTED = "octavo does not support it"
 
 
@@ -75,6 +76,9 @@ class ChatBody(GenerationBody):
     documents: Annotated[
         object, Refused("use chat_template_kwargs, if the model's template knows them")
     ] = None
+    # SGLang's: without a reasoning parser, they change nothing there either.
+    separate_reasoning: Annotated[object, Refused(_NO_REASONING, (True, False))] = None
+    stream_reasoning: Annotated[object, Refused(_NO_REASONING, (True, False))] = None
     echo: Annotated[object, Refused("octavo does not echo conversations", (False,))] = None
     prompt: Annotated[object, Refused("prompts go to /v1/completions")] = None
 

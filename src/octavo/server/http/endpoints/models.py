@@ -1,4 +1,4 @@
-"""GET /v1/models, /health and /version"""
+"""GET /v1/models, /health and /version; and /server_info and /model_info, which routers ask."""
 
 from __future__ import annotations
 
@@ -38,6 +38,29 @@ class Version(msgspec.Struct):
     version: str
 
 
+class ServerInfo(msgspec.Struct, kw_only=True):
+    """With SGLang's names, by which its router registers a server."""
+
+    version: str
+    model_path: Annotated[str, Meta(description="The model, as it was given to the server.")]
+    served_model_name: str
+    tp_size: Annotated[int, Meta(description="Devices that share the model.")]
+    dp_size: Annotated[int, Meta(description="1: replicas share one address and one queue.")] = 1
+    num_replicas: int
+    max_running_requests: Annotated[int, Meta(description="Sequences, of all replicas.")]
+    max_total_num_tokens: Annotated[int, Meta(description="In the KV cache, of all replicas.")]
+    context_length: Annotated[int, Meta(description="Tokens, prompt and output together.")]
+
+
+class ModelInfo(msgspec.Struct, kw_only=True):
+    """With SGLang's names."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: Literal[True] = True
+
+
 @router.get("/v1/models", **documented(None, ModelList))
 async def list_models(request: Request) -> Response:
     """The names by which clients may call the model."""
@@ -66,6 +89,35 @@ async def health(request: Request) -> Response:
 async def version() -> Response:
     """The version of octavo. Needs no key."""
     return reply(Version(__version__))
+
+
+@router.get("/server_info", **documented(None, ServerInfo))
+async def server_info(request: Request) -> Response:
+    """What SGLang's router asks of a server that it is to register."""
+    context = context_of(request)
+    client, info = context.client, context.client.info
+    num_replicas = len(client.replicas)
+    sizes = [replica.info.num_blocks for replica in client.replicas if replica.info is not None]
+    return reply(
+        ServerInfo(
+            version=__version__,
+            model_path=info.model,
+            served_model_name=context.settings.model_names[0],
+            tp_size=info.num_ranks,
+            num_replicas=num_replicas,
+            max_running_requests=info.max_num_seqs * num_replicas,
+            max_total_num_tokens=sum(sizes) * info.block_size,
+            context_length=info.max_model_len,
+        )
+    )
+
+
+@router.get("/model_info", **documented(None, ModelInfo))
+async def model_info(request: Request) -> Response:
+    """What SGLang's router asks of a server's model."""
+    context = context_of(request)
+    path, name = context.client.info.model, context.settings.model_names[0]
+    return reply(ModelInfo(model_path=path, tokenizer_path=path, served_model_name=name))
 
 
 def _card(context: Context, name: str) -> ModelCard:
