@@ -54,7 +54,7 @@ class LinearConfig:
     # them), or of the inputs, so that y is a partial sum.
     out_shards: tuple[Shard, ...] = ()
     in_shard: Shard = WHOLE
-    padding: int = 0  # outputs that the whole projection, of which there is one, lacks to divide
+    padding: int = 0  # added to the whole projection, so that ranks have equal parts
 
     @property
     def out_features(self) -> int:

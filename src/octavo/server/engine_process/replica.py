@@ -313,7 +313,7 @@ class Replica:
         return pause
 
     def _check_keeper(self, keeper: asyncio.Task[None]) -> None:
-        """If the supervision itself has failed, nobody would notice the death of the process."""
+        """Give up if the supervision has failed: a death of the process would go unnoticed."""
         if keeper.cancelled() or (error := keeper.exception()) is None:
             return
         self.state, self._revival_time = "failed", None
