@@ -109,6 +109,7 @@ class Request:
         "arrival_time",
         "cache_salt",
         "catching_up",
+        "encoder_token_ids",
         "error",
         "finished",
         "first_token_time",
@@ -145,7 +146,10 @@ class Request:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        encoder_token_ids: tuple[int, ...] = (),
     ) -> None:
+        """`prompt_token_ids`: what the decoder starts with. `encoder_token_ids`: the input of the
+        encoder; () in a model without one."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -157,6 +161,7 @@ class Request:
         self.arrival_time = arrival_time
         self.priority = priority  # lower is more urgent
         self.cache_salt = cache_salt
+        self.encoder_token_ids = encoder_token_ids
         self.tenant = tenant  # whose share of the service it counts against
         self.status = Status.WAITING
         self.sequences: list[Sequence] = []  # alive, in the order in which they were forked

@@ -56,6 +56,7 @@ class OpenedRow:
     seed: int
     sample_index: int  # which of the request's samples this is
     num_draws: int = 1  # tokens to draw at the end of the prompt (parallel sampling)
+    encoder_token_ids: tuple[int, ...] = ()  # the encoder's input; () without an encoder
 
 
 class Fork(NamedTuple):
@@ -113,6 +114,9 @@ class StepPlan:
     # each of `expanded` (beam search) the best candidates are returned.
     sampled: list[int]
     expanded: list[int]
+    # Rows of `seq_ids` whose encoder input is run before their tokens: the K and V of all of it are
+    # written into the blocks of the row's cross-attention groups. The other rows' are there.
+    encoded: list[int] = field(default_factory=list)
     # Changes of the worker's rows.
     forks: list[Fork] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)

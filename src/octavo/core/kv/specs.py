@@ -1,8 +1,7 @@
 """Which tokens' KV a layer keeps, and how layers that keep the same tokens form groups.
 
 A group of layers shares one block table. All groups share one pool of blocks of equal size in
-bytes; a group of fewer layers may hold more tokens in each. CrossAttention (the encoder's length,
-fixed at admission) takes its place here with the encoder-decoder models.
+bytes; a group of fewer layers may hold more tokens in each.
 """
 
 from __future__ import annotations
@@ -81,6 +80,27 @@ class SlidingWindow:
         """
         held = min(num_tokens, self.window - 1 + chunk)
         return min(math.ceil(num_tokens / block_size), math.ceil(held / block_size) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention:
+    """Every query reads all tokens of the request's encoder input, whatever its own position.
+
+    The blocks are allocated at admission, as many as the encoder input fills, and never grow. The
+    step that runs the encoder writes all of them, no later step writes any, and all samples and
+    beams of the request share them.
+    """
+
+    def __str__(self) -> str:
+        return "cross-attention"
+
+    def first_needed_token(self, position: int) -> int:
+        """The first token of the encoder input that the query at `position` reads."""
+        return 0
+
+    def max_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
+        """The blocks that an encoder input of `num_tokens` takes."""
+        return math.ceil(num_tokens / block_size)
 
 
 def first_needed_block(spec: KVSpec, block_size: int, num_computed_tokens: int) -> int:
