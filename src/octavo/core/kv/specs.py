@@ -25,8 +25,8 @@ SPAN_COST = 0.1
 TYPICAL_LENGTHS = (512, 2048, 8192, 32_768, 131_072)  # of sequences, in tokens
 TYPICAL_BLOCK = 16  # tokens
 
-# Whose tokens a layer keeps: those of the sequence, whose blocks are allocated as it grows, or those
-# of the encoder's input, whose blocks are allocated at admission and never change.
+# Whose tokens a layer keeps: those of the sequence, whose blocks are allocated as it grows, or
+# those of the encoder's input, whose blocks are allocated at admission and never change.
 Source = Literal["sequence", "encoder"]
 
 
@@ -35,6 +35,7 @@ class KVSpec(Protocol):
     hashable and compared by its value."""
 
     follows: ClassVar[Source]
+    """What the length of a layer's KV is that of."""
 
     def first_needed_token(self, position: int) -> int:
         """The first token that the query at `position` reads; it never shrinks as positions grow.
@@ -121,7 +122,9 @@ def _comes_late(spec: KVSpec) -> bool:
 def check_order(specs: Sequence[KVSpec]) -> None:
     """Assert that the groups of these specs that follow the sequence come first."""
     assert sorted(specs, key=_comes_late) == list(specs), "the encoder's groups come last"
-    assert specs and not _comes_late(specs[0]), "at least one group grows with the sequence"
+    assert any(spec.follows == "sequence" for spec in specs), (
+        "at least one group grows with the sequence"
+    )
 
 
 def first_needed_block(spec: KVSpec, block_size: int, num_computed_tokens: int) -> int:
