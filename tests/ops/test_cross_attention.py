@@ -46,9 +46,7 @@ class Crossed:
         heads, size = self.num_kv_heads * self.group, self.block_size
         scores = ScoreFunction(0.3, self.softcap)
         self_layer = LayerSpec(0, heads, self.num_kv_heads, self.head_dim, ScoreFunction(1.0))
-        cross = LayerSpec(
-            1, heads, self.num_kv_heads, self.head_dim, scores, reads_encoder=True
-        )
+        cross = LayerSpec(1, heads, self.num_kv_heads, self.head_dim, scores, reads_encoder=True)
         kind = load_backend(name)
         width = -(-max(self.encoder_lens) // size)
         count = len(self.encoder_lens)

@@ -118,9 +118,7 @@ def attend(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if (cap is not None) or (slope is not None) or (bias is not None):
         distance = first + lane[None, :] - position[:, None]
-        scores = log2_scores(
-            scores, scale, cap, slope, bias, distance, FAST_TANH, MAX_DISTANCE
-        )
+        scores = log2_scores(scores, scale, cap, slope, bias, distance, FAST_TANH, MAX_DISTANCE)
         scale = 1.0
     # A scale waits for the exponent, where it is a part of a fused multiply-add.
     if MASKED:
