@@ -136,12 +136,22 @@ class StepPlan:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether the step computes exactly one token of each sequence, and has any."""
-        return 0 < len(self.seq_ids) == self.num_tokens
+        """Whether the step computes exactly one token of each sequence, and has any, and runs no
+        encoder."""
+        return 0 < len(self.seq_ids) == self.num_tokens and not self.encoded
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of sequences that are computed."""
         return sum(self.num_scheduled_tokens)
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Tokens that the encoder runs for. Its rows are opened in the same step."""
+        if not self.encoded:
+            return 0
+        lengths = {opened.seq_id: len(opened.encoder_token_ids) for opened in self.opened}
+        return sum(lengths[seq_id] for seq_id in self.encoded)
 
 
 @dataclass(frozen=True, slots=True)
