@@ -172,7 +172,9 @@ class CrossAttention(nn.Module):
     def __init__(self, config: AttentionConfig, layer_id: int) -> None:
         """layer_id: of the KV, among all attention layers."""
         super().__init__()
-        assert config.reads_encoder and config.query_key_norms is None and config.rotary is None
+        assert config.reads_encoder
+        assert config.query_key_norms is None, "no model has norms of heads here"
+        assert config.rotary is None, "distances have no meaning here"
         self.spec = LayerSpec(
             layer_id=layer_id,
             num_heads=config.num_heads,

@@ -254,6 +254,16 @@ class ModelDescription:
         return self.num_parameters() * dtype_bytes + tables
 
 
+@dataclass(frozen=True, slots=True)
+class DecodingRules:
+    """What generation_config.json of a model with an encoder demands of every request's tokens."""
+
+    first_token_id: int | None = None  # behind decoder_start_token_id
+    last_token_id: int | None = None  # where max_tokens ends the output
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelDescription):
     """A model in a directory: its description, and what its files say about serving it."""
@@ -264,6 +274,7 @@ class ModelConfig(ModelDescription):
     dtype: str = "float32"  # of the weights in the files
     bos_token_id: int | None = None
     decoder_start_token_id: int | None = None  # set if there is an encoder
+    decoding_rules: DecodingRules = DecodingRules()
     eos_token_ids: tuple[int, ...] = ()
     # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)

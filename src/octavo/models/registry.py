@@ -8,7 +8,8 @@ from typing import Any
 
 from octavo.errors import InvalidRequest, ModelError, shown
 from octavo.json_fields import Fields, read_json
-from octavo.models.config import ModelConfig, ModelDescription
+from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
+from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.family import Family
 from octavo.registry import Registry
 from octavo.sampling_params import SamplingParams
@@ -83,6 +84,10 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else Fields("", {})
     description = family.read(text)
+    rules = DecodingRules()
+    if description.encoder is not None:
+        where = generation if generation_path.exists() else config
+        rules = read_decoding_rules(where, description.vocab_size)
     return ModelConfig(
         **{each.name: getattr(description, each.name) for each in fields(ModelDescription)},
         directory=directory,
@@ -97,6 +102,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
         ),
         eos_token_ids=_end_tokens(config, generation, family, description.vocab_size),
         sampling_defaults=_sampling_defaults(generation),
+        decoding_rules=rules,
     )
 
 

@@ -48,7 +48,7 @@ class ScoreFunction:
         score = scale * (query . key)
         score = softcap * tanh(score / softcap)                                  with a softcap
         score = score + slope of the head * (key position - query position)      with ALiBi
-        score = score + bias of the head and of (key position - query position)  with a relative bias
+        score = score + bias of the head and of the same distance               with a relative bias
         weight = exp(score) / (sum of exp(score) over the visible keys + exp(sink of the head))
 
     The last summand is there only with sinks. The fields after `scale` are optional features: a

@@ -27,7 +27,8 @@ class BidirectionalAttention:
     def __init__(self, layers: Sequence[LayerSpec], lens: Sequence[int]) -> None:
         """lens: tokens of each input, whose tokens follow each other."""
         for layer in layers:
-            assert layer.features <= self.score_features and layer.window is None
+            assert layer.features <= self.score_features
+            assert layer.window is None
         self._layers = {layer.layer_id: layer for layer in layers}
         self._lens = list(lens)
         self._strip: tuple[RelativeBias, Tensor] | None = None  # of the layer before
@@ -42,7 +43,8 @@ class BidirectionalAttention:
         head_norms: tuple[HeadNorm, HeadNorm] | None = None,
     ) -> Tensor:
         """See AttentionBackend.forward."""
-        assert rotary is None and head_norms is None, "no encoder that is served has these"
+        assert rotary is None, "no encoder that is served has it"
+        assert head_norms is None, "no encoder that is served has them"
         layer = self._layers[layer_id]
         inputs = (each.transpose(0, 1).split(self._lens, dim=1) for each in (query, key, value))
         outputs = [self._attend(layer, q, k, v) for q, k, v in zip(*inputs, strict=True)]

@@ -14,14 +14,15 @@ from torch import Tensor
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
 from octavo.ops import AttentionBatch, EncodedInputs, Staging
 from octavo.worker.block_tables import BlockTables, TableUpdate, widen
-from octavo.worker.logit_edits import EditedRow, follows_text, has_edits
+from octavo.worker.logit_edits import EditedRow, edits_at, follows_text, has_edits
 from octavo.worker.sampler import SamplingBatch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 PENDING = -1  # a token that the device has drawn, or will draw, and the host does not know yet
-_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _MIN_TOKENS, _TEXT = 1, 2, 4, 8, 16  # bits of `flags`
+# Bits of `flags`; _SOME_EDITS: the row is edited at some tokens (edits_at).
+_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _SOME_EDITS, _TEXT = 1, 2, 4, 8, 16
 
 # A row's scalars are one record, so that a fork copies them all at once.
 _ROW = np.dtype(
@@ -266,13 +267,13 @@ class InputBatch:
 
     def _edited_rows(self, rows: Int64s, state: NDArray[np.void]) -> list[EditedRow]:
         edited = []
-        for index in np.flatnonzero(state["flags"] & (_EDITS | _MIN_TOKENS)).tolist():
+        for index in np.flatnonzero(state["flags"] & (_EDITS | _SOME_EDITS)).tolist():
             row, spec = rows[index], self._spec(rows[index])
             num_prompt, num_tokens = (
                 int(state["num_prompt"][index]),
                 int(state["num_tokens"][index]),
             )
-            if state["flags"][index] & _EDITS or num_tokens - num_prompt < spec.min_tokens:
+            if state["flags"][index] & _EDITS or edits_at(spec, num_tokens - num_prompt):
                 token_ids = self._token_ids[row, :num_tokens]
                 edited.append(EditedRow(index, spec, token_ids, num_prompt))
         return edited
@@ -303,7 +304,8 @@ class InputBatch:
         flags |= _TEXT if follows_text(spec) else 0
         flags |= _LOGPROBS if spec.num_logprobs is not None else 0
         flags |= _PROMPT_LOGPROBS if spec.num_prompt_logprobs is not None else 0
-        flags |= _MIN_TOKENS if spec.min_tokens and spec.masked_until_min_tokens else 0
+        if (spec.min_tokens and spec.masked_until_min_tokens) or spec.forced_tokens:
+            flags |= _SOME_EDITS
         # Any int is a seed: it is taken modulo 2 ** 64.
         seed = (opened.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self._rows[row] = (

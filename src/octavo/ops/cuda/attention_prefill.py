@@ -222,7 +222,8 @@ def _prefill_kernel(
             top, total, acc = attend(
                 top, total, acc, q, last, position, slope, bias,
                 keys, values, blocks, first, end, block_stride, scale, cap,
-                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, MAX_DISTANCE, PRECISION,
+                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, MAX_DISTANCE,
+                PRECISION,
             )  # fmt: skip
             blocks = next_blocks
         begin = seen_by_all

@@ -101,8 +101,8 @@ def log2_scores(
 ):
     """Dot products [ROWS, TILE] -> scores in powers of 2; see KernelScores.
 
-    slope: float32 [ROWS] or None. bias: where the row of `biases` of each row's head begins, [ROWS],
-    or None. distance: int32 [ROWS or 1, TILE], from query to key.
+    slope: float32 [ROWS] or None. bias: where the row of `biases` of each row's head begins,
+    [ROWS], or None. distance: int32 [ROWS or 1, TILE], from query to key.
     """
     scores = capped_scores(products, scale, cap, FAST_TANH)
     if slope is not None:
