@@ -273,12 +273,13 @@ def estimate_activations(
     model_config: ModelConfig, scheduler: SchedulerConfig, dtype_bytes: int
 ) -> int:
     """`activation_bytes` of the largest step that these settings allow."""
+    encoder = model_config.encoder
     layer_width = max(
         4 * model_config.hidden_size
         + layer.attention.qkv.out_features
         + layer.attention.output.in_features
         + 3 * layer.mlp.intermediate_size
-        for layer in model_config.layers
+        for layer in (*model_config.layers, *(() if encoder is None else encoder.layers))
     )
     return activation_bytes(
         scheduler.max_num_batched_tokens,

@@ -14,8 +14,8 @@ import torch
 
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
-from octavo.layers.config import EmbeddingScale, RotaryConfig
-from octavo.models.config import ModelConfig, PositionTable
+from octavo.layers.config import EmbeddingScale, PositionTable, RotaryConfig
+from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model
 from octavo.models.registry import read_model_config

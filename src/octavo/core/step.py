@@ -37,6 +37,9 @@ class SamplingSpec:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty means all
     bad_words: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0  # so many tokens never come twice in the same order; 0: off
+    # (number of output tokens, the token that must then come next).
+    forced_tokens: tuple[tuple[int, int], ...] = ()
     min_tokens: int = 0
     masked_until_min_tokens: tuple[int, ...] = ()  # end-of-sequence and stop ids
     num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only

@@ -51,8 +51,8 @@ class Worker:
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         backend_class = device.resolve_backend(config.attention_backend)
-        for layer_id, layer in enumerate(model_config.layers):
-            check_score_features(backend_class, layer_id, layer.attention.score_features)
+        for layer_id, attention in enumerate(model_config.attentions):
+            check_score_features(backend_class, layer_id, attention.score_features)
         self.layout = group_layers(model_config.kv_specs())
         block_size = config.cache.block_size
         block_shape = backend_class.kv_block_shape(
