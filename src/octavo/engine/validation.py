@@ -265,7 +265,7 @@ class RequestPreparer:
         if given is None:
             return [start]
         field, room = "decoder_input_ids", Room.before_output(max_model_len)
-        if isinstance(given, str):
+        if not isinstance(given, list | tuple):
             raise InvalidRequest(field, f"{shown(given)} is not a list of token ids")
         token_ids = self.tokenize(given, room, field)
         if token_ids[0] != start:
