@@ -10,6 +10,7 @@ from octavo.core.decoding import BeamSearch
 from octavo.core.invariants import check_manager
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.specs import CrossAttention, FullAttention, SlidingWindow, group_layers
+from octavo.core.policies import FairShare
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import SamplingSpec, StepPlan
 from octavo.errors import RequestTooLong
@@ -415,6 +416,15 @@ def test_swapping_brings_the_input_back_without_running_the_encoder() -> None:
     here.run()
     assert here.executor.num_encoded == 1
     assert here.scheduler.num_preemptions["swap"] == 1
+
+
+def test_a_tenant_s_share_counts_the_encoder_s_tokens() -> None:
+    here = world(policy="fair")
+    add(here, "a", tenant="one")
+    here.step()
+    policy = here.scheduler.policy
+    assert isinstance(policy, FairShare)
+    assert policy.counters()["one"] == len(INPUT) + len(START) + 2  # an output token counts twice
 
 
 def test_four_beams_hold_the_encoder_s_blocks_once() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from core.symbolic import SymbolicExecutor, chain, drawn_token, origin
 from octavo import BeamSearchParams, SamplingParams
+from octavo.bench.memory_use import MemoryUse
 from octavo.config import make_config
 from octavo.core.kv.specs import group_layers
 from octavo.core.step import FinishedStep, PendingStep, StepPlan
@@ -24,6 +25,7 @@ from octavo.executor.base import KVCapacity
 from octavo.memory_budget import KVShape, MemoryBudget
 from octavo.models.config import DecodingRules, ModelConfig
 from octavo.models.registry import read_model_config
+from octavo.simulation.config import SimulationConfig
 
 START = 3
 MODEL = {
@@ -241,6 +243,11 @@ def test_memory_counts_the_encoder_s_input(model: ModelConfig) -> None:
     assert shape.held_bytes(12) == shape.read_bytes(12) == (3 + 10) * shape.block_bytes
 
 
+def test_no_simulation_knows_the_time_of_an_encoder(model: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"model: .* has an encoder, whose time the cost model"):
+        SimulationConfig(str(model.directory), "a100-40gb").prepare()
+
+
 def test_a_snapshot_shows_both_tables(client: LocalClient) -> None:
     stream = client.make_request(INPUT, GREEDY)
     client.add_request(stream)
@@ -259,6 +266,15 @@ def test_counters_include_the_encoder_s_tokens(client: LocalClient) -> None:
     run(client, INPUT)
     assert recorder.counters.num_computed_tokens == (10 + 5) + 5
     assert [(each.num_tokens, each.num_hit_tokens) for each in admitted] == [(11, 0), (11, 10)]
+
+
+def test_the_memory_in_use_includes_the_encoder_s_blocks(client: LocalClient) -> None:
+    """10 tokens of input and 1 of the decoder's, in blocks of 4."""
+    memory = MemoryUse.watch(client.engine)
+    run(client, INPUT, replace(GREEDY, max_tokens=1))
+    [step] = memory.steps
+    assert (step.num_logical_blocks, step.num_physical_blocks) == (4, 4)
+    assert (step.slots.token_states, step.slots.held) == (11, 16)
 
 
 # -------------------------------------------------------------------- rules of the output

@@ -186,6 +186,11 @@ class Request:
         self.num_undecided = 0
 
     @property
+    def num_input_tokens(self) -> int:
+        """Tokens to compute before it can draw one: of the encoder's input and of the prompt."""
+        return len(self.encoder_token_ids) + self.num_prompt_tokens
+
+    @property
     def input_token_ids(self) -> list[int]:
         """What its client calls the prompt: the encoder's input, if there is one."""
         return list(self.encoder_token_ids) or self.prompt_token_ids
