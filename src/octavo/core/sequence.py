@@ -186,6 +186,11 @@ class Request:
         self.num_undecided = 0
 
     @property
+    def input_token_ids(self) -> list[int]:
+        """What its client calls the prompt: the encoder's input, if there is one."""
+        return list(self.encoder_token_ids) or self.prompt_token_ids
+
+    @property
     def is_pending(self) -> bool:
         """Whether steps in flight will still append tokens to it."""
         return any(seq.num_pending for seq in self.sequences)

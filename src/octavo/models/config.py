@@ -224,6 +224,13 @@ class ModelDescription:
         ]
         return own if self.encoder is None else own + [CrossAttention()] * len(own)
 
+    def longest_encoder_input(self, max_num_batched_tokens: int) -> int:
+        """The most tokens of an encoder input that a step can take, beside one of the decoder's;
+        0 without an encoder."""
+        if self.encoder is None:
+            return 0
+        return min(self.encoder.max_model_len, max_num_batched_tokens - 1)
+
     def num_lookup_parameters(self) -> int:
         """Parameters of tables of which a step reads only the rows of its tokens and positions."""
         tables = [self.positions, None if self.encoder is None else self.encoder.positions]

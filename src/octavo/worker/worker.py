@@ -58,7 +58,12 @@ class Worker:
         block_shape = backend_class.kv_block_shape(
             block_size, model_config.num_kv_heads, model_config.head_dim
         )
-        shape = KVShape(self.layout, block_size, math.prod(block_shape) * dtype.itemsize)
+        shape = KVShape(
+            self.layout,
+            block_size,
+            math.prod(block_shape) * dtype.itemsize,
+            model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
+        )
         with device.computing:
             # Before anything large is taken: what cannot fit is refused at once.
             demand = Demand(config, model_config, shape, dtype)

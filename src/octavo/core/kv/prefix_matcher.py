@@ -142,7 +142,7 @@ class PrefixMatcher:
         Otherwise all of the sequence is computed again: the step that runs the encoder needs a
         token to compute, and blocks of an input outlive those of the sequences that read it.
         """
-        node = self._root(seq)
+        node = self._input(seq)
         found = self._inputs.find(node)
         if found is not None:
             hit.num_encoder_tokens, hit.num_to_encode = hit.num_to_encode, 0
@@ -156,7 +156,7 @@ class PrefixMatcher:
     def encoded(self, seq: Sequence, block_ids: list[list[int]]) -> list[int]:
         """Called when the encoder has run for a sequence. Returns the blocks that are now indexed:
         none if the input is in others already."""
-        node = self._root(seq)
+        node = self._input(seq)
         self.progressed(seq, node)
         is_new = self._inputs.add(node, block_ids)
         return [block_id for ids in block_ids for block_id in ids] if is_new else []
@@ -199,7 +199,7 @@ class PrefixMatcher:
         that the encoder will run for it, if its input has not been offered to the cache."""
         table = seq.table
         if table is not None and table.has_new_input:
-            self._in_progress.setdefault(self._root(seq).key, seq.seq_id)
+            self._in_progress.setdefault(self._input(seq).key, seq.seq_id)
         first = seq.num_computed_tokens // self._block_size
         end = min(num_tokens, seq.num_tokens) // self._block_size
         self.hash_blocks(seq, end)
@@ -216,7 +216,7 @@ class PrefixMatcher:
         self.recent.drop(seq)
         if self._in_progress and seq.table is not None:
             if seq.table.has_new_input:
-                self.progressed(seq, self._root(seq))
+                self.progressed(seq, self._input(seq))
             for node in seq.prefix_nodes[seq.table.num_registered :]:
                 self.progressed(seq, node)
 
@@ -281,17 +281,19 @@ class PrefixMatcher:
         return entry is not None and entry.is_in(self._full)
 
     def _root(self, seq: Sequence) -> PrefixNode:
-        """Where the sequence's chain begins: the tenant's root, or the encoder's input after it, so
+        """Where a sequence's chain begins: the tenant's root, or the encoder's input after it, so
         that equal decoder tokens under different inputs have nothing in common."""
-        request = seq.request
-        if request.encoder_node is not None:
-            return request.encoder_node
+        if seq.request.encoder_token_ids:
+            return self._input(seq)
         # Not stored, since clients may send any number of salts.
-        root = self._cache.root(request.cache_salt)
-        if not request.encoder_token_ids:
-            return root
-        packed = pack_tokens(list(request.encoder_token_ids))
-        request.encoder_node = self._cache.node(root, packed)
+        return self._cache.root(seq.request.cache_salt)
+
+    def _input(self, seq: Sequence) -> PrefixNode:
+        """The name of a sequence's encoder input, which is hashed once."""
+        request = seq.request
+        if request.encoder_node is None:
+            packed = pack_tokens(list(request.encoder_token_ids))
+            request.encoder_node = self._cache.node(self._cache.root(request.cache_salt), packed)
         return request.encoder_node
 
     def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:

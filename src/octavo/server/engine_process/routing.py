@@ -104,8 +104,9 @@ class Router:
         else:
             chosen = min(candidates, key=lambda each: self._price(each, matches[each.number]))
         self._indexes[chosen.number].add(chain)
-        num_prompt_tokens = len(request.prompt_token_ids)
-        num_new = min(USUAL_OUTPUT, request.max_length - num_prompt_tokens) * request.width
+        num_prompt_tokens = len(request.input_token_ids)
+        num_to_come = request.max_length - len(request.prompt_token_ids)
+        num_new = min(USUAL_OUTPUT, num_to_come) * request.width
         return chosen, num_prompt_tokens - matches[chosen.number] + num_new
 
     def _num_matched(self, candidate: Candidate, chain: Sequence[int]) -> int:
@@ -125,8 +126,8 @@ def block_chain(request: PreparedRequest, block_size: int) -> list[int]:
     Python's hashes of bytes are keyed with a secret of the process, so a client cannot make two
     prompts look alike; if it could, they would be computed in the wrong place, no more.
     """
-    num_blocks = min(len(request.prompt_token_ids) // block_size, MAX_DEPTH)
-    tokens = array("i", request.prompt_token_ids[: num_blocks * block_size])
+    num_blocks = min(len(request.input_token_ids) // block_size, MAX_DEPTH)
+    tokens = array("i", request.input_token_ids[: num_blocks * block_size])
     packed, size = tokens.tobytes(), block_size * tokens.itemsize
     chain, link = [], hash(request.cache_salt)
     for start in range(0, len(packed), size):
