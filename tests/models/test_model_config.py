@@ -1185,7 +1185,10 @@ def test_needs_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("opt-13b", 12853.5), ("llama-3-8b", 8030.3), ("qwen3-0.6b", 596.0), ("llama-15m", 15.7)],
+    [
+        *[("opt-13b", 12853.5), ("llama-3-8b", 8030.3), ("qwen3-0.6b", 596.0)],
+        *[("llama-15m", 15.7), ("t5-3b", 2851.6)],
+    ],
 )
 def test_configs_for_benchmarks(name: str, millions: float) -> None:
     directory = Path(__file__).parents[2] / "benchmarks" / "configs" / name

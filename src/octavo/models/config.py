@@ -241,6 +241,13 @@ class ModelDescription:
         # The embedding has as many rows as the head, of each rank.
         return positions + self.head.out_features * self.head.in_features
 
+    def num_encoding_parameters(self) -> int:
+        """Parameters that only steps which run an encoder read: its own, and the projections of its
+        result to keys and values."""
+        crosses = [layer.cross_attention for layer in self.layers]
+        own = 0 if self.encoder is None else self.encoder.num_parameters
+        return own + sum(cross.key_value.num_parameters for cross in crosses if cross is not None)
+
     def num_parameters(self) -> int:
         """Weights in the model, from the declared shapes alone; tied embeddings count once."""
         norms = (self.embedding_norm, self.final_norm)

@@ -1,9 +1,9 @@
 """Edits of a row's logits before they become a distribution: penalties, bias and masks.
 
 Order: repetition penalty, frequency and presence penalty, bias, then the masks (allowed tokens, end
-tokens until min_tokens, bad words, repeated n-grams), so that no bias lifts a mask, and forced tokens
-at last. Only tokens that occur in a row's text or settings are touched, so the cost grows with those
-and not with the vocabulary.
+tokens until min_tokens, bad words, repeated n-grams), so that no bias lifts a mask, and forced
+tokens at last. Only tokens that occur in a row's text or settings are touched, so the cost grows
+with those and not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
 
 
 def banned_token_ids(row: EditedRow, vocab_size: int) -> list[int]:
-    """Tokens that must not come next: end tokens before min_tokens, and last tokens of bad words and
-    of repeated n-grams.
+    """Tokens that must not come next: end tokens before min_tokens, and last tokens of bad words
+    and of repeated n-grams.
 
     The last two are ignored if they would leave no token at all.
     """
