@@ -3,9 +3,9 @@
 The roofline is the bytes of weights and KV divided by the copy bandwidth of all GPUs. The whole
 engine is timed: scheduling, the work of the device, and returning the tokens to the host.
 
-The decoder of a model with an encoder starts with one token, and reads inputs of 512. The steps that
-run the encoder are a row of their own, in TFLOP/s of its projections. Without a GPU there is no
-roofline: --models tiny-t5 shows that everything runs.
+The decoder of a model with an encoder starts with one token, and reads inputs of 512. The steps
+that run the encoder are a row of their own, in TFLOP/s of its projections. Without a GPU there is
+no roofline: --models tiny-t5 shows that everything runs.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def main() -> None:
 
 
 def first_context(engine: Engine) -> int:
-    """Tokens of a sequence before the warm-up; at the middle of the steps there are CONTEXT, or in a
-    decoder that reads an encoder few."""
+    """Tokens of a sequence before the warm-up; at the middle of the steps there are CONTEXT, or in
+    a decoder that reads an encoder few."""
     return 1 if engine.model_config.encoder else CONTEXT - WARM_UP - STEPS // 2
 
 
@@ -121,8 +121,8 @@ def encoder_row(engine: Engine, model: str, batch: int, seconds: list[float]) ->
     flops = 2 * engine.model_config.num_encoding_parameters() * num_tokens
     rate = flops / sum(seconds) / 1e12
     print(
-        f"{model:>12} batch {batch:>4}: {1e3 * sum(seconds):7.3f} ms of the device for encoder inputs "
-        f"of {num_tokens:,} tokens in {len(seconds)} steps, {rate:.1f} TFLOP/s",
+        f"{model:>12} batch {batch:>4}: {1e3 * sum(seconds):7.3f} ms of the device for encoder "
+        f"inputs of {num_tokens:,} tokens in {len(seconds)} steps, {rate:.1f} TFLOP/s",
         flush=True,
     )
     return {"ms": round(1e3 * sum(seconds), 3), "steps": len(seconds), "tflop_s": round(rate, 2)}

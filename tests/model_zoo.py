@@ -394,10 +394,13 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(values * 0.7)
             elif any(table in name for table in ("wte", "embed_tokens", "embed_in", "word_embed")):
                 parameter.copy_(values * 0.35)
-            elif "shared" in name:  # T5 has no scale to make its logits smaller
-                parameter.copy_(values * (1.0 if "T5" in type(model).__name__ else 0.35))
+            elif "shared" in name:
+                scales_logits = getattr(model.config, "scale_decoder_outputs", False)
+                parameter.copy_(values * (1.0 if scales_logits else 0.35))
             elif "relative_attention_bias" in name:
                 parameter.copy_(values)
+            elif name.endswith("Attention.q.weight"):  # T5 has no scale in its scores
+                parameter.copy_(values * 0.4 / parameter.shape[1] ** 0.5)
             else:  # [out, in], or GPT-2's [in, out]; near enough for scale
                 if "fc2" in name:  # else what ReLU leaves, being positive, drowns the tokens
                     values -= values.mean(dim=-1, keepdim=True)

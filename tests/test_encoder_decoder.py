@@ -217,7 +217,7 @@ RULES = [
 def test_rules_of_the_output_are_those_of_transformers(
     tmp_path: Path, rules: dict[str, Any]
 ) -> None:
-    """For greedy decoding and for beams, scores included. Bad words are those that come otherwise."""
+    """For greedy decoding and for beams, scores included. Bad words are some that came without."""
     name, prompt = "bart", inputs()[3]
     if "bad_words_ids" in rules and len(rules) == 1:
         first = reference_tokens(name)[3]

@@ -14,8 +14,8 @@ BLOCK_SIZE = 8
 
 
 class DenseHarness:
-    """Owns a KV cache in which sequence i has the consecutive blocks i * n + 1 .. i * n + n, for its
-    own tokens and in layers that read an encoder for those of its encoder input."""
+    """Owns a KV cache in which sequence i has the consecutive blocks i * n + 1 .. i * n + n, for
+    its own tokens and, in layers that read an encoder, for those of its encoder input."""
 
     def __init__(self, model: CausalLM, max_len: int, max_seqs: int = 1) -> None:
         layers = model.attention_layers

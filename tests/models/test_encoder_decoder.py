@@ -78,9 +78,10 @@ def test_the_last_layer_may_compute_some_tokens_alone(name: str) -> None:
 def test_parameters_and_kv_are_those_declared(name: str) -> None:
     config = read_model_config(model_zoo.model_directory(name))
     model, reference = load(config.directory), model_zoo.reference_model(name)
-    count = sum(
-        parameter.numel() for parameter in reference.parameters() if parameter.requires_grad
-    )
+    weights = dict(reference.named_parameters())
+    if name == "marian":  # its positions are no weights
+        weights = {key: each for key, each in weights.items() if "embed_positions" not in key}
+    count = sum(each.numel() for each in weights.values())
     if hasattr(reference, "final_logits_bias"):
         count += reference.final_logits_bias.numel()
     assert config.num_parameters() == count
@@ -140,7 +141,7 @@ def changed(tmp_path: Path, name: str, **fields: Any) -> Path:
     [
         ("t5", {"num_decoder_layers": 3}, "the weights lack decoder.block.2"),
         ("t5", {"num_layers": 2}, "tensors that t5 does not have: encoder.block.2"),
-        ("t5", {"d_kv": 8}, r"has shape \[48, 64\]; config.json asks for \[48, 32\]"),
+        ("t5", {"d_kv": 8}, r"has shape \[64, 48\]; config.json asks for \[32, 48\]"),
         ("t5", {"feed_forward_proj": "gated-gelu"}, "the weights lack .*wi_1"),
         ("flan-t5", {"feed_forward_proj": "relu"}, "tensors that t5 does not have: .*wi_1"),
         (
@@ -169,23 +170,18 @@ def test_weights_that_contradict_the_config(
         ("t5", {"relative_attention_num_buckets": 30}, "num_buckets is 30 .* a multiple of 4"),
         ("t5", {"relative_attention_max_distance": 8}, "less than twice the second"),
         ("t5", {"relative_attention_max_distance": 1e9}, "relative_attention_max_distance is"),
-        ("t5", {"decoder_start_token_id": 320}, "decoder_start_token_id is 320; it must be one"),
         ("t5", {"num_layers": 0}, "num_layers is 0"),
         ("t5", {"architectures": ["T5EncoderModel"]}, "octavo serves T5ForConditionalGeneration"),
         ("bart", {"decoder_attention_heads": 5}, "does not divide into 5 heads"),
         ("bart", {"normalize_before": True}, "normalize_before is True; octavo does not"),
         ("marian", {"decoder_vocab_size": 321}, "decoder_vocab_size is 321"),
         ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embed"),
-        ("bart", {"decoder_attention_heads": 2}, "encoder_attention_heads"),
     ],
 )
 def test_configs_that_cannot_be_right(
     tmp_path: Path, name: str, fields: dict[str, Any], message: str
 ) -> None:
     directory = changed(tmp_path, name, **fields)
-    if "decoder_attention_heads" in fields and fields["decoder_attention_heads"] == 2:
-        load(directory)  # encoder and decoder may have different heads
-        return
     with pytest.raises(ModelError, match=message):
         read_model_config(directory)
 
@@ -225,6 +221,8 @@ def test_rules_of_the_output_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
+        ({"decoder_start_token_id": 320}, "decoder_start_token_id is 320; it must be one token"),
+        ({"decoder_start_token_id": [1, 2]}, "decoder_start_token_id is .*; it must be one token"),
         ({"forced_eos_token_id": [1, 2]}, "forced_eos_token_id is .*; it must be one token"),
         ({"forced_bos_token_id": 320}, "forced_bos_token_id is 320; it must be one token"),
         ({"suppress_tokens": [3]}, "suppress_tokens is .*; octavo does not implement"),
