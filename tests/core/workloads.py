@@ -260,7 +260,7 @@ class Workload:
             self.failed.append(ask)
             return
         # Where every query reads its own token alone (a window of 1), harm does not spread.
-        spreads = any(spec.first_needed_token(1) == 0 for spec in self.specs)
+        spreads = any(spec.first_needed_token(1) == 0 for spec in self.kv.specs)
         if spreads and request.finished[0].stop_reason != STOP:
             assert HARMFUL not in ask.prompt, "harm went unnoticed"
         assert HARMFUL not in ask.encoder_input or request.finished[0].stop_reason == STOP, (
