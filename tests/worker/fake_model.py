@@ -48,6 +48,7 @@ class FakeModel:
         self.qkv = [weights(size, size + 2 * NUM_KV_HEADS * HEAD_DIM) for _ in windows]
         self.forward_calls: list[int] = []
         self.config = SimpleNamespace(
+            encoder=None,
             num_kv_heads=NUM_KV_HEADS,
             head_dim=HEAD_DIM,
             max_model_len=512,
