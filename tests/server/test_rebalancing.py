@@ -246,7 +246,8 @@ def test_waiting_requests_move_to_a_server_s_replica_that_is_back() -> None:
         streams = [pool.submit(texts, server, number) for number in range(18)]
 
         def replicas() -> list[dict[str, int]]:
-            return server.get("/admin/drain").json()["replicas"]
+            found: list[dict[str, int]] = server.get("/admin/drain").json()["replicas"]
+            return found
 
         while sum(each["num_open"] for each in replicas()) < 18:
             time.sleep(0.005)
