@@ -131,7 +131,7 @@ def test_requests_that_come_while_the_only_replica_restarts_wait() -> None:
         async with world.serve(1) as client:
             [replica] = client.replicas
             client.drainer.begin(DrainOrder([0]))
-            tasks = []
+            tasks: list[asyncio.Task[None]] = []
             seen = {replica.state}
             while client.drainer.is_running:
                 asked = Asked([1, 2, 3], 5, len(tasks), 1, "", 0, None)
