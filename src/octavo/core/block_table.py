@@ -27,9 +27,9 @@ class BlockTable:
         "writable_until",
     )
 
-    def __init__(self, num_groups: int, num_encoder_groups: int = 0) -> None:
+    def __init__(self, num_groups: int) -> None:
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
-        self.encoder_ids: list[list[int]] = [[] for _ in range(num_encoder_groups)]
+        self.encoder_ids: list[list[int]] = []  # until the encoder's input has its blocks
         self.writable_until = 0  # tokens
         # In tokens: once so many are computed, a block is full, or a window has left one behind.
         self.settle_at = sys.maxsize

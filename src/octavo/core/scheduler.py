@@ -64,11 +64,6 @@ class Demand:
     num_blocks: int  # free blocks, until all its tokens are computed
     num_tokens: int  # for its first sequence to compute: all, or up to where another forks off
 
-    @property
-    def num_to_encode(self) -> int:
-        """Tokens that the encoder runs for, all in the first step."""
-        return self.hit.num_to_encode
-
 
 class Scheduler:
     """Decides, step by step, which requests run.
@@ -238,7 +233,7 @@ class Scheduler:
         return (
             demand.num_blocks <= free
             and request.method.max_sequences <= slots
-            and room - demand.num_to_encode
+            and room - demand.hit.num_to_encode
             >= (1 if self.config.enable_chunked_prefill else demand.num_tokens)
         )
 
@@ -480,7 +475,8 @@ class Scheduler:
             excess = demand.hit.num_tokens
             demand.hit = self.kv.without_partial(demand.hit)
             demand.num_tokens += excess - demand.hit.num_tokens
-        room -= demand.num_to_encode
+        num_to_encode = demand.hit.num_to_encode  # in one step
+        room -= num_to_encode
         least = 1 if self.config.enable_chunked_prefill else demand.num_tokens
         if least > room:
             return Admission.NO_ROOM
@@ -488,7 +484,7 @@ class Scheduler:
         if quota is not None:
             num_planned = self.config.max_num_batched_tokens - builder.budget
             has_prompt = num_planned > builder.num_rows
-            if has_prompt and num_planned + demand.num_to_encode + num_tokens > quota:
+            if has_prompt and num_planned + num_to_encode + num_tokens > quota:
                 return Admission.NEXT_STEP
         return self._allocate(request, demand, builder, num_tokens)
 

@@ -134,7 +134,10 @@ class KVCacheManager:
 
     def num_encoder_blocks(self, num_tokens: int) -> int:
         """The blocks that an encoder input of `num_tokens` takes."""
-        return sum(-(-num_tokens // size) for size in self.encoder_block_sizes)
+        num_blocks = 0
+        for size in self.encoder_block_sizes:
+            num_blocks += -(-num_tokens // size)
+        return num_blocks
 
     def num_blocks_for(self, num_tokens: int, chunk: int) -> int:
         """The most blocks that one sequence of `num_tokens` holds at any moment, beside those of
@@ -270,19 +273,20 @@ class KVCacheManager:
         The sequence starts with `hit.num_tokens` computed.
         """
         assert seq.table is None, f"{seq} has blocks already"
-        num_encoder_tokens = len(seq.request.encoder_token_ids)
         # Free blocks of the hit are counted only if that matters.
         num_free, most = self.pool.num_free, num_tokens // min(self.block_sizes) + 2
+        num_encoder_tokens = hit.num_encoder_tokens + hit.num_to_encode
         most = most * len(self.specs) + self.num_encoder_blocks(num_encoder_tokens)
         if most > num_free < self.num_new_blocks(hit, num_tokens):
             return None
         changes = Changes()
-        table = BlockTable(len(self.specs), len(self.encoder_block_sizes))
-        table.has_new_input = hit.num_to_encode > 0
-        found = [*hit.block_ids, *hit.encoder_ids]
-        for ids, shared in zip(table.by_group(), found, strict=True):
+        table = BlockTable(len(self.specs))
+        for ids, shared in zip(table.block_ids, hit.block_ids, strict=True):
             self.pool.share_all(shared)
             ids.extend(shared)
+        for shared in hit.encoder_ids:
+            self.pool.share_all(shared)
+            table.encoder_ids.append(list(shared))
         table.num_registered = hit.num_tokens // self.block_size
         if hit.partial is not None:
             # Held until the step is over: they must not be overwritten before they are copied.
@@ -304,9 +308,11 @@ class KVCacheManager:
         for ids, size in zip(table.block_ids, self.block_sizes, strict=True):
             while len(ids) * size < num_tokens:
                 ids.append(self.pool.allocate())
-        for ids, size in zip(table.encoder_ids, self.encoder_block_sizes, strict=True):
-            while len(ids) * size < num_encoder_tokens:
-                ids.append(self.pool.allocate())
+        if hit.num_to_encode:
+            table.has_new_input = True
+            for ids, size in zip(table.encoder_ids, self.encoder_block_sizes, strict=True):
+                while len(ids) * size < hit.num_to_encode:
+                    ids.append(self.pool.allocate())
         changes.table_writes = self.table_writes(seq)
         table.writable_until = table.settle_at = self._capacity(table)
         if self._windows:
@@ -454,11 +460,15 @@ class KVCacheManager:
         """A sequence's whole table, for a row that the worker opens: all but what its windows have
         left behind, which may be most of it."""
         table = _table(seq)
-        num_dropped = [*table.num_dropped, *[0] * len(table.encoder_ids)]
-        return [
+        writes = [
             TableWrite(seq.seq_id, group, first, tuple(ids[first:]))
-            for group, (ids, first) in enumerate(zip(table.by_group(), num_dropped, strict=True))
+            for group, (ids, first) in enumerate(
+                zip(table.block_ids, table.num_dropped, strict=True)
+            )
         ]
+        for ids in table.encoder_ids:
+            writes.append(TableWrite(seq.seq_id, len(writes), 0, tuple(ids)))
+        return writes
 
     def release_sources(self, block_ids: Seq[int]) -> None:
         """Release the blocks of `Changes.held`, whose copies are done."""

@@ -37,7 +37,7 @@ class PrefixHit:
     # cross-attention group, or nothing, and then the encoder runs for `num_to_encode` tokens.
     num_encoder_tokens: int = 0
     num_to_encode: int = 0
-    encoder_ids: list[list[int]] = field(default_factory=list)
+    encoder_ids: Seq[list[int]] = ()
     # The hit ends inside a block: these blocks, one per group, are to be copied; the null block
     # where a group's blocks end there.
     partial: list[int] | None = None
@@ -97,11 +97,11 @@ class PrefixMatcher:
         self.recent = RecentPrompts(self._block_size)
 
     def no_hit(self, seq: Sequence) -> PrefixHit:
-        return PrefixHit(
-            block_ids=[[] for _ in self._specs],
-            num_to_encode=len(seq.request.encoder_token_ids),
-            encoder_ids=[[] for _ in range(self._num_encoder_groups)],
-        )
+        hit = PrefixHit(block_ids=[[] for _ in self._specs])
+        if self._num_encoder_groups:
+            hit.num_to_encode = len(seq.request.encoder_token_ids)
+            hit.encoder_ids = [[] for _ in range(self._num_encoder_groups)]
+        return hit
 
     def match(self, seq: Sequence, limit: int, max_hashes: int | None = None) -> PrefixHit:
         """The longest hit of at most `limit` tokens.
