@@ -21,6 +21,7 @@ from octavo.layers.config import (
     NormConfig,
     RotaryConfig,
 )
+from octavo.models.quantization import Quantization
 from octavo.parallel import WHOLE, Shard
 
 NormPlacement = Literal["pre", "post", "branch", "around", "parallel", "twin"]
@@ -199,6 +200,7 @@ class ModelConfig(ModelDescription):
     dtype: str = "float32"  # of the weights in the files
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None  # of the weights in the files
     # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
