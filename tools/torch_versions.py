@@ -19,6 +19,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDS = ("oldest", "newest")
+# The interpreter of the Triton that comes with the oldest torch fails with later ones.
+INTERPRETER_NUMPY = "numpy<2.4"
 TESTS = ["-n", "auto", "-m", "not slow"]
 
 
@@ -44,6 +46,9 @@ def prepare(end: str, requirement: str) -> Path:
         for project in (".[dev]", "./demo", "./paper"):
             install += ["--editable", project]
         subprocess.run(install, cwd=ROOT, check=True)
+        if end == "oldest":
+            install = [str(python), "-m", "pip", "install", INTERPRETER_NUMPY]
+            subprocess.run(install, cwd=ROOT, check=True)
         done.write_text(wanted, encoding="utf-8")
     return python
 

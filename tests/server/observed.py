@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 from octavo.core.step import SamplingSpec
@@ -18,6 +19,7 @@ from octavo.outputs import RequestOutput, SequenceOutput
 from octavo.sampling_params import BeamSearchParams
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.messages import EngineInfo
+from octavo.server.engine_process.replica import find_replica
 from octavo.server.engine_process.supervision import Health
 from octavo.server.offload import Offload
 
@@ -48,7 +50,8 @@ def engine_info(**changes: Any) -> EngineInfo:
 class FakeClient:
     """Says what it is told to say, and counts how often it is asked. It is its only replica."""
 
-    number, num_restarts, load, is_serving = 0, 0, 0, True
+    number, num_restarts, load, is_serving, state = 0, 0, 0, True, "ready"
+    exchange = SimpleNamespace(open={})
 
     def __init__(self) -> None:
         self.replicas = [self]
@@ -62,7 +65,11 @@ class FakeClient:
         self.num_looks = 0
         self.subscribers: list[asyncio.Queue[list[Event]]] = []
 
-    async def snapshot(self) -> Snapshot:
+    def replica(self, number: int) -> FakeClient:
+        return find_replica(self.replicas, number)
+
+    async def snapshot(self, replica: int = 0) -> Snapshot:
+        self.replica(replica)
         self.num_looks += 1
         if self.picture is None:
             raise Unavailable("the engine restarts")
@@ -74,7 +81,7 @@ class FakeClient:
         return views.get(request_id)
 
     @contextlib.asynccontextmanager
-    async def events(self) -> AsyncIterator[AsyncIterator[list[Event]]]:
+    async def events(self, replica: int = 0) -> AsyncIterator[AsyncIterator[list[Event]]]:
         queue: asyncio.Queue[list[Event]] = asyncio.Queue()
         self.subscribers.append(queue)
 

@@ -19,7 +19,7 @@ from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
 from server.clients import assert_nothing_is_held, complete, run, symbolic_client
 from server.live_server import LiveServer, live_server
-from server.test_replicas import TWO, kill, load_of_requests, until_busy
+from server.test_replicas import THREE, TWO, kill, load_of_requests, until_busy
 from server.test_replicas_live import engines, texts
 
 ADMIN = {"authorization": "Bearer admin-key-1234"}
@@ -157,6 +157,39 @@ def test_a_replica_that_does_not_come_back_ends_the_drain(tmp_path: object) -> N
     run(test())
 
 
+@pytest.mark.slow
+def test_two_thousand_streams_survive_a_rolling_restart_and_a_kill() -> None:
+    """A thousand run and a thousand wait when the restart begins; one replica is killed in it."""
+
+    async def test() -> None:
+        async with symbolic_client(
+            *("step=0.002", "blocks=20000"),
+            supervision=Supervision(max_waiting=4096),
+            replication=THREE,
+            max_num_seqs=333,
+        ) as client:
+            load = [
+                asyncio.create_task(complete(client, [i % 7] * (20 + i % 50), 100, i))
+                for i in range(2000)
+            ]
+            while client.gauges.num_running < 900 or len(client.open_requests) < 1900:
+                assert not any(task.done() and task.exception() for task in load)
+                await asyncio.sleep(0.01)
+            num_waiting = len(client.open_requests) - client.gauges.num_running
+            client.drainer.begin(DrainOrder([0, 1, 2]))
+            while client.replicas[0].num_restarts == 0:
+                await asyncio.sleep(0.001)
+            kill(client.replicas[2])
+            await until_drained(client)
+            await asyncio.gather(*load)
+            assert num_waiting > 800
+            while client.gauges.num_running:
+                await asyncio.sleep(0.01)
+            await assert_nothing_is_held(client)
+
+    run(test(), 600)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     with live_server("--replicas", "2", OCTAVO_ADMIN_KEY="admin-key-1234") as running:
@@ -189,6 +222,19 @@ def test_bad_orders(server: LiveServer) -> None:
         ({"replica": 2}, "replica"),
         ({"replica": -1}, "replica"),
         ({"replica": "both"}, "replica"),
+        ({"replica": "1"}, "replica"),
+        ({"replica": 0.5}, "replica"),
+        ({"replica": None}, "replica"),
+        ({"replica": [0]}, "replica"),
+        ({"replica": {}}, "replica"),
+        ({"replica": 10**30}, "replica"),
+        ({"replica": 0, "requests": 1}, "requests"),
+        ({"replica": 0, "then": True}, "then"),
+        ({"replica": 0, "then": ["stop"]}, "then"),
+        ({"replica": 0, "seconds": "5"}, "seconds"),
+        ({"replica": 0, "seconds": True}, "seconds"),
+        ({"replica": 0, "seconds": 1e9}, "seconds"),
+        ({"replica": 0, "seconds": -1}, "seconds"),
         ({"replica": True}, "replica"),
         ({"replica": 0, "requests": "drop"}, "requests"),
         ({"replica": 0, "then": "explode"}, "then"),

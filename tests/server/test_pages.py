@@ -26,7 +26,8 @@ from octavo.server.http.pages import pages_router
 from octavo.server.http.playpool import TEXTBOOK
 from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
-from octavo.server.observability.feed import MAX_EVENTS, MAX_VIEWERS, Feed, feed_router
+from octavo.server.observability.debug import Lookups, debug_router
+from octavo.server.observability.feed import MAX_EVENTS, MAX_VIEWERS, Feed, Feeds, feed_router
 from octavo.server.observability.metrics import Metrics
 from octavo.server.observability.observation import Observation
 from server.observed import NUM_BLOCKS, FakeClient, admitted, engine_info, snapshot, view
@@ -43,7 +44,8 @@ def new_app(client: FakeClient) -> TestClient:
     )
     add_error_handlers(app)
     app.include_router(pages_router())
-    app.include_router(feed_router(new_feed(client)))
+    app.include_router(debug_router(cast(EngineClient, client), Lookups()))
+    app.include_router(feed_router(Feeds(cast(EngineClient, client), Metrics("demo"))))
     return TestClient(app)
 
 
@@ -99,7 +101,8 @@ def test_frames_tell_what_changed() -> None:
         assert names == ["hello", "frame"]
         client.picture = None
         client.counters.num_steps += 1
-        assert parse(await asyncio.wait_for(anext(frames), 10)) == [("lost", {})]
+        lost = ("lost", {"replicas": [["ready", 0]]})
+        assert parse(await asyncio.wait_for(anext(frames), 10)) == [lost]
         await frames.aclose()
 
     asyncio.run(scenario())
@@ -204,19 +207,30 @@ def test_streams_end_with_the_server() -> None:
 
 def test_too_many_viewers_are_refused() -> None:
     async def scenario() -> None:
-        feed = new_feed(FakeClient())
-        many = [feed.frames() for _ in range(MAX_VIEWERS)]
+        feeds = Feeds(cast(EngineClient, FakeClient()), Metrics("demo"))
+        many = [feeds.of(0).frames() for _ in range(MAX_VIEWERS)]
         for frames in many:
             await next_frame(frames)
         app = FastAPI()
         add_error_handlers(app)
-        app.include_router(feed_router(feed))
+        app.include_router(feed_router(feeds))
         reply = TestClient(app).get("/dashboard/feed")
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
         for frames in many:
             await frames.aclose()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("number", [-1, 1, 10**30])
+def test_there_is_no_such_replica(number: int) -> None:
+    http = new_app(FakeClient())
+    for path in ("/dashboard/feed", "/debug/kv"):
+        reply = http.get(path, params={"replica": number})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "replica")
+        assert "is not one of the 1 replicas" in error["message"]
+        assert http.get(path, params={"replica": "first"}).json()["error"]["param"] == "replica"
 
 
 # -------------------------------------------------------------------- the documents

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from server.browser import chromium, opened
-from server.live_server import LiveServer
+from server.live_server import LiveServer, live_server
 
 PHONE = {"viewport": {"width": 390, "height": 844}}
 REQUEST = {"X-Request-Id": "a-long-one"}
@@ -123,6 +123,19 @@ def test_dashboard_shows_a_running_request(server: LiveServer, browser: Browser)
         attempts -= 1
         time.sleep(0.03)
     assert attempts
+
+
+def test_any_replica_can_be_shown(browser: Browser) -> None:
+    with live_server("--replicas", "2") as two:
+        with opened(browser, f"{two.url}/?replica=1") as page:
+            menu = page.locator("#replica")
+            expect(menu).to_have_value("1")
+            expect(page.locator("#link")).to_have_text("live")
+            menu.select_option("0")
+            page.wait_for_url("**/?replica=0")
+            expect(page.locator("#replica")).to_have_value("0")
+        with opened(browser, f"{two.url}/?replica=7", expected="status of 400") as page:
+            expect(page.locator("#link")).to_contain_text("7 is not one of the 2 replicas")
 
 
 def test_a_hidden_page_asks_for_nothing(server: LiveServer, browser: Browser) -> None:

@@ -154,6 +154,8 @@ def test_a_broken_replica_condemns_no_request(tmp_path: Path) -> None:
         ) as client:
             for _ in range(4):
                 await load_of_requests(client, count=12, num_tokens=30)
+            while not all(replica.is_serving for replica in client.replicas):
+                await asyncio.sleep(0.01)
             broken = [replica for replica in client.replicas if replica.num_restarts]
             assert len(broken) == 1
             assert client.health.healthy

@@ -26,7 +26,7 @@ from octavo.server.engine_process.listening import Listener, Subscription
 from octavo.server.engine_process.messages import EngineInfo
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.process import COMMAND
-from octavo.server.engine_process.replica import Replica, add_counters, add_gauges
+from octavo.server.engine_process.replica import Replica, add_counters, add_gauges, find_replica
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.engine_process.supervision import Health, Supervision
 from octavo.server.offload import Offload
@@ -124,6 +124,10 @@ class EngineClient:
     def replicas(self) -> Sequence[Replica]:
         """The engines behind this client; not to be changed."""
         return self._fleet.replicas
+
+    def replica(self, number: int) -> Replica:
+        """One of them. Raises InvalidRequest: there is no such replica."""
+        return find_replica(self._fleet.replicas, number)
 
     @property
     def drainer(self) -> Drainer:
@@ -253,8 +257,8 @@ class EngineClient:
 
     async def snapshot(self, replica: int = 0) -> Snapshot:
         """A replica's blocks, queues and block tables between two steps. Raises Unavailable while
-        it has no engine process to ask."""
-        snapshot: Snapshot = await self._fleet.replicas[replica].exchange.ask(m.Look)
+        it has no engine process to ask, InvalidRequest if there is no such replica."""
+        snapshot: Snapshot = await self.replica(replica).exchange.ask(m.Look)
         return snapshot
 
     async def inspect(self, request_id: str) -> RequestView | None:
@@ -278,10 +282,7 @@ class EngineClient:
         that does not keep up loses the oldest batches. The iterator ends when the client is closed.
         """
         subscription = Subscription(replica)
-        subscriptions, exchange = (
-            self._delivery.subscriptions,
-            self._fleet.replicas[replica].exchange,
-        )
+        subscriptions, exchange = self._delivery.subscriptions, self.replica(replica).exchange
         subscriptions.append(subscription)
         exchange.watch(True)
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from octavo.errors import InvalidRequest, Unavailable
-from octavo.server.engine_process.replica import Replica
+from octavo.server.engine_process.replica import Replica, find_replica
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ class Mover(Protocol):
     def vacate(self, replica: Replica) -> None:
         """Send all requests of a replica to others; those that none may run wait."""
 
-    async def stop_replica(self, replica: Replica) -> None:
-        """End a replica's process; what it still had goes elsewhere."""
+    async def stop_replica(self, replica: Replica, then: Then) -> None:
+        """End a replica's process; what it still had goes elsewhere. The caller restarts it."""
 
 
 class Drainer:
@@ -67,12 +67,8 @@ class Drainer:
         """
         if self.is_running:
             raise DrainRunning("replicas are being drained already")
-        known = range(len(self._replicas))
         for number in order.replicas:
-            if number not in known:
-                raise InvalidRequest(
-                    "replica", f"{number} is not one of the {len(known)} replicas, from 0 on"
-                )
+            find_replica(self._replicas, number)
         serving = {replica.number for replica in self._replicas if replica.is_serving}
         if order.then == "stop" and serving <= set(order.replicas):
             raise InvalidRequest("then", "stop would leave no replica that serves")
@@ -105,7 +101,7 @@ class Drainer:
                 await self._wait_for_ends(replica, order.seconds)
             self._mover.vacate(replica)
         if replica.state != "stopped":
-            await self._mover.stop_replica(replica)
+            await self._mover.stop_replica(replica, order.then)
         if order.then == "restart":
             replica.restart()
             while replica.state == "restarting":

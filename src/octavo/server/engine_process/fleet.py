@@ -17,11 +17,12 @@ from octavo.config import EngineConfig
 from octavo.engine.events import Admitted
 from octavo.errors import EngineFailed, OctavoError, RequestFailed, Unavailable
 from octavo.server.engine_process import messages as m
-from octavo.server.engine_process.draining import Drainer
+from octavo.server.engine_process.draining import Drainer, Then
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.placement import Replication, place_replicas
 from octavo.server.engine_process.process import COMMAND, Death
 from octavo.server.engine_process.quarantine import Quarantine
+from octavo.server.engine_process.rebalancing import offers
 from octavo.server.engine_process.replica import Replica
 from octavo.server.engine_process.routing import Router
 from octavo.server.engine_process.supervision import Health, Supervision
@@ -77,6 +78,8 @@ class Fleet:
         self.drainer = Drainer(self.replicas, self)
         self._quarantine = Quarantine(journal)
         self._router = Router(len(places), replication.routing)
+        self._scheduling = config.scheduler
+        self._unproven: set[int] = set()  # replicas that get their share once they have computed
 
     async def start(self) -> None:
         """Start all replicas; raises the error of the first that fails, and leaves none then."""
@@ -183,9 +186,10 @@ class Fleet:
         self._take_all(replica)
         self._dispatch()
 
-    async def stop_replica(self, replica: Replica) -> None:
+    async def stop_replica(self, replica: Replica, then: Then) -> None:
         """See Mover.stop_replica."""
-        await replica.stop()
+        # Between a stop and a restart requests wait; only what stays stopped may be given up.
+        await replica.stop("stopped" if then == "stop" else "restarting")
         entries, _ = self._lose(replica, "the replica was stopped")
         for entry in entries:
             entry.withdraw()
@@ -200,10 +204,31 @@ class Fleet:
         if not allowed:
             return
         candidates = [self.replicas[number] for number in allowed]
-        replica, entry.load = self._router.choose(entry.request, candidates)
-        replica.load += entry.load
+        self._send(entry, *self._router.choose(entry.request, candidates))
+
+    def _send(self, entry: OpenRequest, replica: Replica, load: int) -> None:
+        """Send a request to a replica, where it is a load of so many tokens."""
+        entry.load = load
+        replica.load += load
         self._quarantine.placed(entry, replica.number)
         replica.exchange.send_request(entry)
+
+    def _share_with(self, replica: Replica, at_most: int | None = None) -> None:
+        """Let a replica that serves again take its share of what waits at the others."""
+        if self._quarantine.ward == replica.number:
+            return
+        donors = [each for each in self.replicas if each.is_serving and each is not replica]
+        num_moved = 0
+        for donor, entry in offers(donors, self._scheduling):
+            if num_moved == at_most:
+                break
+            load = self._router.reconsider(entry.request, entry.load, donor, replica)
+            if load is not None:
+                self._take(entry)
+                self._send(entry, replica, load)
+                num_moved += 1
+        if num_moved:
+            logger.info("replica %d takes %d waiting requests", replica.number, num_moved)
 
     def _place_pin(self, pin: Pin) -> None:
         """Have one replica compute a prefix; once that has been done, all."""
@@ -232,8 +257,11 @@ class Fleet:
                 self._place(entry)
 
     def _release_from_quarantine(self) -> None:
+        ward = self._quarantine.ward
         if self._quarantine.release():
             self._dispatch()
+            if ward is not None and self.replicas[ward].is_serving:
+                self._share_with(self.replicas[ward])
 
     def _leave(self, entry: OpenRequest) -> None:
         """A request is no longer computed where it was, or nothing more is to come of it."""
@@ -259,6 +287,12 @@ class Fleet:
             if pin.is_proven:
                 self._place_pin(pin)
         self._dispatch()
+        # One whose process may die again at once must not get many requests, only to lose them.
+        if replica.is_unproven:
+            self._unproven.add(replica.number)
+            self._share_with(replica, at_most=1)
+        else:
+            self._share_with(replica)
 
     def replica_died(self, replica: Replica, death: Death) -> bool:
         """See Owner.replica_died."""
@@ -313,9 +347,14 @@ class Fleet:
 
     def reported(self, number: int, report: m.StepReport) -> None:
         """See Reader.reported."""
-        self.replicas[number].take_report(report)
+        replica = self.replicas[number]
+        replica.take_report(report)
         self._audience.reported(number, report)
         self._release_from_quarantine()
+        if number in self._unproven and not replica.is_unproven:
+            self._unproven.discard(number)
+            if replica.is_serving:
+                self._share_with(replica)
 
     def pinned(self, number: int, pin: Pin, error: OctavoError | None) -> None:
         """See Reader.pinned."""
@@ -352,11 +391,14 @@ class Fleet:
     def _take_all(self, replica: Replica) -> None:
         """Take all requests from a replica that runs."""
         for entry in [*replica.exchange.open.values()]:
-            replica.exchange.tell(m.Abort(entry.request_id))
-            replica.exchange.forget(entry)
-            entry.withdraw()
-        replica.load = 0
+            self._take(entry)
         self._quarantine.leave(replica.number)
+
+    def _take(self, entry: OpenRequest) -> None:
+        """Take a request from the replica that has it, which runs."""
+        self.tell(entry, m.Abort(entry.request_id))
+        self._leave(entry)
+        entry.withdraw()
 
     def _give_up(self, error: OctavoError) -> None:
         """Fail all open requests and unfinished pins, since no other process will be started."""

@@ -78,6 +78,13 @@ class OpenRequest:
         """Whether it may be what kills engine processes."""
         return self.num_deaths >= 2
 
+    @property
+    def is_movable(self) -> bool:
+        """Whether another replica may have it instead at no cost: it waits where it is, and nothing
+        holds it there. One that is not accepted yet may be what its process is about to die of."""
+        waits = self.is_accepted and not self.is_running
+        return waits and not self.is_suspect and not self.is_quarantined
+
     def note_death(self, is_crash: bool) -> None:
         """Its engine process has died. What a process does when it dies in the same place again
         may be this request's doing; if the request has got further, it was something else's."""

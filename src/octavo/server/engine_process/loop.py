@@ -53,17 +53,23 @@ class EngineLoop:
 
     def run(self) -> None:
         """Until the other side is gone."""
-        while True:
-            has_changed = self._take_in(wait=not self._engine.has_unfinished)
-            if self._is_over:
-                return
-            self._recorder.forget_step()  # which has been reported; there may be no other
-            if self._engine.has_unfinished:
-                self._report(m.pack_results(self._engine.step()))
-            elif has_changed:  # the last request was aborted, say: tell how things stand now
-                self._report(StepResults.none())
-            else:
-                self._engine.executor.check()
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Do what was asked for, then a step if there is anything to compute. False if the other
+        side is gone."""
+        has_changed = self._take_in(wait=not self._engine.has_unfinished)
+        if self._is_over:
+            return False
+        self._recorder.forget_step()  # which has been reported; there may be no other
+        if self._engine.has_unfinished:
+            self._report(m.pack_results(self._engine.step()))
+        elif has_changed:  # the last request was aborted, say: tell how things stand now
+            self._report(StepResults.none())
+        else:
+            self._engine.executor.check()
+        return True
 
     def _take_in(self, wait: bool = False) -> bool:
         """Do what was asked for meanwhile. True if requests came or went."""

@@ -53,6 +53,11 @@ class Quarantine:
         """The quarantined request that runs now, without the others and without new requests."""
         return self._queue[0] if self._queue else None
 
+    @property
+    def ward(self) -> int | None:
+        """The replica that runs nothing but the quarantined requests, if there is one."""
+        return self._ward
+
     # ---------------------------------------------------------------- where requests may run
 
     def allowed(self, entry: OpenRequest, places: Sequence[Place]) -> list[int]:

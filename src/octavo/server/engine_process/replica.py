@@ -13,16 +13,17 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from octavo.child_process import NoRoom
 from octavo.config import EngineConfig
 from octavo.engine.events import Counters, Gauges
-from octavo.errors import EngineFailed
+from octavo.errors import EngineFailed, InvalidRequest, shown
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.exchange import Exchange, Reader
+from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.process import COMMAND, Death, EngineProcess
 from octavo.server.engine_process.supervision import Supervision
 
@@ -34,6 +35,9 @@ TICK_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 5.0  # before another attempt after a fruitless one
 NO_ROOM_SECONDS = 1.0  # between attempts while the system lacks resources for a process
 MAX_REVIVAL_DOUBLINGS = 4  # limits how often Supervision.revival_seconds doubles
+
+
+R = TypeVar("R")
 
 
 class Owner(Reader, Protocol):
@@ -116,17 +120,18 @@ class Replica:
         assert self.state == "ready", "only what serves can be drained"
         self.state = "draining"
 
-    async def stop(self) -> None:
-        """End the engine process, until `restart`. The owner has taken its requests before."""
-        self.state = "stopped"
+    async def stop(self, state: Literal["stopped", "restarting"]) -> None:
+        """End the engine process, until `restart`; the state says whether that comes next. The
+        owner has taken its requests before."""
+        self.state, self._down_since = state, time.monotonic()
+        self._num_failed_starts = self._num_fruitless = 0  # it will be tried afresh
         await self._end_process()
         self._close_books()
 
     def restart(self) -> None:
         """Start another engine process in place of one that was stopped."""
-        assert self.state == "stopped", "a process that runs is drained and stopped first"
+        assert self._keeper is None, "a process that runs is drained and stopped first"
         self.state, self._down_since = "restarting", time.monotonic()
-        self._num_failed_starts = 0
         self._supervise()
 
     # ---------------------------------------------------------------- how it is
@@ -140,6 +145,12 @@ class Replica:
     def is_serving(self) -> bool:
         """Whether it takes requests now."""
         return self.state == "ready"
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether the process before this one died without having computed anything, and this one
+        has not computed anything yet."""
+        return self._num_fruitless > 0 and not self.exchange.has_advanced
 
     @property
     def is_coming(self) -> bool:
@@ -171,6 +182,10 @@ class Replica:
             what = "no engine process" if state == "restarting" else "no step"
             return f"{what} for {stalled:.0f} s while {num_open} requests are open"
         return None
+
+    def movable(self) -> list[OpenRequest]:
+        """The requests that another replica may have instead."""
+        return [entry for entry in self.exchange.open.values() if entry.is_movable]
 
     def take_report(self, report: m.StepReport) -> None:
         """Note how things stand after a step."""
@@ -320,6 +335,15 @@ class Replica:
         logger.critical("the supervision of replica %d has ended", self.number, exc_info=error)
         failure = EngineFailed(f"the supervision has failed: {error!r}")
         self._owner.replica_given_up(self, failure)
+
+
+def find_replica(replicas: Sequence[R], number: int) -> R:
+    """The replica of this number. Raises InvalidRequest: there is none."""
+    if not 0 <= number < len(replicas):
+        raise InvalidRequest(
+            "replica", f"{shown(number)} is not one of the {len(replicas)} replicas, from 0 on"
+        )
+    return replicas[number]
 
 
 def add_counters(all_counters: Sequence[Counters]) -> Counters:

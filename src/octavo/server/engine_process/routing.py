@@ -95,18 +95,43 @@ class Router:
 
         Returns it, and the load of the request there.
         """
-        chain: list[int] = []
-        if self._routing == "prefix" and len(self._indexes) > 1:
-            chain = block_chain(request, self._block_size)
+        chain = self._chain(request)
         matches = {each.number: self._num_matched(each, chain) for each in candidates}
         if self._routing == "round-robin":
             chosen = candidates[next(self._turns) % len(candidates)]
         else:
             chosen = min(candidates, key=lambda each: self._price(each, matches[each.number]))
         self._indexes[chosen.number].add(chain)
+        return chosen, _whole_load(request) - matches[chosen.number]
+
+    def reconsider(
+        self, request: PreparedRequest, load: int, here: Candidate, there: Candidate
+    ) -> int | None:
+        """Whether a request that waits `here`, where its load is `load`, should move.
+
+        It should if it is better off: `there` has less to do even with it than `here` without it,
+        prefixes weighed as ever. Then it would not move back unless the loads had changed by twice
+        its own, so requests do not wander. Returns its load there, which is noted, or None.
+        """
+        whole = _whole_load(request)
+        price_here = here.load - load - _worth(whole - load)
         num_prompt_tokens = len(request.prompt_token_ids)
-        num_new = min(USUAL_OUTPUT, request.max_length - num_prompt_tokens) * request.width
-        return chosen, num_prompt_tokens - matches[chosen.number] + num_new
+        lowest = there.load + whole - num_prompt_tokens - _worth(num_prompt_tokens)
+        if lowest >= price_here:
+            return None  # however much of its prefix is there, which takes longer to find out
+        chain = self._chain(request)
+        num_matched = self._num_matched(there, chain)
+        load_there = whole - num_matched
+        if there.load + load_there - _worth(num_matched) >= price_here:
+            return None
+        self._indexes[there.number].add(chain)
+        return load_there
+
+    def _chain(self, request: PreparedRequest) -> list[int]:
+        """What the indexes know a prompt by; empty if it does not matter."""
+        if self._routing != "prefix" or len(self._indexes) == 1:
+            return []
+        return block_chain(request, self._block_size)
 
     def _num_matched(self, candidate: Candidate, chain: Sequence[int]) -> int:
         """Tokens of a prompt that a replica is likely to have cached."""
@@ -114,9 +139,20 @@ class Router:
 
     def _price(self, candidate: Candidate, num_matched: int) -> tuple[int, int, int]:
         """The lowest wins; equal ones by load, then by what their caches hold already."""
-        worth = max(num_matched, min(CACHED_WORTH * num_matched, MAX_IMBALANCE))
         load = candidate.load
-        return load - worth, load, len(self._indexes[candidate.number])
+        return load - _worth(num_matched), load, len(self._indexes[candidate.number])
+
+
+def _worth(num_matched: int) -> int:
+    """How much more load a replica may have that has this many tokens of a prompt cached."""
+    return max(num_matched, min(CACHED_WORTH * num_matched, MAX_IMBALANCE))
+
+
+def _whole_load(request: PreparedRequest) -> int:
+    """The load of a request of which nothing is cached."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    num_new = min(USUAL_OUTPUT, request.max_length - num_prompt_tokens) * request.width
+    return num_prompt_tokens + num_new
 
 
 def block_chain(request: PreparedRequest, block_size: int) -> list[int]:

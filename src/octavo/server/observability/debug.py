@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Query, Response
 
 from octavo.engine.events import Admitted, Preempted
 from octavo.engine.snapshot import RequestView, TierView
@@ -78,11 +78,14 @@ def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
     router = APIRouter(prefix="/debug", tags=["operation"])
 
     @router.get("/kv", summary="The KV cache at this moment")
-    async def pool() -> Response:
-        snapshot = await client.snapshot()
+    async def pool(
+        replica: Annotated[int, Query(description="Which replica's, from 0 on.")] = 0,
+    ) -> Response:
+        snapshot = await client.snapshot(replica)
         requests = [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
         return reply(
             {
+                "replica": replica,
                 "step": snapshot.step,
                 "block_size": snapshot.block_size,
                 "device": _tier(snapshot.device),
@@ -107,11 +110,13 @@ def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
                 "request_not_found",
             )
         view = await client.inspect(request_id) if history.finish_reasons is None else None
+        entry = client.open_requests.get(request_id)
         return reply(
             {
                 "request_id": request_id,
                 "num_prompt_tokens": history.num_prompt_tokens,
                 "finish_reasons": history.finish_reasons,
+                "replica": None if entry is None else entry.replica,
                 "now": None if view is None else _request(view),
                 "history": [_event(event) for event in history.events],
             }

@@ -1,7 +1,8 @@
-"""GET /dashboard/feed: snapshots of the pool and events, for as long as a page is open.
+"""GET /dashboard/feed: snapshots of a replica's pool and events, for as long as a page is open.
 
-One task asks the engine for a snapshot ten times a second while there is a viewer, and not at all
-otherwise. Each viewer gets the changes since its last frame; a slow one skips frames.
+One task for each replica that is looked at asks its engine for a snapshot ten times a second while
+there is a viewer, and not at all otherwise. Each viewer gets the changes since its last frame; a
+slow one skips frames.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -22,11 +23,12 @@ from octavo.engine.snapshot import RequestView, SequenceView, Snapshot
 from octavo.errors import EngineFailed, Unavailable
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.messages import EngineInfo
+from octavo.server.engine_process.replica import Replica
 from octavo.server.http.context import context_of
 from octavo.server.http.errors import ApiError
 from octavo.server.http.streams import EventStream
 from octavo.server.observability.event_text import describe
-from octavo.server.observability.metrics import Metrics
+from octavo.server.observability.metrics import LatencyCounts, Metrics
 
 FRAME_SECONDS = 0.1
 IDLE_SECONDS = 1.0  # between frames while nothing happens
@@ -54,21 +56,27 @@ class Viewer:
     def hear(self, batch: list[Event]) -> None:
         self.events = [*self.events, *batch][-MAX_EVENTS:]
 
-    def encode(self, info: EngineInfo, counters: Counters, metrics: Metrics) -> bytes:
-        """The next frame as server-sent events, preceded by a greeting if the engine is new."""
-        greeting = b""
+    def encode(self, number: int, replicas: Sequence[Replica], latency: LatencyCounts) -> bytes:
+        """The next frame of a replica as server-sent events, preceded by a greeting if its engine
+        is new."""
+        greeting, replica = b"", replicas[number]
+        info = replica.info
+        assert info is not None, "a server that has started knows all its engines"
         if info is not self._info:
             self._info = info
             self._requests, self._tables, self._cached, self._pins = {}, {}, None, None
-            greeting = _sse("hello", {"version": __version__, **msgspec.structs.asdict(info)})
+            about = {"version": __version__, "num_replicas": len(replicas)}
+            greeting = _sse("hello", about | msgspec.structs.asdict(info))
+        states = [[each.state, len(each.exchange.open)] for each in replicas]
         snapshot = self.snapshot
         if snapshot is None:
-            return greeting + _sse("lost", {})
+            return greeting + _sse("lost", {"replicas": states})
         frame = {
             "time": time.time(),
             "counts": _counts(snapshot),
-            "totals": _totals(counters),
-            "latency": metrics.latency_counts(),
+            "totals": _totals(replica.counters),
+            "latency": latency,
+            "replicas": states,
             "requests": self._changed_requests(snapshot),
             "gone": self._gone(snapshot),
             "events": self._new_events(),
@@ -130,21 +138,19 @@ class _Closed(Exception):
 
 
 class Feed:
-    """Owns the viewers, and the one task that asks the engine on their behalf."""
+    """Owns the viewers of one replica, and the one task that asks its engine on their behalf."""
 
-    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, client: EngineClient, metrics: Metrics, number: int = 0) -> None:
+        """Raises InvalidRequest: there is no replica of this number."""
         self._client = client
         self._metrics = metrics
+        self._replica = client.replica(number)
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def num_viewers(self) -> int:
         return len(self._viewers)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._viewers) >= MAX_VIEWERS
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Frames for a new viewer, without end; closing the iterator removes the viewer."""
@@ -160,7 +166,8 @@ class Feed:
                 if viewer.is_over:
                     await task  # raises what ended it
                     return
-                yield viewer.encode(self._client.info, self._client.counters, self._metrics)
+                latency = self._metrics.latency_counts()
+                yield viewer.encode(self._replica.number, self._client.replicas, latency)
         finally:
             self._viewers.discard(viewer)
             if not self._viewers:
@@ -176,7 +183,10 @@ class Feed:
 
     async def _watch(self) -> None:
         try:
-            async with self._client.events() as batches, asyncio.TaskGroup() as group:
+            async with (
+                self._client.events(self._replica.number) as batches,
+                asyncio.TaskGroup() as group,
+            ):
                 group.create_task(self._hear(batches))
                 group.create_task(self._poll())
         except* _Closed:
@@ -205,7 +215,7 @@ class Feed:
             if is_due or state != last_state or any(viewer.is_new for viewer in self._viewers):
                 last_state, last_time = state, now
                 try:
-                    snapshot = await self._client.snapshot()
+                    snapshot = await self._client.snapshot(self._replica.number)
                 except (Unavailable, EngineFailed):
                     snapshot = None
                 for viewer in self._viewers:
@@ -216,20 +226,39 @@ class Feed:
 
     def _state(self) -> tuple[Any, ...]:
         """Changes whenever a new snapshot may differ; costs the engine nothing."""
-        num_open = len(self._client.open_requests)
-        return self._client.counters.num_steps, self._client.gauges, num_open
+        replica, num_open = self._replica, len(self._client.open_requests)
+        return replica.counters.num_steps, replica.gauges, replica.state, num_open
 
 
-def feed_router(feed: Feed) -> APIRouter:
+class Feeds:
+    """Owns a feed for each replica that is looked at, or has been."""
+
+    def __init__(self, client: EngineClient, metrics: Metrics) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._feeds: dict[int, Feed] = {}
+
+    def of(self, number: int) -> Feed:
+        """The feed of a replica, for one more viewer.
+
+        Raises InvalidRequest: there is no such replica. ApiError: too many pages watch.
+        """
+        if number not in self._feeds:
+            self._feeds[number] = Feed(self._client, self._metrics, number)
+        if sum(feed.num_viewers for feed in self._feeds.values()) >= MAX_VIEWERS:
+            raise ApiError(
+                503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10
+            )
+        return self._feeds[number]
+
+
+def feed_router(feeds: Feeds) -> APIRouter:
     """What the dashboard reads. Authentication is up to the gate."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/dashboard/feed")
-    async def frames(request: Request) -> Response:
-        if feed.is_full:
-            raise ApiError(
-                503, f"{MAX_VIEWERS} pages watch already", code="too_many_viewers", retry_after=10
-            )
+    async def frames(request: Request, replica: int = 0) -> Response:
+        feed = feeds.of(replica)
         return EventStream(feed.frames(), context_of(request).settings.ping_seconds)
 
     return router

@@ -8,7 +8,7 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.listening import Listener
 from octavo.server.http.pages import pages_router
 from octavo.server.observability.debug import Lookups, debug_router
-from octavo.server.observability.feed import Feed, feed_router
+from octavo.server.observability.feed import Feeds, feed_router
 from octavo.server.observability.logs import RequestLog
 from octavo.server.observability.metrics import Metrics, metrics_router
 
@@ -33,6 +33,6 @@ class Observation:
         return [
             metrics_router(self.metrics),
             pages_router(),
-            feed_router(Feed(client, self.metrics)),
+            feed_router(Feeds(client, self.metrics)),
             debug_router(client, self.lookups),
         ]

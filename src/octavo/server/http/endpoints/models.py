@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,11 +10,23 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from octavo import __version__
+from octavo.server.engine_process.replica import State
 from octavo.server.http.context import Context, context_of, reply
 from octavo.server.http.errors import ApiError
 from octavo.server.http.schema import documented
 
 router = APIRouter(tags=["Server"])
+
+# A replica's state -> the count of /health that it belongs to.
+COUNTED_AS: dict[State, str] = {
+    "ready": "alive",
+    "starting": "starting",
+    "restarting": "starting",
+    "draining": "draining",
+    "stopped": "stopped",
+    "failed": "failed",
+    "closed": "stopped",
+}
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -30,8 +43,19 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[ModelCard]
 
 
-class Health(msgspec.Struct):
+class ReplicaCounts(msgspec.Struct, kw_only=True):
+    """How many of the engines behind the address are how."""
+
+    alive: Annotated[int, Meta(description="They take requests.")] = 0
+    starting: Annotated[int, Meta(description="For the first time or again.")] = 0
+    draining: Annotated[int, Meta(description="They take no more requests.")] = 0
+    stopped: Annotated[int, Meta(description="By /admin/drain.")] = 0
+    failed: Annotated[int, Meta(description="They are started again after a while.")] = 0
+
+
+class Health(msgspec.Struct, kw_only=True):
     status: Literal["ok"] = "ok"
+    replicas: ReplicaCounts
 
 
 class Version(msgspec.Struct):
@@ -78,11 +102,13 @@ async def get_model(request: Request, model: str) -> Response:
 @router.get("/health", **documented(None, Health))
 async def health(request: Request) -> Response:
     """200 while the engine works; 503 with the reason while it does not. Needs no key."""
-    state = context_of(request).client.health
+    client = context_of(request).client
+    state = client.health
     if not state.healthy:
         code = "stalled" if state.state == "ready" else state.state
         raise ApiError(503, state.reason or state.state, code=code, retry_after=1.0)
-    return reply(Health())
+    counts = Counter(COUNTED_AS[replica.state] for replica in client.replicas)
+    return reply(Health(replicas=ReplicaCounts(**counts)))
 
 
 @router.get("/version", **documented(None, Version))

@@ -1,9 +1,9 @@
-// The state of the server, kept up to date from its stream of frames.
+// The state of one replica of the server, kept up to date from its stream of frames.
 
 const feed = (() => {
   const MAX_FINISHED = 12; // finished requests that stay in the list
   const model = {
-    hello: null, // {model, version, block_size, num_blocks, num_swap_blocks, kv_groups}
+    hello: null, // {model, version, num_replicas, block_size, num_blocks, num_swap_blocks, kv_groups}
     frame: null, // the latest one
     requests: new Map(), // id -> its latest update, `done` once it has finished
     cached: new Uint8Array(0), // by block id
@@ -16,6 +16,7 @@ const feed = (() => {
   const MAX_EVENTS = 200;
   let numSeen = 0, numEvents = 0;
   let abort = null;
+  const number = new URLSearchParams(location.search).get("replica") || "0"; // the server checks it
 
   // A colour for each request; those of consecutive requests are far apart on the colour wheel.
   function giveHue(id) {
@@ -94,6 +95,20 @@ const feed = (() => {
     return blocks;
   }
 
+  // What to choose from, if there is a choice: each replica with its state and its open requests.
+  function takeReplicas(states) {
+    const menu = session.byId("replica");
+    session.byId("replica-field").hidden = states.length < 2;
+    while (menu.options.length < states.length) {
+      const value = String(menu.options.length);
+      menu.add(new Option("", value, false, value === number));
+    }
+    states.forEach(([state, numOpen], i) => {
+      const words = [i, ...(state === "ready" ? [] : [state]), ...(numOpen ? [`${numOpen} open`] : [])];
+      session.setText(menu.options[i], words.join(" · "));
+    });
+  }
+
   function setLink(text, className) {
     const pill = session.byId("link");
     session.setText(pill, text);
@@ -106,8 +121,16 @@ const feed = (() => {
       model.requests.clear();
       hues.clear();
       setLink("live", "live");
-    } else if (name === "frame") takeFrame(JSON.parse(data));
-    else if (name === "lost") setLink("engine restarting", "lost");
+    } else if (name === "frame") {
+      const frame = JSON.parse(data);
+      setLink("live", "live");
+      takeReplicas(frame.replicas);
+      takeFrame(frame);
+    } else if (name === "lost") {
+      const { replicas } = JSON.parse(data);
+      takeReplicas(replicas);
+      setLink(`engine ${replicas[Number(number)][0]}`, "lost");
+    }
   }
 
   // Follows the server's feed, and reconnects after a pause when the connection is lost. A hidden page
@@ -118,17 +141,21 @@ const feed = (() => {
     const mine = (abort = new AbortController());
     while (!mine.signal.aborted) {
       try {
-        await session.events("/dashboard/feed", undefined, mine.signal, take);
+        await session.events(`/dashboard/feed?replica=${encodeURIComponent(number)}`, undefined, mine.signal, take);
         setLink("connection lost", "lost");
       } catch (error) {
         if (mine.signal.aborted) return;
-        setLink(error.status === 401 ? "not authorized: reload the page" : "connection lost", "lost");
-        if (error.status === 401) return;
+        const final = { 400: error.message, 401: "not authorized: reload the page" }[error.status];
+        setLink(final || "connection lost", "lost");
+        if (final) return;
       }
       await new Promise((resolve) => setTimeout(resolve, 1500));
     }
   }
 
   document.addEventListener("visibilitychange", follow);
+  session.byId("replica").addEventListener("change", (event) => {
+    location.search = `?replica=${event.target.value}`;
+  });
   return { model, holders, follow, onFrame: (listener) => listeners.push(listener) };
 })();

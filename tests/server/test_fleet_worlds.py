@@ -1,0 +1,154 @@
+"""Random worlds of a fleet: requests come and leave, replicas die, drain and return in any order of
+messages; every request gets its tokens, once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from octavo.errors import InvalidRequest, RequestFailed
+from octavo.sampling_params import SamplingParams
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.draining import DrainOrder, DrainRunning
+from octavo.server.engine_process.process import Death
+from server.fleet_world import World, run
+from server.symbolic_engine import RAISING, expected_tokens
+
+KILL = Death("it was ended by signal 9 (SIGKILL)", is_kill_from_outside=True)
+
+
+@dataclass
+class Asked:
+    """A request, and what must come of it."""
+
+    prompt: list[int]
+    num_tokens: int
+    seed: int
+    n: int
+    tenant: str
+    priority: int
+    leaves_after: int | None  # its client leaves after so many events
+
+    @property
+    def is_deadly(self) -> bool:
+        return RAISING in self.prompt
+
+    async def check(self, client: EngineClient) -> None:
+        params = SamplingParams(
+            max_tokens=self.num_tokens, seed=self.seed, n=self.n, ignore_eos=True
+        )
+        expected = [
+            expected_tokens(self.prompt, self.seed, i, self.num_tokens) for i in range(self.n)
+        ]
+        stream = await client.generate(
+            self.prompt, params, tenant=self.tenant, priority=self.priority
+        )
+        if self.leaves_after is not None:
+            for _ in range(self.leaves_after):
+                await anext(stream)
+            stream.abort()
+            return
+        output = await stream.result()
+        assert [sample.token_ids for sample in output.outputs] == expected
+
+
+def ask(draw: random.Random, is_deadly: bool) -> Asked:
+    prompt = [draw.randrange(3)] * draw.randrange(40) + draw.choices(range(50), k=5)
+    if is_deadly:
+        prompt.append(RAISING)
+    return Asked(
+        prompt,
+        num_tokens=draw.randrange(1, 30),
+        seed=draw.randrange(1000),
+        n=draw.choice((1, 1, 2, 3)),
+        tenant=draw.choice("abc"),
+        priority=draw.randrange(3),
+        leaves_after=0 if draw.random() < 0.1 else None,
+    )
+
+
+def disturb(world: World) -> None:
+    """Kill a process, drain a replica, or let the next start fail."""
+    draw, client = world.draw, world.client
+    what = draw.random()
+    if what < 0.5 and world.processes:
+        draw.choice(world.processes).die(KILL)
+    elif what < 0.9:
+        numbers = draw.sample(range(len(client.replicas)), draw.randint(1, len(client.replicas)))
+        requests = draw.choice(("move", "finish"))
+        order = DrainOrder(numbers, requests, draw.choice(("restart", "restart", "stop")), 5.0)
+        with contextlib.suppress(DrainRunning, InvalidRequest):  # a stop would leave none
+            client.drainer.begin(order)
+    else:
+        world.num_bad_starts += 1
+
+
+async def live(seed: int, num_requests: int, num_deadly: int) -> None:
+    world = World(seed)
+    draw = world.draw
+    num_replicas = draw.choice((1, 2, 3, 4))
+    policy = draw.choice(("fcfs", "priority", "fair"))
+    deadly = set(draw.sample(range(num_requests), num_deadly))
+    async with world.serve(num_replicas, max_num_seqs=4, policy=policy) as client:
+        tasks: dict[asyncio.Task[None], Asked] = {}
+        for number in range(num_requests):
+            asked = ask(draw, number in deadly)
+            tasks[asyncio.create_task(asked.check(client))] = asked
+            for _ in range(draw.randrange(40)):
+                await world.happen()
+                world.check()
+            if draw.random() < 0.15:
+                disturb(world)
+        while client.drainer.is_running:
+            await world.happen()
+            world.check()
+        await world.finish([*tasks])
+        for task, asked in tasks.items():
+            if asked.is_deadly and asked.leaves_after is None:
+                assert isinstance(task.exception(), RequestFailed)
+            elif not asked.is_deadly:
+                task.result()
+        await world.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_gets_its_tokens_whatever_happens(seed: int) -> None:
+    run(live(seed, num_requests=25, num_deadly=0))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_deadly_request_fails_alone(seed: int) -> None:
+    run(live(1000 + seed, num_requests=20, num_deadly=1 + seed % 2))
+
+
+def test_requests_that_come_while_the_only_replica_restarts_wait() -> None:
+    async def test() -> None:
+        world = World()
+        async with world.serve(1) as client:
+            [replica] = client.replicas
+            client.drainer.begin(DrainOrder([0]))
+            tasks: list[asyncio.Task[None]] = []
+            seen = {replica.state}
+            while client.drainer.is_running:
+                asked = Asked([1, 2, 3], 5, len(tasks), 1, "", 0, None)
+                tasks.append(asyncio.create_task(asked.check(client)))
+                await asyncio.sleep(0)
+                seen.add(replica.state)
+                if len(tasks) > 20:
+                    await asyncio.sleep(0.1)
+            assert seen == {"ready", "restarting"}
+            await world.finish(tasks)
+            for task in tasks:
+                task.result()
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_many_worlds() -> None:
+    for seed in range(2000, 3000):
+        run(live(seed, num_requests=30, num_deadly=seed % 3))
