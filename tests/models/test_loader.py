@@ -191,7 +191,9 @@ def test_quantised_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
     directory = changed(
         tmp_path, "llama", lambda t: t.update({"model.norm.weight": torch.ones(48).to(dtype)})
     )
-    with pytest.raises(ModelError, match=rf"norm\.weight is {dtype}: quantised weights are not"):
+    with pytest.raises(
+        ModelError, match=rf"norm\.weight is {dtype}: config\.json does not say how"
+    ):
         logits(directory)
 
 

@@ -23,6 +23,7 @@ from octavo.layers.config import (
     RelativeBiasConfig,
     RotaryConfig,
 )
+from octavo.models.quantization import Quantization
 from octavo.parallel import WHOLE, Shard
 
 NormPlacement = Literal["pre", "post", "branch", "around", "parallel", "twin"]
@@ -290,6 +291,7 @@ class ModelConfig(ModelDescription):
     decoder_start_token_id: int | None = None  # set if there is an encoder
     decoding_rules: DecodingRules = DecodingRules()
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None  # of the weights in the files
     # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 

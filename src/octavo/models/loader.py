@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,7 @@ from octavo.layers.linear import LinearMethod
 from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
+from octavo.models.dequantize import StoredTensor, dequantized, is_unused_bias
 from octavo.models.registry import FAMILIES
 from octavo.ops.communicator import Communicator
 
@@ -93,22 +95,25 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     targets = weight_targets(model, config)
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
-    for path, name, tensor in _read_tensors(config.directory):
-        key = names.without_prefix(name)
-        target = targets.get(key)
-        if target is not None:
-            where, identity = f"{path}: {name}", _identity(key, target)
-            for part, destination in _parts(tensor, target, where):
-                rows = destination[: len(part)]
-                if identity not in loaded:
-                    rows.copy_(part)
-                    destination[len(part) :].zero_()
-                elif not part.to(rows).allclose(rows, rtol=0, atol=0, equal_nan=True):
-                    is_embedding = rows.data_ptr() == model.embedding.weight.data_ptr()
-                    raise ModelError(f"{where} {_contradiction(is_embedding)}")
-            loaded.add(identity)
-        elif not any(re.fullmatch(pattern, key) for pattern in names.ignored):
-            unknown.append(f"{name} ({path.name})")
+    with ExitStack() as files:
+        for path, name, tensor in _tensors(config, files):
+            key = names.without_prefix(name)
+            target = targets.get(key)
+            if target is not None:
+                where, identity = f"{path}: {name}", _identity(key, target)
+                for part, destination in _parts(tensor, target, where):
+                    rows = destination[: len(part)]
+                    if identity not in loaded:
+                        rows.copy_(part)
+                        destination[len(part) :].zero_()
+                    elif not part.to(rows).allclose(rows, rtol=0, atol=0, equal_nan=True):
+                        is_embedding = rows.data_ptr() == model.embedding.weight.data_ptr()
+                        raise ModelError(f"{where} {_contradiction(is_embedding)}")
+                loaded.add(identity)
+            elif config.quantization is not None and is_unused_bias(name, tensor):
+                continue
+            elif not any(re.fullmatch(pattern, key) for pattern in names.ignored):
+                unknown.append(f"{name} ({path.name})")
     if unknown:
         raise ModelError(
             f"{config.directory}: tensors that {config.family} does not have: {_few(unknown)}"
@@ -116,6 +121,12 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     missing = [name for name, target in targets.items() if _identity(name, target) not in loaded]
     if missing:
         raise ModelError(f"{config.directory}: the weights lack {_few(missing)}")
+
+
+def _tensors(config: ModelConfig, files: ExitStack) -> Iterator[tuple[Path, str, StoredTensor]]:
+    """(file, name, tensor) of every tensor, with quantized weights dequantized."""
+    tensors = _read_tensors(config.directory, files)
+    return tensors if config.quantization is None else dequantized(tensors, config.quantization)
 
 
 def weight_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
@@ -222,7 +233,7 @@ def _identity(name: str, target: WeightTarget) -> object:
 
 
 def _parts(
-    tensor: TensorInFile, target: WeightTarget, where: str
+    tensor: StoredTensor, target: WeightTarget, where: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(slice of the tensor, where it goes), of those that this rank keeps."""
     if tensor.shape != target.shape:
@@ -232,7 +243,10 @@ def _parts(
     for destination, index in target.slices:
         part = tensor.read(index)
         if not part.is_floating_point() or part.element_size() < 2:
-            raise ModelError(f"{where} is {part.dtype}: quantised weights are not served")
+            raise ModelError(
+                f"{where} is {part.dtype}: config.json does not say how it is quantized, or its "
+                "scales are missing"
+            )
         yield part, destination
 
 
@@ -264,18 +278,18 @@ def _contradiction(is_embedding: bool) -> str:
     return "differs from another tensor for the same parameter"
 
 
-def _read_tensors(directory: Path) -> Iterator[tuple[Path, str, TensorInFile]]:
-    """(file, name, tensor) of every tensor in the weight files."""
+def _read_tensors(directory: Path, files: ExitStack) -> Iterator[tuple[Path, str, TensorInFile]]:
+    """(file, name, tensor) of every tensor in the weight files, which `files` will close."""
     for path, expected in _weight_files(directory).items():
         try:
-            with safe_open(path, framework="pt") as file:
-                names = set(file.keys())
-                lacking = sorted(expected - names)
-                if lacking:
-                    raise ModelError(f"{path} lacks {_few(lacking)}, which {INDEX_FILE} lists")
-                for name in sorted(names):
-                    shape = tuple(file.get_slice(name).get_shape())
-                    yield path, name, TensorInFile(file, name, shape)
+            file = files.enter_context(safe_open(path, framework="pt"))
+            names = set(file.keys())
+            lacking = sorted(expected - names)
+            if lacking:
+                raise ModelError(f"{path} lacks {_few(lacking)}, which {INDEX_FILE} lists")
+            for name in sorted(names):
+                shape = tuple(file.get_slice(name).get_shape())
+                yield path, name, TensorInFile(file, name, shape)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
 

@@ -6,11 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import InvalidRequest, ModelError, shown
+from octavo.errors import InvalidRequest, ModelError
 from octavo.json_fields import Fields, read_json
 from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
 from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.family import Family
+from octavo.models.quantization import read_quantization
 from octavo.registry import Registry
 from octavo.sampling_params import SamplingParams
 
@@ -69,14 +70,13 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     """Read `config.json` and `generation_config.json` in `directory`; weights are not read.
 
     Raises:
-        ModelError: a missing or broken file, a family that octavo does not serve, quantised
-            weights, or options in config.json that change the result and that octavo does not
-            implement, whether of the served families or of others that it knows of.
+        ModelError: a missing or broken file, a family that octavo does not serve, a quantization
+            that it does not read, or options in config.json that change the result and that octavo
+            does not implement, whether of the served families or of others that it knows of.
     """
     directory = Path(directory)
     config = read_json(directory / "config.json")
     family = _family_of(config)
-    _refuse_quantised(config)
     text = config if family.text_config is None else config.part(family.text_config)
     for name, harmless in UNSERVED.items():
         if name not in family.options:
@@ -94,6 +94,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
         architecture=family.architecture,
         family=family.model_type,
         dtype=_dtype(config),
+        quantization=read_quantization(config),
         bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
         decoder_start_token_id=(
             None
@@ -114,16 +115,6 @@ def _family_of(config: Fields) -> Family:
     if family.architecture not in config.names("architectures", [family.architecture]):
         raise config.error("architectures", f"of {model_type}, octavo serves {family.architecture}")
     return family
-
-
-def _refuse_quantised(config: Fields) -> None:
-    quantization = config.get("quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        kind = "unknown method" if method is None else shown(method)
-        raise ModelError(
-            f"{config.where}: the weights are quantised ({kind}); octavo serves {', '.join(DTYPES)}"
-        )
 
 
 def _end_tokens(

@@ -1,0 +1,142 @@
+"""What config.json says of quantized weights (`quantization_config`). Imports no torch.
+
+Which tensors a projection is stored in, and how they are dequantized, is in dequantize.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from octavo.json_fields import Fields
+
+PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the projections of a checkpoint are stored.
+
+    Which of them are quantized is seen from the names of their tensors: a projection that the
+    quantizer left alone has a plain `weight`.
+    """
+
+    method: str  # a name in dequantize.FORMATS
+    num_bits: int = 8  # of packed integers
+    zero_offset: int = 0  # what is added to stored zero points
+    block: tuple[int, int] | None = None  # rows and columns of the blocks that share a scale
+
+
+def read_quantization(config: Fields) -> Quantization | None:
+    """From config.json; None: the weights are not quantized.
+
+    Raises:
+        ModelError: a method, or a variant of one, that octavo does not read; names it.
+    """
+    name = "quantization_config"
+    if config.get(name, None) is None:
+        name = "compression_config"  # as old versions of compressed-tensors called it
+        if config.get(name, None) is None:
+            return None
+    fields = config.part(name)
+    method = fields.get("quant_method")
+    reader = READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise fields.error("quant_method", f"octavo reads {', '.join(READERS)}")
+    return reader(fields)
+
+
+def _read_fp8(fields: Fields) -> Quantization:
+    """FP8 weights (e4m3) with a scale per tensor or per block: transformers, DeepSeek, Qwen."""
+    fields.choice("activation_scheme", {"dynamic": None, "static": None}, "dynamic")
+    if fields.get("weight_block_size", None) is None:
+        return Quantization("fp8")
+    block = fields.numbers("weight_block_size", 2)
+    rows, columns = map(int, block)
+    if (rows, columns) != block:
+        raise fields.error("weight_block_size", "it must be two whole numbers")
+    return Quantization("fp8", block=(rows, columns))
+
+
+def _read_compressed_tensors(fields: Fields) -> Quantization:
+    """FP8, int8 and packed integers, as llm-compressor writes them."""
+    served = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+    groups = fields.part("config_groups")
+    num_bits, block = set(), None
+    for name in groups.values:
+        group = groups.part(name)
+        # The format of all groups stands beside them; a group may have one of its own.
+        where = group if group.get("format", None) is not None else fields
+        format_name = where.get("format", "dense")
+        if format_name == "dense":
+            continue
+        if format_name not in served:
+            raise where.error("format", f"octavo reads {', '.join(served)}")
+        weights = group.part("weights")
+        num_bits.add(weights.count("num_bits", 8))
+        if weights.get("block_structure", None) is not None:
+            rows, columns = weights.numbers("block_structure", 2)
+            block = (int(rows), int(columns))
+        if format_name == "pack-quantized" and max(num_bits) not in PACKED_BITS:
+            raise weights.error("num_bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
+    if len(num_bits) > 1:
+        raise fields.error("config_groups", "octavo reads groups of equally many bits")
+    for name in ("sparsity_config", "transform_config"):
+        if fields.get(name, {}) not in ({}, {"format": "dense"}):
+            raise fields.error(name, "octavo does not implement it")
+    return Quantization("compressed-tensors", num_bits=max(num_bits, default=8), block=block)
+
+
+def _read_awq(fields: Fields) -> Quantization:
+    """4-bit integers in groups of inputs, with zero points (arXiv:2306.00978)."""
+    bits = fields.count("bits" if "bits" in fields.values else "w_bit", 4)
+    if bits != 4:
+        raise fields.error("bits", "octavo reads 4")
+    version = fields.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise fields.error("version", "octavo reads gemm")
+    return Quantization("awq", num_bits=4)
+
+
+def _read_gptq(fields: Fields) -> Quantization:
+    """Integers in groups of inputs, perhaps in an order of their own (arXiv:2210.17323)."""
+    bits = fields.count("bits")
+    if bits not in PACKED_BITS:
+        raise fields.error("bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
+    versions = {"gptq": 1, "gptq_v2": 0}
+    offset = fields.choice("checkpoint_format", versions, "gptq")
+    return Quantization("gptq", num_bits=bits, zero_offset=offset)
+
+
+def _read_bitsandbytes(fields: Fields) -> Quantization:
+    """NF4 and FP4 (arXiv:2305.14314), and 8 bits with a scale per row (arXiv:2208.07339)."""
+    if fields.flag("load_in_8bit", False):
+        return Quantization("bitsandbytes-int8")
+    if not fields.flag("load_in_4bit", False):
+        raise fields.error("load_in_4bit", "it or load_in_8bit must be true")
+    return Quantization("bitsandbytes-4bit")
+
+
+def _read_torchao(fields: Fields) -> Quantization:
+    """FP8 weights of torchao."""
+    kinds = fields.part("quant_type").part("default")
+    served = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
+    if kinds.get("_type") not in served:
+        raise kinds.error("_type", f"octavo reads {', '.join(served)}")
+    return Quantization("torchao")
+
+
+def _read_mxfp4(fields: Fields) -> Quantization:
+    """4-bit floats of which 32 share a power of two (gpt-oss; OCP Microscaling Formats 1.0)."""
+    return Quantization("mxfp4")
+
+
+READERS: Mapping[str, Callable[[Fields], Quantization]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed_tensors,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "bitsandbytes": _read_bitsandbytes,
+    "torchao": _read_torchao,
+    "mxfp4": _read_mxfp4,
+}

@@ -1,0 +1,283 @@
+"""Checkpoints that real quantizers wrote (quantized/write_samples.py), and faulty ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ModelError
+from octavo.models.loader import build_model, load_weights, weight_targets
+from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
+from octavo.parallel import Shard
+
+SAMPLES = Path(__file__).parent / "quantized"
+NAMES = sorted(path.name for path in SAMPLES.iterdir() if (path / "config.json").exists())
+PROJECTIONS = 7
+CPU = torch.device("cpu")
+Change = Callable[[dict[str, Tensor]], object]
+K_PROJ = "model.layers.0.self_attn.k_proj."
+
+
+class OneOf(SingleRank):
+    """A rank that needs no others."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+
+def loaded(directory: Path, shard: Shard | None = None) -> dict[str, Tensor]:
+    """The projections' weights in float32, by the checkpoint's names; one rank's slices."""
+    shard = shard or Shard(0, 1)
+    config = read_model_config(directory).sharded(shard)
+    model = build_model(config, torch.float32, CPU, OneOf(shard))
+    load_weights(model, config)
+    return {
+        name: torch.cat([each.target for each in target.slices])
+        for name, target in weight_targets(model, config).items()
+        if name.endswith("proj.weight")
+    }
+
+
+def probe(size: int) -> Tensor:
+    """As in write_samples.py."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(size))
+
+
+def changed(
+    directory: Path, name: str, change: Change | None = None, config: dict[str, Any] | None = None
+) -> Path:
+    """A copy of a sample with other tensors, or other fields in its quantization_config."""
+    shutil.copytree(SAMPLES / name, directory, dirs_exist_ok=True)
+    if change is not None:
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors")
+    if config is not None:
+        fields = json.loads((directory / "config.json").read_text())
+        fields["quantization_config"] |= config
+        (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_of_the_quantizer(name: str) -> None:
+    expected = load_file(SAMPLES / name / "expected.safetensors")
+    weights = loaded(SAMPLES / name)
+    assert len(expected) == len(weights) == PROJECTIONS
+    for key, product in expected.items():
+        weight = weights[key.removeprefix("model.")]
+        ours = weight @ probe(weight.shape[1])
+        rounded = weight.to(torch.bfloat16).float() @ probe(weight.shape[1])
+        # Some quantizers round the dequantized weights to 16 bits.
+        error = min((ours - product).abs().max(), (rounded - product).abs().max())
+        assert error <= 2e-3 * product.abs().max(), (key, error)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "packed_int4_asymmetric", "awq", "gptq"])
+def test_ranks_read_their_slices(name: str) -> None:
+    whole = loaded(SAMPLES / name)
+    parts = [loaded(SAMPLES / name, Shard(rank, 2)) for rank in range(2)]
+    for key, weight in whole.items():
+        dim = 1 if key.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        assert torch.equal(torch.cat([part[key] for part in parts], dim), weight)
+
+
+@pytest.mark.parametrize("name", ["fp8_channel", "awq", "bitsandbytes_nf4"])
+def test_a_quantized_model_generates_what_the_dequantized_one_does(
+    name: str, tmp_path: Path
+) -> None:
+    dense = changed(tmp_path, name)
+    fields = json.loads((dense / "config.json").read_text())
+    del fields["quantization_config"]
+    (dense / "config.json").write_text(json.dumps(fields))
+    tensors = load_file(dense / "model.safetensors")
+    kept = {key: tensor for key, tensor in tensors.items() if "proj" not in key}
+    weights = {
+        f"model.{key}": weight.contiguous() for key, weight in loaded(SAMPLES / name).items()
+    }
+    save_file(kept | weights, dense / "model.safetensors")
+    outputs = []
+    for directory in (SAMPLES / name, dense):
+        with LLM(directory, num_blocks=40, dtype="float32") as llm:
+            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+            [output] = llm.generate([5, 7, 11, 13], params, use_tqdm=False)
+        outputs.append(output.outputs[0].token_ids)
+    assert outputs[0] == outputs[1]
+
+
+def test_inputs_of_a_group_may_stand_anywhere(tmp_path: Path) -> None:
+    def shuffle(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{K_PROJ}g_idx"] = tensors[f"{K_PROJ}g_idx"].flip(0)
+
+    weight = loaded(SAMPLES / "gptq")["layers.0.self_attn.k_proj.weight"]
+    shuffled = loaded(changed(tmp_path, "gptq", shuffle))["layers.0.self_attn.k_proj.weight"]
+    tensors = load_file(SAMPLES / "gptq" / "model.safetensors")
+    scales = tensors[f"{K_PROJ}scales"].float()[tensors[f"{K_PROJ}g_idx"].long()].t()
+    assert torch.allclose(shuffled / scales.flip(1), weight / scales, atol=1e-4)
+
+
+def test_biases_of_zeros_are_left_out(tmp_path: Path) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{K_PROJ}bias"] = torch.zeros(64)
+
+    assert len(loaded(changed(tmp_path / "zero", "gptq", add))) == PROJECTIONS
+    with pytest.raises(
+        ModelError, match=r"does not have: model\.layers\.0\.self_attn\.k_proj\.bias"
+    ):
+        loaded(
+            changed(tmp_path / "one", "gptq", lambda t: t.update({f"{K_PROJ}bias": torch.ones(64)}))
+        )
+
+
+def removed(name: str) -> Change:
+    return lambda tensors: tensors.pop(K_PROJ + name)
+
+
+def replaced(name: str, tensor: Tensor) -> Change:
+    return lambda tensors: tensors.update({K_PROJ + name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "fp8_channel",
+            removed("weight_scale"),
+            r"k_proj\.weight is torch\.float8_e4m3fn: .*scales",
+        ),
+        ("fp8_channel", removed("weight"), r"weight_scale is there, but not .*k_proj\.weight or "),
+        (
+            "fp8_channel",
+            replaced("weight_scale", torch.ones(63, 1)),
+            r"k_proj\.weight_scale has shape \[63, 1\] for 64 outputs",
+        ),
+        (
+            "fp8_channel",
+            replaced("weight_scale", torch.full((64, 1), torch.nan)),
+            r"k_proj\.weight_scale has values that are not finite",
+        ),
+        (
+            "fp8_block",
+            replaced("weight_scale", torch.ones(2, 2)),
+            r"k_proj\.weight_scale has shape \[2, 2\], not \[1, 1\]",
+        ),
+        (
+            "fp8_transformers",
+            replaced("weight", torch.ones(64, 128)),
+            r"k_proj\.weight is torch\.float32; FP8 weights are",
+        ),
+        (
+            "packed_int4",
+            replaced("weight_scale", torch.ones(64, 5)),
+            r"k_proj\.weight_scale has 5 groups, which do not divide 128 inputs",
+        ),
+        (
+            "packed_int4",
+            replaced("weight_shape", torch.tensor([64, 130])),
+            r"weight_packed has shape \[64, 16\]; 4-bit weights \[64, 130\] take \[64, 17\]",
+        ),
+        (
+            "packed_int4",
+            replaced("weight_packed", torch.ones(64, 16)),
+            r"weight_packed is torch.flo",
+        ),
+        ("awq", removed("scales"), r"k_proj\.qweight is there, but not .*k_proj\.scales"),
+        ("awq", replaced("scales", torch.ones(4, 63)), r"k_proj\.scales has shape \[4, 63\], not"),
+        ("awq", replaced("qweight", torch.ones(4)), r"k_proj\.qweight is torch.float32 \[4\]; it"),
+        (
+            "gptq",
+            replaced("g_idx", torch.full((128,), 4)),
+            r"qzeros has 4 groups, which is not what",
+        ),
+        (
+            "gptq",
+            replaced("qzeros", torch.ones(3, 8).int()),
+            r"k_proj\.qzeros holds \[3, 64\] values",
+        ),
+        (
+            "bitsandbytes_nf4",
+            replaced("weight.quant_state.bitsandbytes__nf4", torch.zeros(3, dtype=torch.uint8)),
+            r"quant_state\.bitsandbytes__nf4 cannot be read",
+        ),
+        (
+            "bitsandbytes_nf4",
+            replaced("weight", torch.zeros(5, 1, dtype=torch.uint8)),
+            r"k_proj\.weight has 5 bytes for a weight of shape \[64, 128\]",
+        ),
+        (
+            "bitsandbytes_int8",
+            replaced("SCB", torch.ones(63)),
+            r"k_proj\.SCB has shape \[63, 1\] for",
+        ),
+    ],
+)
+def test_faulty_tensors_are_named(name: str, change: Change, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        loaded(changed(tmp_path, name, change))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("awq", {"quant_method": "hqq"}, "quant_method is 'hqq'; octavo reads fp8, compressed-te"),
+        ("awq", {"quant_method": None}, "quantization_config has no quant_method"),
+        ("awq", {"quant_method": 3}, "quant_method is 3; octavo reads"),
+        ("awq", {"bits": 3}, "bits is 3; octavo reads 4"),
+        ("awq", {"version": "gemv"}, "version is 'gemv'; octavo reads gemm"),
+        ("gptq", {"bits": 3}, "bits is 3; octavo reads 2, 4, 8"),
+        (
+            "gptq",
+            {"checkpoint_format": "marlin"},
+            "checkpoint_format is 'marlin'; octavo knows gptq",
+        ),
+        (
+            "fp8_transformers",
+            {"weight_block_size": [128]},
+            "weight_block_size is .*; it must be a l",
+        ),
+        ("fp8_transformers", {"weight_block_size": [1.5, 128]}, "it must be two whole numbers"),
+        (
+            "fp8_transformers",
+            {"activation_scheme": "odd"},
+            "activation_scheme is 'odd'; octavo know",
+        ),
+        ("packed_int4", {"config_groups": []}, "config_groups is .*; it must be a JSON object"),
+        (
+            "packed_int4",
+            {"transform_config": {"a": {}}},
+            "transform_config is .* does not implement",
+        ),
+        ("bitsandbytes_nf4", {"load_in_4bit": False}, "load_in_4bit is False; it or load_in_8bit"),
+        (
+            "torchao",
+            {"quant_type": {"default": {"_type": "Int4"}}},
+            "_type is 'Int4'; octavo reads",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused(
+    name: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_model_config(changed(tmp_path, name, config=config))
+
+
+def test_other_formats_of_compressed_tensors_are_refused(tmp_path: Path) -> None:
+    directory = changed(tmp_path, "packed_int4")
+    text = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(text.replace("pack-quantized", "nvfp4-pack-quantized"))
+    with pytest.raises(ModelError, match="format is 'nvfp4-pack-quantized'; octavo reads float-qu"):
+        read_model_config(directory)
+    (directory / "config.json").write_text(text.replace('"num_bits": 4', '"num_bits": 3'))
+    with pytest.raises(ModelError, match="num_bits is 3; octavo reads 2, 4, 8"):
+        read_model_config(directory)
