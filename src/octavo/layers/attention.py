@@ -197,7 +197,7 @@ class CrossAttention(nn.Module):
         """Write K and V of the encoder's result [num_tokens, hidden_size] to the cache."""
         spec = self.spec
         heads = self.key_value.forward(encoded).view(len(encoded), -1, spec.head_dim)
-        key, value = heads.split(spec.num_kv_heads, dim=1)
+        key, value = torch.split(heads, spec.num_kv_heads, dim=1)
         backend.write_encoded(spec.layer_id, key, value)
 
 

@@ -252,9 +252,9 @@ class ModelDescription:
     def num_parameters(self) -> int:
         """Weights in the model, from the declared shapes alone; tied embeddings count once."""
         norms = (self.embedding_norm, self.final_norm)
-        parts = (self.head, self.project_in, self.project_out, *norms, self.encoder)
-        lists = (*self.relative_biases, *self.layers)
-        declared = sum(part.num_parameters for part in (*parts, *lists) if part is not None)
+        parts = (self.head, self.project_in, self.project_out, *norms, self.encoder, *self.layers)
+        declared = sum(part.num_parameters for part in parts if part is not None)
+        declared += sum(bias.num_parameters for bias in self.relative_biases)
         if self.logits_bias:
             declared += self.head.out_features
         return declared + self.num_lookup_parameters()

@@ -46,7 +46,8 @@ class BidirectionalAttention:
         assert rotary is None, "no encoder that is served has it"
         assert head_norms is None, "no encoder that is served has them"
         layer = self._layers[layer_id]
-        inputs = (each.transpose(0, 1).split(self._lens, dim=1) for each in (query, key, value))
+        heads = (each.transpose(0, 1) for each in (query, key, value))
+        inputs = (torch.split(each, self._lens, dim=1) for each in heads)
         outputs = [self._attend(layer, q, k, v) for q, k, v in zip(*inputs, strict=True)]
         return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1)
 
@@ -54,7 +55,7 @@ class BidirectionalAttention:
         """One input: query, key, value [heads, num_tokens, head_dim] -> like query."""
         is_grouped, scale = layer.num_heads != layer.num_kv_heads, layer.scores.scale
         bias, num_tokens = layer.scores.relative_bias, query.shape[1]
-        parts = [query] if bias is None else query.split(BIASED_QUERIES, dim=1)
+        parts = (query,) if bias is None else torch.split(query, BIASED_QUERIES, dim=1)
         outputs = []
         for i, part in enumerate(parts):
             mask = None

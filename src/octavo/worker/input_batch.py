@@ -163,14 +163,15 @@ class InputBatch:
         """The encoder inputs of these sequences."""
         rows = self.rows_of(seq_ids)
         inputs = [self._encoder_ids[row] for row in rows.tolist()]
-        lens = np.array(list(map(len, inputs)), np.int32)
-        starts = np.zeros(len(lens) + 1, np.int32)
+        lens = np.array(list(map(len, inputs)), np.int64)
+        starts = np.zeros(len(lens) + 1, np.int64)
         lens.cumsum(out=starts[1:])
-        positions = np.arange(starts[-1], dtype=np.int64) - starts[:-1].repeat(lens)
+        positions = np.arange(starts[-1])
+        positions -= starts[:-1].repeat(lens)
         tables = self._tables.of_encoded(rows.repeat(lens), positions)
         places = EncodedInputs(
-            lens=torch.from_numpy(lens),
-            starts=torch.from_numpy(starts),
+            lens=torch.from_numpy(lens.astype(np.int32)),
+            starts=torch.from_numpy(starts.astype(np.int32)),
             positions=torch.from_numpy(positions),
             slots=tables.slots,
             block_tables=tables.block_tables,

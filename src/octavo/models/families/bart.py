@@ -19,7 +19,7 @@ from octavo.models.family import Family, WeightNames
 POSITION_OFFSET = 2  # the table of positions begins with two rows that are never used
 NORM_EPS = 1e-5  # torch's default, which transformers' BART uses
 
-_LAYER = {
+_LAYER: dict[str, str | tuple[str, ...]] = {
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.output": "self_attn.out_proj",
     "attention_norm": "self_attn_layer_norm",
