@@ -245,6 +245,7 @@ class EngineConfig:
             "executor",
             f"local computes on one device; tensor_parallel_size={size} needs sharded",
         )
+        _require(self.ray_address != "", "ray_address", "is empty")
         _require(
             self.executor == "ray" or self.ray_address is None,
             "ray_address",

@@ -41,7 +41,7 @@ def connect(address: str | None) -> None:
     with _lock:
         ray = _import_ray()
         if not ray.is_initialized():
-            _join_cluster(ray, address)
+            _join_cluster(ray, find_cluster(address))
             _is_ours = True
         elif address is not None:
             current = ray.get_runtime_context().gcs_address
@@ -78,10 +78,7 @@ def _import_ray() -> Any:
     return ray
 
 
-def _join_cluster(ray: Any, address: str | None) -> None:
-    address = address or os.environ.get("RAY_ADDRESS") or "auto"
-    if address != "auto":
-        _check_address(address)
+def _join_cluster(ray: Any, address: str) -> None:
     # Ray's handler would end the process, and it is not for Ray to say what becomes of a signal.
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -93,8 +90,18 @@ def _join_cluster(ray: Any, address: str | None) -> None:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _check_address(address: str) -> None:
-    """Raises ConfigError if nobody listens there, which Ray takes long to find."""
+def find_cluster(given: str | None) -> str:
+    """The address of a cluster to connect to, or "auto".
+
+    Args:
+        given: see EngineConfig.ray_address.
+
+    Raises:
+        ConfigError: it is no address, or nobody listens there, which Ray itself takes long to find.
+    """
+    address = given or os.environ.get("RAY_ADDRESS") or "auto"
+    if address == "auto":
+        return address
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host or int(port) > 65535:
         raise ConfigError(
@@ -108,6 +115,7 @@ def _check_address(address: str) -> None:
         raise ConfigError(
             "ray_address", f"no Ray cluster answers at {shown(address)} ({error})"
         ) from error
+    return address
 
 
 def local_address() -> str:
@@ -182,10 +190,10 @@ def check_kinds(nodes: Sequence[RayNode]) -> None:
     """
     kinds = {node.accelerator: node for node in nodes}
     if len(kinds) > 1:
-        found = ", ".join(f"{kind or 'an unknown kind'} on {node}" for kind, node in kinds.items())
+        found = ", ".join(f"{kind or 'unknown'} on {node}" for kind, node in kinds.items())
         raise ConfigError(
             OPTION,
-            f"the ranks' GPUs are of different kinds, and all would wait for the slowest: {found}",
+            f"the ranks' GPUs are of different kinds ({found}), and all would wait for the slowest",
         )
 
 
