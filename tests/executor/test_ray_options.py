@@ -7,6 +7,7 @@ import logging
 import re
 import socket
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,8 @@ def test_a_node_with_another_model_or_version(tmp_path: Path) -> None:
     files = describe_files(tmp_path)
     assert set(files) == {"config.json", "model.safetensors"}
     assert set(describe_files(tmp_path, weights=False)) == {"config.json"}
-    from octavo import __version__
 
-    facts = HomeFacts(__version__, (), 1, tmp_path, files)
+    facts = HomeFacts(version("octavo"), (), 1, tmp_path, files)
     check_facts(facts, "node 1", files)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

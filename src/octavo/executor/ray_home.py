@@ -8,10 +8,10 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from octavo import __version__
 from octavo.child_process import ChildProcess, is_stopped
 from octavo.errors import ModelError
 from octavo.executor.rank_sockets import join
@@ -58,7 +58,7 @@ class RankHome:
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
-        return HomeFacts(__version__, tuple(gpus), port, directory, files)
+        return HomeFacts(version("octavo"), tuple(gpus), port, directory, files)
 
     def start(
         self, rank: int, address: tuple[str, int], secret: bytes, environment: Mapping[str, str]

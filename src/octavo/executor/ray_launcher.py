@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, EngineFailed, ModelError, OctavoError
 from octavo.executor.launching import Ending, RankProcess, end_all
@@ -250,10 +250,8 @@ def check_facts(facts: HomeFacts, where: str, files: Mapping[str, str]) -> None:
     Raises:
         ConfigError, ModelError: it has not; names the node as `where`.
     """
-    if facts.version != __version__:
-        raise ConfigError(
-            "executor", f"{where} has octavo {facts.version}, and this host {__version__}"
-        )
+    if facts.version != (own := version("octavo")):
+        raise ConfigError("executor", f"{where} has octavo {facts.version}, and this host {own}")
     for name in sorted({*files, *facts.files}):
         there, here = facts.files.get(name, "missing"), files.get(name, "missing")
         if there != here:
