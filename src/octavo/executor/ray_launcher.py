@@ -43,6 +43,7 @@ from octavo.parallel import Shard
 logger = logging.getLogger(__name__)
 
 PLACE_SECONDS = 60.0  # until devices that others use must be free; Ray takes some to miss a node
+POLL_SECONDS = 1.0  # between looks at the nodes while something is waited for
 STOPPED_SECONDS = 2.0  # to ask whether a rank was stopped
 
 
@@ -104,9 +105,13 @@ class Home:
         return getattr(self.actor, method).remote(*arguments)
 
     def get(self, reference: Any) -> Any:
-        """What a call has returned. Raises EngineFailed if it has failed."""
+        """What a call has returned. Raises EngineFailed if it has failed, or the node was lost."""
         import ray
 
+        while not ray.wait([reference], timeout=POLL_SECONDS)[0]:
+            if all(node.node_id != self.node.node_id for node in alive_nodes()):
+                # Ray would look for another place, as long as it takes.
+                raise EngineFailed(f"{self.node} was lost")
         try:
             return ray.get(reference)
         except ray.exceptions.RayError as error:
@@ -171,7 +176,7 @@ class RayLauncher:
         check_room(bundle, size, alive_nodes())
         self._group = ray.util.placement_group([bundle] * size, strategy="PACK")
         deadline = time.monotonic() + PLACE_SECONDS
-        while not self._group.wait(1):
+        while not self._group.wait(POLL_SECONDS):
             check_room(bundle, size, alive_nodes())  # one may have been lost
             if time.monotonic() > deadline:
                 raise EngineFailed(
