@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,8 +135,12 @@ def test_one_rank_and_a_connection_of_the_program_s_own(cluster: Any) -> None:
             assert said[0][0].outputs[0].token_ids == said[1][0].outputs[0].token_ids
             first.close()
             second.generate([[3, 4]], short, use_tqdm=False)
-            with pytest.raises(ConfigError, match=r"ray_address: .* is another cluster than"):
-                make(cluster, ray_address="127.0.0.1:1")
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                other = f"127.0.0.1:{server.getsockname()[1]}"
+                with pytest.raises(ConfigError, match=r"ray_address: .* is another cluster than"):
+                    make(cluster, ray_address=other)
+            port = cluster.address.rpartition(":")[2]
+            make(cluster, ray_address=f"localhost:{port}", tensor_parallel_size=1).close()
         assert ray.is_initialized()
     finally:
         ray.shutdown()

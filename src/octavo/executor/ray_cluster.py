@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from ipaddress import ip_address
 from typing import Any
 
 from octavo.errors import ConfigError, shown
@@ -45,7 +46,7 @@ def connect(address: str | None) -> None:
             _is_ours = True
         elif address is not None:
             current = ray.get_runtime_context().gcs_address
-            if address != current:
+            if not is_at(find_cluster(address), current):
                 raise ConfigError(
                     "ray_address",
                     f"{shown(address)} is another cluster than {current}, to which this program is "
@@ -84,7 +85,10 @@ def _join_cluster(ray: Any, address: str) -> None:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:
-        raise ConfigError("ray_address", f"{shown(address)}: {one_line(error)}") from error
+        reason = f"{shown(address)}: {one_line(error)}"
+        if address == "auto" and isinstance(error, ConnectionError):
+            reason = "this host is no node of a running Ray cluster; ray start --head starts one"
+        raise ConfigError("ray_address", reason) from error
     finally:
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)
@@ -116,6 +120,17 @@ def find_cluster(given: str | None) -> str:
             "ray_address", f"no Ray cluster answers at {shown(address)} ({error})"
         ) from error
     return address
+
+
+def is_at(address: str, current: str) -> bool:
+    """Whether a cluster's address, as a user gave it, is the one that Ray has found."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return True
+    ip = socket.getaddrinfo(host.strip("[]"), None)[0][4][0]
+    known, _, known_port = current.rpartition(":")
+    is_here = ip_address(ip).is_loopback and known == local_address()
+    return port == known_port and (is_here or ip == known.strip("[]"))
 
 
 def local_address() -> str:
