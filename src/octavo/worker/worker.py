@@ -61,7 +61,7 @@ class Worker:
         shape = KVShape(self.layout, block_size, math.prod(block_shape) * dtype.itemsize)
         with device.computing:
             # Before anything large is taken: what cannot fit is refused at once.
-            demand = Demand(config, model_config, shape, dtype)
+            demand = Demand(config, model_config, shape, dtype, device.num_ranks)
             planned = device.plan_memory(demand)
             started = time.perf_counter()
             with _refused("the weights", "use a smaller model or dtype"):
