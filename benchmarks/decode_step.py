@@ -2,25 +2,33 @@
 
 The roofline is the bytes of weights and KV divided by the copy bandwidth of all GPUs. The whole
 engine is timed: scheduling, the work of the device, and returning the tokens to the host.
+
+The decoder of a model with an encoder starts with one token, and reads inputs of 512. The steps
+that run the encoder are a row of their own, in TFLOP/s of its projections. Without a GPU there is
+no roofline: --models tiny-t5 shows that everything runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import time
 from itertools import pairwise
 from typing import Any
 
+import torch
 from gpu_harness import make_engine, peak_rates, report
 
 from octavo import SamplingParams
+from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
 from octavo.simulation.cost_model import ModelSize
 
 CONTEXT = 1024
+ENCODER_INPUT = 512
 WARM_UP, STEPS = 12, 48
 BATCHES = {
     "llama-3-8b": (1, 8, 64, 256),
@@ -29,6 +37,8 @@ BATCHES = {
     "llama-3-70b": (1, 64),
     "gemma-3-4b": (1, 64, 256),
     "gemma-3-12b": (1, 64, 256),
+    "t5-3b": (1, 64, 256),
+    "tiny-t5": (1, 4),
 }
 TEMPERATURES = {"qwen3-0.6b": 0.6}
 
@@ -45,9 +55,9 @@ def main() -> None:
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments = parser.parse_args()
-    card = peak_rates()
+    card = peak_rates() if torch.cuda.is_available() else {}
     size = arguments.tensor_parallel_size
-    bandwidth = 1e12 * card["copy_tb_s"] * size
+    bandwidth = 1e12 * card.get("copy_tb_s", math.inf) * size
     results: dict[str, Any] = {}
     for model in arguments.models:
         engine = make_engine(
@@ -60,13 +70,16 @@ def main() -> None:
             tensor_parallel_size=size,
         )
         for batch in arguments.batches or BATCHES[model]:
-            walls, device = step_times(
+            walls, device, encoding = step_times(
                 engine, batch, TEMPERATURES.get(model, 0.0), arguments.profile
             )
             wall = statistics.fmean(walls)
             num_bytes = ModelSize.of(engine.model_config, "bfloat16").weight_bytes
+            num_bytes -= 2 * engine.model_config.num_encoding_parameters()
             num_bytes += batch * kv_bytes_read(engine)
             share = num_bytes / bandwidth / wall
+            if encoding:
+                results[f"{model}@{batch}, encoder"] = encoder_row(engine, model, batch, encoding)
             results[f"{model}@{batch}"] = {
                 "ms": round(1e3 * wall, 3),
                 "median_ms": round(1e3 * statistics.median(walls), 3),
@@ -84,27 +97,58 @@ def main() -> None:
     report("decode_step", **card, context=CONTEXT, gpus=size, steps=results)
 
 
+def first_context(engine: Engine) -> int:
+    """Tokens of a sequence before the warm-up; at the middle of the steps there are CONTEXT, or in
+    a decoder that reads an encoder few."""
+    return 1 if engine.model_config.encoder else CONTEXT - WARM_UP - STEPS // 2
+
+
 def kv_bytes_read(engine: Engine) -> int:
     """Bytes of K and V that one sequence's step reads in all layers."""
     capacity, block_size = engine.executor.capacity, engine.config.cache.block_size
     per_token = capacity.block_bytes // (block_size * capacity.layout.layers_per_block)
-    windows = engine.model_config.layer_windows
-    return per_token * sum(min(CONTEXT, window or CONTEXT) for window in windows)
+    windows, context = engine.model_config.layer_windows, first_context(engine)
+    context += WARM_UP + STEPS // 2
+    num_tokens = sum(min(context, window or context) for window in windows)
+    if engine.model_config.encoder:
+        num_tokens += ENCODER_INPUT * engine.model_config.num_layers
+    return per_token * num_tokens
+
+
+def encoder_row(engine: Engine, model: str, batch: int, seconds: list[float]) -> dict[str, float]:
+    """What is reported of the steps that ran the encoder."""
+    num_tokens = batch * ENCODER_INPUT
+    flops = 2 * engine.model_config.num_encoding_parameters() * num_tokens
+    rate = flops / sum(seconds) / 1e12
+    print(
+        f"{model:>12} batch {batch:>4}: {1e3 * sum(seconds):7.3f} ms of the device for encoder "
+        f"inputs of {num_tokens:,} tokens in {len(seconds)} steps, {rate:.1f} TFLOP/s",
+        flush=True,
+    )
+    return {"ms": round(1e3 * sum(seconds), 3), "steps": len(seconds), "tflop_s": round(rate, 2)}
 
 
 def step_times(
     engine: Engine, batch: int, temperature: float, profile: str | None
-) -> tuple[list[float], float]:
-    """Wall-clock seconds of each step, and mean seconds of the device's work per step."""
+) -> tuple[list[float], float, list[float]]:
+    """Wall-clock seconds of each step, mean seconds of the device's work per step, and seconds of
+    the device's work in each step that ran an encoder."""
     vocab_size = engine.model_config.vocab_size
     rng = random.Random(batch)
-    start = CONTEXT - WARM_UP - STEPS // 2
+    length = ENCODER_INPUT if engine.model_config.encoder else first_context(engine)
     params = SamplingParams(
         temperature=temperature, max_tokens=400, ignore_eos=True, detokenize=False, seed=1
     )
     client = LocalClient(engine)
+    encoding: list[float] = []
+
+    def note_encoder(plan: StepPlan, result: StepResult, progress: object) -> None:
+        if plan.encoded:
+            encoding.append(result.compute_seconds)
+
+    engine.observers.append(note_encoder)
     for _ in range(batch):
-        prompt = [rng.randrange(vocab_size) for _ in range(start)]
+        prompt = [rng.randrange(vocab_size) for _ in range(length)]
         client.add_request(client.make_request(prompt, params))
     scheduler = engine.scheduler
     while any(r.first_token_time is None for r in scheduler.requests.values()):
@@ -112,6 +156,7 @@ def step_times(
     for _ in range(WARM_UP):
         client.step()
     device: list[float] = []
+    engine.observers.clear()
     engine.observers.append(lambda plan, result, progress: device.append(result.compute_seconds))
     moments = [time.perf_counter()]
     for _ in range(STEPS):
@@ -124,7 +169,7 @@ def step_times(
         engine.abort_request(request_id)
     while engine.has_unfinished:
         engine.step()
-    return [b - a for a, b in pairwise(moments)], statistics.fmean(device)
+    return [b - a for a, b in pairwise(moments)], statistics.fmean(device), encoding
 
 
 def write_profile(engine: Engine, path: str) -> None:

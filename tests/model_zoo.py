@@ -281,16 +281,43 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NAMES = tuple(MODELS)
 
+_T5 = {
+    **{"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID, "decoder_start_token_id": 2},
+    **{"d_model": 48, "d_kv": 16, "d_ff": 80, "num_layers": 3, "num_heads": 4},
+    # So small that most distances of a test are beyond the exact buckets.
+    **{"relative_attention_num_buckets": 16, "relative_attention_max_distance": 40},
+}
+_BART = {
+    **_COMMON,
+    **{"pad_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None},
+    **{"d_model": 48, "encoder_layers": 3, "decoder_layers": 2},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    **{"encoder_ffn_dim": 96, "decoder_ffn_dim": 80, "max_position_embeddings": MAX_POSITIONS},
+}
+# As MODELS, with an encoder.
+ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5", {**_T5, "num_decoder_layers": 2}),
+    "flan-t5": ("T5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5", {**_T5, "feed_forward_proj": "gated-gelu"}),
+    "bart": ("Bart", {**_BART, "scale_embedding": True}),
+    "marian": ("Marian", {**_BART, "activation_function": "swish", "decoder_layers": 3}),
+}
+ENCODER_DECODER_NAMES = tuple(ENCODER_DECODERS)
+
 
 def write_model(name: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Write config.json, model.safetensors and tokenizer files of MODELS[name].
+    """Write config.json, model.safetensors and tokenizer files of a model, with an encoder or
+    without.
 
     `overrides` replace fields of its configuration.
     """
-    prefix, fields = MODELS[name]
+    has_encoder = name in ENCODER_DECODERS
+    prefix, fields = (ENCODER_DECODERS if has_encoder else MODELS)[name]
     config_class = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
     config = getattr(transformers, config_class)(**{**fields, **overrides})
-    model_class = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
+    unusual = {"GPT2": "GPT2LMHeadModel", "Marian": "MarianMTModel"}
+    usual = f"{prefix}For{'ConditionalGeneration' if has_encoder else 'CausalLM'}"
+    model_class = unusual.get(prefix, usual)
     model = getattr(transformers, model_class)(config).eval()
     _randomise(model, seed)
     model.save_pretrained(directory)
@@ -312,7 +339,11 @@ def reference_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 def load_reference(directory: Path) -> PreTrainedModel:
     """transformers' model of any directory: fp32, eager attention."""
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(directory)
+    kind = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        kind = transformers.AutoModelForSeq2SeqLM
+    model: PreTrainedModel = kind.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
     return model  # from_pretrained has put it into evaluation mode
@@ -363,10 +394,19 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(values * 0.7)
             elif any(table in name for table in ("wte", "embed_tokens", "embed_in", "word_embed")):
                 parameter.copy_(values * 0.35)
+            elif "shared" in name:
+                scales_logits = getattr(model.config, "scale_decoder_outputs", False)
+                parameter.copy_(values * (1.0 if scales_logits else 0.35))
+            elif "relative_attention_bias" in name:
+                parameter.copy_(values)
+            elif name.endswith("Attention.q.weight"):  # T5 has no scale in its scores
+                parameter.copy_(values * 0.4 / parameter.shape[1] ** 0.5)
             else:  # [out, in], or GPT-2's [in, out]; near enough for scale
                 if "fc2" in name:  # else what ReLU leaves, being positive, drowns the tokens
                     values -= values.mean(dim=-1, keepdim=True)
                 parameter.copy_(values * 1.5 / min(parameter.shape) ** 0.5)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.copy_(normal(model.final_logits_bias.shape) * 0.5)
 
 
 @functools.cache

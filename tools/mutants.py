@@ -85,6 +85,36 @@ DEFECTS = (
         "return tenants[waiting.tenant].counter < tenants[swapped.tenant].counter",
         "return False",
     ),
+    Defect(
+        "a recomputed request does not run the encoder again",
+        "scheduler.py",
+        "if hit.num_to_encode > 0:",
+        "if hit.num_to_encode > 0 and not request.num_preemptions:",
+    ),
+    Defect(
+        "decoder prefixes are shared between different encoder inputs",
+        "kv/prefix_matcher.py",
+        "if seq.request.encoder_token_ids:",
+        "if False:",
+    ),
+    Defect(
+        "an encoder input is found although a block of it was overwritten",
+        "kv/manager.py",
+        "evicted = self.encoder_inputs.forget(node)",
+        "evicted = [block_id]",
+    ),
+    Defect(
+        "samples do not hold the encoder input that they share",
+        "kv/manager.py",
+        "for block_id in child.table.held():",
+        "for block_id in [b for ids in child.table.block_ids for b in ids if b]:",
+    ),
+    Defect(
+        "the encoder's tokens do not count against the step's budget",
+        "plan_builder.py",
+        "self.budget -= num_tokens\n        self._encoded",
+        "self._encoded",
+    ),
 )
 
 

@@ -85,7 +85,9 @@ class LLM:
         """Continue prompts. All are checked before the first one runs.
 
         Args:
-            prompts: one prompt (text or token ids) or a list of prompts.
+            prompts: one prompt (text or token ids) or a list of prompts. Of a model with an encoder
+                a prompt is the encoder's input, and may be a mapping with what the decoder starts
+                with: {"prompt": text or token ids, "decoder_input_ids": token ids}.
             params: how tokens are drawn: for all prompts, or a list with one for each. None: the
                 defaults of SamplingParams.
             use_tqdm: show a progress bar on stderr.
@@ -130,7 +132,7 @@ class LLM:
         """Find the best continuations of each prompt. All are checked before the first one runs.
 
         Args:
-            prompts: one prompt (text or token ids) or a list of prompts.
+            prompts: one prompt or a list of prompts, as for `generate`.
             params: how to search: for all prompts, or a list with one for each.
             use_tqdm: show a progress bar on stderr.
             priority: with the "priority" policy, smaller runs first: for all prompts, or a list.
@@ -222,6 +224,8 @@ class LLM:
             >>> prompt = llm.chat_prompt([{"role": "user", "content": "Hello"}])
             >>> for delta in llm.stream(prompt): print(delta.text, end="")
         """
+        if self.engine.model_config.encoder is not None:
+            raise InvalidRequest("messages", "a model with an encoder has no conversations")
         _check_conversation(messages)
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -244,7 +248,7 @@ class LLM:
         early, or closing it, aborts the request.
 
         Args:
-            prompt: text or token ids.
+            prompt: as one of `generate`.
             params: how tokens are drawn. None: the defaults of SamplingParams. Beams are known only
                 when all of them have ended, so there is no stream of them.
             priority: with the "priority" policy, smaller runs first.
@@ -268,7 +272,9 @@ class LLM:
         )
         return self._stream(prompt, each, priority, tenant, cache_salt)
 
-    def pin_prefix(self, prefix: Prompt, name: str | None = None, cache_salt: str = "") -> str:
+    def pin_prefix(
+        self, prefix: str | list[int], name: str | None = None, cache_salt: str = ""
+    ) -> str:
         """Compute a prefix that many prompts will share, and keep it until `unpin_prefix`.
 
         Args:
@@ -425,9 +431,11 @@ def load_engine(config: EngineConfig) -> Engine:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt (a string or a list of token ids) or several, as a list."""
+    """One prompt (a string, a list of token ids or a mapping) or several, as a list."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        return [cast("Prompt", prompts)]
     if not isinstance(prompts, Sequence):
         raise InvalidRequest("prompts", f"{shown(prompts)} is neither text, token ids nor a list")
     if prompts and isinstance(prompts[0], int):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from octavo.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
-from octavo.core.kv.specs import KVLayout, num_read_tokens
+from octavo.core.kv.specs import KVLayout, KVSpec, num_read_tokens
 from octavo.errors import OutOfMemory
 from octavo.models.config import ModelConfig
 
@@ -33,13 +33,21 @@ class KVShape:
     layout: KVLayout
     block_size: int  # tokens
     layer_bytes: int  # one layer's keys and values in one block, in the attention backend's layout
+    encoder_len: int = 0  # tokens of encoder input that a sequence holds beside its own
 
     @classmethod
     def dense(
-        cls, layout: KVLayout, block_size: int, num_kv_heads: int, head_dim: int, dtype_bytes: int
+        cls,
+        layout: KVLayout,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype_bytes: int,
+        encoder_len: int = 0,
     ) -> KVShape:
         """The shape for a backend without padding."""
-        return cls(layout, block_size, 2 * block_size * num_kv_heads * head_dim * dtype_bytes)
+        layer_bytes = 2 * block_size * num_kv_heads * head_dim * dtype_bytes
+        return cls(layout, block_size, layer_bytes, encoder_len)
 
     @property
     def block_bytes(self) -> int:
@@ -57,9 +65,10 @@ class KVShape:
         return self.layout.block_sizes(self.block_size)
 
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
-        """The most blocks that one sequence of `num_tokens`, computed by chunks, ever holds."""
+        """The most blocks that one sequence of `num_tokens`, computed by chunks, ever holds, with
+        those of its encoder input."""
         return sum(
-            spec.max_blocks(num_tokens, size, chunk)
+            spec.max_blocks(self.followed(spec, num_tokens), size, chunk)
             for spec, size in zip(self.layout.specs, self.block_sizes, strict=True)
         )
 
@@ -70,10 +79,15 @@ class KVShape:
     def read_bytes(self, num_tokens: int) -> int:
         """What the last query of a sequence of `num_tokens` reads: the least it could take."""
         read = sum(
-            len(group.layer_ids) * num_read_tokens(group.spec, num_tokens)
+            len(group.layer_ids)
+            * num_read_tokens(group.spec, self.followed(group.spec, num_tokens))
             for group in self.layout.groups
         )
         return read * self.layer_bytes // self.block_size
+
+    def followed(self, spec: KVSpec, num_tokens: int) -> int:
+        """The length of what a group's blocks hold for a sequence of `num_tokens`."""
+        return num_tokens if spec.follows == "sequence" else self.encoder_len
 
     def longest_sequence(self, num_blocks: int, chunk: int, limit: int) -> int:
         """The longest sequence, up to `limit` tokens, that fits into `num_blocks`; 0 if none."""
@@ -273,12 +287,13 @@ def estimate_activations(
     model_config: ModelConfig, scheduler: SchedulerConfig, dtype_bytes: int
 ) -> int:
     """`activation_bytes` of the largest step that these settings allow."""
+    encoder = model_config.encoder
     layer_width = max(
         4 * model_config.hidden_size
         + layer.attention.qkv.out_features
         + layer.attention.output.in_features
         + 3 * layer.mlp.intermediate_size
-        for layer in model_config.layers
+        for layer in (*model_config.layers, *(() if encoder is None else encoder.layers))
     )
     return activation_bytes(
         scheduler.max_num_batched_tokens,

@@ -51,7 +51,7 @@ class RequestOutput:
     prompt: str | None
     """The prompt's text as it was given; None if token ids were given."""
     prompt_token_ids: list[int]
-    """The prompt's tokens."""
+    """The prompt's tokens: those of the encoder's input, if the model has an encoder."""
     outputs: list[SequenceOutput]
     """Samples in the order of their index, or beams, best first."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -119,3 +119,22 @@ def test_mistakes(octavo: Octavo, args: list[str], exit_code: int, message: str)
     result = octavo("memory", OPT_13B, *args)
     assert message in result.stderr
     assert result.exit_code == exit_code
+
+
+def test_sequences_hold_the_input_of_the_encoder_too(octavo: Octavo, tmp_path: Path) -> None:
+    """T5-small, with 6 layers of 8 heads: 32 blocks of 16 tokens for 512 tokens of input."""
+    config = {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        **{"vocab_size": 32_128, "d_model": 512, "d_kv": 64, "d_ff": 2048},
+        **{"num_layers": 6, "num_heads": 8, "decoder_start_token_id": 0, "eos_token_id": 1},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = ("memory", tmp_path, "--device-memory", "1GiB", "--num-blocks", 960)
+    steps = ("--max-num-batched-tokens", 513)
+    values = json.loads(octavo(*args, *steps, "--json", "--lengths", "16,512").stdout)
+    assert values["max_encoder_len"] == 512
+    assert values["sequences"] == {"16": 960 // 33, "512": 960 // 64}
+    assert [group["spec"] for group in values["kv_groups"]] == ["full attention", "cross-attention"]
+    assert values["kv_groups"][1]["blocks"] == 32
+    assert "encoder input" in octavo(*args, *steps).stdout

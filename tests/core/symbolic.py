@@ -5,6 +5,10 @@ literally then proves, slot by slot, that attention would read exactly the right
 was forked, swapped, copied, shared, windowed, preempted or aborted before. The next token is a
 pure function of that chain, so what a request gets must not depend on its company either.
 
+With an encoder, the chain of the decoder's tokens begins with the encoder's input, and the KV of
+an input's token is a name for the whole input and the token's place in it. Every query must find
+all of its own request's input in the blocks of each cross-attention group.
+
 KV can be unsound, as NaN is on a real device: a token that harms makes it so, and whatever reads
 it. A row that ends in unsound KV is an error.
 """
@@ -13,13 +17,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from octavo.core.block_table import NULL_BLOCK
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
-from octavo.core.kv.specs import KVSpec
+from octavo.core.kv.specs import KVSpec, Source
 from octavo.core.sequence import DecodingMethod, Request
 from octavo.core.step import Candidates, SamplingSpec, StepPlan, StepResult, TokenLogprobs
 from octavo.errors import LogitsNotFinite
@@ -38,18 +43,23 @@ def chain(previous: int, token_id: int) -> int:
     return digest_of(previous, token_id)
 
 
-def symbols_of(token_ids: list[int]) -> list[int]:
+def origin(encoder_token_ids: Seq[int]) -> int:
+    """What a chain begins with: the encoder's input, or nothing."""
+    return digest_of("encoder", tuple(encoder_token_ids)) if encoder_token_ids else 0
+
+
+def symbols_of(token_ids: list[int], encoder_token_ids: Seq[int] = ()) -> list[int]:
     """Of each token after those before it."""
-    symbols, symbol = [], 0
+    symbols, symbol = [], origin(encoder_token_ids)
     for token_id in token_ids:
         symbol = chain(symbol, token_id)
         symbols.append(symbol)
     return symbols
 
 
-def scores_of(token_ids: list[int]) -> list[TokenLogprobs]:
+def scores_of(token_ids: list[int], encoder_token_ids: Seq[int] = ()) -> list[TokenLogprobs]:
     """What log-probabilities are asked for here: of each token, a name for all up to it."""
-    pairs = zip(token_ids, symbols_of(token_ids), strict=True)
+    pairs = zip(token_ids, symbols_of(token_ids, encoder_token_ids), strict=True)
     return [TokenLogprobs(token_id, -float(symbol), 1) for token_id, symbol in pairs]
 
 
@@ -73,6 +83,7 @@ class Row:
     sample_index: int
     num_draws: int
     num_prompt: int
+    encoder_token_ids: tuple[int, ...]
 
     def fork(self, sample_index: int) -> Row:
         return Row(
@@ -84,6 +95,7 @@ class Row:
             sample_index,
             self.num_draws,
             self.num_prompt,
+            self.encoder_token_ids,
         )
 
 
@@ -91,12 +103,13 @@ class Row:
 class SymbolicExecutor:
     """Obeys plans; block contents are symbols. Stale contents stay, as on a real device."""
 
-    specs: tuple[KVSpec, ...]
+    specs: tuple[KVSpec, ...]  # of all KV groups
     block_sizes: tuple[int, ...]  # by KV group
     rows: dict[int, Row] = field(default_factory=dict)
     device: dict[int, list[object]] = field(default_factory=dict)
     swap: dict[int, list[object]] = field(default_factory=dict)
     num_computed: int = 0  # tokens run through the model
+    num_encoded: int = 0  # rows for which the encoder has run
     harmful_token: int = HARMFUL
     strikes: Callable[[], bool] = lambda: False  # whether a row's step goes wrong by chance
 
@@ -112,6 +125,7 @@ class SymbolicExecutor:
         for target, content in zip(targets, contents, strict=True):
             self.device[target] = content + self._block(target)[len(content) :]
         assert len(set(plan.seq_ids)) == len(plan.seq_ids)
+        self._encode(plan)
         self._write(plan)
         result = StepResult(plan.step_id, [])
         unsound: set[int] = set()
@@ -124,7 +138,8 @@ class SymbolicExecutor:
                 unsound.add(seq_id)
             if row.sampling.num_prompt_logprobs is not None and start + 1 < row.num_prompt:
                 last = min(end + 1, row.num_prompt)
-                result.prompt_logprobs[seq_id] = scores_of(row.token_ids[:last])[start + 1 :]
+                scores = scores_of(row.token_ids[:last], row.encoder_token_ids)
+                result.prompt_logprobs[seq_id] = scores[start + 1 :]
             row.num_computed = end
             self.num_computed += count
         self._sample(plan, result)
@@ -148,6 +163,7 @@ class SymbolicExecutor:
                 opened.sample_index,
                 opened.num_draws,
                 opened.num_prompt_tokens,
+                opened.encoder_token_ids,
             )
         for seq_id, position, token_id in zip(*plan.token_writes, strict=True):
             tokens = self.rows[seq_id].token_ids
@@ -164,6 +180,43 @@ class SymbolicExecutor:
         assert block_id != NULL_BLOCK, "the null block is used"
         return self.device.setdefault(block_id, [None] * max(self.block_sizes))
 
+    def _groups(self, source: Source) -> list[int]:
+        return [group for group, spec in enumerate(self.specs) if spec.follows == source]
+
+    def _encode(self, plan: StepPlan) -> None:
+        """Write the KV of whole encoder inputs, once each."""
+        opened = {row.seq_id for row in plan.opened}
+        written: set[int] = set()
+        for seq_id in plan.encoded:
+            assert seq_id in plan.seq_ids, "the encoder runs for a row that computes nothing"
+            assert seq_id in opened, "the encoder runs for a row again"
+            row = self.rows[seq_id]
+            is_sound = self.harmful_token not in row.encoder_token_ids and not self.strikes()
+            for group in self._groups("encoder"):
+                table = row.tables[group]
+                assert not written & set(table), "I3: one block is written by two rows"
+                written.update(table)
+                for place in range(len(row.encoder_token_ids)):
+                    index, offset = divmod(place, self.block_sizes[group])
+                    symbol = digest_of(origin(row.encoder_token_ids), place)
+                    self._block(table[index])[offset] = (group, symbol, is_sound)
+            self.num_encoded += 1
+
+    def _input_is_sound(self, row: Row) -> bool:
+        """Whether all of a row's encoder input is; it must be in the row's blocks."""
+        is_sound = True
+        for group in self._groups("encoder"):
+            size, num_tokens = self.block_sizes[group], len(row.encoder_token_ids)
+            assert len(row.tables[group]) == -(-num_tokens // size), "a table of another length"
+            for place in range(num_tokens):
+                content = self._block(row.tables[group][place // size])[place % size]
+                symbol = digest_of(origin(row.encoder_token_ids), place)
+                assert content in [(group, symbol, sound) for sound in (True, False)], (
+                    f"token {place} of the encoder input in group {group} is another one's"
+                )
+                is_sound = is_sound and content == (group, symbol, True)
+        return is_sound
+
     def _write(self, plan: StepPlan) -> None:
         written: set[tuple[int, int]] = set()
         for seq_id, count in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
@@ -171,7 +224,8 @@ class SymbolicExecutor:
             assert row.num_computed + count <= len(row.token_ids)
             symbols = self._symbols(row)
             for position in range(row.num_computed, row.num_computed + count):
-                for group, table in enumerate(row.tables):
+                for group in self._groups("sequence"):
+                    table = row.tables[group]
                     index, offset = divmod(position, self.block_sizes[group])
                     block_id, slot = table[index], (table[index], offset)
                     assert slot not in written, "I3: one slot is written by two sequences"
@@ -180,15 +234,17 @@ class SymbolicExecutor:
 
     def _spoil(self, row: Row, start: int, end: int) -> None:
         symbols = self._symbols(row)
-        for group, table in enumerate(row.tables):
+        for group in self._groups("sequence"):
+            table = row.tables[group]
             for position in range(start, end):
                 index, offset = divmod(position, self.block_sizes[group])
                 self._block(table[index])[offset] = (group, symbols[position], False)
 
     def _read(self, row: Row, start: int, end: int) -> bool:
         """Whether it is all sound."""
-        symbols, is_sound = self._symbols(row), True
-        for group, spec in enumerate(self.specs):
+        symbols, is_sound = self._symbols(row), self._input_is_sound(row)
+        for group in self._groups("sequence"):
+            spec = self.specs[group]
             for key in range(spec.first_needed_token(start), end):
                 index, offset = divmod(key, self.block_sizes[group])
                 content = self._block(row.tables[group][index])[offset]
@@ -199,7 +255,7 @@ class SymbolicExecutor:
         return is_sound
 
     def _symbols(self, row: Row) -> list[int]:
-        return symbols_of(row.token_ids)
+        return symbols_of(row.token_ids, row.encoder_token_ids)
 
     def _sample(self, plan: StepPlan, result: StepResult) -> None:
         scheduled = set(plan.seq_ids)
@@ -213,7 +269,8 @@ class SymbolicExecutor:
             if draws > 1:
                 result.draws[seq_id] = tokens
             if row.sampling.num_logprobs is not None:
-                scored = [scores_of([*row.token_ids, token])[-1] for token in tokens]
+                texts = [[*row.token_ids, token] for token in tokens]
+                scored = [scores_of(text, row.encoder_token_ids)[-1] for text in texts]
                 result.logprobs[seq_id] = scored
             result.token_ids.append(tokens[0])
             row.token_ids.append(tokens[0])
@@ -246,6 +303,7 @@ class Ask:
     length_penalty: float = 1.0
     stop_id: int | None = None  # ends a sample, besides EOS; beams know EOS alone
     wants_logprobs: bool = False  # of the prompt and of the output
+    encoder_input: tuple[int, ...] = ()
 
     @property
     def ending_ids(self) -> frozenset[int]:
@@ -284,6 +342,7 @@ class Ask:
             priority=self.priority,
             cache_salt=self.salt,
             tenant=self.tenant,
+            encoder_token_ids=self.encoder_input,
         )
 
 
@@ -291,7 +350,7 @@ def expected_samples(ask: Ask) -> list[list[int]]:
     """The tokens of each sample, by the definition and without any cache."""
     results = []
     for index in range(ask.width):
-        symbol = 0
+        symbol = origin(ask.encoder_input)
         for token_id in ask.prompt:
             symbol = chain(symbol, token_id)
         tokens: list[int] = []
@@ -310,7 +369,7 @@ def expected_beams(ask: Ask) -> list[list[int]]:
     for length in range(1, ask.max_tokens + 1):
         candidates = []
         for logprob, tokens in running:
-            symbol = 0
+            symbol = origin(ask.encoder_input)
             for token_id in [*ask.prompt, *tokens]:
                 symbol = chain(symbol, token_id)
             for token_id, score in best_tokens(symbol, 2 * width):

@@ -15,7 +15,13 @@ from octavo.core.invariants import check_manager
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import sha256_128
 from octavo.core.kv.prefix_matcher import PrefixHit
-from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow, group_layers
+from octavo.core.kv.specs import (
+    CrossAttention,
+    FullAttention,
+    KVSpec,
+    SlidingWindow,
+    group_layers,
+)
 from octavo.core.prefix_node import PrefixNode
 from octavo.core.sequence import Sequence
 from octavo.core.step import BlockCopy
@@ -319,10 +325,13 @@ def test_layers_form_groups_of_equal_size() -> None:
 class ManagerMachine(RuleBasedStateMachine):
     """Any order of the manager's verbs keeps the invariants; failed calls leave no trace."""
 
+    specs: tuple[KVSpec, ...] = (FullAttention(), SlidingWindow(6))
+    encoder_inputs: tuple[tuple[int, ...], ...] = ((),)
+
     def __init__(self) -> None:
         super().__init__()
         self.kv = KVCacheManager(
-            [FullAttention(), SlidingWindow(6)],
+            self.specs,
             BLOCK_SIZE,
             24,
             num_swap_blocks=12,
@@ -334,18 +343,20 @@ class ManagerMachine(RuleBasedStateMachine):
         self.family: dict[int, int] = {}  # sequence -> the one that all of its kind descend from
         self.held: list[int] = []  # sources of copies that are not done
 
-    def new_sequence(self, token_ids: list[int]) -> Sequence:
+    def new_sequence(self, token_ids: list[int], encoder_input: tuple[int, ...]) -> Sequence:
         self.next_id += 1
-        return make_sequence(self.next_id, token_ids)
+        seq = make_sequence(self.next_id, token_ids)
+        seq.request.encoder_token_ids = encoder_input
+        return seq
 
     def snapshot(self) -> tuple[object, ...]:
-        tables = [copy.deepcopy(s.table.block_ids) for s in self.on_device]  # type: ignore[union-attr]
+        tables = [copy.deepcopy(s.table.by_group()) for s in self.on_device]  # type: ignore[union-attr]
         counts = [self.kv.pool.ref_count(b) for b in range(1, 25)]
         return tables, counts, self.kv.pool.num_free, self.kv.swap_pool.num_free
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
-    def allocate(self, tokens: list[int]) -> None:
-        seq = self.new_sequence(tokens)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    def allocate(self, data: st.DataObject, tokens: list[int]) -> None:
+        seq = self.new_sequence(tokens, data.draw(st.sampled_from(self.encoder_inputs)))
         hit = self.kv.lookup(seq)
         before = self.snapshot()
         needed = self.kv.num_new_blocks(hit, seq.num_tokens)
@@ -388,7 +399,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.on_device))
-        child = self.new_sequence(parent.token_ids)
+        child = self.new_sequence(parent.token_ids, parent.request.encoder_token_ids)
         free = self.kv.pool.num_free
         self.kv.fork(parent, child)
         assert self.kv.pool.num_free == free
@@ -403,17 +414,19 @@ class ManagerMachine(RuleBasedStateMachine):
         seq.token_ids = list(parent.token_ids)
         assert seq.table is not None
         assert parent.table is not None
-        assert seq.table.block_ids == parent.table.block_ids
+        assert seq.table.by_group() == parent.table.by_group()
         assert seq.prefix_nodes == parent.prefix_nodes
 
     def kin(self) -> list[tuple[Sequence, Sequence]]:
-        """Pairs of relatives that have computed equally many tokens."""
+        """Pairs of relatives that have computed equally many tokens, and hold their encoder input
+        in the same blocks, as those do that are always swapped together."""
         return [
             (a, b)
             for a in self.on_device
             for b in self.on_device
             if self.family[a.seq_id] == self.family[b.seq_id]
             and a.num_computed_tokens == b.num_computed_tokens
+            and a.table.encoder_ids == b.table.encoder_ids  # type: ignore[union-attr]
             and a is not b
         ]
 
@@ -469,7 +482,16 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.kv.pool.num_free == self.kv.pool.num_blocks
 
 
+class EncoderMachine(ManagerMachine):
+    """The same with encoder inputs, of which some need several blocks."""
+
+    specs = (FullAttention(), SlidingWindow(6), CrossAttention())
+    encoder_inputs = ((1,), (2, 3, 4, 5, 6), (2, 3, 4, 5, 6, 7, 8, 9, 10))
+
+
 ManagerMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
 )
 TestManager = pytest.mark.filterwarnings("ignore")(ManagerMachine.TestCase)
+EncoderMachine.TestCase.settings = ManagerMachine.TestCase.settings
+TestManagerWithEncoder = pytest.mark.filterwarnings("ignore")(EncoderMachine.TestCase)

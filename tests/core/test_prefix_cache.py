@@ -111,7 +111,7 @@ def compute_both(kv: KVCacheManager, prompt: list[int]) -> tuple[Sequence, Seque
     """Two sequences that have computed the same prompt, each in blocks of its own."""
     twins = make_sequence(0, prompt), make_sequence(1, prompt)
     for seq in twins:
-        assert kv.allocate(seq, kv.no_hit(), seq.num_tokens) is not None
+        assert kv.allocate(seq, kv.no_hit(seq), seq.num_tokens) is not None
         seq.num_computed_tokens = seq.num_tokens
     for seq in twins:
         kv.register(seq, seq.num_tokens)
@@ -166,7 +166,7 @@ def test_a_prompt_is_looked_up_and_counted_once() -> None:
     first.request.num_preemptions = 1
     compute(kv, first)  # it is recomputed
     silent = make_sequence(1, [1] * 9)
-    assert kv.allocate(silent, kv.no_hit(), 9) is not None  # it asks for nothing
+    assert kv.allocate(silent, kv.no_hit(silent), 9) is not None  # it asks for nothing
     assert (kv.num_lookup_tokens, kv.num_hit_tokens) == (9, 0)
     compute(kv, make_sequence(2, [1] * 9))
     assert (kv.num_lookup_tokens, kv.num_hit_tokens) == (18, 8)

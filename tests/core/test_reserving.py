@@ -209,7 +209,7 @@ def test_who_watches_is_told_what_starts() -> None:
     server.kv.on_allocate = lambda seq, hit: told.append((seq, hit))
     request = server.add("r", 40, 25)
     server.step()
-    assert told == [(request.sequences[0], server.kv.no_hit())]
+    assert told == [(request.sequences[0], server.kv.no_hit(request.sequences[0]))]
 
 
 def test_samples_have_extents_of_their_own_and_copy_the_prompt() -> None:

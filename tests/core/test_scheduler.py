@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
-
 import pytest
 
 from core.symbolic import HARMFUL, Ask
-from core.worlds import BLOCK_SIZE, World, make_sequence
+from core.worlds import BLOCK_SIZE, World, make_sequence, preempt
 from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import Changes
@@ -17,19 +14,6 @@ from octavo.core.policies import SchedulingPolicy
 from octavo.core.sequence import Request, Sequence, Status
 from octavo.core.step import SamplingSpec
 from octavo.errors import LogitsNotFinite, RequestTooLong
-
-
-def preempt(world: World, request: Request, mode: Literal["swap", "recompute"]) -> None:
-    """Take a request off the device in a step of its own."""
-    scheduler = world.scheduler
-    config = scheduler.config
-    scheduler.config = replace(config, preemption_mode=mode)
-    builder = PlanBuilder(0)
-    scheduler._preempt(request, builder)
-    scheduler.config = config
-    plan = builder.build(scheduler._next_step, scheduler._lifecycle.take_row_changes())
-    scheduler._next_step += 1
-    world.executor.execute(plan)
 
 
 def test_prompts_are_computed_in_chunks_beside_decodes() -> None:

@@ -7,20 +7,22 @@ from collections.abc import Callable
 import pytest
 
 from core.workloads import Workload
+from octavo.core import invariants
 from octavo.core.block_table import NULL_BLOCK, BlockTable
 from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.manager import Changes, KVCacheManager
 from octavo.core.kv.prefix_cache import PrefixCache
-from octavo.core.kv.prefix_matcher import PrefixHit
+from octavo.core.kv.prefix_matcher import PrefixHit, PrefixMatcher
+from octavo.core.plan_builder import PlanBuilder
 from octavo.core.prefix_node import PrefixNode
 from octavo.core.sequence import Sequence
 
 FEW = 60  # workloads within which a broken rule must be noticed
 
 
-def run_workloads(seeds: range) -> None:
+def run_workloads(seeds: range, has_encoder: bool = False) -> None:
     for seed in seeds:
-        Workload(seed).run()
+        Workload(seed, has_encoder=has_encoder).run()
 
 
 @pytest.mark.parametrize("batch", range(8))
@@ -29,11 +31,27 @@ def test_random_workloads(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", range(4))
+def test_random_workloads_with_an_encoder(batch: int) -> None:
+    num_encoded = num_hits = num_evicted = 0
+    num_preempted = {"swap": 0, "recompute": 0}
+    for seed in range(50 * batch, 50 * (batch + 1)):
+        workload = Workload(seed, has_encoder=True)
+        workload.run()
+        num_encoded += workload.executor.num_encoded
+        num_hits += workload.num_input_hits
+        num_evicted += workload.kv.num_evicted_blocks
+        for mode, number in workload.scheduler.num_preemptions.items():
+            num_preempted[mode] += number
+    assert min(num_encoded, num_hits, num_evicted) > 50
+    assert min(num_preempted.values()) > 0
+
+
+@pytest.mark.parametrize("batch", range(4))
 def test_what_goes_wrong_ends_alone(batch: int) -> None:
     """Among prompts that cannot be computed the others get what they would get without them."""
     num_failed = 0
     for seed in range(50 * batch, 50 * (batch + 1)):
-        workload = Workload(seed, is_harmful=True)
+        workload = Workload(seed, is_harmful=True, has_encoder=seed % 4 == 0)
         workload.run()
         num_failed += len(workload.failed)
     assert num_failed > 20
@@ -42,7 +60,7 @@ def test_what_goes_wrong_ends_alone(batch: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(100))
 def test_random_workloads_nightly(batch: int) -> None:
-    run_workloads(range(1000 + 100 * batch, 1000 + 100 * (batch + 1)))
+    run_workloads(range(1000 + 100 * batch, 1000 + 100 * (batch + 1)), has_encoder=batch % 4 == 0)
 
 
 def skip_copy_on_write(patch: pytest.MonkeyPatch) -> None:
@@ -175,6 +193,88 @@ def copy_by_another_block_size(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCacheManager, "allocate", allocate)
 
 
+def hold_the_input_once(patch: pytest.MonkeyPatch) -> None:
+    """A fork does not count as a holder of the encoder's input, which is freed with its parent."""
+    original = KVCacheManager.fork
+
+    def fork(self: KVCacheManager, parent: Sequence, child: Sequence) -> None:
+        original(self, parent, child)
+        assert child.table is not None
+        for block_id in [b for ids in child.table.encoder_ids for b in ids]:
+            self.pool.release(block_id)
+
+    patch.setattr(KVCacheManager, "fork", fork)
+
+
+def window_over_the_input(patch: pytest.MonkeyPatch) -> None:
+    """A window of the decoder frees blocks of the encoder's input."""
+    original = KVCacheManager._leave_behind
+
+    def leave_behind(self: KVCacheManager, table: BlockTable, num_computed_tokens: int) -> None:
+        original(self, table, num_computed_tokens)
+        spec, pool = self.specs[0], self.pool if table.on_device else self.swap_pool
+        for ids, size in zip(table.encoder_ids, self.encoder_block_sizes, strict=True):
+            for i in range(min(len(ids), spec.first_needed_token(num_computed_tokens) // size)):
+                if ids[i] != NULL_BLOCK:
+                    pool.release(ids[i])
+                    ids[i] = NULL_BLOCK
+
+    patch.setattr(KVCacheManager, "_leave_behind", leave_behind)
+
+
+def encode_only_once(patch: pytest.MonkeyPatch) -> None:
+    """The encoder does not run again when a request is recomputed."""
+    original = PlanBuilder.encode
+
+    def encode(self: PlanBuilder, seq: Sequence, num_tokens: int) -> None:
+        if not seq.request.num_preemptions:
+            original(self, seq, num_tokens)
+
+    patch.setattr(PlanBuilder, "encode", encode)
+
+
+def share_between_inputs(patch: pytest.MonkeyPatch) -> None:
+    """Equal tokens of decoders have the same names under different encoder inputs."""
+
+    def root(self: PrefixMatcher, seq: Sequence) -> PrefixNode:
+        return self._cache.root(seq.request.cache_salt)
+
+    patch.setattr(PrefixMatcher, "_root", root)
+
+
+def find_what_is_partly_evicted(patch: pytest.MonkeyPatch) -> None:
+    """An encoder input can be found although some of its blocks were overwritten."""
+
+    def evict(self: KVCacheManager, block_id: int) -> None:
+        if self.encoder_inputs.owner(block_id) is None:
+            copy = self.prefix_cache.forget(block_id)
+            if copy is not None:
+                self.pool.mark_cached(copy)
+
+    patch.setattr(KVCacheManager, "_evict", evict)
+    # The invariants of the index would notice it at once: here, what is read must.
+    patch.setattr(invariants, "_check_index", lambda kv: None)
+
+
+def leave_the_input_behind(patch: pytest.MonkeyPatch) -> None:
+    """Swapping moves the blocks of the sequences, and not those of the encoder's input."""
+
+    def held(self: BlockTable) -> list[int]:
+        return [b for ids in self.block_ids for b in ids if b != NULL_BLOCK]
+
+    patch.setattr(BlockTable, "held", held)
+
+
+WITH_AN_ENCODER = [
+    hold_the_input_once,
+    window_over_the_input,
+    encode_only_once,
+    share_between_inputs,
+    find_what_is_partly_evicted,
+    leave_the_input_behind,
+]
+
+
 @pytest.mark.parametrize(
     "break_rule",
     [
@@ -189,6 +289,7 @@ def copy_by_another_block_size(patch: pytest.MonkeyPatch) -> None:
         keep_what_is_behind,
         free_by_another_block_size,
         copy_by_another_block_size,
+        *WITH_AN_ENCODER,
     ],
     ids=lambda rule: rule.__name__,
 )
@@ -197,4 +298,4 @@ def test_broken_rules_are_noticed(
 ) -> None:
     break_rule(monkeypatch)
     with pytest.raises((AssertionError, IndexError, KeyError)):
-        run_workloads(range(FEW))
+        run_workloads(range(FEW), has_encoder=break_rule in WITH_AN_ENCODER)

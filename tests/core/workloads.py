@@ -19,7 +19,8 @@ from octavo.config import SchedulerConfig
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.prefix_cache import sha256_128
-from octavo.core.kv.specs import FullAttention, SlidingWindow
+from octavo.core.kv.prefix_matcher import PrefixHit
+from octavo.core.kv.specs import CrossAttention, FullAttention, SlidingWindow
 from octavo.core.policies import FairShare
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
@@ -36,6 +37,7 @@ class Workload:
 
     seed: int
     is_harmful: bool = False  # some prompts end in an error, and some steps go wrong by chance
+    has_encoder: bool = False
 
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(self.seed)
@@ -50,15 +52,23 @@ class Workload:
                 (FullAttention(), *[SlidingWindow(rng.randint(1, 20)) for _ in range(2)]),
             ]
         )
+        if self.has_encoder:
+            self.specs += (CrossAttention(),) * rng.choice([1, 1, 2])
         span = rng.choice([1, 1, 2, 3, 5])  # how many times as many tokens some groups' blocks hold
         self.block_sizes = tuple(self.block_size * rng.choice([1, span]) for _ in self.specs)
         self.prefixes = [
             [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))] for _ in range(3)
         ]
+        self.inputs = [
+            tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 20])))
+            for _ in range(4)
+        ]
         self.asks = [self.ask(number) for number in range(NUM_REQUESTS)]
         max_seqs = rng.choice([1, 2, 4, 6, 8, 8])
         chunked = rng.random() < 0.8
         max_tokens = rng.choice([max_seqs, rng.randint(max_seqs, 30)]) if chunked else 200
+        if self.has_encoder:
+            max_tokens = max(max_tokens, rng.choice([8, 21, 30]))  # some inputs are too long
         self.kv = KVCacheManager(
             self.specs,
             self.block_sizes,
@@ -82,6 +92,8 @@ class Workload:
             self.kv,
             clock=lambda: self.now,
         )
+        self.num_input_hits = 0  # admissions that found their encoder input
+        self.kv.on_allocate = self.note_admission
         self.now = 0.0
         self.depth = rng.choice([1, 2, 2, 3])  # steps under way at once
         self.executor = SymbolicExecutor(self.specs, self.block_sizes)
@@ -91,6 +103,12 @@ class Workload:
         self.alive: dict[str, Ask] = {}
         self.samples: dict[str, list[int]] = {}  # those that are to come, by request
         self.scores: dict[Sequence, list[TokenLogprobs]] = {}  # of all tokens, if asked for
+
+    def note_admission(self, seq: Sequence, hit: PrefixHit) -> None:
+        """Either all of an encoder input is found, or nothing."""
+        num_tokens = len(seq.request.encoder_token_ids)
+        assert (hit.num_encoder_tokens, hit.num_to_encode) in [(num_tokens, 0), (0, num_tokens)]
+        self.num_input_hits += hit.num_encoder_tokens > 0
 
     def scarce(self, chunk: int) -> int:
         """Hardly more blocks than a large request may need; some will be refused."""
@@ -105,6 +123,12 @@ class Workload:
         if self.is_harmful and rng.random() < 0.15:
             own.insert(rng.randint(0, len(own)), HARMFUL)
         kind = rng.choices(["sample", "beam", "pin"], [6, 3, 0.5])[0]
+        encoder_input: tuple[int, ...] = ()
+        if self.has_encoder:
+            kind = "sample" if kind == "pin" else kind  # prefixes of the decoder are not pinned
+            encoder_input = rng.choice(self.inputs)
+            if self.is_harmful and rng.random() < 0.1:
+                encoder_input = (*encoder_input, HARMFUL)
         return Ask(
             name=f"r{number}",
             prompt=tuple([*prefix, *own] or [0]),
@@ -119,6 +143,7 @@ class Workload:
             length_penalty=rng.choice([0.0, 1.0, 2.0, -1.0]),
             stop_id=rng.choice([None, None, 5]),
             wants_logprobs=kind == "sample" and rng.random() < 0.2,
+            encoder_input=encoder_input,
         )
 
     def run(self) -> None:
@@ -137,7 +162,8 @@ class Workload:
                 check_scheduler(scheduler)
                 if plan is None:
                     break
-                assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
+                num_tokens = plan.num_tokens + plan.num_encoder_tokens
+                assert num_tokens <= scheduler.config.max_num_batched_tokens
                 result = self.executor.execute(plan)
                 result.compute_seconds = rng.choice([0.0, 0.1])
                 result.swap_seconds = rng.choice([0.0, 0.1])
@@ -166,7 +192,7 @@ class Workload:
         self.executor.strikes = lambda: False
         for name in list(self.kv.pins):
             self.kv.unpin(name)
-        for ask in [ask for ask in self.failed if HARMFUL not in ask.prompt]:
+        for ask in [ask for ask in self.failed if not is_harmful(ask)]:
             for _ in range(2):
                 request = ask.request(self.now)
                 self.scheduler.add(request)
@@ -234,9 +260,12 @@ class Workload:
             self.failed.append(ask)
             return
         # Where every query reads its own token alone (a window of 1), harm does not spread.
-        spreads = any(spec.first_needed_token(1) == 0 for spec in self.specs)
+        spreads = any(spec.first_needed_token(1) == 0 for spec in self.kv.specs)
         if spreads and request.finished[0].stop_reason != STOP:
             assert HARMFUL not in ask.prompt, "harm went unnoticed"
+        assert HARMFUL not in ask.encoder_input or request.finished[0].stop_reason == STOP, (
+            "harm in the encoder's input went unnoticed"
+        )
         got = [seq.output_token_ids for seq in request.finished]
         if ask.kind == "pin":
             assert got == [[]]
@@ -260,6 +289,11 @@ class Workload:
                 assert seq.stop_reason == ask.stop_id
             assert seq.output_token_ids == tokens, f"{ask} got other tokens than alone"
             if ask.wants_logprobs:
-                assert self.scores[seq] == scores_of(seq.token_ids)[len(ask.prompt) :]
+                scores = scores_of(seq.token_ids, ask.encoder_input)
+                assert self.scores[seq] == scores[len(ask.prompt) :]
         if ask.wants_logprobs:
-            assert request.prompt_logprobs == scores_of(list(ask.prompt))[1:]
+            assert request.prompt_logprobs == scores_of(list(ask.prompt), ask.encoder_input)[1:]
+
+
+def is_harmful(ask: Ask) -> bool:
+    return HARMFUL in ask.prompt or HARMFUL in ask.encoder_input

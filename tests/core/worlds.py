@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from core.symbolic import SymbolicExecutor
 from octavo.config import SchedulerConfig
@@ -12,6 +13,7 @@ from octavo.core.decoding import Sampling
 from octavo.core.invariants import check_scheduler
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.specs import FullAttention, KVSpec
+from octavo.core.plan_builder import PlanBuilder
 from octavo.core.scheduler import Progress, Scheduler
 from octavo.core.sequence import DecodingMethod, Request, Sequence
 from octavo.core.step import SamplingSpec, StepPlan, StepResult
@@ -61,7 +63,7 @@ class World:
         options.setdefault("max_num_seqs", 8)
         options.setdefault("max_num_batched_tokens", 64)
         self.scheduler = Scheduler(SchedulerConfig(**options), self.kv, lambda: self.now)
-        self.executor = SymbolicExecutor(tuple(specs), self.kv.block_sizes)
+        self.executor = SymbolicExecutor(tuple(specs), tuple(sizes))
         self.depth = depth
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
 
@@ -108,3 +110,16 @@ class World:
 
     def names(self, queue: str) -> list[str]:
         return [request.request_id for request in getattr(self.scheduler, queue)]
+
+
+def preempt(world: World, request: Request, mode: Literal["swap", "recompute"]) -> None:
+    """Take a request off the device in a step of its own."""
+    scheduler = world.scheduler
+    config = scheduler.config
+    scheduler.config = replace(config, preemption_mode=mode)
+    builder = PlanBuilder(0)
+    scheduler._preempt(request, builder)
+    scheduler.config = config
+    plan = builder.build(scheduler._next_step, scheduler._lifecycle.take_row_changes())
+    scheduler._next_step += 1
+    world.executor.execute(plan)

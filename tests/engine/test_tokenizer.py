@@ -13,7 +13,7 @@ import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 import model_zoo
-from octavo.engine.tokenizer import Detokenizer, Tokenizer
+from octavo.engine.tokenizer import Detokenizer, Room, Tokenizer
 from octavo.errors import InvalidRequest, ModelError, RequestTooLong
 
 TEXT = "Grüße aus 東京: 😀, 👩‍🚀 and naïve façades; the quick brown fox. π≈3\n\n\ttab  two spaces"
@@ -312,13 +312,13 @@ def test_a_text_that_cannot_fit_is_refused_before_any_work() -> None:
         rf"messages: {99 * longest + 1} characters leave .* 100 tokens, each of at most {longest}"
     )
     with pytest.raises(RequestTooLong, match=message):
-        tokenizer.encode("a" * (99 * longest + 1), field="messages", context_len=100)
+        tokenizer.encode("a" * (99 * longest + 1), field="messages", room=Room.before_output(100))
     assert recorder.calls == []
     with pytest.raises(
         RequestTooLong, match="prompt: 100 tokens leave no room for output in a con"
     ):
-        tokenizer.encode("\n" * 100, context_len=100)
-    assert len(tokenizer.encode("\n" * 99, context_len=100)) == 99
+        tokenizer.encode("\n" * 100, room=Room.before_output(100))
+    assert len(tokenizer.encode("\n" * 99, room=Room.before_output(100))) == 99
 
 
 @pytest.mark.parametrize(

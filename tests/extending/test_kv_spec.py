@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from toys import Register
@@ -14,7 +15,7 @@ from core.worlds import BLOCK_SIZE, World
 from model_zoo import SLIDING_WINDOW, model_directory, random_token_ids
 from octavo import LLM, SamplingParams
 from octavo.core.block_table import NULL_BLOCK
-from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow, group_layers
+from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow, Source, group_layers
 from octavo.errors import ModelError
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
@@ -29,6 +30,7 @@ NUM_REQUESTS = 8
 class Chunked:
     """The query at p reads its own chunk up to p, as in the local layers of Llama 4."""
 
+    follows: ClassVar[Source] = "sequence"
     size: int
 
     def first_needed_token(self, position: int) -> int:
@@ -97,6 +99,7 @@ def test_blocks_before_the_chunk_are_freed() -> None:
 class WholePages:
     """Keeps the window's tokens and those before them down to a multiple of `page`."""
 
+    follows: ClassVar[Source] = "sequence"
     window: int
     page: int
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from octavo.models.base import CausalLM
-from octavo.ops import AttentionBatch, LayerPlace, load_backend, make_backend
+from octavo.ops import AttentionBatch, EncodedInputs, LayerPlace, load_backend, make_backend
 
 BLOCK_SIZE = 8
 
 
 class DenseHarness:
-    """Owns a KV cache in which sequence i has the consecutive blocks i * n + 1 .. i * n + n."""
+    """Owns a KV cache in which sequence i has the consecutive blocks i * n + 1 .. i * n + n, for
+    its own tokens and, in layers that read an encoder, for those of its encoder input."""
 
     def __init__(self, model: CausalLM, max_len: int, max_seqs: int = 1) -> None:
         layers = model.attention_layers
@@ -23,13 +24,42 @@ class DenseHarness:
         blocks_per_seq = -(-max_len // BLOCK_SIZE)
         shape = backend.kv_block_shape(BLOCK_SIZE, layers[0].num_kv_heads, layers[0].head_dim)
         kv_cache = torch.zeros(1 + max_seqs * blocks_per_seq, len(layers), *shape, dtype=dtype)
-        places = [LayerPlace(0, i) for i in range(len(layers))]
+        places = [LayerPlace(int(layer.reads_encoder), i) for i, layer in enumerate(layers)]
         self.model = model
         self.attention = make_backend(backend, layers, places, kv_cache, BLOCK_SIZE)
         self.tables = 1 + torch.arange(max_seqs * blocks_per_seq, dtype=torch.int32).view(
             max_seqs, blocks_per_seq
         )
         self.lengths = [0] * max_seqs
+        self.encoder_lens = torch.zeros(max_seqs, dtype=torch.int32)
+
+    @torch.inference_mode()
+    def encode(self, inputs: dict[int, list[int]]) -> None:
+        """Run the encoder for sequences, of which it is the first step."""
+        counts = [len(ids) for ids in inputs.values()]
+        rows = list(inputs)
+        self.encoder_lens[rows] = torch.tensor(counts, dtype=torch.int32)
+        slots = torch.cat([self._slots(seq, range(n)) for seq, n in zip(rows, counts, strict=True)])
+        positions = torch.cat([torch.arange(count) for count in counts])
+        places = EncodedInputs(
+            lens=torch.tensor(counts, dtype=torch.int32),
+            starts=torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+            positions=positions,
+            slots=[slots, slots],
+            block_tables=[],
+            rows=torch.tensor(rows, dtype=torch.int32),
+        )
+        self.attention.plan_encoded(places)
+        token_ids = torch.tensor([token for ids in inputs.values() for token in ids])
+        self.model.encode(token_ids, positions, counts, self.attention)
+
+    def _slots(self, seq: int, positions: range) -> Tensor:
+        """int64: where tokens of a sequence lie."""
+        found = [
+            int(self.tables[seq, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+            for position in positions
+        ]
+        return torch.tensor(found, dtype=torch.int64)
 
     def run(self, chunks: dict[int, list[int]]) -> list[Tensor]:
         """Append tokens to sequences; the logits of all of them, a tensor for each sequence."""
@@ -43,9 +73,7 @@ class DenseHarness:
         slots = []
         for seq, ids in chunks.items():
             self.lengths[seq] += len(ids)
-            for position in range(starts[seq], self.lengths[seq]):
-                block = int(self.tables[seq, position // BLOCK_SIZE])
-                slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+            slots.append(self._slots(seq, range(starts[seq], self.lengths[seq])))
         counts = [len(ids) for ids in chunks.values()]
         rows = list(chunks)
         batch = AttentionBatch(
@@ -53,8 +81,9 @@ class DenseHarness:
             context_lens=torch.tensor([self.lengths[seq] for seq in rows], dtype=torch.int32),
             query_starts=torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
             positions=torch.tensor(positions),
-            block_tables=[self.tables[rows]],
-            slots=[torch.tensor(slots)],
+            block_tables=[self.tables[rows]] * 2,
+            slots=[torch.cat(slots)] * 2,
+            encoder_lens=self.encoder_lens[rows],
         )
         self.attention.plan(batch)
         token_ids = torch.tensor([token for ids in chunks.values() for token in ids])

@@ -14,8 +14,8 @@ import torch
 
 from octavo.core.kv.specs import FullAttention, SlidingWindow
 from octavo.errors import ConfigError, ModelError
-from octavo.layers.config import EmbeddingScale, RotaryConfig
-from octavo.models.config import ModelConfig, PositionTable
+from octavo.layers.config import EmbeddingScale, PositionTable, RotaryConfig
+from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model
 from octavo.models.registry import read_model_config
@@ -1185,7 +1185,10 @@ def test_needs_no_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("opt-13b", 12853.5), ("llama-3-8b", 8030.3), ("qwen3-0.6b", 596.0), ("llama-15m", 15.7)],
+    [
+        *[("opt-13b", 12853.5), ("llama-3-8b", 8030.3), ("qwen3-0.6b", 596.0)],
+        *[("llama-15m", 15.7), ("t5-3b", 2851.6)],
+    ],
 )
 def test_configs_for_benchmarks(name: str, millions: float) -> None:
     directory = Path(__file__).parents[2] / "benchmarks" / "configs" / name

@@ -70,7 +70,25 @@ FEATURES: dict[str, Callable[[int], Any]] = {
         2.0 ** (-3 * (i + 1) / num_heads) for i in range(num_heads)
     ),
     "sinks": lambda num_heads: SimpleNamespace(weight=torch.linspace(-1, 4, num_heads)),
+    "relative_bias": lambda num_heads: StepBias(num_heads),
 }
+
+
+class StepBias:
+    """A relative bias with a number for each distance up to the last one."""
+
+    max_distance = 20
+
+    def __init__(self, num_heads: int) -> None:
+        self.weight = torch.randn(self.max_distance + 1, num_heads, generator=seeded(5)) * 2
+
+    def biases(self, distances: Tensor) -> Tensor:
+        """float32 [num_heads, *distances.shape]."""
+        return self.weight[(-distances).clamp(0, self.max_distance)].movedim(-1, 0)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def rotary_table(rotary_dim: int, device: str = "cpu", interleaved: bool = False) -> RotaryTable:

@@ -51,8 +51,9 @@ def install() -> None:
 
 
 def attention() -> None:
-    """Decodes, prompts and cascades, with each feature of scores and with none."""
+    """Decodes, prompts and cascades, with each feature of scores and with none; cross-attention."""
     from attention_cases import FEATURES, Bench, Case, some_scores
+    from test_cross_attention import Crossed
 
     from octavo.ops import CascadeSegments
 
@@ -68,6 +69,9 @@ def attention() -> None:
         bench.run()
         bench.computed = [150, 150, 150]
         bench.step([(0, 1), (1, 1)], [shared])
+    crossed = Crossed((150, 20), (1, 1), num_kv_heads=8, dtype=torch.bfloat16)
+    crossed.run("triton", "cpu")
+    replace(crossed, query_lens=(1, 19)).run("triton", "cpu")
 
 
 def norms() -> None:

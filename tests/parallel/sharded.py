@@ -33,6 +33,9 @@ THREE = {
     "num_key_value_heads": 3,
     "intermediate_size": 96,
     "ffn_dim": 96,
+    **{"d_model": 72, "num_heads": 6, "d_ff": 96},
+    **{f"{side}_attention_heads": 6 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 96 for side in ("encoder", "decoder")},
 }
 
 _workers: dict[int, Worker] = {}  # of this rank
@@ -45,7 +48,7 @@ def model_for(name: str, size: int) -> Path | None:
     directory = model_zoo.model_directory(name)
     if _divides(directory, size):
         return directory
-    fields = model_zoo.MODELS[name][1]
+    fields = (model_zoo.MODELS | model_zoo.ENCODER_DECODERS)[name][1]
     overrides = {field: value for field, value in THREE.items() if field in fields}
     changed = model_zoo._session_directory() / f"{name}-of-{size}"
     model_zoo.write_model(name, changed, **overrides)

@@ -57,7 +57,8 @@ def put_together(directory: Path, models: list[CausalLM]) -> dict[str, Tensor]:
 
 
 def variants() -> list[tuple[str, int]]:
-    return [(name, size) for name in model_zoo.NAMES for size in SIZES]
+    names = model_zoo.NAMES + model_zoo.ENCODER_DECODER_NAMES
+    return [(name, size) for name in names for size in SIZES]
 
 
 @pytest.mark.parametrize(("name", "size"), variants())

@@ -113,6 +113,19 @@ def test_every_family_and_decoding_method(name: str, size: int, ranks: RanksOf) 
         compare(run_all(llm), expected)
 
 
+@pytest.mark.parametrize(("name", "size"), [("t5", 2), ("flan-t5", 3), ("bart", 3), ("marian", 2)])
+def test_models_with_an_encoder(name: str, size: int, ranks: RanksOf) -> None:
+    requests = [each for each in REQUESTS if each.prompt_logprobs is None]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(requests))]
+    beams = BeamSearchParams(beam_width=3, max_tokens=8)
+    results = []
+    for given in (None, ranks(size)):
+        with engine(name, size, given) as llm:
+            outputs = llm.generate(prompts, requests, use_tqdm=False)
+            results.append(outputs + llm.beam_search(PROMPTS[1], beams, use_tqdm=False))
+    compare(results[1], results[0])
+
+
 def test_fewer_kv_heads_than_ranks(ranks: RanksOf) -> None:
     """Two KV heads on four ranks: each is held twice."""
     expected = on_one_rank("llama3", 4)

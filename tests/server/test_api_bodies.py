@@ -112,6 +112,7 @@ def echoing_context(tokenizer: Echoing, max_model_len: int = 100) -> Context:
     client = SimpleNamespace(
         tokenizer=tokenizer,
         info=SimpleNamespace(max_model_len=max_model_len),
+        model_config=SimpleNamespace(encoder=None),
         offload=OFFLOAD,
         encode=encode,
     )

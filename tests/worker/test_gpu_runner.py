@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -65,12 +65,16 @@ class CudaExecutor:
     is_asynchronous = True
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, has_graphs: bool = True
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        graphs: Graphs | Literal["many"] | None = "many",
     ) -> None:
         model = load_model(model_config, torch.float32, DEVICE, SingleRank())
-        most = config.scheduler.max_num_seqs
-        mixed = [PaddedSizes(n, min(n, most), 16) for n in (4, 16, 24)]
-        graphs = Graphs([1, 2, 4, most], mixed, DEVICE) if has_graphs else None
+        if graphs == "many":
+            most = config.scheduler.max_num_seqs
+            mixed = [PaddedSizes(n, min(n, most), 16) for n in (4, 16, 24)]
+            graphs = Graphs([1, 2, 4, most], mixed, DEVICE)
         num_blocks = (config.cache.num_blocks or NUM_BLOCKS, NUM_SWAP_BLOCKS)
         device, backend = CudaDevice(DEVICE), load_backend("triton")
         self.runner = ModelRunner(
@@ -205,6 +209,29 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("name", model_zoo.ENCODER_DECODER_NAMES if HAS_GPU else ["t5"])
+def test_models_with_an_encoder(name: str) -> None:
+    """Encoders run before captured steps, whose decodes read what these have written; blocks hold
+    NaN before. A decode is alone for a step, so that there is padding."""
+    config = make_config(
+        str(model_zoo.model_directory(name)),
+        **{"device": "cpu", "num_blocks": 24, "block_size": 16, "max_model_len": 40},
+        **{"max_num_seqs": 2, "max_num_batched_tokens": 24},
+    )
+    plain = load_engine(config)
+    executor = CudaExecutor(config, plain.model_config, Graphs([2], [], DEVICE))
+    overlapped = Engine(config, plain.model_config, executor)
+    executor.runner.kv_cache.blocks.fill_(torch.nan)
+    decoder = {"prompt": prompt(3, 4), "decoder_input_ids": prompt(4, 5)}
+    asks = [
+        (prompt(17, 1), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),
+        (decoder, SamplingParams(temperature=0, max_tokens=2, repetition_penalty=1.5)),
+    ]
+    assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
+    assert overlapped.kv.pool.num_held == 0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
 def test_the_sampler_draws_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of each mode, an edited row and candidates, in steps that overlap."""
     monkeypatch.setattr(cuda_sampling, "sample", sample)
@@ -263,6 +290,22 @@ def test_the_steps_that_memory_is_measured_with_are_the_largest(
     scheduler = overlapped.config.scheduler
     assert prompts.num_tokens == scheduler.max_num_batched_tokens
     assert copied[-1] == (scheduler.max_num_seqs, torch.float32)
+
+
+def test_memory_is_measured_with_the_largest_inputs_of_an_encoder() -> None:
+    directory = str(model_zoo.model_directory("t5"))
+    config = make_config(
+        directory,
+        **{"device": "cpu", "num_blocks": 24, "block_size": 8, "max_model_len": 40},
+        **{"max_num_seqs": 2, "max_num_batched_tokens": CHUNK},
+    )
+    model_config = read_model_config(directory).with_max_model_len(40)
+    runner = CudaExecutor(config, model_config, graphs=None).runner
+    encoding, *others = largest_steps(config, model_config, [8, 8])
+    assert sum(len(row.encoder_token_ids) for row in encoding.opened) == CHUNK - 1
+    assert encoding.encoded == encoding.seq_ids
+    for plan in (encoding, *others):
+        assert len(runner.submit(plan).result().token_ids) == len(plan.sampled)
 
 
 def test_a_device_without_room_is_an_error_of_ours() -> None:

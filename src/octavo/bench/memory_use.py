@@ -159,6 +159,11 @@ class MemoryUse:
                     # A slot of a group with shorter blocks takes the room of several tokens here.
                     unfilled = (len(ids) * size - num_computed) * kv.block_size // size
                     tails.append(Tail(ids[-1], unfilled, to_come, rounding))
+            num_encoder_tokens = len(seq.request.encoder_token_ids)
+            for ids, size in zip(seq.table.encoder_ids, kv.encoder_block_sizes, strict=True):
+                num_logical += len(ids)
+                unfilled = (len(ids) * size - num_encoder_tokens) * kv.block_size // size
+                tails.append(Tail(ids[-1], unfilled, to_come=0))
         slots = slot_use(tails, num_held, kv.pool.num_blocks, kv.block_size)
         is_saturated = bool(scheduler.waiting or scheduler.swapped)
         return StepMemory(

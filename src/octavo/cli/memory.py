@@ -94,6 +94,7 @@ class Budget:
             shard.num_kv_heads,
             shard.head_dim,
             dtype_bytes,
+            model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
         )
         fixed = FixedMemory(
             shard.weight_bytes(dtype_bytes),
@@ -148,6 +149,8 @@ class Budget:
                 f"{self._budget.num_blocks:,} blocks",
             ),
         ]
+        if shape.encoder_len:
+            rows.append(("encoder input", f"up to {shape.encoder_len:,} tokens, counted below"))
         for length in lengths:
             count = self.fits(length)
             note = f"more than the model's {model.max_model_len:,} positions"
@@ -189,7 +192,7 @@ class Budget:
                 "layers": list(group.layer_ids),
                 "bytes_per_token": len(group.layer_ids) * shape.layer_bytes // shape.block_size,
                 "block_size": size,
-                "blocks": group.spec.max_blocks(longest, size, chunk=1),
+                "blocks": group.spec.max_blocks(shape.followed(group.spec, longest), size, chunk=1),
             }
             for number, (group, size) in enumerate(
                 zip(shape.layout.groups, shape.block_sizes, strict=True)
@@ -206,6 +209,7 @@ class Budget:
             "dtype": self._dtype,
             "tensor_parallel_size": self._size,
             "max_model_len": self._model_config.max_model_len,
+            "max_encoder_len": self._shape.encoder_len,
             "budget": asdict(self._budget) | {"unused": self._budget.unused},
             "kv_bytes_per_token": self._shape.bytes_per_token,
             "kv_slots": self._budget.num_blocks * self._shape.block_size,

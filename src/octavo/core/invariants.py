@@ -101,6 +101,7 @@ def check_manager(
     assert kv.swap_pool.num_blocks <= kv.pool.num_blocks, "I8: the swap tier exceeds the pool"
     for seq in [*on_device, *swapped]:
         _check_windows(kv, seq, is_settled)
+        _check_encoder_input(kv, seq)
     for seq in on_device:
         _check_table(kv, seq)
     _check_index(kv)
@@ -152,6 +153,9 @@ def _check_index(kv: KVCacheManager) -> None:
     """The pool keeps what lookups find, and copies are known as long as they are held."""
     cache = kv.prefix_cache
     indexed = {block_id for block_id in cache._places if cache.is_indexed(block_id)}
+    inputs = kv.encoder_inputs.block_ids()
+    assert not inputs & cache._places.keys(), "a block holds an encoder input and a prefix"
+    indexed |= inputs
     assert indexed == kv.pool.cached_ids(), "the index and the pool disagree on what is cached"
     for block_id in cache._places.keys() - indexed:
         assert kv.pool.ref_count(block_id) > 0, f"I6: copy {block_id} is free and still known"
@@ -189,3 +193,18 @@ def _check_windows(kv: KVCacheManager, seq: Sequence, is_settled: bool) -> None:
         assert dropped.count(NULL_BLOCK) == len(dropped), f"I4: {seq} holds what it has dropped"
         if is_settled:
             assert len(dropped) == first, f"I4: {seq} holds blocks that its window has left"
+
+
+def _check_encoder_input(kv: KVCacheManager, seq: Sequence) -> None:
+    """A sequence holds all blocks of its encoder input, and those that its siblings hold."""
+    table, num_tokens = _table(seq), len(seq.request.encoder_token_ids)
+    for size, ids in zip(kv.encoder_block_sizes, table.encoder_ids, strict=True):
+        assert len(ids) == -(-num_tokens // size), (
+            f"I4: {seq} has {len(ids)} blocks for an encoder input of {num_tokens} tokens"
+        )
+        assert NULL_BLOCK not in ids, f"I4: {seq} lost a block of its encoder input"
+    for other in seq.request.sequences:
+        if other.table is not None:
+            assert other.table.encoder_ids == table.encoder_ids, (
+                f"I4: {seq} and {other} hold their encoder input in different blocks"
+            )

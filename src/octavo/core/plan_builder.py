@@ -90,6 +90,7 @@ class PlanBuilder:
         self._num_scheduled_tokens: list[int] = []
         self._sampled: list[int] = []
         self._expanded: list[int] = []
+        self._encoded: list[int] = []
         self._opened: dict[int, OpenedRow] = {}
         self._table_writes: list[TableWrite] = []
         self._swap_out: list[tuple[int, int]] = []
@@ -199,8 +200,14 @@ class PlanBuilder:
             seed=request.seed,
             sample_index=seq.sample_index,
             num_draws=num_draws,
+            encoder_token_ids=request.encoder_token_ids,
         )
         self._table_writes += table_writes
+
+    def encode(self, seq: Sequence, num_tokens: int) -> None:
+        """Run the encoder for a sequence that this step opens; its input has `num_tokens`."""
+        self.budget -= num_tokens
+        self._encoded.append(seq.seq_id)
 
     def withdraw(self, seq_id: int) -> bool:
         """Forget a row that this step was to open. False if there is none."""
@@ -233,6 +240,7 @@ class PlanBuilder:
             num_scheduled_tokens=counts,
             sampled=self._sampled,
             expanded=self._expanded,
+            encoded=self._encoded,
             forks=rows.forks,
             closed=rows.closed,
             opened=list(self._opened.values()),

@@ -197,7 +197,7 @@ class FairShare(SchedulingPolicy):
         tenant = self._tenants[request.tenant]
         if request in tenant.unstarted:
             self._unqueue(tenant, request)
-            tenant.counter += self.input_weight * request.num_prompt_tokens
+            tenant.counter += self.input_weight * request.num_input_tokens
 
     def generated(self, advanced: Seq[Sequence]) -> None:
         tenants, weight = self._tenants, self.output_weight

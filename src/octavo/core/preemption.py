@@ -44,7 +44,9 @@ class PreemptionCosts:
         """
         num_blocks = kv.num_swap_in_blocks(held)
         # Shared tokens are recomputed once, so count the slots of blocks, not sequences' tokens.
-        num_tokens = min(num_blocks * kv.block_size, sum(seq.num_computed_tokens for seq in held))
+        num_tokens = sum(seq.num_computed_tokens for seq in held)
+        num_tokens += len(held[0].request.encoder_token_ids)
+        num_tokens = min(num_blocks * kv.block_size, num_tokens)
         swap, recompute = self.swap_seconds(num_blocks), self.recompute_seconds(num_tokens)
         has_room = num_blocks <= kv.swap_pool.num_free
         mode = "swap" if has_room and swap < recompute else "recompute"
@@ -61,7 +63,7 @@ class PreemptionCosts:
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from a step that computed prompts or moved blocks."""
-        num_tokens = plan.num_tokens if result.compute_seconds > 0 else 0
+        num_tokens = plan.num_tokens + plan.num_encoder_tokens if result.compute_seconds > 0 else 0
         # Decode steps say nothing about the cost of a prompt token.
         if num_tokens > 4 * len(plan.seq_ids):
             measured = result.compute_seconds / num_tokens

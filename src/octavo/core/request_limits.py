@@ -48,16 +48,29 @@ class RequestLimits:
                 f"{method.max_sequences} sequences exceed max_num_seqs "
                 f"({self._config.max_num_seqs})",
             )
+        self._check_encoder_input(request)
         needed, available = self.worst_case_blocks(request), self.num_available_blocks()
         if needed > available:
             raise RequestTooLong(
                 "max_tokens",
-                f"{method.max_sequences} sequence(s) of up to {method.max_length} tokens need "
-                f"{needed} KV blocks of {self._kv.block_size} tokens, but the pool has "
-                f"{available}; lower max_tokens, n or the beam width, or enlarge the KV cache",
+                f"{method.max_sequences} sequence(s) of up to {method.max_length} tokens"
+                f"{_beside(request)} need {needed} KV blocks of {self._kv.block_size} tokens, but "
+                f"the pool has {available}; lower max_tokens, n or the beam width, or enlarge the "
+                "KV cache",
             )
         if method.wants == "kv":
             self._check_leaves_room(request, available - needed, leave)
+
+    def _check_encoder_input(self, request: Request) -> None:
+        """The step that runs the encoder takes its whole input, and at least a token besides."""
+        num_tokens, budget = len(request.encoder_token_ids), self._config.max_num_batched_tokens
+        besides = 1 if self._config.enable_chunked_prefill else request.method.max_length
+        if num_tokens and num_tokens + besides > budget:
+            raise RequestTooLong(
+                "prompt",
+                f"{num_tokens} tokens of encoder input and {besides} of the decoder's exceed the "
+                f"{budget} that a step computes (max_num_batched_tokens)",
+            )
 
     def note(self, request: Request) -> None:
         """A checked request has been queued."""
@@ -73,3 +86,8 @@ class RequestLimits:
                 f"pinning {pin.num_prompt_tokens} tokens would leave {left} KV blocks, but a "
                 f"request may need {needed}; enlarge the KV cache or lower max_model_len",
             )
+
+
+def _beside(request: Request) -> str:
+    num_tokens = len(request.encoder_token_ids)
+    return f" beside an encoder input of {num_tokens} tokens" if num_tokens else ""

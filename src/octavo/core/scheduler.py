@@ -233,7 +233,8 @@ class Scheduler:
         return (
             demand.num_blocks <= free
             and request.method.max_sequences <= slots
-            and room >= (1 if self.config.enable_chunked_prefill else demand.num_tokens)
+            and room - demand.hit.num_to_encode
+            >= (1 if self.config.enable_chunked_prefill else demand.num_tokens)
         )
 
     # ---------------------------------------------------------------- running requests
@@ -474,13 +475,16 @@ class Scheduler:
             excess = demand.hit.num_tokens
             demand.hit = self.kv.without_partial(demand.hit)
             demand.num_tokens += excess - demand.hit.num_tokens
-        if demand.num_tokens > room and not self.config.enable_chunked_prefill:
+        num_to_encode = demand.hit.num_to_encode  # in one step
+        room -= num_to_encode
+        least = 1 if self.config.enable_chunked_prefill else demand.num_tokens
+        if least > room:
             return Admission.NO_ROOM
         num_tokens = min(demand.num_tokens, room)
         if quota is not None:
             num_planned = self.config.max_num_batched_tokens - builder.budget
             has_prompt = num_planned > builder.num_rows
-            if has_prompt and num_planned + num_tokens > quota:
+            if has_prompt and num_planned + num_to_encode + num_tokens > quota:
                 return Admission.NEXT_STEP
         return self._allocate(request, demand, builder, num_tokens)
 
@@ -495,7 +499,7 @@ class Scheduler:
         prepare_rebuild(request)
         goal = rebuild_goal(leader, request.sequences) if others else leader.num_tokens
         if request.sampling.num_prompt_logprobs is not None:
-            hit = kv.no_hit()  # every position of the prompt must be computed
+            hit = kv.no_hit(leader)  # every position of the prompt must be computed
         else:
             # If nothing runs, hashing keeps no request waiting.
             max_hashes = builder.num_hashes_left if self.running else None
@@ -516,11 +520,13 @@ class Scheduler:
         if changes is None:
             return Admission.NO_ROOM
         if request.num_preemptions == 0:
-            request.num_cached_tokens = hit.num_tokens
+            request.num_cached_tokens = hit.num_found_tokens
         request.refused_with_free = None
         self._start(request, builder)
         builder.open(leader)
         builder.apply(changes)
+        if hit.num_to_encode > 0:
+            builder.encode(leader, hit.num_to_encode)
         if num_tokens > 0:
             builder.add(leader, num_tokens)
         return Admission.STARTED

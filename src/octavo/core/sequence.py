@@ -109,6 +109,7 @@ class Request:
         "arrival_time",
         "cache_salt",
         "catching_up",
+        "encoder_node",
         "encoder_token_ids",
         "error",
         "finished",
@@ -162,6 +163,7 @@ class Request:
         self.priority = priority  # lower is more urgent
         self.cache_salt = cache_salt
         self.encoder_token_ids = encoder_token_ids
+        self.encoder_node: PrefixNode | None = None  # its name, once a lookup has hashed it
         self.tenant = tenant  # whose share of the service it counts against
         self.status = Status.WAITING
         self.sequences: list[Sequence] = []  # alive, in the order in which they were forked
@@ -170,7 +172,8 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.first_token_time: float | None = None
         self.num_preemptions = 0
-        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission
+        # Of the encoder's input and the prompt, found in the prefix cache at first admission.
+        self.num_cached_tokens = 0
         # Maintained by the scheduler and its policy.
         self.number = 0  # order of arrival
         self.order: tuple[float, ...] = ()  # fixed place in the queues; lower comes first
@@ -181,6 +184,16 @@ class Request:
         # Steps in flight whose results decide which sequences live on. Until they are known, the
         # request can neither continue nor be preempted.
         self.num_undecided = 0
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens to compute before it can draw one: of the encoder's input and of the prompt."""
+        return len(self.encoder_token_ids) + self.num_prompt_tokens
+
+    @property
+    def input_token_ids(self) -> list[int]:
+        """What its client calls the prompt: the encoder's input, if there is one."""
+        return list(self.encoder_token_ids) or self.prompt_token_ids
 
     @property
     def is_pending(self) -> bool:

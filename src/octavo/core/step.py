@@ -37,6 +37,9 @@ class SamplingSpec:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty means all
     bad_words: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0  # so many tokens never come twice in the same order; 0: off
+    # (number of output tokens, the token that must then come next).
+    forced_tokens: tuple[tuple[int, int], ...] = ()
     min_tokens: int = 0
     masked_until_min_tokens: tuple[int, ...] = ()  # end-of-sequence and stop ids
     num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
@@ -136,12 +139,22 @@ class StepPlan:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether the step computes exactly one token of each sequence, and has any."""
-        return 0 < len(self.seq_ids) == self.num_tokens
+        """Whether the step computes exactly one token of each sequence, and has any, and runs no
+        encoder."""
+        return 0 < len(self.seq_ids) == self.num_tokens and not self.encoded
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of sequences that are computed."""
         return sum(self.num_scheduled_tokens)
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Tokens that the encoder runs for. Its rows are opened in the same step."""
+        if not self.encoded:
+            return 0
+        lengths = {opened.seq_id: len(opened.encoder_token_ids) for opened in self.opened}
+        return sum(lengths[seq_id] for seq_id in self.encoded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,7 @@ class Engine:
             priority=prepared.priority,
             cache_salt=prepared.cache_salt,
             tenant=prepared.tenant,
+            encoder_token_ids=prepared.encoder_token_ids,
         )
         self.scheduler.limits.check(request)
         return request
@@ -345,21 +346,24 @@ class Engine:
     # ---------------------------------------------------------------- inside
 
     def _decide_max_model_len(self) -> int:
-        """What was asked for or the model's own limit, but no more than the pool can hold."""
-        chunk = self.config.scheduler.max_num_batched_tokens
+        """What was asked for or the model's own limit, but no more than the pool can hold beside
+        the longest input of the model's encoder that a step can take."""
+        budget = self.config.scheduler.max_num_batched_tokens
         limit = self.config.max_model_len or self.model_config.max_model_len
-        longest = self.kv.longest_sequence(limit, chunk)
+        num_encoder_tokens = self.model_config.longest_encoder_input(budget)
+        beside = f" beside {num_encoder_tokens} of encoder input" * (num_encoder_tokens > 0)
+        longest = self.kv.longest_sequence(limit, budget, num_encoder_tokens)
         if self.config.max_model_len is not None and longest < limit:
             raise ConfigError(
                 "max_model_len",
-                f"{limit} tokens do not fit into {self.kv.pool.num_blocks} KV blocks; "
+                f"{limit} tokens{beside} do not fit into {self.kv.pool.num_blocks} KV blocks; "
                 f"{longest} would",
             )
         if longest < 2:
             raise ConfigError(
-                "num_blocks", f"{self.kv.pool.num_blocks} blocks hold no sequence of 2 tokens"
+                "num_blocks",
+                f"{self.kv.pool.num_blocks} blocks hold no sequence of 2 tokens{beside}",
             )
-        budget = self.config.scheduler.max_num_batched_tokens
         if not self.config.scheduler.enable_chunked_prefill and budget < longest:
             raise ConfigError(
                 "max_num_batched_tokens",

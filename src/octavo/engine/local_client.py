@@ -10,7 +10,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.interrupts import InterruptsAfter
 from octavo.engine.output_stream import Added, OutputStream, take_results
 from octavo.engine.tokenizer import Tokenizer
-from octavo.engine.validation import Params, Prompt, RequestPreparer
+from octavo.engine.validation import Params, Prompt, RequestPreparer, parts_of
 from octavo.outputs import RequestOutput, SequenceDelta
 
 
@@ -84,7 +84,7 @@ class LocalClient:
         """Check a request, without queueing it yet.
 
         Args:
-            prompt: text or token ids.
+            prompt: text or token ids; for a model with an encoder perhaps PromptParts.
             params: how to go on from it.
             request_id: its name; None: a new one.
             priority: with the "priority" policy, smaller runs first.
@@ -102,7 +102,8 @@ class LocalClient:
             prompt, params, self.engine.max_model_len, priority, cache_salt, tenant
         )
         request = self.engine.make_request(prepared, request_id, method)
-        text = prompt if isinstance(prompt, str) else None
+        given, _ = parts_of(prompt)
+        text = given if isinstance(given, str) else None
         return LocalStream(request, params, self.tokenizer, text)
 
     def add_request(self, stream: LocalStream) -> None:
@@ -149,7 +150,7 @@ class LocalClient:
         stream.cut_off()
         return self._conclude(stream, self.engine.clock())
 
-    def pin_prefix(self, prefix: Prompt, name: str, cache_salt: str = "") -> None:
+    def pin_prefix(self, prefix: str | list[int], name: str, cache_salt: str = "") -> None:
         """Compute a prefix and pin its blocks.
 
         Raises:

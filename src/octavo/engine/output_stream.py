@@ -29,7 +29,10 @@ class RequestState(Protocol):
     def request_id(self) -> str: ...
 
     @property
-    def prompt_token_ids(self) -> list[int]: ...
+    def prompt_token_ids(self) -> list[int]: ...  # what the output continues
+
+    @property
+    def input_token_ids(self) -> list[int]: ...  # what the client calls the prompt
 
     @property
     def arrival_time(self) -> float: ...
@@ -81,7 +84,7 @@ class OutputStream(ABC, Generic[Scores]):
             prompt: the prompt's text, if it came as text.
         """
         self.request_id = request.request_id
-        self.prompt_token_ids = request.prompt_token_ids
+        self.prompt_token_ids = request.input_token_ids
         self.samples: list[Sample[Scores]] = []  # empty for beam search
         self.beams: Sequence[Beam] = ()  # known at the end of a beam search, best first
         self.error: OctavoError | None = None  # why it could not be computed to its end
@@ -217,7 +220,9 @@ class OutputStream(ABC, Generic[Scores]):
         if self._tokenizer is None:
             return None
         params = self._params
-        detokenizer = self._tokenizer.detokenizer(self.prompt_token_ids, params.skip_special_tokens)
+        detokenizer = self._tokenizer.detokenizer(
+            self._request.prompt_token_ids, params.skip_special_tokens
+        )
         if not isinstance(params, SamplingParams):
             return OutputText(detokenizer)
         return OutputText(

@@ -72,7 +72,7 @@ class Recorder:
         )
 
     def _observe(self, plan: StepPlan, result: StepResult, progress: Progress) -> None:
-        num_tokens = plan.num_tokens
+        num_tokens = plan.num_tokens + plan.num_encoder_tokens
         self._step_size = (num_tokens, len(plan.seq_ids))
         self._count(plan, result, progress)
         self._find_preempted()
@@ -105,8 +105,8 @@ class Recorder:
             Admitted(
                 self._engine.clock(),
                 request.request_id,
-                seq.num_tokens,
-                hit.num_tokens,
+                len(request.encoder_token_ids) + seq.num_tokens,
+                hit.num_found_tokens,
                 end,
                 kv.num_free_blocks,
                 request.num_preemptions,
@@ -136,7 +136,7 @@ class Recorder:
             seconds = costs.swap_seconds(num_blocks)
             return Preempted(now, request.request_id, "swap", num_blocks, 0, seconds)
         first, *others = request.sequences
-        num_tokens = first.num_tokens
+        num_tokens = len(request.encoder_token_ids) + first.num_tokens
         num_tokens += sum(seq.num_tokens - num_common(first, seq) for seq in others)
         seconds = costs.recompute_seconds(num_tokens)
         return Preempted(now, request.request_id, "recompute", 0, num_tokens, seconds)

@@ -52,7 +52,7 @@ class RequestView:
     max_sequences: int  # n, or the beam width
     max_length: int  # tokens, prompt included
     priority: int
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # of the encoder's input, if there is an encoder
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     num_preemptions: int
     arrival_time: float
@@ -98,7 +98,7 @@ def take_snapshot(engine: Engine, num_steps: int, max_waiting: int = 100) -> Sna
         [view_request(request) for request in scheduler.waiting[:max_waiting]],
         len(scheduler.waiting),
         [
-            PinView(name, seq.num_tokens, seq.table.block_ids if seq.table is not None else [])
+            PinView(name, seq.num_tokens, seq.table.by_group() if seq.table is not None else [])
             for name, seq in kv.pins.items()
         ],
     )
@@ -113,7 +113,7 @@ def view_request(request: Request, with_tokens: bool = False) -> RequestView:
         request.method.max_sequences,
         request.method.max_length,
         request.priority,
-        request.num_prompt_tokens,
+        len(request.input_token_ids),
         request.num_cached_tokens,
         request.num_preemptions,
         request.arrival_time,
@@ -129,7 +129,7 @@ def _view_sequence(seq: Sequence, with_tokens: bool) -> SequenceView:
         seq.num_tokens,
         seq.num_computed_tokens,
         table is None or table.on_device,
-        [] if table is None else table.block_ids,
+        [] if table is None else table.by_group(),
         seq.cumulative_logprob,
         seq.output_token_ids if with_tokens else None,
     )

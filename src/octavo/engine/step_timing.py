@@ -121,4 +121,4 @@ def _size(num_prompt_tokens: int) -> int:
 
 
 def _num_prompt_tokens(plan: StepPlan) -> int:
-    return plan.num_tokens - len(plan.seq_ids)
+    return plan.num_tokens + plan.num_encoder_tokens - len(plan.seq_ids)

@@ -11,6 +11,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -149,16 +150,16 @@ class Tokenizer:
         add_special_tokens: bool = True,
         *,
         field: str = "prompt",
-        context_len: int | None = None,
+        room: Room | None = None,
     ) -> list[int]:
         """Token ids of `text`; with the special tokens (such as BOS) that the model expects.
 
         Releases the GIL. Raises InvalidRequest about `field` if it is not text, and
-        RequestTooLong if `context_len` is given and the tokens leave no room in it for another
-        one; before any work, if the number of characters shows that.
+        RequestTooLong if there is no `room` for its tokens; before any work, if the number of
+        characters shows that.
         """
-        if context_len is not None:
-            self.check_length(text, field, context_len)
+        if room is not None:
+            self.check_length(text, field, room)
         if not isinstance(text, str):
             raise InvalidRequest(field, f"it is not valid text ({type(text).__name__})")
         try:
@@ -168,18 +169,18 @@ class Tokenizer:
             )
         except Exception as error:  # lone surrogates; characters that the vocabulary cannot spell
             raise InvalidRequest(field, f"it is not valid text ({error})") from error
-        if context_len is not None:
-            check_room(field, len(encoding), context_len)
+        if room is not None:
+            room.check(field, len(encoding))
         return encoding.ids
 
-    def check_length(self, text: str, field: str, context_len: int) -> None:
-        """Raises RequestTooLong if `text` has more characters than `context_len` tokens can."""
+    def check_length(self, text: str, field: str, room: Room) -> None:
+        """Raises RequestTooLong if `text` has more characters than the tokens that there is room
+        for can have."""
         per_token = self.max_characters_per_token
-        if per_token is not None and len(text) > (context_len - 1) * per_token:
+        if per_token is not None and len(text) > room.num_tokens * per_token:
             raise RequestTooLong(
                 field,
-                f"{len(text)} characters leave no room for output in a context of {context_len} "
-                f"tokens, each of at most {per_token} characters",
+                f"{len(text)} characters {room.excess}, each of at most {per_token} characters",
             )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -388,13 +389,31 @@ class _WindowDetokenizer(Detokenizer):
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def check_room(field: str, num_tokens: int, context_len: int) -> None:
-    """Raises RequestTooLong if `num_tokens` leave no room for another one."""
-    if num_tokens >= context_len:
-        raise RequestTooLong(
-            field,
-            f"{num_tokens} tokens leave no room for output in a context of {context_len} tokens",
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many tokens a prompt may have."""
+
+    num_tokens: int
+    excess: str  # what is said of more, as in "leave no room for output"
+
+    @classmethod
+    def before_output(cls, context_len: int) -> Room:
+        """In a context, with room for another token."""
+        return cls(
+            context_len - 1, f"leave no room for output in a context of {context_len} tokens"
         )
+
+    @classmethod
+    def of_encoder(cls, num_tokens: int) -> Room:
+        """In a model's encoder."""
+        return cls(
+            num_tokens, f"are too many for the model's encoder, which takes {num_tokens} tokens"
+        )
+
+    def check(self, field: str, num_tokens: int) -> None:
+        """Raises RequestTooLong if there is no room for `num_tokens`."""
+        if num_tokens > self.num_tokens:
+            raise RequestTooLong(field, f"{num_tokens} tokens {self.excess}")
 
 
 def _special_tokens(config: Fields) -> dict[str, str]:

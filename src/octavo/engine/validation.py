@@ -7,14 +7,15 @@ whether it fits into the KV cache.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NotRequired, TypedDict
 
 from octavo.config import EngineConfig
 from octavo.core.decoding import BeamSearch, Sampling
 from octavo.core.sequence import DecodingMethod
 from octavo.core.step import SamplingSpec
-from octavo.engine.tokenizer import Tokenizer, check_room
+from octavo.engine.tokenizer import Room, Tokenizer
 from octavo.errors import InvalidRequest, shown
 from octavo.models.config import ModelConfig
 from octavo.sampling_params import (
@@ -27,7 +28,17 @@ from octavo.sampling_params import (
 
 MAX_CACHE_SALT = 4_096  # characters
 MAX_TENANT = 256  # characters
-Prompt = str | list[int]
+
+
+class PromptParts(TypedDict):
+    """A prompt with what the decoder of an encoder-decoder model starts with."""
+
+    prompt: str | list[int]
+    decoder_input_ids: NotRequired[list[int]]
+    """After decoder_start_token_id, which is put in front of them if they do not begin with it."""
+
+
+Prompt = str | list[int] | PromptParts
 Params = SamplingParams | BeamSearchParams
 
 
@@ -35,7 +46,7 @@ Params = SamplingParams | BeamSearchParams
 class PreparedRequest:
     """A request in token ids. The same values give the same tokens in every engine."""
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  # with an encoder, what the decoder starts with
     sampling: SamplingSpec
     max_length: int  # tokens, prompt included
     n: int  # samples; 1 for beam search
@@ -46,6 +57,12 @@ class PreparedRequest:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    encoder_token_ids: tuple[int, ...] = ()  # the encoder's input
+
+    @property
+    def input_token_ids(self) -> list[int]:
+        """What the client calls the prompt: the encoder's input, if there is one."""
+        return list(self.encoder_token_ids) or self.prompt_token_ids
 
     @property
     def width(self) -> int:
@@ -71,7 +88,8 @@ class PreparedRequest:
         would crash the whole batch."""
         spec = self.sampling
         fields: dict[str, Iterable[int]] = {
-            "prompt": self.prompt_token_ids,
+            "prompt": self.input_token_ids,
+            "decoder_input_ids": self.prompt_token_ids,
             "logit_bias": [token_id for token_id, _ in spec.logit_bias],
             "allowed_token_ids": spec.allowed_token_ids,
             "bad_words": [token_id for word in spec.bad_words for token_id in word],
@@ -89,6 +107,20 @@ class PreparedRequest:
         return replace(self, sampling=replace(self.sampling, num_prompt_logprobs=None))
 
 
+def parts_of(prompt: Prompt) -> tuple[str | list[int], list[int] | None]:
+    """A prompt, and the decoder's tokens that came with it. Raises InvalidRequest about a mapping
+    with other keys than those of PromptParts."""
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    for name in prompt:
+        if name not in PromptParts.__annotations__:
+            known = ", ".join(PromptParts.__annotations__)
+            raise InvalidRequest("prompt", f"it has no field {shown(name)}, only {known}")
+    if "prompt" not in prompt:
+        raise InvalidRequest("prompt", "it is missing beside decoder_input_ids")
+    return prompt["prompt"], prompt.get("decoder_input_ids")
+
+
 def check_cache_salt(cache_salt: object) -> None:
     """Raises InvalidRequest if it is not text, which the scheduler could not hash."""
     valid_text("cache_salt", cache_salt, MAX_CACHE_SALT)
@@ -100,6 +132,7 @@ class RequestPreparer:
     def __init__(
         self, model_config: ModelConfig, tokenizer: Tokenizer | None, config: EngineConfig
     ) -> None:
+        self._model_config = model_config
         self._vocab_size = model_config.vocab_size
         self._eos_ids = tuple(sorted(set(model_config.eos_token_ids)))
         self._tokenizer = tokenizer
@@ -127,7 +160,16 @@ class RequestPreparer:
         check_cache_salt(cache_salt)
         valid_text("tenant", tenant, MAX_TENANT)
         params.check_against(self._vocab_size, self._max_logprobs)
-        token_ids = self.tokenize(prompt, max_model_len)
+        given, decoder_input_ids = parts_of(prompt)
+        token_ids = self.tokenize(given, self.room(max_model_len))
+        encoder_token_ids: tuple[int, ...] = ()
+        if self.has_encoder:
+            if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+                raise InvalidRequest("prompt_logprobs", "an encoder does not predict its input")
+            encoder_token_ids = tuple(token_ids)
+            token_ids = self._decoder_start(decoder_input_ids, max_model_len)
+        elif decoder_input_ids is not None:
+            raise InvalidRequest("decoder_input_ids", "the model has no encoder")
         num_left = max_model_len - len(token_ids)
         max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
         n, seed, beam = 1, 0, None
@@ -139,6 +181,8 @@ class RequestPreparer:
             if params.stop_strings and self._tokenizer is None:
                 raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
         spec = params.to_spec(self._eos_ids, self._bad_word_ids(params))
+        if self.has_encoder:
+            spec = self._with_rules(spec, len(token_ids), max_tokens)
         if len(spec.masked_until_min_tokens) == self._vocab_size:
             raise InvalidRequest("min_tokens", "every token of the vocabulary ends the output")
         return PreparedRequest(
@@ -153,30 +197,51 @@ class RequestPreparer:
             priority,
             cache_salt,
             tenant,
+            encoder_token_ids,
         )
 
-    def whole_blocks(self, prefix: Prompt, max_model_len: int, block_size: int) -> list[int]:
+    @property
+    def has_encoder(self) -> bool:
+        """Whether prompts are the encoder's input."""
+        return self._model_config.encoder is not None
+
+    def room(self, max_model_len: int) -> Room:
+        """How many tokens a prompt may have. Only the engine knows whether one of its steps can
+        take all of an encoder's input."""
+        encoder = self._model_config.encoder
+        if encoder is not None:
+            return Room.of_encoder(encoder.max_model_len)
+        return Room.before_output(max_model_len)
+
+    def whole_blocks(
+        self, prefix: str | list[int], max_model_len: int, block_size: int
+    ) -> list[int]:
         """The token ids of a prefix to pin: only whole blocks can be found by prefix.
 
-        Raises InvalidRequest if it is shorter than a block, RequestTooLong if it leaves no room.
+        Raises InvalidRequest if it is shorter than a block, or if the model has an encoder;
+        RequestTooLong if it leaves no room.
         """
-        token_ids = self.tokenize(prefix, max_model_len, "prefix")
+        if self.has_encoder:
+            raise InvalidRequest(
+                "prefix", "inputs of an encoder are found as a whole, so it has no prefixes to pin"
+            )
+        token_ids = self.tokenize(prefix, self.room(max_model_len), "prefix")
         del token_ids[len(token_ids) // block_size * block_size :]
         if not token_ids:
             raise InvalidRequest("prefix", f"it is shorter than one block of {block_size} tokens")
         return token_ids
 
-    def tokenize(self, prompt: Prompt, max_model_len: int, field: str = "prompt") -> list[int]:
-        """At least one token id, all in the vocabulary, with room for another one in the context.
+    def tokenize(self, prompt: object, room: Room, field: str = "prompt") -> list[int]:
+        """At least one token id, all in the vocabulary, and no more than there is room for.
 
         Raises InvalidRequest or RequestTooLong about `field`.
         """
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequest(field, "the model has no tokenizer; give token ids")
-            token_ids = self._tokenizer.encode(prompt, field=field, context_len=max_model_len)
+            token_ids = self._tokenizer.encode(prompt, field=field, room=room)
         elif isinstance(prompt, list | tuple):
-            check_room(field, len(prompt), max_model_len)
+            room.check(field, len(prompt))
             token_ids = list(prompt)
         else:
             raise InvalidRequest(field, f"{shown(prompt)} is neither text nor a list of token ids")
@@ -191,6 +256,41 @@ class RequestPreparer:
                 field, f"token id {shown(worst)} is outside the vocabulary of {self._vocab_size}"
             )
         return token_ids
+
+    def _decoder_start(self, given: object, max_model_len: int) -> list[int]:
+        """What the decoder starts with. As in transformers, tokens that do not begin with
+        decoder_start_token_id come after it."""
+        start = self._model_config.decoder_start_token_id
+        assert start is not None, "a model with an encoder has one"
+        if given is None:
+            return [start]
+        field, room = "decoder_input_ids", Room.before_output(max_model_len)
+        if not isinstance(given, list | tuple):
+            raise InvalidRequest(field, f"{shown(given)} is not a list of token ids")
+        token_ids = self.tokenize(given, room, field)
+        if token_ids[0] != start:
+            token_ids.insert(0, start)
+            room.check(field, len(token_ids))
+        return token_ids
+
+    def _with_rules(self, spec: SamplingSpec, num_tokens: int, max_tokens: int) -> SamplingSpec:
+        """The parameters with what the model demands of every request: forced tokens, repeated
+        n-grams and bad words. The decoder starts with `num_tokens`.
+
+        The first token is forced only behind decoder_start_token_id alone, as in transformers.
+        """
+        rules = self._model_config.decoding_rules
+        forced = []
+        if rules.first_token_id is not None and num_tokens == 1:
+            forced.append((0, rules.first_token_id))
+        if rules.last_token_id is not None:
+            forced.append((max_tokens - 1, rules.last_token_id))
+        return replace(
+            spec,
+            forced_tokens=tuple(forced),
+            no_repeat_ngram_size=rules.no_repeat_ngram_size,
+            bad_words=spec.bad_words + rules.bad_words,
+        )
 
     def _bad_word_ids(self, params: Params) -> Sequence[Sequence[int]]:
         """Bad words as tokens, each as at the beginning of a text and as after a space."""

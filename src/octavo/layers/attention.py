@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
-from octavo.layers.config import AttentionConfig, NormConfig
+from octavo.layers.config import AttentionConfig, NormConfig, RelativeBiasConfig
 from octavo.layers.linear import make_linear
 from octavo.layers.norm import Norm, ShardedRMSNorm, make_norm
 from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction
@@ -33,6 +35,51 @@ class AttentionSinks(WeightOwner):
         return {name: WeightTarget((count * self._shard.size,), (part,))}
 
 
+class RelativePositionBias(WeightOwner):
+    """Owns the relative position bias of one layer or of several: [num_buckets, num_heads] (T5)."""
+
+    def __init__(self, config: RelativeBiasConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.max_distance = config.max_distance
+        shape = config.num_buckets, config.num_heads
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+
+    def targets(self, names: Sequence[str]) -> WeightTargets:
+        """See WeightOwner.targets."""
+        (name,) = names
+        num_buckets, count = self.weight.shape
+        shard = self.config.shard
+        heads = slice(shard.rank * count, (shard.rank + 1) * count)
+        part = WeightSlice(self.weight, (slice(0, num_buckets), heads))
+        return {f"{name}.weight": WeightTarget((num_buckets, count * shard.size), (part,))}
+
+    def biases(self, distances: Tensor) -> Tensor:
+        """See ops.RelativeBias."""
+        vectors = F.embedding(self._buckets(distances), self.weight.float())
+        return vectors.movedim(-1, 0)
+
+    def _buckets(self, distances: Tensor) -> Tensor:
+        """int64 distances, key minus query position -> buckets.
+
+        In float32 and rounded down, as in the code that the models were trained with.
+        """
+        config, count = self.config, self.config.num_buckets
+        behind = torch.zeros_like(distances)
+        if config.bidirectional:
+            count //= 2
+            behind = (distances > 0) * count
+            distances = distances.abs()
+        else:
+            distances = (-distances).clamp(min=0)
+        num_exact = count // 2
+        # The argument of the logarithm is at least 1; nearer distances have buckets of their own.
+        factors = torch.log(distances.clamp(min=num_exact).float() / num_exact)
+        steps = factors / math.log(config.max_distance / num_exact) * (count - num_exact)
+        far = (num_exact + steps.long()).clamp(max=count - 1)
+        return behind + torch.where(distances < num_exact, distances, far)
+
+
 class Attention(nn.Module):
     """Owns the projections around one layer's attention, and norms and sinks of heads, if any."""
 
@@ -45,7 +92,9 @@ class Attention(nn.Module):
         layer_id: int,
         rotary: RotaryTable | None,
         communicator: Communicator,
+        relative_bias: RelativePositionBias | None = None,
     ) -> None:
+        """relative_bias: owned by another module, which several layers may share."""
         super().__init__()
         self._communicator = communicator
         self.sinks = AttentionSinks(config.num_heads, config.shard) if config.sinks else None
@@ -54,7 +103,9 @@ class Attention(nn.Module):
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scores=ScoreFunction(config.scale, config.softcap, config.alibi_slopes, self.sinks),
+            scores=ScoreFunction(
+                config.scale, config.softcap, config.alibi_slopes, self.sinks, relative_bias
+            ),
             window=config.window,
         )
         self.rotary = rotary
@@ -109,6 +160,45 @@ class Attention(nn.Module):
             key_norm.scaled(keys, squares[:, 1:]),
         )
         return queries.view(query.shape), keys.view(key.shape)
+
+
+class CrossAttention(nn.Module):
+    """Attention to the encoder's result, with its projections.
+
+    Keys and values of an encoder input are computed once, when the encoder has run, and stay in the
+    cache for all tokens of all sequences that read it.
+    """
+
+    def __init__(self, config: AttentionConfig, layer_id: int) -> None:
+        """layer_id: of the KV, among all attention layers."""
+        super().__init__()
+        assert config.reads_encoder
+        assert config.query_key_norms is None, "no model has norms of heads here"
+        assert config.rotary is None, "distances have no meaning here"
+        self.spec = LayerSpec(
+            layer_id=layer_id,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scores=ScoreFunction(config.scale, config.softcap),
+            reads_encoder=True,
+        )
+        self.query = make_linear(config.query)
+        self.key_value = make_linear(config.key_value)
+        self.output = make_linear(config.output)
+
+    def forward(self, hidden: Tensor, backend: AttentionBackend) -> Tensor:
+        """hidden [num_tokens, hidden_size] -> what `output` takes, [num_tokens, all heads]."""
+        spec = self.spec
+        query = self.query.forward(hidden).view(len(hidden), -1, spec.head_dim)
+        return backend.attend_encoded(spec.layer_id, query)
+
+    def write(self, encoded: Tensor, backend: AttentionBackend) -> None:
+        """Write K and V of the encoder's result [num_tokens, hidden_size] to the cache."""
+        spec = self.spec
+        heads = self.key_value.forward(encoded).view(len(encoded), -1, spec.head_dim)
+        key, value = heads.split(spec.num_kv_heads, dim=1)
+        backend.write_encoded(spec.layer_id, key, value)
 
 
 def _normalise(norm: Norm, heads: Tensor) -> Tensor:

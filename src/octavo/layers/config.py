@@ -15,6 +15,7 @@ from octavo.parallel import OPTION, WHOLE, Shard
 
 RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 NormKind = Literal["rms", "layer"]
+PositionKind = Literal["learned", "sinusoidal"]
 MLPKind = Literal["plain", "gated"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 
@@ -40,6 +41,44 @@ class RotaryConfig:
     long_factors: tuple[float, ...] = ()
     # Which elements turn together: 2 i and 2 i + 1 (GPT-J, Cohere, GLM-4), not i and i + dim / 2.
     interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PositionTable:
+    """A vector per position that is added to the embedding: position p is row p + offset.
+
+    Learned ones are weights. Sinusoidal ones follow from the position: sines of all frequencies,
+    then their cosines (arXiv:1706.03762, section 3.5).
+    """
+
+    num_rows: int
+    offset: int = 0
+    kind: PositionKind = "learned"
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBiasConfig:
+    """A learned number per head and bucket of distances, which is added to scores (T5).
+
+    Half of the buckets have one distance each, and the others distances that grow by a constant
+    factor up to max_distance. If keys may be behind the query (bidirectional), half of all buckets
+    are theirs.
+    """
+
+    num_heads: int
+    num_buckets: int
+    max_distance: int
+    bidirectional: bool = False
+    shard: Shard = WHOLE  # which part of the heads these are
+
+    def sharded(self, shard: Shard) -> RelativeBiasConfig:
+        """One rank's heads. Raises ConfigError if they do not divide."""
+        num_heads = shard.divide(self.num_heads, "the number of attention heads")
+        return replace(self, num_heads=num_heads, shard=shard)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_buckets * self.num_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +166,9 @@ class AttentionConfig:
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None  # per query head
     sinks: bool = False  # whether there is one per query head, among the weights
+    relative_bias: int | None = None  # index of the relative biases of the layer's stack
+    # Cross-attention: keys and values are projections of the encoder's result.
+    reads_encoder: bool = False
     # Norms before the rotation: of each query and key head, or of all query heads together and of
     # all key heads together, whatever the size that the description of this one has.
     head_norm: NormConfig | None = None
@@ -164,6 +206,18 @@ class AttentionConfig:
         )
 
     @property
+    def query(self) -> LinearConfig:
+        """The first part of `qkv`, where the others have another input."""
+        qkv = self.qkv
+        return replace(qkv, out_sizes=qkv.out_sizes[:1], out_shards=qkv.out_shards[:1])
+
+    @property
+    def key_value(self) -> LinearConfig:
+        """The other parts of `qkv`."""
+        qkv = self.qkv
+        return replace(qkv, out_sizes=qkv.out_sizes[1:], out_shards=qkv.out_shards[1:])
+
+    @property
     def output(self) -> LinearConfig:
         return LinearConfig(
             self.num_heads * self.head_dim,
@@ -175,11 +229,14 @@ class AttentionConfig:
 
     @property
     def score_features(self) -> frozenset[str]:
-        """The optional fields of ops.ScoreFunction that the layer uses, by name."""
+        """What a backend must compute for the layer beyond dot products (ops.LayerSpec.features):
+        the optional fields of ops.ScoreFunction that it uses, and cross-attention."""
         fields = {
             "softcap": self.softcap is not None,
             "alibi_slopes": self.alibi_slopes is not None,
             "sinks": self.sinks,
+            "relative_bias": self.relative_bias is not None,
+            "cross_attention": self.reads_encoder,
         }
         return frozenset(name for name, is_used in fields.items() if is_used)
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
-from octavo.layers.config import EmbeddingScale, LinearConfig
+from octavo.layers.config import EmbeddingScale, LinearConfig, PositionTable
 from octavo.layers.linear import PlainLinear
 from octavo.parallel import WHOLE, Shard
 
@@ -34,11 +34,10 @@ class Embedding(WeightOwner):
 
     def targets(self, names: Sequence[str]) -> WeightTargets:
         """See WeightOwner.targets."""
-        (name,) = names
         held, size = self.weight.shape
         index = (slice(self.start, min(self.start + held, self.num_rows)), slice(0, size))
         target = WeightTarget((self.num_rows, size), (WeightSlice(self.weight, index),))
-        return {f"{name}.weight": target}
+        return {f"{name}.weight": target for name in names}  # copies of one table
 
     def finalize(self) -> None:
         """See WeightOwner.finalize."""
@@ -69,13 +68,64 @@ class PositionEmbedding(Embedding):
         return F.embedding(ids, self.weight[self.offset :])
 
 
+class SinusoidalPositions(nn.Module):
+    """Owns a table of sines and cosines of the positions, which are no weights."""
+
+    def __init__(self, num_rows: int, size: int, device: torch.device) -> None:
+        super().__init__()
+        steps = torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size
+        positions = torch.arange(num_rows, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, 10000.0**-steps)
+        table = torch.cat((angles.sin(), angles.cos()[:, : size // 2]), dim=1)
+        self.table = table.float().to(device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 positions [num_tokens] -> float32 [num_tokens, size]."""
+        return F.embedding(ids, self.table)
+
+
+def make_positions(
+    config: PositionTable, size: int, device: torch.device
+) -> PositionEmbedding | SinusoidalPositions:
+    """The vectors that a model's description asks for; learned ones are uninitialised."""
+    if config.kind == "sinusoidal":
+        return SinusoidalPositions(config.num_rows, size, device)
+    return PositionEmbedding(config.num_rows, size, config.offset)
+
+
+class LogitsBias(WeightOwner):
+    """Owns a bias of the logits [1, num_tokens], which the head adds once it is loaded."""
+
+    def __init__(self, linear: PlainLinear) -> None:
+        """linear: the head's projection, without a bias of its own."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, linear.config.out_features), requires_grad=False)
+        self._linear = (linear,)  # in a tuple, so that it is not a submodule
+
+    def targets(self, names: Sequence[str]) -> WeightTargets:
+        """See WeightOwner.targets; the name is the tensor's own."""
+        (name,), (linear,) = names, self._linear
+        [(whole, tokens)] = linear.config.out_ranges()
+        own = self.weight[:, : tokens.stop - tokens.start]
+        return {name: WeightTarget((1, whole), (WeightSlice(own, (slice(0, 1), tokens)),))}
+
+    def finalize(self) -> None:
+        """See WeightOwner.finalize."""
+        (linear,) = self._linear
+        linear.bias = nn.Parameter(self.weight[0], requires_grad=False)
+
+
 class LMHead(nn.Module):
     """Owns the projection to the vocabulary, or shares the token embedding's table for it."""
 
-    def __init__(self, config: LinearConfig, softcap: float | None = None) -> None:
+    def __init__(
+        self, config: LinearConfig, softcap: float | None = None, has_logits_bias: bool = False
+    ) -> None:
         """`config`: of this rank's part of the vocabulary."""
         super().__init__()
         self.linear = PlainLinear(config)
+        if has_logits_bias:
+            self.logits_bias = LogitsBias(self.linear)
         [(_, tokens)] = config.out_ranges()
         self.num_tokens = tokens.stop - tokens.start
         self.softcap = softcap

@@ -22,7 +22,8 @@ from octavo.registry import LINEAR_METHODS
 class LinearMethod(WeightOwner):
     """y = x W^T + b with W [out_features, in_features], however W is stored.
 
-    `targets` takes one name, or one for each of the merged projections.
+    `targets` takes one name, or one for each of the merged projections; where more are named (of
+    gate and up, in a block without a gate), the first are meant.
     """
 
     def finalize(self) -> None:
@@ -61,6 +62,7 @@ class PlainLinear(LinearMethod):
         """See WeightOwner.targets."""
         assert self.weight is not None, "called before finalize"
         config, outputs = self.config, self.config.out_ranges()
+        names = names[: len(outputs)]
         num_inputs, inputs = config.in_range()
         per_name = [outputs] if len(names) == 1 else [[each] for each in outputs]
         found: WeightTargets = {}

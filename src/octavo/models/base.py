@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from octavo.layers.embedding import Embedding, LMHead
@@ -9,7 +11,7 @@ from octavo.ops import AttentionBackend, LayerSpec
 
 
 class CausalLM(nn.Module):
-    """A decoder-only language model, as the worker sees it; the tokens of all sequences lie flat.
+    """A language model, as the worker sees it; the tokens of all sequences lie flat.
 
     Modules are called by `forward`, which is typed and cheaper than calling a module: at small
     batches on a CPU, the difference shows.
@@ -31,6 +33,21 @@ class CausalLM(nn.Module):
         `attention` has been given the step's metadata by `plan`. With `logits_indices`, int64
         [num_logits], at least one, only those tokens' hidden states are returned, [num_logits,
         hidden_size]; the last layer computes no others once it has written K and V of all.
+        """
+        raise NotImplementedError
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        lens: Sequence[int],
+        attention: AttentionBackend,
+    ) -> None:
+        """Run the encoder, and write the K and V of its result for all decoder layers.
+
+        input_ids, positions: int64 [num_tokens], of whole inputs, one after the other. lens: their
+        numbers of tokens. `attention` has been given the inputs by `plan_encoded`. A decoder
+        without encoder is never asked.
         """
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from octavo.core.kv.specs import FullAttention, KVSpec, SlidingWindow
+from octavo.core.kv.specs import CrossAttention, FullAttention, KVSpec, SlidingWindow
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import (
     AttentionConfig,
@@ -19,6 +19,8 @@ from octavo.layers.config import (
     LinearConfig,
     MLPConfig,
     NormConfig,
+    PositionTable,
+    RelativeBiasConfig,
     RotaryConfig,
 )
 from octavo.models.quantization import Quantization
@@ -34,7 +36,7 @@ NUM_NORMS: dict[NormPlacement, int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """Attention and a feed-forward block, with norms.
+    """Attention, perhaps cross-attention, and a feed-forward block, with norms.
 
     Each block adds its result to the residual stream. norm_placement says what is normalised:
         "pre": each block's input (Llama).
@@ -48,6 +50,7 @@ class LayerConfig:
     """
 
     attention: AttentionConfig
+    cross_attention: AttentionConfig | None = None
     mlp: MLPConfig
     norm: NormConfig
     norm_placement: NormPlacement = "pre"
@@ -55,31 +58,67 @@ class LayerConfig:
 
     def sharded(self, shard: Shard) -> LayerConfig:
         """One rank's part. Raises ConfigError if something does not divide."""
-        return replace(self, attention=self.attention.sharded(shard), mlp=self.mlp.sharded(shard))
+        cross = self.cross_attention
+        return replace(
+            self,
+            attention=self.attention.sharded(shard),
+            cross_attention=None if cross is None else cross.sharded(shard),
+            mlp=self.mlp.sharded(shard),
+        )
 
     @property
     def num_parameters(self) -> int:
         blocks = self.attention.num_parameters + self.mlp.num_parameters
-        return blocks + NUM_NORMS[self.norm_placement] * self.norm.num_parameters
+        norms = NUM_NORMS[self.norm_placement]
+        if self.cross_attention is not None:
+            blocks += self.cross_attention.num_parameters
+            norms += 1
+        return blocks + norms * self.norm.num_parameters
 
 
-@dataclass(frozen=True, slots=True)
-class PositionTable:
-    """Learned positions: position p is row p + offset."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """Layers whose tokens see all tokens of the same input. It embeds tokens as the decoder does.
 
-    num_rows: int
-    offset: int = 0
+    Field names are those of ModelDescription.
+    """
+
+    max_model_len: int  # tokens of an input
+    layers: tuple[LayerConfig, ...]
+    rotaries: tuple[RotaryConfig, ...] = ()
+    relative_biases: tuple[RelativeBiasConfig, ...] = ()
+    positions: PositionTable | None = None
+    embedding_norm: NormConfig | None = None
+    final_norm: NormConfig | None = None
+
+    def sharded(self, shard: Shard) -> EncoderConfig:
+        """One rank's part. Raises ConfigError if something does not divide."""
+        return replace(
+            self,
+            layers=tuple(layer.sharded(shard) for layer in self.layers),
+            relative_biases=tuple(bias.sharded(shard) for bias in self.relative_biases),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights, but for learned positions."""
+        norms = (self.embedding_norm, self.final_norm)
+        parts = (*norms, *self.relative_biases, *self.layers)
+        return sum(part.num_parameters for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
-    """A decoder-only language model, whatever names its family uses in config.json."""
+    """A language model, whatever names its family uses in config.json: a decoder, whose layers
+    perhaps read the result of an encoder."""
 
     vocab_size: int
     hidden_size: int
     max_model_len: int  # tokens, prompt and output together
     layers: tuple[LayerConfig, ...]
+    encoder: EncoderConfig | None = None
     rotaries: tuple[RotaryConfig, ...] = ()
+    relative_biases: tuple[RelativeBiasConfig, ...] = ()
     positions: PositionTable | None = None
     final_norm: NormConfig | None
     embedding_size: int | None = None  # None: hidden_size; OPT-350m projects its embeddings to it
@@ -87,11 +126,14 @@ class ModelDescription:
     embedding_norm: NormConfig | None = None
     tied_embeddings: bool = False
     head_bias: bool = False
+    logits_bias: bool = False  # a bias of the logits that is no part of the head's weights
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     shard: Shard = WHOLE  # which part of the model the layers describe
 
     def __post_init__(self) -> None:
-        attentions = [layer.attention for layer in self.layers]
+        has_encoder = self.encoder is not None
+        assert all((layer.cross_attention is not None) == has_encoder for layer in self.layers)
+        attentions = self.attentions
         kv_shapes = {(attention.num_kv_heads, attention.head_dim) for attention in attentions}
         assert len(kv_shapes) == 1, "blocks of the KV cache have one shape in all layers"
         placements = {layer.norm_placement for layer in self.layers}
@@ -113,12 +155,25 @@ class ModelDescription:
         if shard.size == 1:
             return self
         shard.padded(self.vocab_size)
-        layers = tuple(layer.sharded(shard) for layer in self.layers)
-        return replace(self, layers=layers, shard=shard)
+        return replace(
+            self,
+            layers=tuple(layer.sharded(shard) for layer in self.layers),
+            relative_biases=tuple(bias.sharded(shard) for bias in self.relative_biases),
+            encoder=None if self.encoder is None else self.encoder.sharded(shard),
+            shard=shard,
+        )
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def attentions(self) -> list[AttentionConfig]:
+        """By id of the attention layer: of all layers the attention to the sequence itself, then of
+        all layers cross-attention, if there is an encoder."""
+        crosses = [layer.cross_attention for layer in self.layers]
+        own = [layer.attention for layer in self.layers]
+        return own + [cross for cross in crosses if cross is not None]
 
     @property
     def num_kv_heads(self) -> int:
@@ -163,31 +218,65 @@ class ModelDescription:
         )
 
     def kv_specs(self) -> list[KVSpec]:
-        """Which tokens' KV each layer keeps."""
-        return [
+        """Which tokens' KV each attention layer keeps, in the order of `attentions`."""
+        own = [
             _window_spec(layer.attention.window) if layer.kv_spec is None else layer.kv_spec
             for layer in self.layers
         ]
+        return own if self.encoder is None else own + [CrossAttention()] * len(own)
+
+    def longest_encoder_input(self, max_num_batched_tokens: int) -> int:
+        """The most tokens of an encoder input that a step can take, beside one of the decoder's;
+        0 without an encoder."""
+        if self.encoder is None:
+            return 0
+        return min(self.encoder.max_model_len, max_num_batched_tokens - 1)
 
     def num_lookup_parameters(self) -> int:
         """Parameters of tables of which a step reads only the rows of its tokens and positions."""
-        positions = 0 if self.positions is None else self.positions.num_rows * self.hidden_size
+        tables = [self.positions, None if self.encoder is None else self.encoder.positions]
+        learned = [each for each in tables if each is not None and each.kind == "learned"]
+        positions = sum(table.num_rows for table in learned) * self.hidden_size
         if self.tied_embeddings:
             return positions
         # The embedding has as many rows as the head, of each rank.
         return positions + self.head.out_features * self.head.in_features
 
+    def num_encoding_parameters(self) -> int:
+        """Parameters that only steps which run an encoder read: its own, and the projections of its
+        result to keys and values."""
+        crosses = [layer.cross_attention for layer in self.layers]
+        own = 0 if self.encoder is None else self.encoder.num_parameters
+        return own + sum(cross.key_value.num_parameters for cross in crosses if cross is not None)
+
     def num_parameters(self) -> int:
         """Weights in the model, from the declared shapes alone; tied embeddings count once."""
         norms = (self.embedding_norm, self.final_norm)
-        parts = (self.head, self.project_in, self.project_out, *norms, *self.layers)
-        declared = sum(part.num_parameters for part in parts if part is not None)
+        parts = (self.head, self.project_in, self.project_out, *norms, self.encoder)
+        lists = (*self.relative_biases, *self.layers)
+        declared = sum(part.num_parameters for part in (*parts, *lists) if part is not None)
+        if self.logits_bias:
+            declared += self.head.out_features
         return declared + self.num_lookup_parameters()
 
     def weight_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of the weights and of the rotary tables, which are float32 whatever the weights."""
+        """Bytes of the weights and of the tables of rotary and sinusoidal positions, which are
+        float32 whatever the weights."""
         tables = sum(4 * self.max_model_len * rotary.dim for rotary in self.rotaries)
+        for positions in (self.positions, self.encoder.positions if self.encoder else None):
+            if positions is not None and positions.kind == "sinusoidal":
+                tables += 4 * positions.num_rows * self.hidden_size
         return self.num_parameters() * dtype_bytes + tables
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingRules:
+    """What generation_config.json of a model with an encoder demands of every request's tokens."""
+
+    first_token_id: int | None = None  # behind decoder_start_token_id
+    last_token_id: int | None = None  # where max_tokens ends the output
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +288,8 @@ class ModelConfig(ModelDescription):
     family: str  # config.json's model_type
     dtype: str = "float32"  # of the weights in the files
     bos_token_id: int | None = None
+    decoder_start_token_id: int | None = None  # set if there is an encoder
+    decoding_rules: DecodingRules = DecodingRules()
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None  # of the weights in the files
     # What generation_config.json sets (temperature, top_p, ...) for requests that do not.

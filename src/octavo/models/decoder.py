@@ -1,24 +1,34 @@
-"""The decoder-only transformer that a ModelDescription describes."""
+"""The transformer that a ModelDescription describes: a decoder, perhaps with an encoder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from octavo.layers.attention import Attention
-from octavo.layers.embedding import Embedding, LMHead, PositionEmbedding
+from octavo.layers.attention import Attention, CrossAttention, RelativePositionBias
+from octavo.layers.embedding import Embedding, LMHead, make_positions
 from octavo.layers.linear import make_linear
 from octavo.layers.mlp import make_mlp
 from octavo.layers.norm import Branches, Norm, add_partial, make_norm
 from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
-from octavo.models.config import LayerConfig, ModelDescription, NormPlacement
+from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription, NormPlacement
 from octavo.ops import AttentionBackend, RotaryTable
+from octavo.ops.bidirectional import BidirectionalAttention
 from octavo.ops.communicator import Communicator, Reduction, ReductionSite
+
+
+class Surroundings(NamedTuple):
+    """What the layers of a stack share."""
+
+    num_layers: int
+    rotaries: Sequence[RotaryTable]
+    relative_biases: Sequence[RelativePositionBias]
+    communicator: Communicator
 
 
 class DecoderLayer(nn.Module):
@@ -32,18 +42,16 @@ class DecoderLayer(nn.Module):
     branch_norm: Norm | None
     """Normalises what a layer returns; the norm that follows applies it."""
 
-    def __init__(
-        self,
-        config: LayerConfig,
-        layer_id: int,
-        rotaries: Sequence[RotaryTable],
-        communicator: Communicator,
-    ) -> None:
+    def __init__(self, config: LayerConfig, layer_id: int, shared: Surroundings) -> None:
         super().__init__()
-        rotary = None if config.attention.rotary is None else rotaries[config.attention.rotary]
+        attention, communicator = config.attention, shared.communicator
+        rotary = None if attention.rotary is None else shared.rotaries[attention.rotary]
+        bias = None
+        if attention.relative_bias is not None:
+            bias = shared.relative_biases[attention.relative_bias]
         before_attention, before_mlp = self.reduction_sites(layer_id)
         self.attention_norm = make_norm(config.norm, Reduction(communicator, before_attention))
-        self.attention = Attention(config.attention, layer_id, rotary, communicator)
+        self.attention = Attention(attention, layer_id, rotary, communicator, bias)
         if config.norm_placement != "parallel":
             self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
         self.mlp = make_mlp(config.mlp)
@@ -107,14 +115,8 @@ class PreNormLayer(DecoderLayer):
 class AroundNormLayer(PreNormLayer):
     """Each block's result is normalised, too (Gemma 2)."""
 
-    def __init__(
-        self,
-        config: LayerConfig,
-        layer_id: int,
-        rotaries: Sequence[RotaryTable],
-        communicator: Communicator,
-    ) -> None:
-        super().__init__(config, layer_id, rotaries, communicator)
+    def __init__(self, config: LayerConfig, layer_id: int, shared: Surroundings) -> None:
+        super().__init__(config, layer_id, shared)
         self.attention_branch_norm = make_norm(config.norm)
         self.mlp_norm.follow(self.attention_branch_norm)
         self.branch_norm = make_norm(config.norm)
@@ -221,6 +223,74 @@ class TwinNormLayer(ParallelLayer):
         return self.attention_norm.forward_twice(hidden, residual, self.mlp_norm)
 
 
+class CrossLayer(DecoderLayer):
+    """A layer with cross-attention between its attention and its feed-forward block."""
+
+    def __init__(self, config: LayerConfig, layer_id: int, shared: Surroundings) -> None:
+        super().__init__(config, layer_id, shared)
+        assert config.cross_attention is not None
+        before_cross, before_mlp = self.cross_sites
+        communicator = shared.communicator
+        self.cross_norm = make_norm(config.norm, Reduction(communicator, before_cross))
+        self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
+        self.cross_attention = CrossAttention(config.cross_attention, shared.num_layers + layer_id)
+
+    cross_sites: ClassVar[tuple[ReductionSite, ReductionSite]]
+    """What `cross_norm` and `mlp_norm` add up over the ranks."""
+
+
+class PreNormCrossLayer(CrossLayer, PreNormLayer):
+    """Each block's input is normalised (T5)."""
+
+    cross_sites = ReductionSite.ATTENTION, ReductionSite.CROSS_ATTENTION
+
+    def forward(
+        self,
+        hidden: Branches,
+        residual: Tensor | None,
+        backend: AttentionBackend,
+        indices: Tensor | None = None,
+    ) -> tuple[Branches, Tensor | None]:
+        """See DecoderLayer.forward; `indices` apply behind the cross-attention."""
+        hidden, residual = self.attention_norm.forward(hidden, residual)
+        hidden = self.attention.forward(hidden, backend)
+        hidden = self.attention.output.forward_partial(hidden)
+        hidden, residual = self.cross_norm.forward(hidden, residual)
+        hidden = self.cross_attention.forward(hidden, backend)
+        if indices is not None:
+            hidden, residual = hidden[indices], residual[indices]
+        hidden = self.cross_attention.output.forward_partial(hidden)
+        hidden, residual = self.mlp_norm.forward(hidden, residual)
+        return self.mlp.forward(hidden), residual
+
+
+class PostNormCrossLayer(CrossLayer, PostNormLayer):
+    """The residual stream is normalised after each block (BART)."""
+
+    cross_sites = ReductionSite.CROSS_ATTENTION, ReductionSite.MLP
+
+    def forward(
+        self,
+        hidden: Branches,
+        residual: Tensor | None,
+        backend: AttentionBackend,
+        indices: Tensor | None = None,
+    ) -> tuple[Branches, Tensor | None]:
+        """See DecoderLayer.forward, and PostNormLayer; `indices` apply behind the
+        cross-attention."""
+        assert isinstance(hidden, Tensor)
+        branch = self.attention.forward(hidden, backend)
+        branch = self.attention.output.forward_partial(branch)
+        hidden, _ = self.attention_norm.forward(branch, hidden)
+        attended = self.cross_attention.forward(hidden, backend)
+        if indices is not None:
+            attended, hidden = attended[indices], hidden[indices]
+        branch = self.cross_attention.output.forward_partial(attended)
+        hidden, _ = self.cross_norm.forward(branch, hidden)
+        hidden, _ = self.mlp_norm.forward(self.mlp.forward(hidden), hidden)
+        return hidden, None
+
+
 LAYERS: dict[NormPlacement, type[DecoderLayer]] = {
     "pre": PreNormLayer,
     "post": PostNormLayer,
@@ -231,38 +301,39 @@ LAYERS: dict[NormPlacement, type[DecoderLayer]] = {
 }
 
 
-class Decoder(CausalLM):
-    """Owns the weights and the rotary tables."""
+CROSS_LAYERS: dict[NormPlacement, type[CrossLayer]] = {
+    "pre": PreNormCrossLayer,
+    "post": PostNormCrossLayer,
+}
+
+
+class Stack(nn.Module):
+    """Owns the layers of a decoder or of an encoder, and what comes before and behind them."""
 
     def __init__(
-        self, config: ModelDescription, device: torch.device, communicator: Communicator
+        self,
+        config: ModelDescription | EncoderConfig,
+        hidden_size: int,
+        device: torch.device,
+        communicator: Communicator,
     ) -> None:
-        """`config`: of the communicator's shard (ModelDescription.sharded)."""
         super().__init__()
         self.communicator = communicator
-        rotaries = [rotary_table(each, config.max_model_len, device) for each in config.rotaries]
-        hidden_size, positions = config.hidden_size, config.positions
-        project_in, project_out, norm = config.project_in, config.project_out, config.final_norm
-        self.embedding = Embedding(
-            config.vocab_size, config.head.in_features, config.shard, config.embedding_scale
-        )
+        positions = config.positions
         self.embedding_norm: Norm | None = None
         if config.embedding_norm is not None:
             reduction = Reduction(communicator, ReductionSite.ATTENTION)
             self.embedding_norm = make_norm(config.embedding_norm, reduction)
         self.positions = (
-            None
-            if positions is None
-            else PositionEmbedding(positions.num_rows, hidden_size, positions.offset)
+            None if positions is None else make_positions(positions, hidden_size, device)
         )
-        self.project_in = None if project_in is None else make_linear(project_in)
-        layers = [
-            LAYERS[layer.norm_placement](layer, layer_id, rotaries, communicator)
-            for layer_id, layer in enumerate(config.layers)
-        ]
-        self.attention_layers = [layer.attention.spec for layer in layers]
+        rotaries = [rotary_table(each, config.max_model_len, device) for each in config.rotaries]
+        biases = [RelativePositionBias(each) for each in config.relative_biases]
+        self.relative_biases = nn.ModuleList(biases)
+        shared = Surroundings(len(config.layers), rotaries, biases, communicator)
+        layers = [_make_layer(layer, i, shared) for i, layer in enumerate(config.layers)]
         self.layers = nn.ModuleList(layers)
-        last = None
+        last, norm = None, config.final_norm
         if layers[-1].passes_partial_sums:
             last = Reduction(communicator, layers[-1].reduction_sites(len(layers))[0])
         self.norm = None if norm is None else make_norm(norm, last)
@@ -271,8 +342,79 @@ class Decoder(CausalLM):
                 entry = self.norm if following is None else following.attention_norm
                 assert entry is not None, "nothing adds the last layer's result to the residual"
                 entry.follow(layer.branch_norm)
+
+    def run(
+        self,
+        vectors: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        indices: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states of the tokens, or of those at `indices`; see CausalLM.forward.
+
+        vectors: the tokens' embeddings [num_tokens, hidden_size], perhaps partial sums of this
+        rank's.
+        """
+        hidden: Branches = self._begin(vectors, positions)
+        residual: Tensor | None = None
+        *layers, last = self.layers
+        for layer in layers:
+            hidden, residual = layer.forward(hidden, residual, attention)
+        hidden, residual = last.forward(hidden, residual, attention, indices)
+        if self.norm is not None:
+            return self.norm.forward(hidden, residual)[0]
+        assert isinstance(hidden, Tensor), "parallel layers are followed by a norm"
+        if residual is not None:
+            hidden = add_partial(residual, self.communicator.all_reduce(hidden))
+        return hidden
+
+    def _begin(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer takes."""
+        is_first_rank = self.communicator.shard.rank == 0
+        takes_partial_sums = self.layers[-1].passes_partial_sums
+        # All but the norm is linear: the ranks' partial sums may be added up behind it.
+        if self.positions is not None and is_first_rank:
+            hidden = hidden.add_(self.positions.forward(positions))
+        if self.embedding_norm is None:
+            return hidden if takes_partial_sums else self.communicator.all_reduce(hidden)
+        hidden, _ = self.embedding_norm.forward(hidden)
+        return hidden if is_first_rank or not takes_partial_sums else torch.zeros_like(hidden)
+
+
+class Encoder(Stack):
+    """Owns the layers of an encoder; the token embedding is the decoder's."""
+
+    def forward(self, vectors: Tensor, positions: Tensor, lens: Sequence[int]) -> Tensor:
+        """The result for whole inputs: [num_tokens, hidden_size] -> the same; see Stack.run."""
+        specs = [cast(DecoderLayer, layer).attention.spec for layer in self.layers]
+        attention = BidirectionalAttention(specs, lens)
+        return self.run(vectors, positions, cast(AttentionBackend, attention))
+
+
+class Decoder(Stack, CausalLM):
+    """Owns the weights and the rotary tables."""
+
+    def __init__(
+        self, config: ModelDescription, device: torch.device, communicator: Communicator
+    ) -> None:
+        """`config`: of the communicator's shard (ModelDescription.sharded)."""
+        super().__init__(config, config.hidden_size, device, communicator)
+        project_in, project_out = config.project_in, config.project_out
+        self.embedding = Embedding(
+            config.vocab_size, config.head.in_features, config.shard, config.embedding_scale
+        )
+        self.encoder: Encoder | None = None
+        self._cross_attentions: list[CrossAttention] = []
+        if config.encoder is not None:
+            self.encoder = Encoder(config.encoder, config.hidden_size, device, communicator)
+            self._cross_attentions = [
+                cast(CrossAttention, layer.cross_attention) for layer in self.layers
+            ]
+        self.project_in = None if project_in is None else make_linear(project_in)
+        own = [cast(DecoderLayer, layer).attention.spec for layer in self.layers]
+        self.attention_layers = own + [cross.spec for cross in self._cross_attentions]
         self.project_out = None if project_out is None else make_linear(project_out)
-        self.head = LMHead(config.head, config.logits_softcap)
+        self.head = LMHead(config.head, config.logits_softcap, config.logits_bias)
 
     def forward(
         self,
@@ -282,38 +424,31 @@ class Decoder(CausalLM):
         logits_indices: Tensor | None = None,
     ) -> Tensor:
         """See CausalLM.forward."""
-        hidden: Branches = self._embed(input_ids, positions)
-        residual: Tensor | None = None
-        *layers, last = self.layers
-        for layer in layers:
-            hidden, residual = layer.forward(hidden, residual, attention)
-        hidden, residual = last.forward(hidden, residual, attention, logits_indices)
-        if self.norm is not None:
-            return self.norm.forward(hidden, residual)[0]
-        assert isinstance(hidden, Tensor), "parallel layers are followed by a norm"
-        if residual is not None:
-            hidden = add_partial(residual, self.communicator.all_reduce(hidden))
-        return hidden
-
-    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer takes."""
-        is_first_rank = self.communicator.shard.rank == 0
-        # All but the norm is linear: the ranks' partial sums may be added up behind it.
-        hidden = self.embedding.forward(input_ids)
-        if self.embedding_norm is not None:
-            hidden, _ = self.embedding_norm.forward(hidden)
-            if not is_first_rank:
-                hidden = torch.zeros_like(hidden)
+        vectors = self.embedding.forward(input_ids)
         if self.project_in is not None:
-            hidden = self.project_in.forward(hidden)
-        if self.positions is not None and is_first_rank:
-            hidden = hidden.add_(self.positions.forward(positions))
-        if not self.layers[-1].passes_partial_sums:
-            hidden = self.communicator.all_reduce(hidden)
-        return hidden
+            vectors = self.project_in.forward(vectors)
+        return self.run(vectors, positions, attention, logits_indices)
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        lens: Sequence[int],
+        attention: AttentionBackend,
+    ) -> None:
+        """See CausalLM.encode."""
+        assert self.encoder is not None
+        encoded = self.encoder.forward(self.embedding.forward(input_ids), positions, lens)
+        for cross_attention in self._cross_attentions:
+            cross_attention.write(encoded, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See CausalLM.logits."""
         if self.project_out is not None:
             hidden = self.project_out.forward(hidden)
         return super().logits(hidden)
+
+
+def _make_layer(config: LayerConfig, layer_id: int, shared: Surroundings) -> DecoderLayer:
+    kinds = LAYERS if config.cross_attention is None else CROSS_LAYERS
+    return kinds[config.norm_placement](config, layer_id, shared)

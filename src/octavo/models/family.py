@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 
-_LAYER_MODULE = re.compile(r"layers\.(\d+)\.(.+)")
+_LAYER_MODULE = re.compile(r"(encoder\.)?layers\.(\d+)\.(.+)")
+_RELATIVE_BIAS = re.compile(r"((?:encoder\.)?relative_biases)\.(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +19,16 @@ class WeightNames:
 
     `model` and `layer` map a module's path, in the model or in a layer, to the checkpoint's name of
     it. Where a module merges several projections, they are named in the order of its out_sizes, or
-    by one name if the checkpoint has merged them, too. Entries for modules that a variant of the
-    family does not have are not used.
+    by one name if the checkpoint has merged them, too; where it has copies of one table, they are
+    all named. Entries for modules that a variant of the family does not have are not used. Names of
+    relative biases have {} in place of their number.
     """
 
     model: Mapping[str, str | tuple[str, ...]]
     layers: str  # the list of layers
     layer: Mapping[str, str | tuple[str, ...]]
+    encoder_layers: str = ""  # the same two for the layers of an encoder
+    encoder_layer: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     prefixes: tuple[str, ...]  # of all names; some checkpoints leave them out
     ignored: tuple[str, ...] = ()  # patterns of tensors that are no weights, without prefixes
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names of parts of names
@@ -44,11 +48,15 @@ class WeightNames:
 
     def of(self, path: str) -> tuple[str, ...]:
         """The checkpoint's names, without prefix, of the module at `path` in the model."""
+        if match := _RELATIVE_BIAS.fullmatch(path):
+            return tuple(name.format(match[2]) for name in _as_tuple(self.model[match[1]]))
         match = _LAYER_MODULE.fullmatch(path)
         if match is None:
             return _as_tuple(self.model[path])
-        names = _as_tuple(self.layer[match[2]])
-        return tuple(f"{self.layers}.{match[1]}.{name}" for name in names)
+        layers, layer = self.layers, self.layer
+        if match[1]:
+            layers, layer = self.encoder_layers, self.encoder_layer
+        return tuple(f"{layers}.{match[2]}.{name}" for name in _as_tuple(layer[match[3]]))
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -67,4 +75,5 @@ class Family:
     text_config: str | None = None  # the object in config.json that `read` takes; None: all of it
     options: frozenset[str] = frozenset()  # of registry.UNSERVED, those that `read` honours
     eos_token_ids: tuple[int, ...] = ()  # where config.json does not mention them
+    decoder_start_token_id: int | None = None  # where neither file mentions it
     model_class: str = "octavo.models.decoder:Decoder"  # a CausalLM; its module is imported late

@@ -8,7 +8,8 @@ from typing import Any
 
 from octavo.errors import InvalidRequest, ModelError
 from octavo.json_fields import Fields, read_json
-from octavo.models.config import ModelConfig, ModelDescription
+from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
+from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.family import Family
 from octavo.models.quantization import read_quantization
 from octavo.registry import Registry
@@ -31,6 +32,7 @@ OWN_FAMILIES = (
         "glm4",
     ),
     *("cohere", "cohere2", "gptj", "mpt", "bloom"),
+    *("t5", "mt5", "bart", "marian"),
 )
 FAMILIES: Registry[Family] = Registry(
     "model_type", {name: f"octavo.models.families.{name}:FAMILY" for name in OWN_FAMILIES}
@@ -82,6 +84,10 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else Fields("", {})
     description = family.read(text)
+    rules = DecodingRules()
+    if description.encoder is not None:
+        where = generation if generation_path.exists() else config
+        rules = read_decoding_rules(where, description.vocab_size)
     return ModelConfig(
         **{each.name: getattr(description, each.name) for each in fields(ModelDescription)},
         directory=directory,
@@ -90,8 +96,14 @@ def read_model_config(directory: str | Path) -> ModelConfig:
         dtype=_dtype(config),
         quantization=read_quantization(config),
         bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
+        decoder_start_token_id=(
+            None
+            if description.encoder is None
+            else _decoder_start(config, generation, family, description.vocab_size)
+        ),
         eos_token_ids=_end_tokens(config, generation, family, description.vocab_size),
         sampling_defaults=_sampling_defaults(generation),
+        decoding_rules=rules,
     )
 
 
@@ -113,6 +125,16 @@ def _end_tokens(
     if "eos_token_id" not in config.values | generation.values:
         ends = family.eos_token_ids
     return tuple(token_id for token_id in ends if 0 <= token_id < vocab_size)
+
+
+def _decoder_start(config: Fields, generation: Fields, family: Family, vocab_size: int) -> int:
+    """What the decoder starts with, where a request does not say."""
+    name = "decoder_start_token_id"
+    where = generation if generation.get(name, None) is not None else config
+    (token_id, *more) = where.token_ids(name) or [family.decoder_start_token_id]
+    if more or token_id is None or not 0 <= token_id < vocab_size:
+        raise where.error(name, f"it must be one token of the vocabulary of {vocab_size}")
+    return token_id
 
 
 def _sampling_defaults(generation: Fields) -> dict[str, Any]:

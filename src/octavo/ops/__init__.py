@@ -8,15 +8,18 @@ from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.ops.base import (
+    CROSS_ATTENTION,
     MAX_CASCADE_LEVELS,
     AttentionBackend,
     AttentionBatch,
     CascadeSegments,
+    EncodedInputs,
     HeadNorm,
     HostStaging,
     LayerPlace,
     LayerSpec,
     PaddedSizes,
+    RelativeBias,
     RotaryTable,
     ScoreFunction,
     Sinks,
@@ -46,14 +49,14 @@ def make_backend(
     Raises ConfigError where `check_score_features` does.
     """
     for layer in layers:
-        check_score_features(backend, layer.layer_id, layer.scores.features)
+        check_score_features(backend, layer.layer_id, layer.features)
     return backend(layers, layer_places, kv_cache, block_size)
 
 
 def check_score_features(
     backend: type[AttentionBackend], layer_id: int, features: frozenset[str]
 ) -> None:
-    """Raise ConfigError unless the backend computes all features of a layer's score function.
+    """Raise ConfigError unless the backend computes all that a layer needs beyond dot products.
 
     A backend without the attribute `score_features` computes none.
     """
@@ -61,21 +64,24 @@ def check_score_features(
     if missing := features - computed:
         raise ConfigError(
             "attention_backend",
-            f"{backend.__name__} does not compute {', '.join(sorted(missing))}, which the scores "
-            f"of layer {layer_id} need",
+            f"{backend.__name__} does not compute {', '.join(sorted(missing))}, which layer "
+            f"{layer_id} needs",
         )
 
 
 __all__ = [
+    "CROSS_ATTENTION",
     "MAX_CASCADE_LEVELS",
     "AttentionBackend",
     "AttentionBatch",
     "CascadeSegments",
+    "EncodedInputs",
     "HeadNorm",
     "HostStaging",
     "LayerPlace",
     "LayerSpec",
     "PaddedSizes",
+    "RelativeBias",
     "RotaryTable",
     "ScoreFunction",
     "Sinks",

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+CROSS_ATTENTION = "cross_attention"  # among the score_features of a backend that has it
 LOG2_E = 1.4426950408889634  # multiplies scores for a softmax in powers of 2
 
 
@@ -26,6 +27,20 @@ class Sinks(Protocol):
     weight: Any  # Tensor [num_heads], loaded before a backend is made
 
 
+class RelativeBias(Protocol):
+    """Relative position bias (T5): a learned number per head and bucket of distances.
+
+    Near distances have a bucket each; farther ones share buckets whose width grows by a constant
+    factor, and the last bucket has all from `max_distance` on.
+    """
+
+    weight: Any  # Tensor [num_buckets, num_heads], loaded before a backend is made
+    max_distance: int
+
+    def biases(self, distances: Tensor) -> Tensor:
+        """float32 [num_heads, *distances.shape]; distances: int64, key minus query position."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreFunction:
     """How the dot product of a query and a key becomes the weight of the key's value.
@@ -33,6 +48,7 @@ class ScoreFunction:
         score = scale * (query . key)
         score = softcap * tanh(score / softcap)                                  with a softcap
         score = score + slope of the head * (key position - query position)      with ALiBi
+        score = score + bias of the head and of the same distance               with a relative bias
         weight = exp(score) / (sum of exp(score) over the visible keys + exp(sink of the head))
 
     The last summand is there only with sinks. The fields after `scale` are optional features: a
@@ -44,6 +60,7 @@ class ScoreFunction:
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None  # per query head (arXiv:2108.12409)
     sinks: Sinks | None = None
+    relative_bias: RelativeBias | None = None  # (arXiv:1910.10683, section 2.1)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
@@ -71,6 +88,9 @@ class LayerSpec:
     scores: ScoreFunction
     window: int | None = None
     """In tokens: the query at p sees the keys p - window + 1 .. p. None: all keys up to p."""
+    reads_encoder: bool = False
+    """Cross-attention: a query sees all keys of its sequence's encoder input, whatever its own
+    position. They are in the cache before the step, which writes none."""
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -84,16 +104,28 @@ class LayerSpec:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"layer {self.layer_id}: window must be positive, not {self.window}")
-        slopes, sinks = self.scores.alibi_slopes, self.scores.sinks
+        if self.reads_encoder and (self.window or self.scores.features - {"softcap"}):
+            raise ValueError(
+                f"layer {self.layer_id}: cross-attention has no window, and no feature of scores "
+                f"but softcap"
+            )
+        slopes, sinks, bias = self.scores.alibi_slopes, self.scores.sinks, self.scores.relative_bias
         counts = {
             "alibi_slopes": self.num_heads if slopes is None else len(slopes),
             "sinks": self.num_heads if sinks is None else len(sinks.weight),
+            "relative_bias columns": self.num_heads if bias is None else bias.weight.shape[1],
         }
         for name, count in counts.items():
             if count != self.num_heads:
                 raise ValueError(
                     f"layer {self.layer_id}: {count} {name} for {self.num_heads} query heads"
                 )
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a backend must compute beyond scaled dot products (score_features)."""
+        cross = frozenset({CROSS_ATTENTION}) if self.reads_encoder else frozenset()
+        return self.scores.features | cross
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +282,29 @@ class AttentionBatch:
     cascade: Sequence[CascadeSegments | None] = ()
     # Set while a step is captured: launches depend on these sizes alone. Padding tokens come last.
     padded: PaddedSizes | None = None
+    # int32 [num_seqs]: tokens of each sequence's encoder input, all of which the layers that read
+    # it see; 0 marks padding. None: no layer does.
+    encoder_lens: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedInputs:
+    """Encoder inputs that have just been run: where K and V of their tokens, which lie flat, go."""
+
+    lens: Tensor  # int32 [num_inputs]: tokens, at least 1
+    starts: Tensor  # int32 [num_inputs + 1]: where each input's tokens begin
+    positions: Tensor  # int64 [num_tokens]: in their inputs
+    # As in AttentionBatch, for the sequences that the inputs are of.
+    slots: Sequence[Tensor]
+    block_tables: Sequence[Tensor]
+    rows: Tensor  # int32 [num_inputs]
 
 
 class AttentionBackend(Protocol):
     """Writes a step's K and V into blocks and attends to all of them."""
 
-    # The optional fields of ScoreFunction that it computes.
+    # The optional fields of ScoreFunction that it computes, and CROSS_ATTENTION if it has the last
+    # three methods.
     score_features: frozenset[str]
 
     def __init__(
@@ -294,3 +343,14 @@ class AttentionBackend(Protocol):
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
         """(K, V) of one token as cached, each [num_kv_heads, head_dim]: for tests and tools."""
+
+    def plan_encoded(self, inputs: EncodedInputs) -> None:
+        """Prepare `write_encoded`: host work, once for all layers. Independent of `plan`."""
+
+    def write_encoded(self, layer_id: int, key: Tensor, value: Tensor) -> None:
+        """Write K and V of the planned inputs, each [num_tokens, num_kv_heads, head_dim], for a
+        layer that reads the encoder; strided as in `forward`."""
+
+    def attend_encoded(self, layer_id: int, query: Tensor) -> Tensor:
+        """Attend to the encoder inputs of the planned step's sequences; query and result as in
+        `forward`. Nothing is written."""

@@ -32,6 +32,7 @@ class ReductionSite(IntEnum):
     EMBEDDING = 0
     ATTENTION = 1
     MLP = 2
+    CROSS_ATTENTION = 3
 
 
 class Communicator(Protocol):

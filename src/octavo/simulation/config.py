@@ -62,6 +62,10 @@ class SimulationConfig:
             OutOfMemory: weights or KV cache do not fit.
         """
         model = find_model(self.model)
+        if model.encoder is not None:
+            raise ConfigError(
+                "model", f"{self.model} has an encoder, whose time the cost model does not know"
+            )
         gpu = find_gpu(self.gpu)
         if self.max_model_len is not None:
             model = model.with_max_model_len(self.max_model_len)

@@ -48,12 +48,15 @@ class BlockTables:
         block_sizes: Sequence[int],
         num_rows: int,
         on_device: DeviceTables | None = None,
+        of_encoder: Sequence[bool] | None = None,
     ) -> None:
         """
         Args:
             block_sizes: tokens per block, by KV group.
             on_device: the mirror of these tables on the device.
+            of_encoder: whether a group holds the encoder's input; None: no group does.
         """
+        self._of_encoder = of_encoder or [False] * len(block_sizes)
         self._block_sizes = block_sizes
         self._on_device = on_device
         self._tables: Int32s = np.zeros((len(block_sizes), num_rows, 16), np.int32)
@@ -93,6 +96,7 @@ class BlockTables:
         context_lens: Int64s,
         row_of_token: Int64s,
         positions: Int64s,
+        encoder_lens: Int32s | None = None,
     ) -> StepTables:
         """For attention of `rows`: tables of theirs alone and slots; or the device's tables and
         the keys worth reading once for several of them."""
@@ -102,12 +106,30 @@ class BlockTables:
             return StepTables(self._on_device.tables, [], cascade)
         longest = int(context_lens.max(initial=1))
         gathered, slots = [], []
-        for table, size in zip(self._tables, self._block_sizes, strict=True):
-            gathered.append(torch.from_numpy(table[rows, : -(-longest // size)]))
-            index, offset = np.divmod(positions, size)
-            blocks = table[row_of_token, index].astype(np.int64)
-            slots.append(torch.from_numpy(blocks * size + offset))
+        for group, (table, size) in enumerate(zip(self._tables, self._block_sizes, strict=True)):
+            if self._of_encoder[group]:
+                assert encoder_lens is not None, "the rows have encoder inputs"
+                width = -(-int(encoder_lens.max(initial=1)) // size)
+                gathered.append(torch.from_numpy(table[rows, :width]))
+                slots.append(torch.empty(0, dtype=torch.int64))  # a step's tokens write none
+            else:
+                gathered.append(torch.from_numpy(table[rows, : -(-longest // size)]))
+                slots.append(self._slots(group, row_of_token, positions))
         return StepTables(gathered, slots, [])
+
+    def of_encoded(self, row_of_token: Int64s, positions: Int64s) -> StepTables:
+        """For writing the K and V of encoder inputs: slots; or the device's tables."""
+        if self._on_device is not None:
+            return StepTables(self._on_device.tables, [], [])
+        groups = range(len(self._block_sizes))
+        return StepTables([], [self._slots(g, row_of_token, positions) for g in groups], [])
+
+    def _slots(self, group: int, row_of_token: Int64s, positions: Int64s) -> Tensor:
+        """int64 [num_tokens]: where the tokens at these positions of these rows lie."""
+        size = self._block_sizes[group]
+        index, offset = np.divmod(positions, size)
+        blocks = self._tables[group, row_of_token, index].astype(np.int64)
+        return torch.from_numpy(blocks * size + offset)
 
     def stage(self, staging: Staging) -> TableUpdate | None:
         """Stage changed entries for the next upload, after which the update can be carried out;

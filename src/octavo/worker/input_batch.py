@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
-from octavo.ops import AttentionBatch, Staging
+from octavo.ops import AttentionBatch, EncodedInputs, Staging
 from octavo.worker.block_tables import BlockTables, TableUpdate, widen
-from octavo.worker.logit_edits import EditedRow, follows_text, has_edits
+from octavo.worker.logit_edits import EditedRow, edits_at, follows_text, has_edits
 from octavo.worker.sampler import SamplingBatch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 PENDING = -1  # a token that the device has drawn, or will draw, and the host does not know yet
-_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _MIN_TOKENS, _TEXT = 1, 2, 4, 8, 16  # bits of `flags`
+# Bits of `flags`; _SOME_EDITS: the row is edited at some tokens (edits_at).
+_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _SOME_EDITS, _TEXT = 1, 2, 4, 8, 16
 
 # A row's scalars are one record, so that a fork copies them all at once.
 _ROW = np.dtype(
@@ -33,6 +34,7 @@ _ROW = np.dtype(
         ("sample_index", np.int64),
         ("num_draws", np.int64),
         ("num_candidates", np.int64),
+        ("num_encoder", np.int64),
         ("top_k", np.int64),
         ("top_p", np.float64),
         ("temperature", np.float32),
@@ -50,6 +52,16 @@ class ModelInput:
     positions: Int64s  # [num_tokens]
     rows: Int32s  # [num_seqs]: the sequences' rows of the block tables
     attention: AttentionBatch  # shares the memory of positions and rows
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """Whole encoder inputs, one after the other."""
+
+    input_ids: Int64s  # [num_tokens]
+    positions: Int64s  # [num_tokens]
+    lens: list[int]  # of the inputs
+    places: EncodedInputs  # where K and V go
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +86,18 @@ class Drawn:
 class InputBatch:
     """Owns the rows of all running sequences: tokens, block tables and sampling parameters."""
 
-    def __init__(self, tables: BlockTables, num_rows: int, staging: Staging) -> None:
+    def __init__(
+        self, tables: BlockTables, num_rows: int, staging: Staging, has_encoder: bool = False
+    ) -> None:
         """
         Args:
             tables: block tables of `num_rows` rows.
             num_rows: the most rows that may be open at once, plus row 0, which is for padding.
             staging: where attention stages its arrays.
+            has_encoder: whether rows have encoder inputs, which layers read.
         """
+        self._has_encoder = has_encoder
+        self._encoder_ids: list[tuple[int, ...]] = [()] * num_rows
         self._tables = tables
         self._staging = staging
         self._row_of: dict[int, int] = {}
@@ -120,7 +137,12 @@ class InputBatch:
         positions += (num_computed - query_starts[:-1]).repeat(query_lens)
         if num_padding:
             positions[-num_padding:] = 0
-        tables = self._tables.of_step(rows, query_lens, context_lens, row_of_token, positions)
+        encoder_lens = None
+        if self._has_encoder:
+            encoder_lens = self._rows["num_encoder"][rows].astype(np.int32)
+        tables = self._tables.of_step(
+            rows, query_lens, context_lens, row_of_token, positions, encoder_lens
+        )
         token_ids = self._token_ids[row_of_token, positions].astype(np.int64)
         table_rows = rows.astype(np.int32)
         attention = AttentionBatch(
@@ -133,8 +155,29 @@ class InputBatch:
             rows=torch.from_numpy(table_rows),
             staging=self._staging,
             cascade=tables.cascade,
+            encoder_lens=None if encoder_lens is None else torch.from_numpy(encoder_lens),
         )
         return ModelInput(token_ids, positions, table_rows, attention)
+
+    def encoder_input(self, seq_ids: Sequence[int]) -> EncoderInput:
+        """The encoder inputs of these sequences."""
+        rows = self.rows_of(seq_ids)
+        inputs = [self._encoder_ids[row] for row in rows.tolist()]
+        lens = np.array(list(map(len, inputs)), np.int32)
+        starts = np.zeros(len(lens) + 1, np.int32)
+        lens.cumsum(out=starts[1:])
+        positions = np.arange(starts[-1], dtype=np.int64) - starts[:-1].repeat(lens)
+        tables = self._tables.of_encoded(rows.repeat(lens), positions)
+        places = EncodedInputs(
+            lens=torch.from_numpy(lens),
+            starts=torch.from_numpy(starts),
+            positions=torch.from_numpy(positions),
+            slots=tables.slots,
+            block_tables=tables.block_tables,
+            rows=torch.from_numpy(rows.astype(np.int32)),
+        )
+        ids = np.fromiter(chain.from_iterable(inputs), np.int64, len(positions))
+        return EncoderInput(ids, positions, lens.tolist(), places)
 
     def stage_tables(self) -> TableUpdate | None:
         """See BlockTables.stage."""
@@ -224,13 +267,13 @@ class InputBatch:
 
     def _edited_rows(self, rows: Int64s, state: NDArray[np.void]) -> list[EditedRow]:
         edited = []
-        for index in np.flatnonzero(state["flags"] & (_EDITS | _MIN_TOKENS)).tolist():
+        for index in np.flatnonzero(state["flags"] & (_EDITS | _SOME_EDITS)).tolist():
             row, spec = rows[index], self._spec(rows[index])
             num_prompt, num_tokens = (
                 int(state["num_prompt"][index]),
                 int(state["num_tokens"][index]),
             )
-            if state["flags"][index] & _EDITS or num_tokens - num_prompt < spec.min_tokens:
+            if state["flags"][index] & _EDITS or edits_at(spec, num_tokens - num_prompt):
                 token_ids = self._token_ids[row, :num_tokens]
                 edited.append(EditedRow(index, spec, token_ids, num_prompt))
         return edited
@@ -245,6 +288,7 @@ class InputBatch:
     def _close(self, seq_id: int) -> None:
         row = self._row_of.pop(seq_id)
         self._specs[row] = None
+        self._encoder_ids[row] = ()
         self._free_rows.append(row)
 
     def _open(self, opened: OpenedRow) -> None:
@@ -255,11 +299,13 @@ class InputBatch:
         self._token_ids[row, :num_tokens] = opened.token_ids
         self._tables.clear(row)
         self._specs[row] = spec
+        self._encoder_ids[row] = opened.encoder_token_ids
         flags = _EDITS if has_edits(spec) else 0
         flags |= _TEXT if follows_text(spec) else 0
         flags |= _LOGPROBS if spec.num_logprobs is not None else 0
         flags |= _PROMPT_LOGPROBS if spec.num_prompt_logprobs is not None else 0
-        flags |= _MIN_TOKENS if spec.min_tokens and spec.masked_until_min_tokens else 0
+        if (spec.min_tokens and spec.masked_until_min_tokens) or spec.forced_tokens:
+            flags |= _SOME_EDITS
         # Any int is a seed: it is taken modulo 2 ** 64.
         seed = (opened.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self._rows[row] = (
@@ -270,6 +316,7 @@ class InputBatch:
             opened.sample_index,
             opened.num_draws,
             spec.num_candidates,
+            len(opened.encoder_token_ids),
             spec.top_k,
             spec.top_p,
             spec.temperature,
@@ -302,6 +349,7 @@ class InputBatch:
         self._tables.copy(children, parents)
         for child, (parent, _) in run.items():
             self._specs[child] = self._specs[parent]
+            self._encoder_ids[child] = self._encoder_ids[parent]
 
     def _write_tokens(self, writes: TokenWrites) -> None:
         if not writes.seq_ids:

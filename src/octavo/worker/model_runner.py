@@ -9,6 +9,7 @@ bad words) and where log-probabilities were asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import EngineConfig
-from octavo.core.kv.specs import FullAttention, group_layers
+from octavo.core.kv.specs import CrossAttention, FullAttention, group_layers
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
@@ -102,16 +103,22 @@ class ModelRunner:
         # While rows fork, children are there before their parents have gone; row 0 is padding.
         num_rows = 2 * scheduler.max_num_seqs + 1
         on_device = None
+        encoder = model_config.encoder
         if device.keeps_tables:
-            max_blocks = -(-model_config.max_model_len // min(block_sizes))
+            longest = max(model_config.max_model_len, encoder.max_model_len if encoder else 0)
+            max_blocks = -(-longest // min(block_sizes))
             have_windows = [not isinstance(group.spec, FullAttention) for group in layout.groups]
             on_device = DeviceTables(
                 block_sizes, have_windows, num_rows, max_blocks, device.torch_device
             )
-        tables = BlockTables(block_sizes, num_rows, on_device)
+        of_encoder = [isinstance(spec, CrossAttention) for spec in layout.specs]
+        tables = BlockTables(block_sizes, num_rows, on_device, of_encoder)
         places = [LayerPlace(*layout.places()[layer.layer_id]) for layer in layers]
         shapes = {
-            (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window, place.span)
+            (
+                *(layer.num_heads, layer.num_kv_heads, layer.head_dim),
+                *(layer.window, place.span, layer.reads_encoder),
+            )
             for layer, place in zip(layers, places, strict=True)
         }
         self._device = device
@@ -131,7 +138,7 @@ class ModelRunner:
             self.kv_cache.blocks,
             block_size,
         )
-        self._batch = InputBatch(tables, num_rows, self._staging)
+        self._batch = InputBatch(tables, num_rows, self._staging, encoder is not None)
         vocabulary = VocabularyShard(model_config.vocab_size, communicator)
         self._sampler = Sampler(device.drawer(self._staging), self._staging, vocabulary)
         self._pending = device.pending_tokens(num_rows)
@@ -161,6 +168,8 @@ class ModelRunner:
                 table_update.carry_out()
             started = device.moment()
             swapped = self.kv_cache.move(plan, copies)
+            if plan.encoded:
+                self._encode(plan.encoded)
             scores: dict[int, list[TokenLogprobs]] = {}
             if staged is None:
                 choice = Choice.nothing(device.torch_device)
@@ -264,6 +273,17 @@ class ModelRunner:
         return staging.put("sampled_rows", rows, staging.max_num_seqs)
 
     # ---------------------------------------------------------------- computation
+
+    def _encode(self, seq_ids: Sequence[int]) -> None:
+        """Run the encoder for the inputs of these sequences, and write K and V of its result."""
+        device, given = self._device, self._batch.encoder_input(seq_ids)
+        self._backend.plan_encoded(given.places)
+        self._model.encode(
+            device.upload(given.input_ids),
+            device.upload(given.positions),
+            given.lens,
+            self._backend,
+        )
 
     def _forward(self, staged: StagedStep) -> Tensor:
         """Hidden states of the step's tokens, or of those at `logits_indices`: [n, hidden_size]."""

@@ -51,14 +51,19 @@ class Worker:
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         backend_class = device.resolve_backend(config.attention_backend)
-        for layer_id, layer in enumerate(model_config.layers):
-            check_score_features(backend_class, layer_id, layer.attention.score_features)
+        for layer_id, attention in enumerate(model_config.attentions):
+            check_score_features(backend_class, layer_id, attention.score_features)
         self.layout = group_layers(model_config.kv_specs())
         block_size = config.cache.block_size
         block_shape = backend_class.kv_block_shape(
             block_size, model_config.num_kv_heads, model_config.head_dim
         )
-        shape = KVShape(self.layout, block_size, math.prod(block_shape) * dtype.itemsize)
+        shape = KVShape(
+            self.layout,
+            block_size,
+            math.prod(block_shape) * dtype.itemsize,
+            model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
+        )
         with device.computing:
             # Before anything large is taken: what cannot fit is refused at once.
             demand = Demand(config, model_config, shape, dtype, device.num_ranks)

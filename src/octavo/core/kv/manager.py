@@ -11,14 +11,21 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.core.block_table import NULL_BLOCK, BlockTable
 from octavo.core.kv.batch_formation import BatchFormation, ContinuousBatching
 from octavo.core.kv.block_pool import BlockPool
+from octavo.core.kv.encoder_inputs import EncoderInputs
 from octavo.core.kv.prefix_cache import Digest, PrefixCache, sha256_128
 from octavo.core.kv.prefix_matcher import PrefixHit, PrefixMatcher
-from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block, node_places
+from octavo.core.kv.specs import (
+    FullAttention,
+    KVSpec,
+    check_order,
+    first_needed_block,
+    node_places,
+)
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import BlockCopy, TableWrite
 
@@ -36,11 +43,13 @@ class Changes:
 class KVCacheManager:
     """Owns the block tables of all sequences, and is the only caller of the block pools.
 
-    `specs` has one entry per KV group; groups share the pool. Two tiers: blocks on the device,
-    1 .. num_blocks, and blocks in the swap tier, 1 .. num_swap_blocks.
+    All KV groups share the pool. Two tiers: blocks on the device, 1 .. num_blocks, and blocks in
+    the swap tier, 1 .. num_swap_blocks.
 
-    `block_sizes` has the tokens per block of each group, and `block_size` is the largest of them:
-    the tokens that a node of the prefix cache stands for, and a multiple of all others.
+    `specs` and `block_sizes` are those of the groups that grow with the sequence, and
+    `encoder_block_sizes` of those that hold the encoder's input, which come after them in tables.
+    `block_size` is the largest of `block_sizes`: the tokens that a node of the prefix cache stands
+    for, and a multiple of all others.
     """
 
     batch_formation: BatchFormation = ContinuousBatching()
@@ -54,14 +63,15 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         digest: Digest = sha256_128,
     ) -> None:
-        """`block_size`: tokens per block, in all groups or in each."""
-        assert specs, "a model has at least one KV group"
-        self.specs = tuple(specs)
+        """`specs`: of all KV groups. `block_size`: tokens per block, in all groups or in each."""
+        check_order(specs)
         if isinstance(block_size, int):
             block_size = [block_size] * len(specs)
-        self.block_sizes = tuple(block_size)
-        self.block_size = max(block_size)
-        self._is_uniform = min(block_size) == self.block_size
+        self.specs = tuple(spec for spec in specs if spec.follows == "sequence")
+        self.block_sizes = tuple(block_size[: len(self.specs)])
+        self.encoder_block_sizes = tuple(block_size[len(self.specs) :])
+        self.block_size = max(self.block_sizes)
+        self._is_uniform = min(self.block_sizes) == self.block_size
         self._windowed = [  # KV groups whose sequences free blocks while they grow
             group for group, spec in enumerate(self.specs) if not isinstance(spec, FullAttention)
         ]
@@ -72,6 +82,7 @@ class KVCacheManager:
         # The group of each block of a prefix node, and the block's number among the group's.
         self._places = node_places(self.block_sizes)
         self.prefix_cache = PrefixCache(len(self._places), digest)
+        self.encoder_inputs = EncoderInputs()
         self.pool = BlockPool(num_blocks, self._evict, self.prefix_cache.forget_copy)
         # I8: the swap tier never holds more than the device could.
         self.swap_pool = BlockPool(min(num_swap_blocks, num_blocks))
@@ -88,7 +99,13 @@ class KVCacheManager:
         self.evicted_ids: list[int] | None = None
         self.on_allocate: Callable[[Sequence, PrefixHit], None] | None = None
         self.held_sources: Counter[int] = Counter()  # sources of copies not yet done
-        self._prefixes = PrefixMatcher(self.specs, self.block_sizes, self.prefix_cache)
+        self._prefixes = PrefixMatcher(
+            self.specs,
+            self.block_sizes,
+            len(self.encoder_block_sizes),
+            self.prefix_cache,
+            self.encoder_inputs,
+        )
 
     # ---------------------------------------------------------------- sizes
 
@@ -108,23 +125,34 @@ class KVCacheManager:
 
     def worst_case_blocks(self, request: Request, chunk: int) -> int:
         """The most blocks that a request may hold. Samples and beams always share the full blocks
-        of the prompt, but nothing else is certain to be shared."""
+        of the prompt and all of the encoder's input, but nothing else is certain to be shared."""
         method = request.method
         each = self.num_blocks_for(method.max_length, chunk)
         shared = self.num_shared_blocks(request.num_prompt_tokens, method.max_length)
-        return method.max_sequences * each - (method.max_sequences - 1) * shared
+        own = method.max_sequences * each - (method.max_sequences - 1) * shared
+        return own + self.num_encoder_blocks(len(request.encoder_token_ids))
+
+    def num_encoder_blocks(self, num_tokens: int) -> int:
+        """The blocks that an encoder input of `num_tokens` takes."""
+        num_blocks = 0
+        for size in self.encoder_block_sizes:
+            num_blocks += -(-num_tokens // size)
+        return num_blocks
 
     def num_blocks_for(self, num_tokens: int, chunk: int) -> int:
-        """The most blocks that one sequence of `num_tokens` holds at any moment."""
+        """The most blocks that one sequence of `num_tokens` holds at any moment, beside those of
+        the encoder's input."""
         return sum(
             spec.max_blocks(num_tokens, size, chunk)
             for spec, size in zip(self.specs, self.block_sizes, strict=True)
         )
 
-    def longest_sequence(self, limit: int, chunk: int) -> int:
-        """The longest sequence, at most `limit` tokens, that the whole pool can hold."""
+    def longest_sequence(self, limit: int, chunk: int, num_encoder_tokens: int = 0) -> int:
+        """The longest sequence, at most `limit` tokens, that the whole pool can hold beside an
+        encoder input of `num_encoder_tokens`."""
         fits = range(1, limit + 1)
-        return bisect_right(fits, self.pool.num_blocks, key=lambda n: self.num_blocks_for(n, chunk))
+        room = self.pool.num_blocks - self.num_encoder_blocks(num_encoder_tokens)
+        return bisect_right(fits, room, key=lambda n: self.num_blocks_for(n, chunk))
 
     def num_shared_blocks(self, num_common: int, num_tokens: int) -> int:
         """How many of its `num_blocks_for` a sequence is certain to share with one that has its
@@ -137,9 +165,9 @@ class KVCacheManager:
 
     # ---------------------------------------------------------------- the prefix cache
 
-    def no_hit(self) -> PrefixHit:
+    def no_hit(self, seq: Sequence) -> PrefixHit:
         """An empty hit: nothing is taken from the cache."""
-        return self._prefixes.no_hit()
+        return self._prefixes.no_hit(seq)
 
     def lookup(
         self, seq: Sequence, max_tokens: int | None = None, max_hashes: int | None = None
@@ -150,7 +178,7 @@ class KVCacheManager:
         to be hashed, that many are, and the hit is unfinished: ask again.
         """
         if not self.enable_prefix_caching:
-            return self.no_hit()
+            return self.no_hit(seq)
         limit = seq.num_tokens - 1
         if max_tokens is not None:
             limit = min(limit, max_tokens)
@@ -186,31 +214,40 @@ class KVCacheManager:
                     else:
                         self.pool.mark_copy(block_id)
             self._prefixes.progressed(seq, node)
+        if table.has_new_input:
+            table.has_new_input = False
+            for block_id in self._prefixes.encoded(seq, table.encoder_ids):
+                self.pool.mark_cached(block_id)
         table.num_registered = max(table.num_registered, num_full)
 
     def settle(self, seq: Sequence, num_computed_tokens: int) -> None:
         """The KV of a sequence's first `num_computed_tokens` has been written: full blocks enter
         the prefix cache, and blocks that its windows have left become free."""
         self.register(seq, num_computed_tokens)
-        if self._windowed:
+        if self._windowed or self.encoder_block_sizes:
             table = _table(seq)
             self._leave_behind(table, num_computed_tokens)
             table.settle_at = self._next_settling(table, num_computed_tokens)
 
     def forget(self, seq: Sequence) -> None:
-        """Remove the blocks of a sequence's prefix from the prefix cache, no matter which
-        sequence computed them, except pinned ones, which were verified when they were pinned."""
+        """Remove the blocks of a sequence's prefix and of its encoder input from the prefix cache,
+        no matter which sequence computed them, except pinned ones, which were verified when they
+        were pinned."""
         pinned = {block_id for pin in self.pins.values() for block_id in _table(pin).held()}
         for node in seq.prefix_nodes:
             for block_id in self.prefix_cache.forget_prefix(node, pinned):
+                self.pool.forget_cached(block_id)
+        if seq.request.encoder_node is not None:
+            for block_id in self.encoder_inputs.forget(seq.request.encoder_node):
                 self.pool.forget_cached(block_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes except pinned ones."""
         self.prefix_cache.clear()
+        self.encoder_inputs.clear()
         self.pool.drop_cached()
         for seq in self.pins.values():
-            _table(seq).num_registered = 0
+            _table(seq).offer_again()
             self.register(seq, seq.num_computed_tokens)
 
     def pin(self, name: str, seq: Sequence) -> None:
@@ -230,20 +267,26 @@ class KVCacheManager:
     # ---------------------------------------------------------------- the paper's verbs
 
     def allocate(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> Changes | None:
-        """Give a sequence its first blocks: those of `hit`, and new ones up to `num_tokens`.
+        """Give a sequence its first blocks: those of `hit`, new ones up to `num_tokens`, and new
+        ones for the encoder's input if that is not part of the hit.
 
         The sequence starts with `hit.num_tokens` computed.
         """
         assert seq.table is None, f"{seq} has blocks already"
         # Free blocks of the hit are counted only if that matters.
         num_free, most = self.pool.num_free, num_tokens // min(self.block_sizes) + 2
-        if most * len(self.specs) > num_free < self.num_new_blocks(hit, num_tokens):
+        num_encoder_tokens = hit.num_encoder_tokens + hit.num_to_encode
+        most = most * len(self.specs) + self.num_encoder_blocks(num_encoder_tokens)
+        if most > num_free < self.num_new_blocks(hit, num_tokens):
             return None
         changes = Changes()
         table = BlockTable(len(self.specs))
         for ids, shared in zip(table.block_ids, hit.block_ids, strict=True):
             self.pool.share_all(shared)
             ids.extend(shared)
+        for shared in hit.encoder_ids:
+            self.pool.share_all(shared)
+            table.encoder_ids.append(list(shared))
         table.num_registered = hit.num_tokens // self.block_size
         if hit.partial is not None:
             # Held until the step is over: they must not be overwritten before they are copied.
@@ -265,13 +308,20 @@ class KVCacheManager:
         for ids, size in zip(table.block_ids, self.block_sizes, strict=True):
             while len(ids) * size < num_tokens:
                 ids.append(self.pool.allocate())
+        if hit.num_to_encode:
+            table.has_new_input = True
+            for ids, size in zip(table.encoder_ids, self.encoder_block_sizes, strict=True):
+                while len(ids) * size < hit.num_to_encode:
+                    ids.append(self.pool.allocate())
         changes.table_writes = self.table_writes(seq)
         table.writable_until = table.settle_at = self._capacity(table)
         if self._windows:
             table.settle_at = self._next_settling(table, seq.num_computed_tokens)
+        if table.has_new_input:
+            table.settle_at = 0  # once the encoder has run
         if hit.ended_by != "not_asked" and seq.request.num_preemptions == 0:
-            self.num_lookup_tokens += seq.num_tokens
-            self.num_hit_tokens += hit.num_tokens
+            self.num_lookup_tokens += num_encoder_tokens + seq.num_tokens
+            self.num_hit_tokens += hit.num_found_tokens
         if self.enable_prefix_caching:
             self._prefixes.announce(seq, num_tokens)
         if self.on_allocate is not None:
@@ -285,7 +335,7 @@ class KVCacheManager:
             ids[: num_tokens // size]
             for ids, size in zip(hit.block_ids, self.block_sizes, strict=True)
         ]
-        return PrefixHit(num_tokens, block_ids, ended_by=hit.ended_by)
+        return replace(hit, num_tokens=num_tokens, block_ids=block_ids, partial=None)
 
     def num_blocks_to_admit(self, hit: PrefixHit, num_tokens: int, chunk: int) -> int:
         """How many free blocks a sequence needs until all its `num_tokens` are computed."""
@@ -300,7 +350,7 @@ class KVCacheManager:
     def num_releasable_blocks(self, seqs: Seq[Sequence], wanted: PrefixHit) -> int:
         """How many blocks become free when `seqs` are released: those without other holders, except
         blocks of the hit `wanted`."""
-        kept = {block_id for ids in wanted.block_ids for block_id in ids}
+        kept = {b for ids in [*wanted.block_ids, *wanted.encoder_ids] for b in ids}
         kept.update(wanted.partial or ())
         holders = Counter(b for seq in seqs for b in _table(seq).held())
         return sum(self.pool.ref_count(b) == count for b, count in holders.items() if b not in kept)
@@ -313,7 +363,9 @@ class KVCacheManager:
             taken += self.pool.count_free(shared)
         if hit.partial is not None:
             taken += self.pool.count_free(hit.partial)
-        return taken
+        for shared in hit.encoder_ids:
+            taken += self.pool.count_free(shared)
+        return taken + self.num_encoder_blocks(hit.num_to_encode)
 
     def append(self, targets: Seq[tuple[Sequence, int]]) -> Changes | None:
         """Allocate the blocks that each sequence needs for its target number of tokens.
@@ -408,12 +460,15 @@ class KVCacheManager:
         """A sequence's whole table, for a row that the worker opens: all but what its windows have
         left behind, which may be most of it."""
         table = _table(seq)
-        return [
+        writes = [
             TableWrite(seq.seq_id, group, first, tuple(ids[first:]))
             for group, (ids, first) in enumerate(
                 zip(table.block_ids, table.num_dropped, strict=True)
             )
         ]
+        for ids in table.encoder_ids:
+            writes.append(TableWrite(seq.seq_id, len(writes), 0, tuple(ids)))
+        return writes
 
     def release_sources(self, block_ids: Seq[int]) -> None:
         """Release the blocks of `Changes.held`, whose copies are done."""
@@ -456,13 +511,19 @@ class KVCacheManager:
                     table.block_ids[group][first + number] = indexed
 
     def _evict(self, block_id: int) -> None:
-        """Remove a block that will be overwritten from the cache; a held copy takes its place."""
-        copy = self.prefix_cache.forget(block_id)
-        if copy is not None:
+        """Remove a block that will be overwritten from the cache; a held copy takes its place. The
+        rest of an encoder's input goes with it."""
+        evicted, node = [block_id], self.encoder_inputs.owner(block_id)
+        if node is not None:
+            evicted = self.encoder_inputs.forget(node)
+            self.prefix_cache.note_evicted(node)
+            for other in evicted:
+                self.pool.forget_cached(other)
+        elif (copy := self.prefix_cache.forget(block_id)) is not None:
             self.pool.mark_cached(copy)
-        self.num_evicted_blocks += 1
+        self.num_evicted_blocks += len(evicted)
         if self.evicted_ids is not None:
-            self.evicted_ids.append(block_id)
+            self.evicted_ids += evicted
 
     def _capacity(self, table: BlockTable) -> int:
         """How many tokens there is room for in all groups."""
@@ -563,7 +624,7 @@ class KVCacheManager:
         # Tails are released first, and so evicted first: a cached head is useful without its
         # tail, but not the reverse.
         pool = self.pool if table.on_device else self.swap_pool
-        for ids in table.block_ids:
+        for ids in table.by_group():
             for block_id in reversed(ids):
                 if block_id != NULL_BLOCK:
                     pool.release(block_id)
@@ -576,7 +637,7 @@ class KVCacheManager:
         seen: set[int] = set()
         for seq in seqs:
             table = _table(seq)
-            for ids in table.block_ids:
+            for ids in table.by_group():
                 for i, block_id in enumerate(ids):
                     if block_id == NULL_BLOCK:
                         continue
@@ -585,7 +646,7 @@ class KVCacheManager:
                     seen.add(block_id)
                     ids[i] = moved[block_id]
                     source.release(block_id)
-            table.num_registered = 0
+            table.offer_again()
             table.on_device = target is self.pool
         return list(moved.items())
 

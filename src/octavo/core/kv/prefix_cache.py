@@ -220,8 +220,11 @@ class PrefixCache:
         entry.block_ids[place] = None
         if any(block_id is not None for block_id in entry.block_ids):
             return
-        key = entry.node.key
-        del self._entries[key]
-        self._evicted[key] = None
+        del self._entries[entry.node.key]
+        self.note_evicted(entry.node)
+
+    def note_evicted(self, node: PrefixNode) -> None:
+        """Remember that a prefix is gone, for `was_evicted`."""
+        self._evicted[node.key] = None
         if len(self._evicted) > MAX_EVICTED_KEYS:
             self._evicted.popitem(last=False)

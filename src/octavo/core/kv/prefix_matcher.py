@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Literal, cast
 
 from octavo.core.block_table import NULL_BLOCK
+from octavo.core.kv.encoder_inputs import EncoderInputs
 from octavo.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from octavo.core.kv.recent_prompts import RecentPrompts
 from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block, node_places
@@ -30,8 +31,13 @@ HitEnd = Literal["complete", "unknown", "evicted", "differs", "window", "not_ask
 class PrefixHit:
     """Blocks of the prefix cache that a prompt can start from."""
 
-    num_tokens: int = 0  # tokens that need not be computed
+    num_tokens: int = 0  # tokens of the sequence that need not be computed
     block_ids: list[list[int]] = field(default_factory=list)  # per group, for whole blocks
+    # The encoder's input is found as a whole: `num_encoder_tokens` of it in these blocks, per
+    # cross-attention group, or nothing, and then the encoder runs for `num_to_encode` tokens.
+    num_encoder_tokens: int = 0
+    num_to_encode: int = 0
+    encoder_ids: Seq[list[int]] = ()
     # The hit ends inside a block: these blocks, one per group, are to be copied; the null block
     # where a group's blocks end there.
     partial: list[int] | None = None
@@ -47,6 +53,11 @@ class PrefixHit:
         """Whether it is worth waiting: the next block is being computed."""
         return self.awaited is not None
 
+    @property
+    def num_found_tokens(self) -> int:
+        """Tokens of the encoder's input and of the sequence that need not be computed."""
+        return self.num_encoder_tokens + self.num_tokens
+
 
 class PrefixMatcher:
     """Hashes the blocks of sequences, and matches them with blocks cached or being computed.
@@ -54,8 +65,18 @@ class PrefixMatcher:
     It never holds or releases blocks; the manager does.
     """
 
-    def __init__(self, specs: Seq[KVSpec], block_sizes: Seq[int], cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        specs: Seq[KVSpec],
+        block_sizes: Seq[int],
+        num_encoder_groups: int,
+        cache: PrefixCache,
+        inputs: EncoderInputs,
+    ) -> None:
+        """`specs` and `block_sizes` are those of the groups that grow with the sequence."""
         self._specs = specs
+        self._num_encoder_groups = num_encoder_groups
+        self._inputs = inputs
         self._block_sizes = block_sizes
         self._block_size = max(block_sizes)  # of a node; smaller blocks share one
         self._cache = cache
@@ -75,8 +96,12 @@ class PrefixMatcher:
         self._in_progress: dict[bytes, int] = {}  # key -> sequence id
         self.recent = RecentPrompts(self._block_size)
 
-    def no_hit(self) -> PrefixHit:
-        return PrefixHit(block_ids=[[] for _ in self._specs])
+    def no_hit(self, seq: Sequence) -> PrefixHit:
+        hit = PrefixHit(block_ids=[[] for _ in self._specs])
+        if self._num_encoder_groups:
+            hit.num_to_encode = len(seq.request.encoder_token_ids)
+            hit.encoder_ids = [[] for _ in range(self._num_encoder_groups)]
+        return hit
 
     def match(self, seq: Sequence, limit: int, max_hashes: int | None = None) -> PrefixHit:
         """The longest hit of at most `limit` tokens.
@@ -84,7 +109,9 @@ class PrefixMatcher:
         At most `max_hashes` more of the sequence's blocks are hashed, if that is given; blocks
         that a recent prompt has hashed count `1 / REUSED_PER_HASH` each.
         """
-        hit = self.no_hit()
+        hit = self.no_hit(seq)
+        if hit.num_to_encode and not self._find_input(seq, hit):
+            return hit
         num_cached = self._hash_what_may_hit(seq, limit, max_hashes, hit)
         if hit.is_unfinished:
             return hit
@@ -108,6 +135,31 @@ class PrefixMatcher:
             self._extend_into_block(seq, hit, limit)
         hit.ended_by = self._reason_of_end(seq, hit, limit)
         return hit
+
+    def _find_input(self, seq: Sequence, hit: PrefixHit) -> bool:
+        """Let the hit include the encoder's input, if that is cached.
+
+        Otherwise all of the sequence is computed again: the step that runs the encoder needs a
+        token to compute, and blocks of an input outlive those of the sequences that read it.
+        """
+        node = self._input(seq)
+        found = self._inputs.find(node)
+        if found is not None:
+            hit.num_encoder_tokens, hit.num_to_encode = hit.num_to_encode, 0
+            hit.encoder_ids = found
+        elif self.is_in_progress(node.key):
+            hit.awaited = node.key
+        else:
+            hit.ended_by = "evicted" if self._cache.was_evicted(node) else "unknown"
+        return found is not None
+
+    def encoded(self, seq: Sequence, block_ids: list[list[int]]) -> list[int]:
+        """Called when the encoder has run for a sequence. Returns the blocks that are now indexed:
+        none if the input is in others already."""
+        node = self._input(seq)
+        self.progressed(seq, node)
+        is_new = self._inputs.add(node, block_ids)
+        return [block_id for ids in block_ids for block_id in ids] if is_new else []
 
     def _reason_of_end(self, seq: Sequence, hit: PrefixHit, limit: int) -> HitEnd:
         if hit.num_tokens == limit:
@@ -143,7 +195,11 @@ class PrefixMatcher:
 
     def announce(self, seq: Sequence, num_tokens: int) -> None:
         """Announce that a sequence will compute its tokens up to `num_tokens`, so that prompts with
-        the same prefix wait for the blocks that these fill, as far as the tokens are known."""
+        the same prefix wait for the blocks that these fill, as far as the tokens are known; and
+        that the encoder will run for it, if its input has not been offered to the cache."""
+        table = seq.table
+        if table is not None and table.has_new_input:
+            self._in_progress.setdefault(self._input(seq).key, seq.seq_id)
         first = seq.num_computed_tokens // self._block_size
         end = min(num_tokens, seq.num_tokens) // self._block_size
         self.hash_blocks(seq, end)
@@ -159,6 +215,8 @@ class PrefixMatcher:
         """Called when a sequence leaves: prompts must not wait for blocks it has not computed."""
         self.recent.drop(seq)
         if self._in_progress and seq.table is not None:
+            if seq.table.has_new_input:
+                self.progressed(seq, self._input(seq))
             for node in seq.prefix_nodes[seq.table.num_registered :]:
                 self.progressed(seq, node)
 
@@ -223,8 +281,20 @@ class PrefixMatcher:
         return entry is not None and entry.is_in(self._full)
 
     def _root(self, seq: Sequence) -> PrefixNode:
+        """Where a sequence's chain begins: the tenant's root, or the encoder's input after it, so
+        that equal decoder tokens under different inputs have nothing in common."""
+        if seq.request.encoder_token_ids:
+            return self._input(seq)
         # Not stored, since clients may send any number of salts.
         return self._cache.root(seq.request.cache_salt)
+
+    def _input(self, seq: Sequence) -> PrefixNode:
+        """The name of a sequence's encoder input, which is hashed once."""
+        request = seq.request
+        if request.encoder_node is None:
+            packed = pack_tokens(list(request.encoder_token_ids))
+            request.encoder_node = self._cache.node(self._cache.root(request.cache_salt), packed)
+        return request.encoder_node
 
     def _longest_cached(self, nodes: list[PrefixNode]) -> list[CachedPrefix | None]:
         """The longest run of leading blocks that every group can start from.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from statistics import fmean
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 MAX_GROUPS = 8  # unless there are more different specs: every sequence has a block table per group
 # What a group costs beside its memory, as a fraction of the KV: so little that it decides only
@@ -25,10 +25,17 @@ SPAN_COST = 0.1
 TYPICAL_LENGTHS = (512, 2048, 8192, 32_768, 131_072)  # of sequences, in tokens
 TYPICAL_BLOCK = 16  # tokens
 
+# Whose tokens a layer keeps: those of the sequence, whose blocks are allocated as it grows, or
+# those of the encoder's input, whose blocks are allocated at admission and never change.
+Source = Literal["sequence", "encoder"]
+
 
 class KVSpec(Protocol):
     """Which tokens a layer's queries read. Layers of equal specs share block tables, so a spec is
     hashable and compared by its value."""
+
+    follows: ClassVar[Source]
+    """What the length of a layer's KV is that of."""
 
     def first_needed_token(self, position: int) -> int:
         """The first token that the query at `position` reads; it never shrinks as positions grow.
@@ -42,6 +49,8 @@ class KVSpec(Protocol):
 @dataclass(frozen=True, slots=True)
 class FullAttention:
     """Every earlier token is attended to, so every block is kept."""
+
+    follows: ClassVar[Source] = "sequence"
 
     def __str__(self) -> str:
         return "full attention"
@@ -59,6 +68,7 @@ class FullAttention:
 class SlidingWindow:
     """The query at p reads tokens p - window + 1 .. p; blocks wholly before are returned."""
 
+    follows: ClassVar[Source] = "sequence"
     window: int
 
     def __post_init__(self) -> None:
@@ -91,6 +101,8 @@ class CrossAttention:
     beams of the request share them.
     """
 
+    follows: ClassVar[Source] = "encoder"
+
     def __str__(self) -> str:
         return "cross-attention"
 
@@ -101,6 +113,18 @@ class CrossAttention:
     def max_blocks(self, num_tokens: int, block_size: int, chunk: int) -> int:
         """The blocks that an encoder input of `num_tokens` takes."""
         return math.ceil(num_tokens / block_size)
+
+
+def _comes_late(spec: KVSpec) -> bool:
+    return spec.follows == "encoder"
+
+
+def check_order(specs: Sequence[KVSpec]) -> None:
+    """Assert that the groups of these specs that follow the sequence come first."""
+    assert sorted(specs, key=_comes_late) == list(specs), "the encoder's groups come last"
+    assert any(spec.follows == "sequence" for spec in specs), (
+        "at least one group grows with the sequence"
+    )
 
 
 def first_needed_block(spec: KVSpec, block_size: int, num_computed_tokens: int) -> int:
@@ -140,9 +164,13 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How a model's layers are laid out in the blocks of one pool."""
+    """How a model's layers are laid out in the blocks of one pool. Groups that follow the sequence
+    come first."""
 
     groups: tuple[KVGroup, ...]
+
+    def __post_init__(self) -> None:
+        check_order(self.specs)
 
     @property
     def layers_per_block(self) -> int:
@@ -203,7 +231,7 @@ def group_layers(specs: Sequence[KVSpec]) -> KVLayout:
     if not specs:
         raise ValueError("a model without attention layers has no KV to lay out")
     by_spec: dict[KVSpec, list[int]] = {}
-    for layer_id, spec in enumerate(specs):
+    for layer_id, spec in sorted(enumerate(specs), key=lambda each: _comes_late(each[1])):
         by_spec.setdefault(spec, []).append(layer_id)
     limit = max(MAX_GROUPS, len(by_spec))
     most = max(len(layer_ids) for layer_ids in by_spec.values())

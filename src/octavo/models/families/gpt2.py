@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from octavo.json_fields import Fields
-from octavo.layers.config import AttentionConfig, MLPConfig, NormConfig
-from octavo.models.config import LayerConfig, ModelDescription, PositionTable
+from octavo.layers.config import AttentionConfig, MLPConfig, NormConfig, PositionTable
+from octavo.models.config import LayerConfig, ModelDescription
 from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, divided_head_dim
 from octavo.models.family import Family, WeightNames
 

@@ -18,14 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.ops.base import LOG2_E, AttentionBatch, HeadNorm, LayerPlace, LayerSpec, RotaryTable
+from octavo.ops.base import (
+    CROSS_ATTENTION,
+    LOG2_E,
+    AttentionBatch,
+    EncodedInputs,
+    HeadNorm,
+    LayerPlace,
+    LayerSpec,
+    RotaryTable,
+)
 from octavo.ops.cpu.threads import Runner, make_runner
 
 try:
@@ -51,7 +60,9 @@ class CpuBackend:
     not a multiple of 16 work, but cost a copy of each block that is read.
     """
 
-    score_features = frozenset({"softcap", "alibi_slopes", "sinks"})
+    score_features = frozenset(
+        {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION}
+    )
 
     def __init__(
         self,
@@ -81,7 +92,10 @@ class CpuBackend:
             [(layer.num_heads // layer.num_kv_heads, layer.num_kv_heads) for layer in layers]
         )
         # Which kernel a layer runs, by whether it is the general one; see `run_layer`.
-        self._is_general = [bool(layer.scores.features) for layer in layers]
+        self._is_general = [bool(layer.features) for layer in layers]
+        self._encoder_rows = [row for row, layer in enumerate(layers) if layer.reads_encoder]
+        self._groups = [place.group for place in layer_places]
+        self._encoded: tuple[EncodedInputs, NDArray[np.int32]] | None = None
         self._runners = {
             is_general: _layer_runner(kv_cache.dtype, is_general)
             for is_general in set(self._is_general)
@@ -95,7 +109,8 @@ class CpuBackend:
     def plan(self, batch: AttentionBatch) -> None:
         _check(batch)
         query_lens, context_lens = batch.query_lens.numpy(), batch.context_lens.numpy()
-        writes = _write_items(batch)
+        prompts = np.flatnonzero(query_lens > 1)
+        writes = _write_items(prompts, query_lens, batch.query_starts, batch.slots[0])
         self._held = [batch, writes]
         steps = self._steps
         steps["positions"] = batch.positions.data_ptr()
@@ -108,6 +123,10 @@ class CpuBackend:
             steps["slots"][rows] = batch.slots[group].data_ptr()
             steps["tables"][rows] = table.data_ptr()
             steps["table_stride"][rows] = table.stride(0)
+        if self._encoder_rows:
+            assert batch.encoder_lens is not None, "the step has encoder inputs"
+            steps["context_lens"][self._encoder_rows] = batch.encoder_lens.data_ptr()
+            steps["num_writes"][self._encoder_rows] = 0
         for (ratio, kv_heads), rows in self._rows_by_heads.items():
             items = _attention_items(query_lens, context_lens, ratio, kv_heads)
             self._held.append(items)
@@ -126,18 +145,11 @@ class CpuBackend:
     ) -> Tensor:
         if head_norms is not None:
             query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
-        num_tokens, num_heads, head_dim = query.shape
-        for x in (query, key, value):
-            assert x.dtype == self._kv_cache.dtype, f"{x.dtype} for a {self._kv_cache.dtype} cache"
-            assert x.stride(2) == 1, "heads must be dense"
-            assert x.stride(1) == head_dim or x.shape[1] == 1, "heads must be dense"
-        output = torch.empty((num_tokens, num_heads * head_dim), dtype=query.dtype)
+        self._check_heads(query, key, value)
         row = self._row[layer_id]
         step = self._steps[row : row + 1]
-        step["query"], step["query_stride"] = query.data_ptr(), query.stride(0)
         step["key"], step["key_stride"] = key.data_ptr(), key.stride(0)
         step["value"], step["value_stride"] = value.data_ptr(), value.stride(0)
-        step["output"] = output.data_ptr()
         is_general = self._is_general[row]
         if rotary is None:
             step["rotary_half"] = 0
@@ -146,12 +158,51 @@ class CpuBackend:
             step["cos"], step["sin"] = rotary.cos.data_ptr(), rotary.sin.data_ptr()
             step["rotary_half"] = rotary.rotary_dim // 2
             step["interleaved"] = rotary.interleaved
+        return self._attend(step, query, is_general)
+
+    def plan_encoded(self, inputs: EncodedInputs) -> None:
+        lens = inputs.lens.numpy()
+        slots = inputs.slots[self._groups[self._encoder_rows[0]]]
+        self._encoded = inputs, _write_items(np.arange(len(lens)), lens, inputs.starts, slots)
+
+    def write_encoded(self, layer_id: int, key: Tensor, value: Tensor) -> None:
+        assert self._encoded is not None, "plan_encoded() comes before write_encoded()"
+        self._check_heads(key, value)
+        row, (inputs, writes) = self._row[layer_id], self._encoded
+        step = self._steps[row : row + 1].copy()
+        step["key"], step["key_stride"] = key.data_ptr(), key.stride(0)
+        step["value"], step["value_stride"] = value.data_ptr(), value.stride(0)
+        step["positions"] = inputs.positions.data_ptr()
+        step["slots"] = inputs.slots[self._groups[row]].data_ptr()
+        step["writes"], step["num_writes"] = writes.ctypes.data, len(writes)
+        step["num_items"] = step["max_rows"] = 0
+        self._run(step, self._is_general[row])
+
+    def attend_encoded(self, layer_id: int, query: Tensor) -> Tensor:
+        self._check_heads(query)
+        row = self._row[layer_id]
+        return self._attend(self._steps[row : row + 1], query, self._is_general[row])
+
+    def _check_heads(self, *heads: Tensor) -> None:
+        for x in heads:
+            assert x.dtype == self._kv_cache.dtype, f"{x.dtype} for a {self._kv_cache.dtype} cache"
+            assert x.stride(2) == 1, "heads must be dense"
+            assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
+
+    def _attend(self, step: NDArray[np.void], query: Tensor, is_general: bool) -> Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        output = torch.empty((num_tokens, num_heads * head_dim), dtype=query.dtype)
+        step["query"], step["query_stride"] = query.data_ptr(), query.stride(0)
+        step["output"] = output.data_ptr()
+        self._run(step, is_general)
+        return output
+
+    def _run(self, step: NDArray[np.void], is_general: bool) -> None:
         self._counters.fill(0)
         run = self._runners.get(is_general)
         if run is None:
             run = self._runners[is_general] = _layer_runner(self._kv_cache.dtype, is_general)
         run(step.ctypes.data, torch.get_num_threads())
-        return output
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
         row = self._row[layer_id]
@@ -181,13 +232,19 @@ class CpuBackend:
         step["padded_dim"] = -(-layer.head_dim // LANES) * LANES
         step["window"] = 2**40 if layer.window is None else layer.window
         scores = layer.scores
-        changed = scores.softcap is not None or scores.alibi_slopes is not None
+        bias = scores.relative_bias
+        changed = bool(scores.features - {"sinks"})
         step["changes_scores"] = changed
+        step["reads_encoder"] = layer.reads_encoder
         step["scale"] = LOG2_E if changed else scores.scale * LOG2_E
         step["product_scale"] = scores.scale
         step["softcap"] = scores.softcap or 0
         if scores.alibi_slopes is not None:
             step["slopes"] = self._address(np.array(scores.alibi_slopes, np.float32))
+        if bias is not None:
+            biases = bias.biases(-torch.arange(bias.max_distance + 1)).contiguous()
+            step["biases"] = self._address(biases.numpy())
+            step["max_distance"] = bias.max_distance
         if scores.sinks is not None:
             sinks = scores.sinks.weight.float().numpy() * np.float32(LOG2_E)
             step["sinks"] = self._address(sinks)
@@ -214,19 +271,20 @@ def _check(batch: AttentionBatch) -> None:
     assert all(x.stride(-1) == 1 or x.numel() == 1 for x in (*int32s, *int64s)), "not dense"
 
 
-def _write_items(batch: AttentionBatch) -> NDArray[np.int32]:
-    """[begin, end) of prompt tokens whose K and V one thread writes, before any prompt's item.
+def _write_items(
+    seqs: NDArray[np.integer[Any]], lens: NDArray[np.int32], starts: Tensor, slots: Tensor
+) -> NDArray[np.int32]:
+    """[begin, end) of tokens of `seqs` whose K and V one thread writes, before any prompt's item.
 
     A decode's work item writes its own token.
     """
-    lens, starts = batch.query_lens.numpy(), batch.query_starts.tolist()
-    slots = batch.slots[0].numpy()
+    begins, places = starts.tolist(), slots.numpy()
     items = []
-    for seq in np.flatnonzero(lens > 1).tolist():
-        cuts = np.arange(starts[seq], starts[seq + 1], WRITE_TOKENS)
+    for seq in seqs.tolist():
+        cuts = np.arange(begins[seq], begins[seq] + int(lens[seq]), WRITE_TOKENS)
         # A token at an even slot clears the other half of its bf16 pair: never separate the two.
-        cuts[1:] += slots[cuts[1:]] & 1
-        ends = np.append(cuts[1:], starts[seq + 1])
+        cuts[1:] += places[cuts[1:]] & 1
+        ends = np.append(cuts[1:], begins[seq + 1])
         items += [(begin, end) for begin, end in zip(cuts, ends, strict=True) if begin < end]
     return np.array(items, np.int32).reshape(-1, 2)
 

@@ -25,7 +25,7 @@ SPAN_TOKENS = SPAN * LANES
 _ADDRESSES = (
     *("query", "key", "value", "output", "cos", "sin", "kv", "counters"),
     *("positions", "slots", "tables", "context_lens", "query_starts", "writes", "items"),
-    *("slopes", "sinks"),
+    *("slopes", "sinks", "biases"),
 )
 _NUMBERS = (
     *("query_stride", "key_stride", "value_stride", "table_stride", "block_stride", "block_size"),
@@ -38,7 +38,7 @@ _NUMBERS = (
         "interleaved",
         "window",
     ),
-    *("max_rows", "num_writes", "num_items", "changes_scores"),
+    *("max_rows", "num_writes", "num_items", "changes_scores", "max_distance", "reads_encoder"),
 )
 _FLOATS = ("scale", "product_scale", "softcap")
 STEP = np.dtype(
@@ -48,8 +48,9 @@ STEP = np.dtype(
 """What a kernel call needs. Strides are in elements; `kv` is the layer's place inside block 0.
 
 `scale` turns what the softmax is given into powers of 2: dot products, or scores where
-`changes_scores` is set (attention_scores.py). `softcap`, `slopes` and `sinks` are 0 where there are
-none; sinks are in powers of 2.
+`changes_scores` is set (attention_scores.py). `softcap`, `slopes`, `sinks` and `biases` are 0 where
+there are none; sinks are in powers of 2, and biases [num_heads, max_distance + 1]. Where
+`reads_encoder` is set, `context_lens` are those of the encoder inputs, and nothing is written.
 """
 
 

@@ -51,14 +51,17 @@ def _attend(step: Any, words: Any, elements: Any, general: Any, item: Any, scrat
     table = carray(pointer_to(step.tables + 4 * seq * step.table_stride, int32), num_blocks)
     first = context_len - (starts[1] - starts[0]) + q_begin  # position of the first query
     token = starts[0] + q_begin
-    if starts[1] - starts[0] == 1:
+    pace = 1  # positions from one query to the next
+    if len(general) > 0 and step.reads_encoder:
+        first, pace = context_len - 1, 0  # all queries see all keys
+    elif starts[1] - starts[0] == 1:
         for head in range(head_begin, head_end):
             write_token(step, elements, general, token, head, scratch.rotated)
     else:
         while fetch_add(step.counters + WRITTEN, 0) < step.num_writes:
             yield_core()  # another thread is still writing keys that these queries may see
     _begin_rows(step, elements, general, token, q_end - q_begin, head_begin, head_end, scratch)
-    key_end = first + (q_end - q_begin)
+    key_end = first + (q_end - q_begin - 1) * pace + 1
     key_begin = max(0, first - step.window + 1)
     in_place = size % LANES == 0
     head_bytes = 2 * size * padded * size_of(elements)
@@ -96,6 +99,7 @@ def _attend(step: Any, words: Any, elements: Any, general: Any, item: Any, scrat
                 elements,
                 general,
                 first - span,
+                pace,
                 q_end - q_begin,
                 head,
                 head_begin,
@@ -112,13 +116,15 @@ def _attend_span(
     elements: Any,
     general: Any,
     first: int,
+    pace: int,
     num_queries: int,
     head: int,
     head_begin: int,
     v_distance: int,
     scratch: Any,
 ) -> None:
-    """Fold one span of keys of one KV head into its rows; the first query is at `first` in it.
+    """Fold one span of keys of one KV head into its rows; the first query is at `first` in it, and
+    each other one `pace` behind the one before.
 
     Rows begin with those of the KV head `head_begin`.
     """
@@ -135,8 +141,8 @@ def _attend_span(
     s_address = scratch.scores.ctypes.data
     for r0 in range(0, num_rows, TILE_ROWS):
         rows = min(TILE_ROWS, num_rows - r0)
-        end = min(SPAN_TOKENS, first + (r0 + rows - 1) // group + 1)
-        begin = max(0, first + r0 // group - window + 1)
+        end = min(SPAN_TOKENS, first + (r0 + rows - 1) // group * pace + 1)
+        begin = max(0, first + r0 // group * pace - window + 1)
         if end <= 0 or begin >= SPAN_TOKENS:
             continue
         num_tiles = (end + LANES - 1) // LANES
@@ -146,10 +152,11 @@ def _attend_span(
         )  # fmt: skip
         if len(general) > 0 and step.changes_scores:
             for r in range(rows):
-                row_head, row_position = first_head + (r0 + r) % group, first + (r0 + r) // group
+                row_head = first_head + (r0 + r) % group
+                row_position = first + (r0 + r) // group * pace
                 change_scores(step, scratch.scores, r * SPAN_TOKENS, row_head, row_position)
         for r in range(rows):
-            position = first + (r0 + r) // group
+            position = first + (r0 + r) // group * pace
             at = row_base + r0 + r
             maxima[at], decay, total = softmax_row(
                 words, s_address + r * 4 * SPAN_TOKENS, max(0, position - window + 1),

@@ -53,3 +53,8 @@ def change_scores(step: Any, scores: Any, begin: int, head: int, position: int) 
         slope = carray(pointer_to(step.slopes, float32), step.num_heads)[head]
         for i in range(len(row)):
             row[i] += slope * np.float32(i - position)
+    if step.biases != 0:
+        farthest = step.max_distance
+        biases = carray(pointer_to(step.biases, float32), (step.num_heads, farthest + 1))[head]
+        for i in range(len(row)):
+            row[i] += biases[min(max(position - i, 0), farthest)]

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops.base import (
+    CROSS_ATTENTION,
     MAX_CASCADE_LEVELS,
     AttentionBatch,
     CascadeSegments,
+    EncodedInputs,
     HeadNorm,
     LayerPlace,
     LayerSpec,
@@ -63,10 +65,18 @@ class _Shape:
     head_dim: int
     window: int | None
     block_size: int
+    reads_encoder: bool
 
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    def keys_of(self, causal: Sequences, encoded: Sequences | None) -> Sequences:
+        """Sequences with the keys that these layers read."""
+        if not self.reads_encoder:
+            return causal
+        assert encoded is not None, "the step has encoder inputs"
+        return encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,9 @@ class TritonBackend:
     Takes fp16, bf16 and fp32; any head size, block size and ratio of heads.
     """
 
-    score_features = frozenset({"softcap", "alibi_slopes", "sinks"})
+    score_features = frozenset(
+        {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION}
+    )
 
     def __init__(
         self,
@@ -128,6 +140,7 @@ class TritonBackend:
         }
         self._scratch = _make_scratch(self._shapes, self._cascade_supports, kv_cache.device)
         self._tokens: Tensor | None = None
+        self._encoded: tuple[Tensor, Sequence[Tensor]] | None = None  # tokens, and block tables
         self._tables: list[Tensor] = []
         self._cascades: dict[_Shape, _CascadeLaunch] = {}
         self._decodes: dict[_Shape, tuple[Tensor, DecodeConfig]] = {}
@@ -138,7 +151,8 @@ class TritonBackend:
         return (num_kv_heads, 2, block_size, head_dim)
 
     def plan(self, batch: AttentionBatch) -> None:
-        seqs = _sequences_of(batch)
+        seqs, encoder_lens = _sequences_of(batch), batch.encoder_lens
+        encoded = None if encoder_lens is None else seqs._replace(contexts=encoder_lens.numpy())
         self._tables = list(batch.block_tables)
         self._cascades.clear()
         self._decodes.clear()
@@ -146,27 +160,33 @@ class TritonBackend:
         is_decode = seqs.lens == 1
         padded = batch.padded
         if is_decode.all() and padded is None:
-            self._plan_decodes(seqs, batch.staging, batch.cascade)
+            self._plan_decodes(seqs, encoded, batch.staging, batch.cascade)
         else:
             num_singles = padded.num_singles if padded else 0
             num_chunks = padded.num_chunks if padded else 0
             self._tokens = _stage_tokens(batch, seqs)
             cascade = _renumbered(batch.cascade, is_decode)
-            self._plan_decodes(seqs.select(is_decode), batch.staging, cascade, num_singles)
-            self._plan_prefills(seqs.select(~is_decode), batch, num_chunks)
+            singles, chunks = (
+                (seqs.select(mask), None if encoded is None else encoded.select(mask))
+                for mask in (is_decode, ~is_decode)
+            )
+            self._plan_decodes(*singles, batch.staging, cascade, num_singles)
+            self._plan_prefills(*chunks, batch, num_chunks)
 
     def _plan_decodes(
         self,
-        seqs: Sequences,
+        causal: Sequences,
+        encoded: Sequences | None,
         staging: Staging,
         cascade: Sequence[CascadeSegments | None],
         num_padded: int = 0,
     ) -> None:
-        num_seqs = max(len(seqs.lens), num_padded)
+        """`causal`, `encoded`: the same sequences, with the keys of layers of either kind."""
+        num_seqs = max(len(causal.lens), num_padded)
         if not num_seqs:
             return
         for index, shape in enumerate(self._shapes):
-            kv_heads = shape.num_kv_heads
+            seqs, kv_heads = shape.keys_of(causal, encoded), shape.num_kv_heads
             work = self._cut_cascade(shape, seqs, cascade, num_padded)
             config = decode_config(
                 self._dtype, shape.head_dim, shape.group, num_seqs * kv_heads, self._shared_memory
@@ -174,7 +194,14 @@ class TritonBackend:
             alignment = tile_alignment(config.tile, shape.block_size)
             num_splits = max(1, config.num_programs // kv_heads)
             decodes = decode_items(
-                seqs, shape.window, config.tile, alignment, num_splits, num_padded, work
+                seqs,
+                shape.window,
+                config.tile,
+                alignment,
+                num_splits,
+                num_padded,
+                work,
+                is_causal=not shape.reads_encoder,
             )
             max_splits = max(1, MAX_PROGRAMS // kv_heads)
             capacity = item_capacity(staging.max_num_seqs, max_splits) * ITEM_FIELDS
@@ -190,7 +217,7 @@ class TritonBackend:
         """How layers of this shape run cascade attention; None if they cannot."""
         config = cascade_config(self._dtype, shape.head_dim, shape.group)
         groups = {layer.group for layer in self._layers.values() if layer.shape == shape}
-        if config is None or shape.window is not None:
+        if config is None or shape.window is not None or shape.reads_encoder:
             return None
         return _CascadeSupport(
             config, tuple(groups), max(1, config.num_programs // shape.num_kv_heads)
@@ -228,13 +255,22 @@ class TritonBackend:
             support.config,
         )
 
-    def _plan_prefills(self, seqs: Sequences, batch: AttentionBatch, num_padded: int) -> None:
+    def _plan_prefills(
+        self, causal: Sequences, encoded: Sequences | None, batch: AttentionBatch, num_padded: int
+    ) -> None:
         staging = batch.staging
         for index, shape in enumerate(self._shapes):
             config = prefill_config(self._dtype, shape.head_dim, shape.group, self._shared_memory)
             alignment = tile_alignment(config.tile, shape.block_size)
             tokens_per_item = config.rows // shape.group
-            items = prefill_items(seqs, shape.window, config.tile, alignment, tokens_per_item)
+            items = prefill_items(
+                shape.keys_of(causal, encoded),
+                shape.window,
+                config.tile,
+                alignment,
+                tokens_per_item,
+                is_causal=not shape.reads_encoder,
+            )
             if batch.padded is not None:
                 num_tokens = batch.padded.num_tokens
                 capacity = min(num_tokens // tokens_per_item + num_padded, num_tokens)
@@ -255,10 +291,7 @@ class TritonBackend:
     ) -> Tensor:
         layer = self._layers[layer_id]
         spec, shape, cache, table = layer.spec, layer.shape, layer.cache, self._tables[layer.group]
-        for x in (query, key, value):
-            assert x.dtype == cache.dtype, f"{x.dtype} for a {cache.dtype} cache"
-            assert x.stride(2) == 1, "heads must be dense"
-            assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
+        _check(cache, query, key, value)
         if key.stride(0) != value.stride(0):  # the kernels have one stride for both
             key, value = key.contiguous(), value.contiguous()
         changes = _changes(rotary, head_norms)
@@ -301,11 +334,64 @@ class TritonBackend:
             )
         return output
 
+    def plan_encoded(self, inputs: EncodedInputs) -> None:
+        tokens = np.empty((len(inputs.positions), 2), np.int32)
+        tokens[:, 0] = inputs.rows.numpy().repeat(inputs.lens.numpy())
+        tokens[:, 1] = inputs.positions.numpy()
+        tables, uploaded = inputs.block_tables, torch.from_numpy(tokens.reshape(-1))
+        if tables[0].device.type == "cuda":
+            uploaded = uploaded.pin_memory().to(tables[0].device, non_blocking=True)
+        self._encoded = uploaded, tables
+
+    def write_encoded(self, layer_id: int, key: Tensor, value: Tensor) -> None:
+        assert self._encoded is not None, "plan_encoded() comes before write_encoded()"
+        layer, (tokens, tables) = self._layers[layer_id], self._encoded
+        _check(layer.cache, key, value)
+        if key.stride(0) != value.stride(0):
+            key, value = key.contiguous(), value.contiguous()
+        write_kv(key, key, value, tokens, tables[layer.group], layer.cache, _changes(None, None))
+
+    def attend_encoded(self, layer_id: int, query: Tensor) -> Tensor:
+        layer = self._layers[layer_id]
+        shape, cache, table = layer.shape, layer.cache, self._tables[layer.group]
+        _check(cache, query)
+        output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
+        if shape in self._decodes:
+            # The items name no new token, so that key and value are not read.
+            decode_attention(
+                query,
+                query,
+                query,
+                cache,
+                table,
+                self._decodes[shape][0],
+                self._scratch,
+                output,
+                _changes(None, None),
+                layer.scores,
+                None,
+                self._decodes[shape][1],
+            )
+        if shape in self._prefills:
+            items, config = self._prefills[shape]
+            prefill_attention(
+                query, cache, table, items, output, layer.scores, None, config, is_causal=False
+            )
+        return output
+
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
         layer = self._layers[layer_id]
         block, offset = divmod(slot, layer.shape.block_size)
         cells = layer.cache[block]
         return cells[:, 0, offset].clone(), cells[:, 1, offset].clone()
+
+
+def _check(cache: Tensor, *heads: Tensor) -> None:
+    """Queries, keys or values are as the kernels take them."""
+    for x in heads:
+        assert x.dtype == cache.dtype, f"{x.dtype} for a {cache.dtype} cache"
+        assert x.stride(2) == 1, "heads must be dense"
+        assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
 
 
 def _sequences_of(batch: AttentionBatch) -> Sequences:
@@ -349,7 +435,14 @@ def _changes(
 
 
 def _make_layer(spec: LayerSpec, place: LayerPlace, kv_cache: Tensor, block_size: int) -> _Layer:
-    shape = _Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window, block_size)
+    shape = _Shape(
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.window,
+        block_size,
+        spec.reads_encoder,
+    )
     block_shape = TritonBackend.kv_block_shape(block_size, spec.num_kv_heads, spec.head_dim)
     scores = KernelScores.of(spec.scores, kv_cache.device)
     return _Layer(spec, shape, scores, place.group, place.blocks(kv_cache, block_shape))

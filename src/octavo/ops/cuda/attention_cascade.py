@@ -95,9 +95,10 @@ def _cascade_kernel(
     query_stride,
     table_stride,
     block_stride,
-    scale,  # these three: KernelScores
+    scale,  # these four: KernelScores
     cap,
     slopes,
+    biases,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -109,6 +110,7 @@ def _cascade_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     FAST_TANH: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     MEMBER_SIZE: tl.constexpr,
@@ -145,6 +147,9 @@ def _cascade_kernel(
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + head * GROUP + row % GROUP, mask=inside, other=0.0)
+        bias = None
+        if biases is not None:
+            bias = biases + (head * GROUP + row % GROUP) * (MAX_DISTANCE + 1)
         top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
@@ -153,16 +158,16 @@ def _cascade_kernel(
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
-                top, total, acc, q, last, position, slope,
+                top, total, acc, q, last, position, slope, bias,
                 keys, values, blocks, first, end, block_stride, scale, cap,
-                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, PRECISION,
+                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, MAX_DISTANCE, PRECISION,
             )  # fmt: skip
             blocks = next_blocks
         if whole < end:
             top, total, acc = attend(
-                top, total, acc, q, last, position, slope,
+                top, total, acc, q, last, position, slope, bias,
                 keys, values, blocks, whole, end, block_stride, scale, cap,
-                True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, PRECISION,
+                True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, MAX_DISTANCE, PRECISION,
             )  # fmt: skip
 
         place = tl.load(member + 2, mask=inside, other=0).to(tl.int64) + split
@@ -223,6 +228,7 @@ def cascade_attention(
         scores.scale,
         scores.cap,
         scores.slopes,
+        scores.biases,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -234,6 +240,7 @@ def cascade_attention(
         INTERLEAVED=changes.interleaved,
         HAS_NORM=changes.query_norm is not None,
         FAST_TANH=has_fast_tanh(query.dtype, query.device),
+        MAX_DISTANCE=scores.max_distance,
         PRECISION=precision_of(query.dtype),
         FIELDS=ITEM_FIELDS,
         MEMBER_SIZE=MEMBER_FIELDS,

@@ -170,10 +170,11 @@ def _decode_kernel(
     kv_stride,
     table_stride,
     block_stride,
-    scale,  # these four: KernelScores
+    scale,  # these five: KernelScores
     cap,
     slopes,
     sinks,
+    biases,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -188,6 +189,7 @@ def _decode_kernel(
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     FAST_TANH: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -222,6 +224,9 @@ def _decode_kernel(
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + head * GROUP + row, mask=row < GROUP, other=0.0)
+        bias = None
+        if biases is not None:
+            bias = biases + (head * GROUP + tl.minimum(row, GROUP - 1)) * (MAX_DISTANCE + 1)
         top = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
@@ -241,6 +246,8 @@ def _decode_kernel(
             tl.store(values + slot + dim[None, :], v_new, mask=new_inside)
             product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1)
             top = capped_scores(product, scale, cap, FAST_TANH)
+            if bias is not None:
+                top += tl.load(bias)
             total = total + 1.0
             acc = acc + v_new.to(tl.float32)
             if sinks is not None:  # joins here, so once, however the keys are split
@@ -266,7 +273,9 @@ def _decode_kernel(
                 v = tl.load(values + places, mask=written[:, None] & in_head, other=0.0)
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             distance = (first + lane - position)[None, :]
-            scores = log2_scores(products, scale, cap, slope, distance, FAST_TANH)
+            scores = log2_scores(
+                products, scale, cap, slope, bias, distance, FAST_TANH, MAX_DISTANCE
+            )
             visible = written
             if WINDOW > 0:
                 visible = written & (first + lane > position - WINDOW)
@@ -336,8 +345,9 @@ def decode_attention(
         table: int32 [num_rows, max_blocks].
         items: int32 [num_items * ITEM_FIELDS], each (token, table row, first key, end of keys, the
             token's position, split, splits, place of the first split); token -1: no work, position
-            -1: padding. The keys are the cached ones, before the position; the first is a multiple
-            of `tile_alignment(config.tile, block_size)`.
+            -1: padding, or a query that reads cached keys alone, without key and value of its own.
+            The keys are the cached ones, before the position; the first is a multiple of
+            `tile_alignment(config.tile, block_size)`.
         output: [num_tokens, num_heads * head_dim], dense.
     """
     num_heads, head_dim = query.shape[1:]
@@ -366,6 +376,7 @@ def decode_attention(
         scores.cap,
         scores.slopes,
         scores.sinks,
+        scores.biases,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
@@ -380,6 +391,7 @@ def decode_attention(
         INTERLEAVED=changes.interleaved,
         HAS_NORM=changes.query_norm is not None,
         FAST_TANH=has_fast_tanh(query.dtype, query.device),
+        MAX_DISTANCE=scores.max_distance,
         PRECISION=precision_of(query.dtype),
         FIELDS=ITEM_FIELDS,
         num_warps=config.num_warps,

@@ -82,6 +82,7 @@ def attend(
     last,
     position,
     slope,
+    bias,
     keys,
     values,
     blocks,
@@ -97,12 +98,13 @@ def attend(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     FAST_TANH: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add one tile of keys to the rows' online softmax.
 
-    last, position [ROWS]: the last key that a row may see, and where its query is. slope: [ROWS] or
-    None (ALiBi).
+    last, position [ROWS]: the last key that a row may see, and where its query is. slope, bias: see
+    `log2_scores`.
     """
     dim = tl.arange(0, DIM_PAD)
     lane = tl.arange(0, TILE)
@@ -114,9 +116,9 @@ def attend(
     else:
         k = tl.load(keys + places, mask=in_head, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if (cap is not None) or (slope is not None):
+    if (cap is not None) or (slope is not None) or (bias is not None):
         distance = first + lane[None, :] - position[:, None]
-        scores = log2_scores(scores, scale, cap, slope, distance, FAST_TANH)
+        scores = log2_scores(scores, scale, cap, slope, bias, distance, FAST_TANH, MAX_DISTANCE)
         scale = 1.0
     # A scale waits for the exponent, where it is a part of a fused multiply-add.
     if MASKED:
@@ -150,10 +152,11 @@ def _prefill_kernel(
     query_stride,
     table_stride,
     block_stride,
-    scale,  # these four: KernelScores
+    scale,  # these five: KernelScores
     cap,
     slopes,
     sinks,
+    biases,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -162,7 +165,9 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     FAST_TANH: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -191,12 +196,18 @@ def _prefill_kernel(
         query + (place * query_stride + member)[:, None] + dim[None, :], mask=inside, other=0.0
     )
     position = first_position + row // GROUP
+    last = position
+    if not CAUSAL:
+        last = tl.zeros([ROWS], tl.int32) + (end - 1)
     keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
     values = keys + BLOCK_SIZE * HEAD_DIM
 
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + head * GROUP + row % GROUP, mask=row < ROWS, other=0.0)
+    bias = None
+    if biases is not None:
+        bias = biases + (head * GROUP + row % GROUP) * (MAX_DISTANCE + 1)
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
@@ -209,18 +220,19 @@ def _prefill_kernel(
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
-                top, total, acc, q, position, position, slope,
+                top, total, acc, q, last, position, slope, bias,
                 keys, values, blocks, first, end, block_stride, scale, cap,
-                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, PRECISION,
+                False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, MAX_DISTANCE,
+                PRECISION,
             )  # fmt: skip
             blocks = next_blocks
         begin = seen_by_all
     for first in tl.range(begin, end, TILE):
         next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
         top, total, acc = attend(
-            top, total, acc, q, position, position, slope,
+            top, total, acc, q, last, position, slope, bias,
             keys, values, blocks, first, end, block_stride, scale, cap,
-            True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, PRECISION,
+            True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, MAX_DISTANCE, PRECISION,
         )  # fmt: skip
         blocks = next_blocks
 
@@ -240,6 +252,7 @@ def prefill_attention(
     scores: KernelScores,
     window: int | None,
     config: PrefillConfig,
+    is_causal: bool = True,
 ) -> None:
     """Attend for the tokens that `items` names, and write their rows of `output`.
 
@@ -252,6 +265,7 @@ def prefill_attention(
             first key is a multiple of `tile_alignment(config.tile, block_size)`, and
             tokens * group <= config.rows.
         output: [num_tokens, num_heads * head_dim], dense.
+        is_causal: whether a query sees no key behind its position; otherwise all up to the end.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
@@ -269,6 +283,7 @@ def prefill_attention(
             scores.cap,
             scores.slopes,
             scores.sinks,
+            scores.biases,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,
@@ -277,7 +292,9 @@ def prefill_attention(
             ROWS=config.rows,
             TILE=config.tile,
             WINDOW=window or 0,
+            CAUSAL=is_causal,
             FAST_TANH=has_fast_tanh(query.dtype, query.device),
+            MAX_DISTANCE=scores.max_distance,
             PRECISION=precision_of(query.dtype),
             FIELDS=ITEM_FIELDS,
             num_warps=config.num_warps,

@@ -26,6 +26,9 @@ class KernelScores:
     cap: float | None
     slopes: Tensor | None  # float32 [num_heads], of ALiBi
     sinks: Tensor | None  # float32 [num_heads]
+    # float32 [num_heads, max_distance + 1]: of the relative bias, by distance; the last for all
+    # that are farther.
+    biases: Tensor | None
 
     @classmethod
     def of(cls, function: ScoreFunction, device: torch.device) -> KernelScores:
@@ -33,13 +36,23 @@ class KernelScores:
         scale, cap = function.scale * LOG2_E, None
         if function.softcap is not None:
             scale, cap = function.scale / function.softcap, function.softcap * LOG2_E
-        slopes, sinks = function.alibi_slopes, function.sinks
+        slopes, sinks, bias = function.alibi_slopes, function.sinks, function.relative_bias
+        biases = None
+        if bias is not None:
+            distances = torch.arange(bias.max_distance + 1, device=bias.weight.device)
+            biases = (bias.biases(-distances) * LOG2_E).to(device).contiguous()
         return cls(
             scale,
             cap,
             None if slopes is None else torch.tensor(slopes, device=device) * LOG2_E,
             None if sinks is None else sinks.weight.to(device, torch.float32) * LOG2_E,
+            biases,
         )
+
+    @property
+    def max_distance(self) -> int:
+        """The last column of `biases`; 0 without."""
+        return 0 if self.biases is None else self.biases.shape[1] - 1
 
 
 def has_fast_tanh(dtype: torch.dtype, device: torch.device) -> bool:
@@ -76,12 +89,25 @@ def capped_scores(products, scale, cap, FAST_TANH: tl.constexpr):
 
 
 @triton.jit
-def log2_scores(products, scale, cap, slope, distance, FAST_TANH: tl.constexpr):
+def log2_scores(
+    products,
+    scale,
+    cap,
+    slope,
+    bias,
+    distance,
+    FAST_TANH: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
+):
     """Dot products [ROWS, TILE] -> scores in powers of 2; see KernelScores.
 
-    slope: float32 [ROWS] or None. distance: int32 [ROWS or 1, TILE], from query to key.
+    slope: float32 [ROWS] or None. bias: where the row of `biases` of each row's head begins,
+    [ROWS], or None. distance: int32 [ROWS or 1, TILE], from query to key.
     """
     scores = capped_scores(products, scale, cap, FAST_TANH)
     if slope is not None:
         scores += slope[:, None] * distance.to(tl.float32)
+    if bias is not None:
+        # Keys behind the query are masked later; they must not be read beyond the table.
+        scores += tl.load(bias[:, None] + tl.minimum(tl.maximum(-distance, 0), MAX_DISTANCE))
     return scores

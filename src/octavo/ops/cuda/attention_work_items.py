@@ -23,7 +23,7 @@ class Sequences(NamedTuple):
 
     tokens: Int32s  # where the new tokens begin
     rows: Int32s  # of the block table
-    contexts: Int32s  # keys, new ones included; 0: padding
+    contexts: Int32s  # keys, new ones included (if there are any); 0: padding
     lens: Int32s  # new tokens
 
     def select(self, mask: NDArray[np.bool_]) -> Sequences:
@@ -138,12 +138,14 @@ def decode_items(
     num_splits: int,
     num_padded: int = 0,
     cascade: CascadeWork | None = None,
+    is_causal: bool = True,
 ) -> DecodeWork:
     """The work items of decodes, as `decode_attention` reads them; the last may be empty.
 
     The number of items depends on the number of sequences alone, or on `num_padded` if that is
     more; which keys an item reads depends on the context lengths. Keys that `cascade` covers are
-    left out, and its partial results count as the first splits of a sequence.
+    left out, and its partial results count as the first splits of a sequence. is_causal: the last
+    key is that of the new token itself; otherwise all keys are cached, and there is no new one.
     """
     tokens, rows, contexts, _ = seqs
     capacity = item_capacity(max(len(tokens), num_padded), num_splits)
@@ -151,7 +153,7 @@ def decode_items(
         items = np.zeros((capacity, ITEM_FIELDS), np.int32)
         items[:, 0] = -1
         return DecodeWork(items, tokens)
-    positions = contexts - 1
+    positions = contexts - 1 if is_causal else contexts  # behind the cached keys
     starts = None if window is None else np.maximum(contexts - window, 0) // alignment * alignment
     if cascade is not None:
         assert starts is None, "no cascades where a window moves over the keys"
@@ -189,7 +191,7 @@ def decode_items(
     begin = split * size if starts is None else split * size + starts.take(order)
     used[:, 2] = begin
     used[:, 3] = np.minimum(begin + size, position)
-    used[:, 4] = position
+    used[:, 4] = position if is_causal else -1
     items[num_items:, 0] = -1
     return DecodeWork(items, first_places)
 
@@ -244,9 +246,14 @@ def _cut(lens: Int32s, longest: float, tile: int) -> Int32s:
 
 
 def prefill_items(
-    seqs: Sequences, window: int | None, tile: int, alignment: int, tokens_per_item: int
+    seqs: Sequences,
+    window: int | None,
+    tile: int,
+    alignment: int,
+    tokens_per_item: int,
+    is_causal: bool = True,
 ) -> Int32s:
-    """[num_items, ITEM_FIELDS], as `prefill_attention` reads them."""
+    """[num_items, ITEM_FIELDS], as `prefill_attention` reads them. is_causal: see there."""
     tokens, rows, contexts, lens = seqs
     counts = -(-lens // tokens_per_item)
     seq = np.arange(len(lens)).repeat(counts)
@@ -256,13 +263,13 @@ def prefill_items(
     begin = np.zeros_like(position)
     if window is not None:
         begin = np.maximum(position - window + 1, 0) // alignment * alignment
-    end = position + count
+    end = position + count if is_causal else contexts[seq]
     order = np.argsort(begin - end, kind="stable")  # items with the most keys first
     items = np.zeros((len(seq), ITEM_FIELDS), np.int32)
     items[:, 0] = tokens[seq] + offset
     items[:, 1] = rows[seq]
     items[:, 2] = begin
-    items[:, 3] = (position + 1) // tile * tile
+    items[:, 3] = (position + 1 if is_causal else end) // tile * tile
     items[:, 4] = end
     items[:, 5] = position
     items[:, 6] = count

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from octavo.ops.base import (
+    CROSS_ATTENTION,
     AttentionBatch,
+    EncodedInputs,
     HeadNorm,
     LayerPlace,
     LayerSpec,
@@ -20,7 +22,9 @@ from octavo.ops.base import (
 class ReferenceBackend:
     """Keeps K and V inside a block as [2, block_size, num_kv_heads, head_dim]."""
 
-    score_features = frozenset({"softcap", "alibi_slopes", "sinks"})
+    score_features = frozenset(
+        {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION}
+    )
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class ReferenceBackend:
             for layer, place in zip(layers, layer_places, strict=True)
         }
         self._batch: AttentionBatch | None = None
+        self._encoded: EncodedInputs | None = None
 
     @staticmethod
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -76,6 +81,42 @@ class ReferenceBackend:
             table = batch.block_tables[group][i].to(query.device)
             blocks, offsets = table[keys // size].long(), keys % size
             queries = torch.arange(first, context_len, device=query.device)
+            outputs.append(
+                _attend(
+                    layer,
+                    query[start:end],
+                    k_cache[blocks, offsets],
+                    v_cache[blocks, offsets],
+                    queries,
+                    keys,
+                )
+            )
+        return torch.cat(outputs).flatten(1) if outputs else query.flatten(1)
+
+    def plan_encoded(self, inputs: EncodedInputs) -> None:
+        self._encoded = inputs
+
+    def write_encoded(self, layer_id: int, key: Tensor, value: Tensor) -> None:
+        assert self._encoded is not None, "plan_encoded() comes before write_encoded()"
+        _, group, (k_cache, v_cache) = self._layers[layer_id]
+        slots, size = self._encoded.slots[group].to(key.device), k_cache.shape[1]
+        k_cache[slots // size, slots % size] = key
+        v_cache[slots // size, slots % size] = value
+
+    def attend_encoded(self, layer_id: int, query: Tensor) -> Tensor:
+        batch = self._batch
+        assert batch is not None, "plan() comes before attend_encoded()"
+        assert batch.encoder_lens is not None, "the step has encoder inputs"
+        layer, group, (k_cache, v_cache) = self._layers[layer_id]
+        size = k_cache.shape[1]
+        outputs = []
+        for i, num_keys in enumerate(batch.encoder_lens.tolist()):
+            start, end = batch.query_starts[i : i + 2].tolist()
+            keys = torch.arange(num_keys, device=query.device)
+            table = batch.block_tables[group][i].to(query.device)
+            blocks, offsets = table[keys // size].long(), keys % size
+            # To queries behind the last key, all are visible.
+            queries = torch.full((end - start,), num_keys, device=query.device)
             outputs.append(
                 _attend(
                     layer,
@@ -136,6 +177,8 @@ def _weights(
     if function.alibi_slopes is not None:
         slopes = torch.tensor(function.alibi_slopes, device=scores.device)
         scores = scores - slopes[:, None, None] * distance
+    if function.relative_bias is not None:
+        scores = scores + function.relative_bias.biases(-distance)
     scores = scores.masked_fill(~visible, float("-inf"))
     if function.sinks is None:
         return scores.softmax(dim=-1)

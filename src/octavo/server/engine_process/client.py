@@ -13,7 +13,13 @@ from octavo.config import EngineConfig
 from octavo.engine.events import Counters, Event, Gauges
 from octavo.engine.snapshot import RequestView, Snapshot
 from octavo.engine.tokenizer import Tokenizer
-from octavo.engine.validation import Params, PreparedRequest, Prompt, RequestPreparer
+from octavo.engine.validation import (
+    Params,
+    PreparedRequest,
+    Prompt,
+    RequestPreparer,
+    parts_of,
+)
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
@@ -173,17 +179,21 @@ class EngineClient:
         try:
             self._check_open()
             self._check_room(tenant)
-            token_ids = await self._tokenize(prompt, "prompt")
+            given, decoder_input_ids = parts_of(prompt)
+            token_ids = await self._tokenize(given, "prompt")
+            whole: Prompt = token_ids
+            if decoder_input_ids is not None:
+                whole = {"prompt": token_ids, "decoder_input_ids": decoder_input_ids}
             self._check_open()  # tokenizing may have taken a while
             # The engine may hold less than the model could use.
             max_model_len = self.info.max_model_len
             prepared = self._preparer.prepare(
-                token_ids, params, max_model_len, priority, cache_salt, tenant
+                whole, params, max_model_len, priority, cache_salt, tenant
             )
             self._check_width(prepared)
             if request_id is None:
                 request_id = uuid.uuid4().hex
-            text = prompt if isinstance(prompt, str) else None
+            text = given if isinstance(given, str) else None
             entry = OpenRequest(request_id, prepared, text, arrival_time)
             stream = RequestStream(entry, params, self.tokenizer, self._delivery.abort)
             await self._open(stream)
@@ -213,7 +223,7 @@ class EngineClient:
     # ---------------------------------------------------------------- pinned prefixes
 
     async def pin_prefix(
-        self, prompt: Prompt, name: str | None = None, cache_salt: str = ""
+        self, prompt: str | list[int], name: str | None = None, cache_salt: str = ""
     ) -> PinnedPrefix:
         """Compute a prefix and keep it in the cache, also after a restart of the engine.
 
@@ -320,22 +330,22 @@ class EngineClient:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise InvalidRequest(field, "the model has no tokenizer; give token ids")
-        context_len = None if any_length else self.info.max_model_len
+        room = None if any_length else self._preparer.room(self.info.max_model_len)
         names = [field] if len(texts) == 1 else [f"{field}[{i}]" for i in range(len(texts))]
         named = list(zip(texts, names, strict=True))
-        if context_len is not None:
+        if room is not None:
             for text, name in named:  # what cannot fit waits for no thread
-                tokenizer.check_length(text, name, context_len)
+                tokenizer.check_length(text, name, room)
 
         def encode_all() -> list[list[int]]:
             return [
-                tokenizer.encode(text, add_special_tokens, field=name, context_len=context_len)
+                tokenizer.encode(text, add_special_tokens, field=name, room=room)
                 for text, name in named
             ]
 
         return await self.offload.text(sum(map(len, texts)), encode_all)
 
-    async def _tokenize(self, prompt: Prompt, field: str) -> Prompt:
+    async def _tokenize(self, prompt: str | list[int], field: str) -> str | list[int]:
         """Encode text as token ids; any other prompt is returned unchanged and checked later."""
         if not isinstance(prompt, str):
             return prompt

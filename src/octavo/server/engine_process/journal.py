@@ -48,11 +48,15 @@ class OpenRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+        return len(self.request.input_token_ids)
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.request.prompt_token_ids
+
+    @property
+    def input_token_ids(self) -> list[int]:
+        return self.request.input_token_ids
 
     @property
     def num_cached_tokens(self) -> int:

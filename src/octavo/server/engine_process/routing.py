@@ -115,7 +115,7 @@ class Router:
         """
         whole = _whole_load(request)
         price_here = here.load - load - _worth(whole - load)
-        num_prompt_tokens = len(request.prompt_token_ids)
+        num_prompt_tokens = len(request.input_token_ids)
         lowest = there.load + whole - num_prompt_tokens - _worth(num_prompt_tokens)
         if lowest >= price_here:
             return None  # however much of its prefix is there, which takes longer to find out
@@ -150,9 +150,8 @@ def _worth(num_matched: int) -> int:
 
 def _whole_load(request: PreparedRequest) -> int:
     """The load of a request of which nothing is cached."""
-    num_prompt_tokens = len(request.prompt_token_ids)
-    num_new = min(USUAL_OUTPUT, request.max_length - num_prompt_tokens) * request.width
-    return num_prompt_tokens + num_new
+    num_to_come = request.max_length - len(request.prompt_token_ids)
+    return len(request.input_token_ids) + min(USUAL_OUTPUT, num_to_come) * request.width
 
 
 def block_chain(request: PreparedRequest, block_size: int) -> list[int]:
@@ -161,8 +160,8 @@ def block_chain(request: PreparedRequest, block_size: int) -> list[int]:
     Python's hashes of bytes are keyed with a secret of the process, so a client cannot make two
     prompts look alike; if it could, they would be computed in the wrong place, no more.
     """
-    num_blocks = min(len(request.prompt_token_ids) // block_size, MAX_DEPTH)
-    tokens = array("i", request.prompt_token_ids[: num_blocks * block_size])
+    num_blocks = min(len(request.input_token_ids) // block_size, MAX_DEPTH)
+    tokens = array("i", request.input_token_ids[: num_blocks * block_size])
     packed, size = tokens.tobytes(), block_size * tokens.itemsize
     chain, link = [], hash(request.cache_salt)
     for start in range(0, len(packed), size):

@@ -103,6 +103,8 @@ async def conversation_prompt(
     `any_length`: also if they leave no room for an answer. Raises InvalidRequest or ApiError, which
     name the field.
     """
+    if context.client.model_config.encoder is not None:
+        raise refused("messages", "a model with an encoder has no conversations")
     reserved = sorted(RESERVED.intersection(variables or ()))
     if reserved:
         raise refused(f"chat_template_kwargs.{reserved[0]}", "it is not yours to set")

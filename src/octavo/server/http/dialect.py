@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from fastapi import Request, Response
 
+from octavo.engine.validation import Prompt
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.context import Context, context_of, reply, request_id_of
@@ -133,14 +134,14 @@ class Dialect(Generic[BodyT]):
     Attributes:
         body: the model of its requests.
         params: from a body and the model's default sampling parameters to the engine's parameters.
-        prompts: the token ids of each prompt of a body.
+        prompts: each prompt of a body, in token ids.
         writer: writes its replies.
         client_names: the engine's name of a field -> the client's, where that is another one.
     """
 
     body: type[BodyT]
     params: Callable[[BodyT, Mapping[str, Any]], Params]
-    prompts: Callable[[Context, BodyT], Awaitable[list[list[int]]]]
+    prompts: Callable[[Context, BodyT], Awaitable[Sequence[Prompt]]]
     writer: type[Writer[BodyT, Any]]
     client_names: Mapping[str, str] = field(default_factory=dict)
 

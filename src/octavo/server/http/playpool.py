@@ -199,7 +199,7 @@ class PlayPool:
         num_computed, seq.num_computed_tokens = seq.num_computed_tokens, position
         changes: Changes | None
         if seq.table is None:
-            changes = self.kv.allocate(seq, self.kv.no_hit(), end)
+            changes = self.kv.allocate(seq, self.kv.no_hit(seq), end)
         else:
             changes = self.kv.append([(seq, end)])
         if changes is None:

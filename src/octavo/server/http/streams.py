@@ -11,6 +11,7 @@ from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
+from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.server.engine_process.stream import RequestStream, StreamEvent
@@ -32,7 +33,7 @@ def event(value: Any) -> bytes:
 async def open_streams(
     request: Request,
     body: GenerationBody,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Prompt],
     params: Params,
     names: Mapping[str, str],
 ) -> list[RequestStream]:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import EngineConfig, SchedulerConfig
@@ -204,6 +205,10 @@ class Device(ABC):
     @abstractmethod
     def copy_blocks(self, blocks: Tensor, copies: Tensor) -> None:
         """Carry out copies that do not depend on each other: int32 [n, 3], BlockCopy's fields."""
+
+    def upload(self, values: NDArray[Any]) -> Tensor:
+        """The values where the device computes, for a step that is about to be started."""
+        return torch.from_numpy(values)
 
     def to_host(self, values: Tensor) -> Tensor:
         """A tensor of the host that holds `values` once the device has come so far."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import EngineConfig, SchedulerConfig
@@ -143,6 +145,13 @@ class CudaDevice(Device):
 
     def copy_blocks(self, blocks: Tensor, copies: Tensor) -> None:
         copy_blocks(blocks, copies)
+
+    def upload(self, values: NDArray[Any]) -> Tensor:
+        host = torch.from_numpy(values)
+        if not self._is_gpu:
+            return host
+        # From pinned memory, whose reuse the allocator delays until the copy is done.
+        return host.pin_memory().to(self.torch_device, non_blocking=True)
 
     def to_host(self, values: Tensor) -> Tensor:
         if not self._is_gpu:

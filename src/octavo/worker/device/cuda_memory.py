@@ -105,7 +105,8 @@ def _measure(
 def largest_steps(
     config: EngineConfig, model_config: ModelConfig, block_sizes: Sequence[int]
 ) -> list[StepPlan]:
-    """A step of prompts alone, and one that draws for as many sequences as may run.
+    """A step of prompts alone, and one that draws for as many sequences as may run; before them,
+    in a model with an encoder, one that runs it for as many tokens as it may.
 
     All their table entries name block 1: what they compute has no meaning.
     """
@@ -116,7 +117,9 @@ def largest_steps(
     # A penalty takes the most: the logits are copied in float32.
     spec = SamplingSpec(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
 
-    def plan(step_id: int, sizes: list[int], closed: list[int]) -> StepPlan:
+    def plan(
+        step_id: int, sizes: list[int], inputs: list[int], closed: list[int], encodes: bool = False
+    ) -> StepPlan:
         ids = [1000 * (step_id + 1) + i for i in range(len(sizes))]
         return StepPlan(
             step_id,
@@ -124,19 +127,29 @@ def largest_steps(
             num_scheduled_tokens=sizes,
             sampled=ids,
             expanded=[],
+            encoded=ids if encodes else [],
             closed=closed,
             opened=[
-                OpenedRow(i, (0,) * n, n, 0, spec, 0, 0) for i, n in zip(ids, sizes, strict=True)
+                OpenedRow(i, (0,) * n, n, 0, spec, 0, 0, encoder_token_ids=(0,) * encoded)
+                for i, n, encoded in zip(ids, sizes, inputs, strict=True)
             ],
             table_writes=[
-                TableWrite(i, group, 0, (1,) * -(-n // size))
-                for i, n in zip(ids, sizes, strict=True)
+                TableWrite(i, group, 0, (1,) * -(-max(n, encoded) // size))
+                for i, n, encoded in zip(ids, sizes, inputs, strict=True)
                 for group, size in enumerate(block_sizes)
             ],
         )
 
-    first = plan(0, lengths, [])
-    return [first, plan(1, [1] * scheduler.max_num_seqs, first.seq_ids)]
+    encoder, steps = model_config.encoder, []
+    if encoder is not None:
+        longest = min(encoder.max_model_len, budget - 1)
+        inputs = [min(longest, budget - 1 - start) for start in range(0, budget - 1, longest)]
+        inputs = inputs[: scheduler.max_num_seqs]
+        steps = [plan(0, [1] * len(inputs), inputs, [], encodes=True)]
+    for sizes in (lengths, [1] * scheduler.max_num_seqs):
+        inputs = [0 if encoder is None else 1] * len(sizes)
+        steps.append(plan(len(steps), sizes, inputs, steps[-1].seq_ids if steps else []))
+    return steps
 
 
 def release_cached() -> None:

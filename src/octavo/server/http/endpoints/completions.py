@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 
 from octavo.core.step import TokenLogprobs
+from octavo.engine.validation import Prompt
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.stream import RequestStream
@@ -36,7 +37,7 @@ router = APIRouter(tags=["OpenAI"])
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0.7}
 
-Prompt = (
+PromptField = (
     Text
     | NonEmptyIds
     | Annotated[Texts, Field(min_length=1)]
@@ -47,12 +48,14 @@ Prompt = (
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: Annotated[Prompt, Field(union_mode="left_to_right"), WHOLE_FLOATS]
-    """Text, token ids, or a list of either."""
+    prompt: Annotated[PromptField, Field(union_mode="left_to_right"), WHOLE_FLOATS]
+    """Text, token ids, or a list of either; with an encoder, its input."""
     echo: bool | None = None
     """Put the prompt in front of the output."""
     logprobs: NonNegative | None = None
     """Score the output's tokens, with the k likeliest at each."""
+    decoder_input_ids: Annotated[NonEmptyIds | None, WHOLE_FLOATS] = None
+    """With an encoder, what the decoder starts with; not given: decoder_start_token_id."""
     add_special_tokens: bool | None = None
     """Begin text prompts with what the model expects, such as BOS."""
 
@@ -97,7 +100,17 @@ def completion_params(body: CompletionBody, defaults: Mapping[str, Any]) -> Para
     return replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
 
 
-async def _prompts(context: Context, body: CompletionBody) -> list[list[int]]:
+async def _prompts(context: Context, body: CompletionBody) -> Sequence[Prompt]:
+    """The token ids of each prompt, with the decoder's if they are given."""
+    if body.echo and context.client.model_config.encoder is not None:
+        raise refused("echo", "the output does not continue the input of an encoder")
+    prompts = await _token_ids(context, body)
+    if body.decoder_input_ids is None:
+        return prompts
+    return [{"prompt": each, "decoder_input_ids": body.decoder_input_ids} for each in prompts]
+
+
+async def _token_ids(context: Context, body: CompletionBody) -> list[list[int]]:
     """The token ids of each prompt."""
     prompts = _prompt_list(body)
     limit = context.settings.max_prompts

@@ -1,0 +1,74 @@
+"""What the files of a model with an encoder say about its output, beside how to sample.
+
+Such models are trained for one task and come with the rules for it: tokens that must come first or
+last, words that must not come. transformers applies them to every request, and so does octavo; it
+refuses a model with rules that it does not have. Lengths and the search itself (`max_length`,
+`min_length`, `num_beams`, `length_penalty`, `early_stopping`) are each request's own. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+from octavo.json_fields import Fields
+from octavo.models.config import DecodingRules
+
+# Rules that change the output, each with the value that turns it off.
+UNSERVED = {
+    "forced_decoder_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "repetition_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "num_beam_groups": 1,
+    "renormalize_logits": False,
+    "remove_invalid_values": False,
+    "guidance_scale": None,
+}
+MAX_BAD_WORDS = 10_000
+
+
+def read_decoding_rules(config: Fields, vocab_size: int) -> DecodingRules:
+    """From generation_config.json, or from config.json where there is none.
+
+    Raises:
+        ModelError: a rule that octavo does not have, or one that makes no sense; names it.
+    """
+    for name, harmless in UNSERVED.items():
+        if not (name == "repetition_penalty" and config.flag("do_sample", False)):
+            config.refuse(name, harmless)
+    size = 0
+    if config.get("no_repeat_ngram_size", 0) != 0:
+        size = config.count("no_repeat_ngram_size", limit=1 << 20)
+    return DecodingRules(
+        _token(config, "forced_bos_token_id", vocab_size),
+        _token(config, "forced_eos_token_id", vocab_size),
+        size,
+        _bad_words(config, vocab_size),
+    )
+
+
+def _token(config: Fields, name: str, vocab_size: int) -> int | None:
+    token_ids = config.token_ids(name)
+    if len(token_ids) > 1 or any(not 0 <= token_id < vocab_size for token_id in token_ids):
+        raise config.error(name, f"it must be one token of the vocabulary of {vocab_size}")
+    return next(iter(token_ids), None)
+
+
+def _bad_words(config: Fields, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """bad_words_ids; as in transformers, the end token alone is no bad word."""
+    words = config.get("bad_words_ids", [])
+    if not isinstance(words, list) or len(words) > MAX_BAD_WORDS:
+        raise config.error("bad_words_ids", f"it must be a list of at most {MAX_BAD_WORDS:,} words")
+    for word in words:
+        if (
+            not isinstance(word, list)
+            or not word
+            or any(type(i) is not int or not 0 <= i < vocab_size for i in word)
+        ):
+            raise config.error("bad_words_ids", f"each must be a list of ids below {vocab_size}")
+    ends = [[token_id] for token_id in config.token_ids("eos_token_id")]
+    return tuple(tuple(word) for word in words if word not in ends)

@@ -1,0 +1,147 @@
+"""BART (arXiv:1910.13461): learned positions, norms behind each block and of the embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.json_fields import Fields
+from octavo.layers.config import (
+    AttentionConfig,
+    EmbeddingScale,
+    MLPConfig,
+    NormConfig,
+    PositionTable,
+)
+from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription
+from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, divided_head_dim
+from octavo.models.family import Family, WeightNames
+
+POSITION_OFFSET = 2  # the table of positions begins with two rows that are never used
+NORM_EPS = 1e-5  # torch's default, which transformers' BART uses
+
+_LAYER = {
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.output": "self_attn.out_proj",
+    "attention_norm": "self_attn_layer_norm",
+    "mlp.up": "fc1",
+    "mlp.down": "fc2",
+    "mlp_norm": "final_layer_norm",
+}
+WEIGHTS = WeightNames(
+    model={
+        "embedding": ("shared", "encoder.embed_tokens", "decoder.embed_tokens"),
+        "encoder.positions": "encoder.embed_positions",
+        "encoder.embedding_norm": "encoder.layernorm_embedding",
+        "positions": "decoder.embed_positions",
+        "embedding_norm": "decoder.layernorm_embedding",
+        "head.linear": "lm_head",
+        "head.logits_bias": "final_logits_bias",
+    },
+    encoder_layers="encoder.layers",
+    encoder_layer=_LAYER,
+    layers="decoder.layers",
+    layer={
+        **_LAYER,
+        "cross_attention.query": "encoder_attn.q_proj",
+        "cross_attention.key_value": ("encoder_attn.k_proj", "encoder_attn.v_proj"),
+        "cross_attention.output": "encoder_attn.out_proj",
+        "cross_norm": "encoder_attn_layer_norm",
+    },
+    prefixes=("model.",),
+    ignored=(r"(encoder|decoder)\.version",),  # of the file format of the original training code
+)
+
+
+def read(config: Fields) -> ModelDescription:
+    """From config.json of a BartForConditionalGeneration."""
+    for name, harmless in (
+        ("normalize_before", False),
+        ("add_final_layer_norm", False),
+        ("normalize_embedding", True),
+        ("static_position_embeddings", False),
+    ):
+        config.refuse(name, harmless)  # of its relatives: mBART, Pegasus
+    positions = config.count("max_position_embeddings", 1024)
+    table = PositionTable(positions + POSITION_OFFSET, POSITION_OFFSET)
+    hidden = config.count("d_model", 1024)
+    return read_bart(config, 50265, table, positions, NormConfig("layer", hidden, NORM_EPS))
+
+
+def read_bart(
+    config: Fields,
+    vocab_size: int,
+    positions: PositionTable,
+    max_tokens: int,
+    embedding_norm: NormConfig | None,
+) -> ModelDescription:
+    """Encoder-decoder models with norms behind each block and a bias of the logits.
+
+    Args:
+        config: config.json.
+        vocab_size: the family's default.
+        positions: of encoder and decoder.
+        max_tokens: that there are positions for.
+        embedding_norm: of encoder and decoder; None: embeddings are not normalised.
+    """
+    hidden = config.count("d_model", 1024)
+    encoder, decoder = (_read_layers(config, side, hidden) for side in ("encoder", "decoder"))
+    cross = replace(decoder[0].attention, reads_encoder=True)
+    return ModelDescription(
+        vocab_size=config.count("vocab_size", vocab_size),
+        hidden_size=hidden,
+        max_model_len=max_tokens,
+        encoder=EncoderConfig(
+            max_model_len=max_tokens,
+            layers=encoder,
+            positions=positions,
+            embedding_norm=embedding_norm,
+        ),
+        layers=tuple(replace(layer, cross_attention=cross) for layer in decoder),
+        positions=positions,
+        embedding_scale=(
+            EmbeddingScale(hidden**0.5) if config.flag("scale_embedding", False) else None
+        ),
+        embedding_norm=embedding_norm,
+        final_norm=None,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        logits_bias=True,
+    )
+
+
+def _read_layers(config: Fields, side: str, hidden: int) -> tuple[LayerConfig, ...]:
+    """The layers of the encoder or of the decoder, all alike."""
+    num_layers = config.count(f"{side}_layers", 12, MAX_LAYERS)
+    heads = config.count(f"{side}_attention_heads", 16)
+    head_dim = divided_head_dim(config, hidden, heads)
+    layer = LayerConfig(
+        attention=AttentionConfig(
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            qkv_bias=True,
+            output_bias=True,
+        ),
+        mlp=MLPConfig(
+            kind="plain",
+            hidden_size=hidden,
+            intermediate_size=config.count(f"{side}_ffn_dim", 4096),
+            activation=config.choice("activation_function", PLAIN_ACTIVATIONS, "gelu"),
+            bias=True,
+        ),
+        norm=NormConfig("layer", hidden, NORM_EPS),
+        norm_placement="post",
+    )
+    return (layer,) * num_layers
+
+
+FAMILY = Family(
+    model_type="bart",
+    architecture="BartForConditionalGeneration",
+    note="BART base and large and fine-tunes, DistilBART; encoder and decoder",
+    read=read,
+    weights=WEIGHTS,
+    eos_token_ids=(2,),
+    decoder_start_token_id=2,
+)

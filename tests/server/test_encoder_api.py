@@ -1,0 +1,113 @@
+"""A server with a model that has an encoder, and what it refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+from server.live_server import LiveServer, live_server
+
+INPUT = [5, 6, 7, 8, 9, 1] * 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, T5ForConditionalGeneration]:
+    torch.manual_seed(0)
+    made = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=64,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+        )
+    ).eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    directory = tmp_path_factory.mktemp("t5")
+    made.save_pretrained(directory)
+    return directory, made
+
+
+@pytest.fixture(scope="module")
+def t5(model: tuple[Path, T5ForConditionalGeneration]) -> Iterator[LiveServer]:
+    options = (str(model[0]), "--log-level", "warning", "--block-size", "8")
+    with live_server(*options) as running:
+        yield running
+
+
+def reference(model: tuple[Path, Any], decoder_input_ids: list[int]) -> list[int]:
+    """The greedy tokens that transformers adds."""
+    begun = torch.tensor([decoder_input_ids])
+    out = model[1].generate(
+        torch.tensor([INPUT]), decoder_input_ids=begun, max_new_tokens=8, do_sample=False
+    )
+    tokens: list[int] = out[0, len(decoder_input_ids) :].tolist()
+    return tokens
+
+
+def test_completions_equal_transformers(t5: LiveServer, model: tuple[Path, Any]) -> None:
+    fields = {"max_tokens": 8, "return_token_ids": True}
+    first, again = (t5.complete(INPUT, **fields) for _ in range(2))
+    for reply in (first, again):
+        [choice] = reply["choices"]
+        assert choice["token_ids"] == reference(model, [0])
+        assert choice["prompt_token_ids"] == INPUT
+        assert reply["usage"]["prompt_tokens"] == len(INPUT)
+    cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in (first, again)]
+    assert cached == [0, len(INPUT)]
+
+
+def test_the_decoder_begins_with_decoder_input_ids(t5: LiveServer, model: tuple[Path, Any]) -> None:
+    fields = {"max_tokens": 8, "return_token_ids": True, "decoder_input_ids": [4, 9]}
+    both = t5.complete([INPUT, INPUT], **fields)["choices"]
+    assert [choice["token_ids"] for choice in both] == [reference(model, [0, 4, 9])] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"echo": True}, "echo", "does not continue the input of an encoder"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "an encoder does not predict its input"),
+        ({"decoder_input_ids": []}, "decoder_input_ids", "at least 1"),
+        ({"decoder_input_ids": "x"}, "decoder_input_ids", "valid array"),
+        ({"decoder_input_ids": [64]}, "decoder_input_ids", "outside the vocabulary of 64"),
+        ({"decoder_input_ids": [4] * 10_000}, "decoder_input_ids", "leave no room for output"),
+        ({"prompt": [4] * 1_000_000}, "prompt", "1000000 tokens"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else None,
+)
+def test_what_has_no_meaning_with_an_encoder_is_refused(
+    t5: LiveServer, fields: dict[str, Any], param: str, message: str
+) -> None:
+    response = t5.post("/v1/completions", {"prompt": INPUT, **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_there_are_no_conversations_and_no_prefixes_to_pin(t5: LiveServer) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    for path, body, param in (
+        ("/v1/chat/completions", {"messages": messages}, "messages"),
+        ("/v1/prefixes", {"prefix": INPUT}, "prefix"),
+    ):
+        response = t5.post(path, body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+        assert "encoder" in response.json()["error"]["message"]
+
+
+def test_decoder_input_ids_are_refused_without_an_encoder(server: LiveServer) -> None:
+    response = server.post("/v1/completions", {"prompt": "Once", "decoder_input_ids": [1]})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("decoder_input_ids", "invalid_value")

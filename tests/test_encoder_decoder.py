@@ -1,0 +1,250 @@
+"""Encoder-decoder models through the whole engine: the tokens of transformers' generate.
+
+Whatever the engine does on the way: company, preemption by either mode, prefixes found, budgets.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model_zoo
+from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.errors import RequestTooLong
+from octavo.models.decoder import Encoder
+
+NAMES = model_zoo.ENCODER_DECODER_NAMES
+NUM_TOKENS = 14
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+LENGTHS = (1, 16, 17, 50)  # the block size is 16
+START = 2  # decoder_start_token_id of the zoo's models
+
+
+def inputs() -> list[list[int]]:
+    return [model_zoo.random_token_ids(n, seed=n) for n in LENGTHS]
+
+
+def generate(name: str, prompt: Sequence[int], max_new_tokens: int = NUM_TOKENS, **how: Any) -> Any:
+    """transformers' generate, with the attention mask that the whole prompt has."""
+    with torch.inference_mode():
+        return model_zoo.reference_model(name).generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            **how,
+        )
+
+
+@functools.cache
+def reference_tokens(name: str) -> list[list[int]]:
+    return [generate(name, prompt, eos_token_id=None)[0, 1:].tolist() for prompt in inputs()]
+
+
+def load(directory: str | Path, **options: Any) -> LLM:
+    if not isinstance(directory, Path):
+        directory = model_zoo.model_directory(directory)
+    options = {"num_blocks": 200, "max_num_seqs": 16, "max_model_len": 80, **options}
+    return LLM(str(directory), **options)
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The lengths of the inputs of each run of the encoder."""
+    runs: list[list[int]] = []
+    forward = Encoder.forward
+
+    def counted(self: Encoder, vectors: Any, positions: Any, lens: Sequence[int]) -> Any:
+        runs.append(list(lens))
+        return forward(self, vectors, positions, lens)
+
+    monkeypatch.setattr(Encoder, "forward", counted)
+    return runs
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_equal_transformers(name: str, backend: str) -> None:
+    llm = load(name, attention_backend=backend)
+    assert tokens(llm.generate(inputs(), GREEDY, use_tqdm=False)) == reference_tokens(name)
+
+
+@pytest.mark.parametrize(("name", "width"), list(zip(NAMES, (2, 3, 4, 5, 6), strict=True)))
+def test_beams_equal_transformers(name: str, width: int) -> None:
+    llm = load(name)
+    prompt = inputs()[3]
+    for penalty, early in [(1.0, False), (0.0, True), (2.0, "never")]:
+        params = BeamSearchParams(
+            beam_width=width, max_tokens=8, length_penalty=penalty, early_stopping=early
+        )
+        [output] = llm.beam_search(prompt, params, use_tqdm=False)
+        expected = generate(
+            name,
+            prompt,
+            8,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=penalty,
+            early_stopping=early,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        scores = [beam.score for beam in output.outputs]
+        assert scores == pytest.approx(expected.sequences_scores.tolist(), rel=1e-5)
+        for beam, sequence in zip(output.outputs, expected.sequences.tolist(), strict=True):
+            assert beam.token_ids + sequence[1 + len(beam.token_ids) :] == sequence[1:]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_decoder_starts_with(name: str) -> None:
+    llm, prompt, start = load(name), inputs()[2], [START, 40, 50, 60]
+    expected = generate(name, prompt, decoder_input_ids=torch.tensor([start]), eos_token_id=None)
+    for given in (start, start[1:]):  # the start token is put in front
+        [output] = llm.generate(
+            [{"prompt": prompt, "decoder_input_ids": given}], GREEDY, use_tqdm=False
+        )
+        assert output.outputs[0].token_ids == expected[0, 4:].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_share_one_run_of_the_encoder(name: str, encoded: list[list[int]]) -> None:
+    """And are the same whatever else is computed, and in whichever order."""
+    params = SamplingParams(n=4, temperature=0.8, max_tokens=9, seed=5, ignore_eos=True)
+    llm, prompt = load(name), inputs()[3]
+    [alone] = llm.generate([prompt], params, use_tqdm=False)
+    assert encoded == [[50]]
+    [again, *_] = llm.generate([prompt, *inputs()[:3]], [params] + [GREEDY] * 3, use_tqdm=False)
+    samples = [sample.token_ids for sample in alone.outputs]
+    assert [sample.token_ids for sample in again.outputs] == samples
+    assert len({tuple(sample) for sample in samples}) > 1
+    assert [50] not in encoded[1:], "the input was found in the cache"
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("name", NAMES)
+def test_preempted_requests_go_on(name: str, mode: str) -> None:
+    """An urgent request displaces the others halfway, and takes all blocks."""
+    llm = load(
+        name,
+        policy="priority",
+        num_blocks=22,
+        block_size=8,
+        max_model_len=40,
+        max_num_batched_tokens=64,
+        preemption_mode=mode,
+        swap_space=1 << 24,
+        enable_prefix_caching=False,
+    )
+    client = llm.client
+    for prompt, expected in zip(inputs(), reference_tokens(name), strict=True):
+        stream = client.make_request(prompt, GREEDY, priority=5)
+        client.add_request(stream)
+        outputs: list[Any] = []
+        for _ in range(5):
+            outputs += client.step()
+        filler = model_zoo.random_token_ids(60, seed=99)
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, n=1)
+        for seed in (1, 2):
+            urgent = client.make_request(filler[seed:], params, priority=0)
+            client.add_request(urgent)
+        while client.has_unfinished:
+            outputs += client.step()
+        assert stream.output is not None
+        assert stream.output.outputs[0].token_ids == expected
+    assert llm.engine.scheduler.num_preemptions[mode] > 0
+
+
+def test_equal_inputs_run_the_encoder_once(encoded: list[list[int]]) -> None:
+    llm, prompt = load("t5"), inputs()[3]
+    outputs = llm.generate([prompt] * 6, GREEDY, use_tqdm=False)
+    assert tokens(outputs) == [reference_tokens("t5")[3]] * 6
+    assert encoded == [[50]]
+    llm.generate([prompt[:-1]], GREEDY, use_tqdm=False)
+    assert encoded == [[50], [49]], "half of an input is of no use"
+
+
+@pytest.mark.parametrize("name", ["flan-t5", "bart"])
+def test_beside_64_others(name: str, encoded: list[list[int]]) -> None:
+    """In steps of few tokens, of which an input takes most."""
+    others = [model_zoo.random_token_ids(1 + i % 60, seed=100 + i) for i in range(64)]
+    mixed = SamplingParams(temperature=1.0, max_tokens=5, seed=1)
+    llm = load(name, num_blocks=600, max_num_seqs=40, max_num_batched_tokens=70)
+    params = [GREEDY] * 4 + [mixed] * 64
+    outputs = llm.generate([*inputs(), *others], params, use_tqdm=False)
+    assert tokens(outputs[:4]) == reference_tokens(name)
+    assert max(map(sum, encoded)) < 70
+
+
+def test_a_long_input() -> None:
+    """3,000 tokens, which is many parts of relative biases and splits of decode attention."""
+    prompt = model_zoo.random_token_ids(3000, seed=3)
+    llm = load("flan-t5", num_blocks=400, max_num_batched_tokens=3001)
+    expected = generate("flan-t5", prompt, 6, eos_token_id=None)[0, 1:].tolist()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    assert tokens(llm.generate([prompt], params, use_tqdm=False)) == [expected]
+    with pytest.raises(RequestTooLong, match="max_num_batched_tokens"):
+        llm.generate([[*prompt, 5]], params, use_tqdm=False)
+
+
+def test_an_input_beyond_the_positions() -> None:
+    llm = load("bart")
+    with pytest.raises(RequestTooLong, match="takes 512 tokens"):
+        llm.generate([model_zoo.random_token_ids(513)], GREEDY, use_tqdm=False)
+
+
+# -------------------------------------------------------------------- rules of the output
+
+RULES = [
+    {"forced_bos_token_id": 9, "forced_eos_token_id": 7},
+    {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 1},
+    {"bad_words_ids": [[5], [100, 200]]},
+    {"forced_eos_token_id": 1, "no_repeat_ngram_size": 3, "bad_words_ids": [[8, 9]]},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_rules_of_the_output_are_those_of_transformers(
+    tmp_path: Path, rules: dict[str, Any]
+) -> None:
+    """For greedy decoding and for beams, scores included. Bad words are some that came without."""
+    name, prompt = "bart", inputs()[3]
+    if "bad_words_ids" in rules and len(rules) == 1:
+        first = reference_tokens(name)[3]
+        rules = {"bad_words_ids": [[first[0]], first[3:5], first[1:3]]}
+    for path in model_zoo.model_directory(name).iterdir():
+        if path.name != "generation_config.json":
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(rules | {"eos_token_id": 1}))
+    llm = load(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    expected = generate(name, prompt, **rules)[0, 1:].tolist()
+    assert output.outputs[0].token_ids == expected[: len(output.outputs[0].token_ids)]
+    num_tokens = expected.index(1) + 1 if 1 in expected else NUM_TOKENS
+    assert len(output.outputs[0].token_ids) == num_tokens
+    [output] = llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=8), use_tqdm=False)
+    wanted = generate(
+        name,
+        prompt,
+        8,
+        num_beams=4,
+        num_return_sequences=4,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **rules,
+    )
+    scores = [beam.score for beam in output.outputs]
+    assert scores == pytest.approx(wanted.sequences_scores.tolist(), rel=1e-5)
+    for beam, sequence in zip(output.outputs, wanted.sequences.tolist(), strict=True):
+        assert beam.token_ids + sequence[1 + len(beam.token_ids) :] == sequence[1:]
