@@ -28,6 +28,7 @@ from octavo.core.step import (
     TableWrite,
 )
 from octavo.executor.base import KVCapacity
+from octavo.executor.launching import LocalLauncher
 from octavo.executor.messages import ASK, Ready, Start, encode_plan
 from octavo.executor.rank import Submit, main
 from octavo.executor.ranks import RankGroup
@@ -87,7 +88,7 @@ def run() -> None:
     parser.add_argument("--repeats", type=int, default=2000)
     arguments = parser.parse_args()
     config = make_config(MODEL, tensor_parallel_size=arguments.ranks)
-    group = RankGroup(config, read_model_config(MODEL), (sys.executable, __file__))
+    group = RankGroup(config, read_model_config(MODEL), LocalLauncher((sys.executable, __file__)))
     plans = {f"decodes_{count}": decodes(count) for count in (1, 64, 256)}
     plans["opened_1000"] = prompt(1000)
     values: dict[str, object] = {"ranks": arguments.ranks}

@@ -1,11 +1,13 @@
-"""The connection between two processes: a socket pair, with length-prefixed messages.
+"""The connection between two processes: a socket, with length-prefixed messages.
 
-A pair has no address, so no other process can connect. The system closes it when either process
-ends, however it ends; and what was sent before can still be read afterwards.
+On one host it is one end of a socket pair, which has no address, so no other process can connect.
+The system closes a socket when either process ends, however it ends; and what was sent before can
+still be read afterwards.
 """
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import struct
@@ -14,6 +16,8 @@ from collections.abc import Iterator
 
 LENGTH_BYTES = 4
 RECEIVE_BYTES = 1 << 18
+# What the end of the other process, of its host or of the way there may leave.
+GONE = frozenset({errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
 def frame(payload: bytes) -> bytes:
@@ -42,7 +46,7 @@ class FrameReader:
 
 
 class Channel:
-    """One end of a pair. Sending blocks while the other side does not read."""
+    """One end of a connection. Sending blocks while the other side does not read."""
 
     def __init__(self, connection: socket.socket, send_seconds: float | None = None) -> None:
         """send_seconds: how long `send` waits for room before it raises BlockingIOError."""
@@ -87,7 +91,9 @@ class Channel:
         """Messages that one read completes, which waits for data; None as `receive`."""
         try:
             data = self._socket.recv(RECEIVE_BYTES)
-        except ConnectionResetError:
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
             data = b""
         return list(self._reader.feed(data)) if data else None
 

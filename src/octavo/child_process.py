@@ -1,4 +1,4 @@
-"""A process of octavo's own and the socket to it: started, monitored, killed. No torch."""
+"""A process of octavo's own and its connection: started, monitored, killed. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
@@ -27,16 +28,21 @@ class NoRoom(EngineFailed):
 
 
 class ChildProcess:
-    """Owns a process that ends when the socket to it is closed."""
+    """Owns a process that ends when the connection which it was given is closed."""
 
     def __init__(
-        self, command: Sequence[str], what: str, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        what: str,
+        connection: socket.socket,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start a program.
 
         Args:
-            command: gets the number of its socket's file descriptor as its last argument.
+            command: gets the number of the connection's file descriptor as its last argument.
             what: names the process in errors.
+            connection: the child's alone from now on: it is closed here.
             environment: variables of the process, beside those of this one.
 
         Raises:
@@ -44,25 +50,12 @@ class ChildProcess:
         """
         self.exit_status: Future[int] = Future()
         spawned: Future[subprocess.Popen[bytes]] = Future()
-        try:
-            ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    # The child asks the kernel to end it with the thread that started it. This
-                    # thread lasts as long as the child does; the caller's may not.
-                    arguments = (command, theirs, environment or {}, spawned, self.exit_status)
-                    Thread(target=_watch, args=arguments, daemon=True).start()
-                    self._process = spawned.result()
-            except BaseException:
-                ours.close()
-                raise
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                raise NoRoom(f"there is no room for {what} ({error.strerror})") from None
-            raise
-        except RuntimeError as error:  # of Thread.start
-            raise NoRoom(f"there is no room for {what} ({error})") from None
-        self.connection = ours
+        with connection, _room_for(what):
+            # The child asks the kernel to end it with the thread that started it. This thread lasts
+            # as long as the child does; the caller's may not.
+            arguments = (command, connection, environment or {}, spawned, self.exit_status)
+            Thread(target=_watch, args=arguments, daemon=True).start()
+            self._process = spawned.result()
 
     @property
     def pid(self) -> int:
@@ -74,6 +67,32 @@ class ChildProcess:
             return False
         self._process.send_signal(signal.SIGKILL)
         return True
+
+
+def start_child(
+    command: Sequence[str], what: str, environment: Mapping[str, str] | None = None
+) -> tuple[ChildProcess, socket.socket]:
+    """A process that has one end of a socket pair, and the other end. See ChildProcess."""
+    with _room_for(what):
+        ours, theirs = socket.socketpair()
+    try:
+        return ChildProcess(command, what, theirs, environment), ours
+    except BaseException:
+        ours.close()
+        raise
+
+
+@contextmanager
+def _room_for(what: str) -> Iterator[None]:
+    """Raises NoRoom where the system has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise NoRoom(f"there is no room for {what} ({error.strerror})") from None
+        raise
+    except RuntimeError as error:  # of Thread.start
+        raise NoRoom(f"there is no room for {what} ({error})") from None
 
 
 def _watch(
@@ -121,8 +140,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def open_connection(file_descriptor: int) -> socket.socket:
-    """The socket to the parent process. From now on this process ends with it, and leaves signals
-    that go to all processes at once to it."""
+    """The connection that the parent process has handed over. From now on this process ends with
+    its parent, and leaves signals that go to all processes at once to it."""
     os.set_inheritable(file_descriptor, False)
     if sys.platform == "linux":
         # Have the kernel end this process when the thread that started it ends.

@@ -88,12 +88,12 @@ class CacheConfig:
     num_blocks: int | None = None
     """Blocks in the pool. None: as many as the memory allows."""
     kv_cache_memory: int | None = None
-    """Bytes for the pool on each device, instead of `num_blocks`."""
+    """Bytes for the pool on each device (of each rank), instead of `num_blocks`."""
     gpu_memory_utilization: float = 0.9
     """Fraction of a GPU's memory that this process may use, weights included."""
     swap_space: int = 1 * GIB
-    """Bytes of host memory for swapped-out blocks, of all ranks together; 0: preempted requests are
-    computed again."""
+    """Bytes of host memory for swapped-out blocks, of all ranks on a host together; 0: preempted
+    requests are computed again."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
     memory_policy: str = "paged"
@@ -198,10 +198,14 @@ class EngineConfig:
     """Which attention implementation; "auto": the fast one of the device."""
     executor: str = "auto"
     """What computes the steps: one device in the engine's process ("local"), or a process for each
-    of `tensor_parallel_size` devices ("sharded"); "auto": by that number."""
+    of `tensor_parallel_size` devices, of this host ("sharded") or of the nodes of a Ray cluster
+    ("ray"); "auto": local or sharded, by that number."""
+    ray_address: str | None = None
+    """HOST:PORT of the Ray cluster for the executor ray, of which this host must be a node. None:
+    RAY_ADDRESS, or else the cluster that this host is a node of."""
     tensor_parallel_size: int = 1
-    """Devices that share every layer of the model. A host needs so many GPUs of one kind; ranks on
-    a CPU divide its threads."""
+    """Devices that share every layer of the model: so many GPUs of one kind, of this host or of a
+    Ray cluster. Ranks on a CPU divide its threads."""
     rank_timeout: float = 60.0
     """Seconds that a step may take with several ranks, until they are killed as hanging."""
     seed: int = 0
@@ -210,7 +214,8 @@ class EngineConfig:
     """Most log-probabilities per position that a request may ask for."""
     num_threads: int | None = None
     """Threads that a CPU computes with, at most as many as this process has CPUs. They apply while
-    octavo computes; otherwise torch keeps the program's own number. None: torch's own number."""
+    octavo computes; otherwise torch keeps the program's own number. With the executor ray, of each
+    rank, for which so many CPUs are reserved. None: torch's own number, and one with ray."""
     overlap: bool | None = None
     """Plan the next step while the device computes this one. None: on a GPU."""
     owns_process: bool = False
@@ -239,6 +244,12 @@ class EngineConfig:
             self.executor != "local" or size == 1,
             "executor",
             f"local computes on one device; tensor_parallel_size={size} needs sharded",
+        )
+        _require(self.ray_address != "", "ray_address", "is empty")
+        _require(
+            self.executor == "ray" or self.ray_address is None,
+            "ray_address",
+            f"{shown(self.ray_address)} is of use to the executor ray only, not to {self.executor}",
         )
         _require(
             0.1 <= self.rank_timeout <= 1e6,

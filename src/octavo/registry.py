@@ -138,5 +138,6 @@ EXECUTORS: Registry[Any] = Registry(
     {
         "local": "octavo.executor.local:LocalExecutor",
         "sharded": "octavo.executor.sharded:ShardedExecutor",
+        "ray": "octavo.executor.ray_launcher:make_executor",
     },
 )

@@ -27,6 +27,7 @@ from octavo.core.step import (
     TokenWrites,
 )
 from octavo.errors import EngineFailed, LogitsNotFinite, ModelError, ProcessKilled
+from octavo.executor.launching import LocalLauncher, LocalRank
 from octavo.executor.messages import ASK, decode, decode_plan, encode, encode_plan
 from octavo.executor.ranks import RankGroup
 from octavo.models.registry import read_model_config
@@ -38,7 +39,7 @@ COMMAND = (sys.executable, str(PROGRAM))
 def make_group(model: str = "counting", size: int = 3, **options: float) -> RankGroup:
     model_config = read_model_config(model_zoo.model_directory("llama3"))
     config = make_config(model, tensor_parallel_size=size, **options)
-    return RankGroup(config, model_config, COMMAND)
+    return RankGroup(config, model_config, LocalLauncher(COMMAND))
 
 
 def program_with_group(program: str) -> str:
@@ -47,12 +48,22 @@ def program_with_group(program: str) -> str:
 import os, signal, sys
 from octavo.config import make_config
 from octavo.core.step import StepPlan
+from octavo.executor.launching import LocalLauncher
 from octavo.executor.messages import ASK, encode_plan
 from octavo.executor.ranks import RankGroup
 from octavo.models.registry import read_model_config
 model_config = read_model_config({str(model_zoo.model_directory("llama3"))!r})
-group = RankGroup(make_config(sys.argv[1], tensor_parallel_size=3), model_config, {COMMAND!r})
+config = make_config(sys.argv[1], tensor_parallel_size=3)
+group = RankGroup(config, model_config, LocalLauncher({COMMAND!r}))
 {program}"""
+
+
+def pids_of(group: RankGroup) -> list[int]:
+    pids = []
+    for process in group._ranks:
+        assert isinstance(process, LocalRank)
+        pids.append(process.pid)
+    return pids
 
 
 def step(group: RankGroup, step_id: int) -> list[int]:
@@ -129,7 +140,7 @@ def test_results_come_in_order_with_several_steps_under_way(
 ) -> None:
     with caplog.at_level(logging.INFO, "octavo"):
         group = make_group()
-    pids = group.pids
+    pids = pids_of(group)
     logged = [record.getMessage() for record in caplog.records]
     assert logged.count("rank 0 is here") == 1
     assert "rank 1 is here" not in logged  # what all of them do is logged once
@@ -169,7 +180,7 @@ def test_results_come_in_order_with_several_steps_under_way(
 )
 def test_a_rank_that_fails_ends_all(model: str, kind: type[EngineFailed], text: str) -> None:
     group = make_group(model, rank_timeout=0.3)
-    pids = group.pids
+    pids = pids_of(group)
     assert [step(group, 0), step(group, 1)] == [[1, 6], [11, 16]]
     with pytest.raises(EngineFailed, match=text) as failure:
         run_on(group)
@@ -191,7 +202,7 @@ def test_an_error_that_comes_with_a_result_is_not_lost() -> None:
 
 def test_a_rank_that_reads_nothing_is_noticed_when_its_socket_is_full() -> None:
     group = make_group("1:stop", rank_timeout=0.5)
-    pids = group.pids
+    pids = pids_of(group)
     with pytest.raises(EngineFailed, match=r"rank 1 .* reads no messages within rank_timeout"):
         send_on(group)
     assert_gone(pids)
@@ -213,7 +224,7 @@ def test_a_rank_that_cannot_start(model: str, kind: type[Exception], text: str) 
 
 def test_ranks_of_a_group_that_was_forgotten_end() -> None:
     group = make_group()
-    pids = group.pids
+    pids = pids_of(group)
     del group
     assert_gone(pids)
 
@@ -242,8 +253,9 @@ def test_ranks_end_with_a_parent_that_was_killed() -> None:
     """Also if one of them is stuck in a call, and another does not run."""
     program = """
 group.send(encode_plan(StepPlan(2, [1], [1], [1], [])))
-os.kill(group.pids[1], signal.SIGSTOP)
-print(*group.pids, flush=True)
+pids = [each.pid for each in group._ranks]
+os.kill(pids[1], signal.SIGSTOP)
+print(*pids, flush=True)
 input()
 """
     command = [sys.executable, "-c", program_with_group(program), "0:sleep"]

@@ -15,7 +15,7 @@ import torch
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import ConfigError, EngineFailed, ModelError, OutOfMemory, ProcessKilled
-from octavo.executor import sharded
+from octavo.executor import launching
 from octavo.host_memory import num_cpus
 from octavo.parallel import Shard
 from octavo.worker.device import check_gpus
@@ -161,7 +161,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_ranks_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "host_memory", lambda: 300 << 20)
+    monkeypatch.setattr(launching, "host_memory", lambda: 300 << 20)
     message = r"2 processes take about 256\.00 MiB each, and 300\.00 MiB are free"
     with pytest.raises(OutOfMemory, match=message):
         LLM(model_zoo.model_directory("llama3"), tensor_parallel_size=2)

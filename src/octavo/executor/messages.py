@@ -3,8 +3,9 @@
     engine to rank    Start; then plans, and between them ASK: the result of the oldest step is due
     rank to engine    Ready or Failed; then LogLines, and StepResults from rank 0, Failed from any
 
-Messages are pickled: both ends run the same program, and a socket pair has no address that others
-could connect to.
+Messages are pickled: both ends run the same program. They come over a socket pair, which has no
+address that others could connect to, or over a connection whose ends have proved that they know a
+secret (rank_sockets.py).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Start:
     config: EngineConfig
     model_config: ModelConfig
     shard: Shard
+    neighbours: Shard  # which of the group's ranks on its host it is, and how many they are
     address: str  # where the ranks meet; see connect
     log_level: int  # as in the logging module; records are sent back as LogLine
 

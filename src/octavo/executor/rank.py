@@ -1,8 +1,8 @@
 """One rank in its own process: plans in, results out.
 
-Run as `python -m octavo.executor.rank FD`, FD being one end of a socket pair. It makes the calls
-that a LocalExecutor's engine makes, in their order; when the other side is gone it ends at once,
-whatever it is doing.
+Run as `python -m octavo.executor.rank FD`, FD being a connection to the engine's process. It makes
+the calls that a LocalExecutor's engine makes, in their order; when the other side is gone it ends
+at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ def make_worker(start: Start) -> tuple[Ready, Submit]:
     """
     from octavo.worker.device import find_device
 
-    device = find_device(start.config, start.shard)
+    device = find_device(start.config, start.neighbours)
     from octavo.ops.connect import connect
     from octavo.worker.worker import Worker
 
     config = device.adapt(start.config)
-    communicator = connect(start.shard, start.address, device.torch_device)
+    is_one_host = start.neighbours.size == start.shard.size
+    communicator = connect(start.shard, start.address, device.torch_device, is_one_host)
     own = replace(config, owns_process=True)
     worker = Worker(own, start.model_config, device, communicator)
     capacity = KVCapacity.of(worker.budget, worker.layout, start.shard.size)

@@ -1,67 +1,50 @@
-"""The processes of a group of ranks: started, told the same, killed together. Loads no torch."""
+"""A group of ranks: told the same, watched, ended together. Loads no torch."""
 
 from __future__ import annotations
 
 import logging
 import os
 import select
-import shutil
-import signal
-import sys
-import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NoReturn
 
-from octavo.channel import Channel, frame
-from octavo.child_process import ChildProcess, describe_exit, is_stopped
+from octavo.channel import frame
 from octavo.config import EngineConfig
 from octavo.core.step import StepResult
 from octavo.errors import EngineFailed, ProcessKilled
-from octavo.executor.messages import Failed, LogLine, Ready, Start, decode, encode
+from octavo.executor.launching import (
+    EXIT_SECONDS,
+    Ending,
+    Launcher,
+    LocalLauncher,
+    RankProcess,
+)
+from octavo.executor.messages import Failed, LogLine, Ready, decode, encode
 from octavo.models.config import ModelConfig
-from octavo.parallel import Shard
 
 logger = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "octavo.executor.rank")
-# A rank that dies makes the others' collectives fail: how long to look for one after an error.
-CAUSE_SECONDS = 0.5
-EXIT_SECONDS = 5.0  # for a process that was killed, or whose socket has closed
-
-
-class RankProcess:
-    """One rank's process, and the channel to it."""
-
-    def __init__(self, rank: int, command: Sequence[str], send_seconds: float) -> None:
-        self.rank = rank
-        self.child = ChildProcess(command, f"rank {rank}")
-        self.channel = Channel(self.child.connection, send_seconds)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.child.pid})"
-
 
 class RankGroup:
-    """Owns the processes of all ranks. When one of them fails, all are killed, and every call from
-    then on raises what went wrong."""
+    """Owns all ranks. When one of them fails, all are killed, and every call from then on raises
+    what went wrong."""
 
     def __init__(
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        command: Sequence[str] = COMMAND,
+        launcher: Launcher | None = None,
     ) -> None:
         """Start `config.tensor_parallel_size` ranks, and wait until they can compute.
 
         Args:
             config: the settings, which each rank adapts to its device.
             model_config: of the whole model.
-            command: the ranks' program; see ChildProcess.
+            launcher: how the ranks come to be; None: as processes of this machine.
 
         Raises:
             ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do,
@@ -70,33 +53,23 @@ class RankGroup:
         """
         self._seconds = config.rank_timeout
         self._error: Exception | None = None
-        self._ranks: list[RankProcess] = []
+        self._launcher = launcher or LocalLauncher()
+        self._ranks: Sequence[RankProcess] = ()
         self._received: deque[tuple[int, Any]] = deque()  # (rank, Ready or StepResult)
         self._poll = select.poll()
-        self._end = weakref.finalize(self, _end_all, self._ranks, os.getpid())
-        folder = Path(tempfile.mkdtemp(prefix="octavo-"))
-        size = config.tensor_parallel_size
+        self._end = weakref.finalize(self, _end, self._launcher, os.getpid())
         level = min(logging.INFO, logging.getLogger("octavo").getEffectiveLevel())
         try:
-            for rank in range(size):
-                process = RankProcess(rank, command, self._seconds)
-                self._ranks.append(process)
-                self._poll.register(process.channel, select.POLLIN)
+            self._ranks = self._launcher.launch(config, model_config, level)
             for process in self._ranks:
-                shard, address = Shard(process.rank, size), f"file://{folder}/ranks"
-                start = Start(config, model_config, shard, address, level)
-                self._send_to(process, frame(encode(start)))
+                self._poll.register(process.channel, select.POLLIN)
+                self._send_to(process, frame(encode(process.start)))
             self.ready = self._wait_until_ready()
         except BaseException:
             self.close()
             raise
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    @property
-    def pids(self) -> list[int]:
-        """The ranks' process ids."""
-        return [process.child.pid for process in self._ranks]
+            self._launcher.started()
 
     def send(self, payload: bytes) -> None:
         """Send a message to all ranks. Raises EngineFailed."""
@@ -177,31 +150,30 @@ class RankGroup:
 
     def _hang(self, what: str) -> EngineFailed:
         text = f"{what} within rank_timeout ({self._seconds:g} s)"
-        stopped = [str(each) for each in self._ranks if is_stopped(each.child.pid)]
+        stopped = [str(each) for each in self._ranks if each.is_stopped()]
         if stopped:
             return EngineFailed(f"{text}: {', '.join(stopped)} was stopped")
         return EngineFailed(f"{text}; raise it if steps take so long")
 
     def _bury(self, process: RankProcess, failed: Failed | None = None) -> NoReturn:
         """A rank has ended, or says that it fails. Find out which rank was the first."""
-        others = {each.child.exit_status: each for each in self._ranks}
+        others = {each.ended: each for each in self._ranks}
         if failed is None:
-            wait([process.child.exit_status], EXIT_SECONDS)
+            wait([process.ended], EXIT_SECONDS)
             failed = _last_words(process)
         else:
-            del others[process.child.exit_status]  # which ends because of its error
-            wait(others, CAUSE_SECONDS, FIRST_COMPLETED)
-        for status, each in others.items():
-            if status.done() and status.result() < 0:
-                text = f"{each}: {describe_exit(status.result())}"
-                was_killed = -status.result() == signal.SIGKILL
-                self._fail(ProcessKilled(text) if was_killed else EngineFailed(text))
+            del others[process.ended]  # which ends because of its error
+            _wait_for_cause(others, self._launcher.cause_seconds)
+        for ended, each in others.items():
+            if ended.done() and ended.result().is_cause:
+                text, _, was_killed = ended.result()
+                error = f"{each}: {text}"
+                self._fail(ProcessKilled(error) if was_killed else EngineFailed(error))
         if failed is not None:
             if isinstance(failed.error, EngineFailed):  # no mistake of the user's
                 logger.error("rank %d: %s", process.rank, failed.traceback)
             self._fail(failed.error)
-        status = process.child.exit_status
-        how = describe_exit(status.result()) if status.done() else "it has closed its socket"
+        how = process.ended.result().text if process.ended.done() else "it has closed its socket"
         self._fail(EngineFailed(f"{process}: {how}"))
 
     def _fail(self, error: Exception) -> NoReturn:
@@ -216,16 +188,19 @@ def _last_words(process: RankProcess) -> Failed | None:
     return next((each for each in map(decode, messages) if isinstance(each, Failed)), None)
 
 
-def _end_all(ranks: list[RankProcess], owner: int) -> None:
-    """Kill all processes, and wait for their ends. A fork of their owner leaves them alone."""
-    if os.getpid() != owner:
-        return
-    for process in ranks:
-        process.child.kill()
-        process.channel.close()
-    _, alive = wait([process.child.exit_status for process in ranks], EXIT_SECONDS)
-    if alive:
-        logger.error("%d ranks were killed and have not ended", len(alive))
+def _wait_for_cause(ends: Iterable[Future[Ending]], seconds: float) -> None:
+    """Wait until one of them is the cause of others' errors, if that is to come."""
+    pending, deadline = set(ends), time.monotonic() + seconds
+    while pending and (left := deadline - time.monotonic()) > 0:
+        done, pending = wait(pending, left, FIRST_COMPLETED)
+        if any(ended.result().is_cause for ended in done):
+            return
+
+
+def _end(launcher: Launcher, owner: int) -> None:
+    """End all processes. A fork of their owner leaves them alone."""
+    if os.getpid() == owner:
+        launcher.close()
 
 
 def _relay(rank: int, line: LogLine) -> None:

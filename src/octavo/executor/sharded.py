@@ -6,15 +6,11 @@ import gc
 
 from octavo.config import EngineConfig
 from octavo.core.step import StepPlan, StepResult
-from octavo.errors import OutOfMemory
+from octavo.executor.launching import Launcher
 from octavo.executor.messages import ASK, encode_plan
 from octavo.executor.ranks import RankGroup
-from octavo.host_memory import host_memory
-from octavo.memory_budget import format_bytes
 from octavo.models.config import ModelConfig
 from octavo.parallel import Shard
-
-RANK_BYTES = 256 << 20  # of a process that has loaded torch, and no model yet
 
 
 class ShardedExecutor:
@@ -24,21 +20,20 @@ class ShardedExecutor:
     of them, so one plan serves all. A plan is encoded once. Rank 0 answers.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, launcher: Launcher | None = None
+    ) -> None:
         """Start the ranks, which load the model and take the memory.
+
+        Args:
+            launcher: how the ranks come to be; see RankGroup.
 
         Raises:
             ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do.
             EngineFailed: a rank broke down.
         """
-        size = config.tensor_parallel_size
-        model_config.sharded(Shard(0, size))  # before anything is started
-        if size * RANK_BYTES > (free := host_memory()):
-            raise OutOfMemory(
-                f"tensor_parallel_size: {size} processes take about {format_bytes(RANK_BYTES)} "
-                f"each, and {format_bytes(free)} are free"
-            )
-        self._ranks = RankGroup(config, model_config)
+        model_config.sharded(Shard(0, config.tensor_parallel_size))  # before anything is started
+        self._ranks = RankGroup(config, model_config, launcher)
         first = self._ranks.ready[0]
         self.config = first.config
         self.is_asynchronous = first.is_asynchronous

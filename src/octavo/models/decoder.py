@@ -407,8 +407,9 @@ class Decoder(Stack, CausalLM):
         self._cross_attentions: list[CrossAttention] = []
         if config.encoder is not None:
             self.encoder = Encoder(config.encoder, config.hidden_size, device, communicator)
-            layers = [cast(CrossLayer, layer) for layer in self.layers]
-            self._cross_attentions = [layer.cross_attention for layer in layers]
+            self._cross_attentions = [
+                cast(CrossAttention, layer.cross_attention) for layer in self.layers
+            ]
         self.project_in = None if project_in is None else make_linear(project_in)
         own = [cast(DecoderLayer, layer).attention.spec for layer in self.layers]
         self.attention_layers = own + [cross.spec for cross in self._cross_attentions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -45,6 +46,36 @@ def resolve_model(name: str, weights: bool = True) -> Path:
         f"no model {name!r}: it is not a directory ({path.absolute()}), not 'demo', and not a hub "
         "id of the form organisation/name"
     )
+
+
+def describe_files(directory: Path, weights: bool = True) -> dict[str, str]:
+    """What tells whether two directories hold the same model, without reading the weights.
+
+    Args:
+        directory: of a model.
+        weights: whether its weights count.
+
+    Returns:
+        File name -> the SHA-256 of what describes the model, and the size of what holds weights.
+
+    Raises:
+        ModelError: a file cannot be read.
+
+    Example:
+        >>> describe_files(resolve_model("demo"))
+        {'config.json': 'SHA-256 5a0c…', 'model.safetensors': '1181360 bytes'}
+    """
+    described = {}
+    try:
+        for path in sorted(directory.iterdir()):
+            if path.name == "config.json" or (weights and path.name.endswith(".index.json")):
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                described[path.name] = f"SHA-256 {digest[:16]}"
+            elif weights and path.suffix == ".safetensors":
+                described[path.name] = f"{path.stat().st_size} bytes"
+    except OSError as error:
+        raise ModelError(f"{directory} cannot be read ({error.strerror})") from error
+    return described
 
 
 def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:

@@ -66,7 +66,7 @@ class Worker:
         )
         with device.computing:
             # Before anything large is taken: what cannot fit is refused at once.
-            demand = Demand(config, model_config, shape, dtype)
+            demand = Demand(config, model_config, shape, dtype, device.num_ranks)
             planned = device.plan_memory(demand)
             started = time.perf_counter()
             with _refused("the weights", "use a smaller model or dtype"):

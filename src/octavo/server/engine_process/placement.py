@@ -47,13 +47,15 @@ def place_replicas(
     """The options of each replica's engine, and the variables of its process.
 
     Replica i gets the GPUs from i times tensor_parallel_size on; on a CPU the replicas divide the
-    threads. One replica alone gets all there is.
+    threads. One replica alone gets all there is. Ranks on a Ray cluster are placed by Ray.
 
     Raises:
         ConfigError: there are too few GPUs for so many replicas.
     """
     if num_replicas == 1:
         return [(config, {})]
+    if config.executor == "ray":  # which places the ranks; those of all replicas may share a host
+        return [(replace(config, host_share=num_replicas), {})] * num_replicas
     size = config.tensor_parallel_size
     gpus = visible_gpus() if config.device != "cpu" else []
     if gpus or config.device == "cuda":

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.child_process import ChildProcess, describe_exit
+from octavo.child_process import ChildProcess, describe_exit, start_child
 from octavo.engine.results import error_of
 from octavo.errors import EngineFailed
 from octavo.server.engine_process import messages as m
@@ -63,8 +63,7 @@ class EngineProcess:
         moment; EngineFailed if the process ended or took too long. No process is left
         then.
         """
-        self._child = ChildProcess(self._command, "an engine process", self._environment)
-        connection = self._child.connection
+        self._child, connection = start_child(self._command, "an engine process", self._environment)
         try:
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: self._channel, sock=connection)

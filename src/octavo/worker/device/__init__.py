@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 LEAST_CAPABILITY = (8, 0)  # Ampere: Triton supports no older one, nor do these multiply bfloat16
 
 
-def find_device(config: EngineConfig, shard: Shard = WHOLE) -> Device:
+def find_device(config: EngineConfig, neighbours: Shard = WHOLE) -> Device:
     """The device that `config` asks for, or the best one of this machine.
 
     Args:
-        shard: of a model that several processes share: the device is that of its rank, and becomes
-            torch's current one.
+        neighbours: which of the ranks this process is that share a model and this host: each has a
+            device of its own, which becomes torch's current one.
 
     Raises:
         ConfigError: there is no such device, it is not supported, or it cannot do what was asked.
@@ -37,33 +37,33 @@ def find_device(config: EngineConfig, shard: Shard = WHOLE) -> Device:
     if (wants_cpu and config.device != "cuda") or not has_gpu:
         from octavo.worker.device.cpu import CpuDevice
 
-        return CpuDevice(config.num_threads, shard.size)
-    if shard.size > 1:
+        return CpuDevice(config.num_threads, neighbours.size)
+    if neighbours.size > 1:
         count = torch.cuda.device_count()
-        torch.cuda.set_device(shard.rank % count)  # first, so that no other GPU gets a context
-        check_gpus([torch.cuda.get_device_name(i) for i in range(count)], shard)
+        torch.cuda.set_device(neighbours.rank % count)  # first: no other GPU gets a context
+        check_gpus([torch.cuda.get_device_name(i) for i in range(count)], neighbours)
     check_gpu(torch.version.cuda is not None, torch.cuda.get_device_capability())
     from octavo.worker.device.cuda import CudaDevice  # loads Triton
 
-    return CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    return CudaDevice(torch.device("cuda", torch.cuda.current_device()), neighbours.size)
 
 
-def check_gpus(names: list[str], shard: Shard) -> None:
-    """Check that a model can be shared by the first `shard.size` GPUs of this machine.
+def check_gpus(names: list[str], neighbours: Shard) -> None:
+    """Check that a model can be shared by the first `neighbours.size` GPUs of this machine.
 
     Raises:
         ConfigError: there are not so many, or they are of different kinds.
     """
-    if shard.size > len(names):
+    if neighbours.size > len(names):
         raise ConfigError(
-            OPTION, f"{shard.size} is more than the {len(names)} GPUs of this machine"
+            OPTION, f"{neighbours.size} is more than the {len(names)} GPUs of this machine"
         )
-    kinds = dict.fromkeys(names[: shard.size])
+    kinds = dict.fromkeys(names[: neighbours.size])
     if len(kinds) > 1:
         raise ConfigError(
             OPTION,
-            f"the first {shard.size} GPUs are of different kinds ({', '.join(kinds)}), and all "
-            "would wait for the slowest; choose equal ones by CUDA_VISIBLE_DEVICES",
+            f"the first {neighbours.size} GPUs are of different kinds ({', '.join(kinds)}), and "
+            "all would wait for the slowest; choose equal ones by CUDA_VISIBLE_DEVICES",
         )
 
 

@@ -85,16 +85,17 @@ class Demand:
     model_config: ModelConfig
     shape: KVShape
     dtype: torch.dtype
+    num_ranks: int = 1  # of this engine on this host
 
     def plan(
         self, fixed: FixedMemory, total: int, kv_cache: int, swap_limit: int | None = None
     ) -> MemoryBudget:
         """See plan_memory. Raises OutOfMemory also if no sequence of the max_model_len that was
-        asked for fits. The swap tier is the host's, which the ranks share."""
-        num_ranks = self.model_config.shard.size
-        cache = replace(self.config.cache, swap_space=self.config.cache.swap_space // num_ranks)
+        asked for fits. The swap tier is the host's, which its ranks share."""
+        swap_space = self.config.cache.swap_space // self.num_ranks
+        cache = replace(self.config.cache, swap_space=swap_space)
         if swap_limit is not None:
-            swap_limit //= num_ranks * self.config.host_share
+            swap_limit //= self.num_ranks * self.config.host_share
         budget = plan_memory(cache, self.shape, fixed, total, kv_cache, swap_limit)
         check_asked_length(budget, self.shape, self.config)
         logger.info("memory budget:\n%s", budget)
@@ -109,6 +110,8 @@ class Device(ABC):
     """
 
     torch_device: torch.device
+    num_ranks = 1
+    """Processes of this engine that share the host."""
     is_asynchronous = False
     """Whether steps compute while the host goes on."""
     keeps_tables = False

@@ -34,12 +34,13 @@ class CpuDevice(Device):
         """
         Args:
             num_threads: with how many torch computes here; None: as many as it does anyway.
-            num_ranks: processes that divide these threads among them.
+            num_ranks: processes that divide these threads and the host's memory among them.
 
         Raises:
             ConfigError: more threads than CPUs: each would take memory and wait its turn, and
                 OpenMP ends the process where it can make no more.
         """
+        self.num_ranks = num_ranks
         available = num_cpus()
         if num_threads is not None and num_threads > available:
             raise ConfigError(
@@ -73,10 +74,10 @@ class CpuDevice(Device):
             weights += model.head.num_parameters * dtype_bytes
         activations = estimate_activations(model, demand.config.scheduler, dtype_bytes)
         fixed = FixedMemory(weights, activations)
-        num_sharers = model.shard.size * demand.config.host_share
+        num_sharers = self.num_ranks * demand.config.host_share
         total = host_memory() // num_sharers
         default = min(
-            CPU_CACHE_LIMIT // model.shard.size, int(CPU_CACHE_SHARE * (total - fixed.total))
+            CPU_CACHE_LIMIT // self.num_ranks, int(CPU_CACHE_SHARE * (total - fixed.total))
         )
         return demand.plan(fixed, total, default)
 

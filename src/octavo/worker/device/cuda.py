@@ -40,8 +40,10 @@ class CudaDevice(Device):
     is_asynchronous = True
     keeps_tables = True
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, num_ranks: int = 1) -> None:
+        """num_ranks: processes that divide the host's memory among them."""
         self.torch_device = torch_device
+        self.num_ranks = num_ranks
         self._is_gpu = torch_device.type == "cuda"
         self._total_memory = 0  # bytes that this process may take
         self._swap_stream: torch.cuda.Stream | None = None
