@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from octavo.ops.cuda import linear as cuda_linear
 from octavo.ops.cuda.linear import linear, linear_partial
+from octavo.ops.cuda.linear_gemv import Programs, choose_programs
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 
@@ -60,6 +63,18 @@ def test_one_token(
     assert_close(actual, expected(x, weight, given, epilogue), torch.float32)
     if epilogue == Epilogue.NONE:
         assert torch.equal(linear_partial(x, weight, given), actual)
+
+
+def test_programs_leave_neither_sms_nor_columns_idle() -> None:
+    def idle_in_last_wave(programs: Programs, num_rows: int) -> float:
+        waves = num_rows / programs.rows / (132 * programs.per_sm)
+        return 1 - waves / math.ceil(waves)
+
+    # 1,280 programs of the usual kind would be one wave of 1,188 and one of 92.
+    assert idle_in_last_wave(choose_programs(4096, 4096, False), 2560) > 0.4
+    assert idle_in_last_wave(choose_programs(2560, 10240, False), 2560) < 0.1
+    for is_gated in (False, True):
+        assert 2560 % choose_programs(10240, 2560, is_gated).columns == 0
 
 
 def test_more_tokens_on_a_cpu_are_torch() -> None:

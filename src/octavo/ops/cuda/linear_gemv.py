@@ -31,9 +31,9 @@ class Programs:
     per_sm: int  # programs of this kind whose registers fit on one SM
 
 
-# Measured on 2026-11-22 on one H200, Triton 3.6, bfloat16 (benchmarks/tune_linear.py): the fastest
-# of some 40 kinds on the shapes of Llama 3, Gemma 3 and Qwen3; of several that are as good, the
-# first. One block ahead takes 7 to 30% longer.
+# Measured on 2026-11-22 on one H200, Triton 3.6, bfloat16 (benchmarks/tune_linear.py): of some 40
+# kinds, those that were fastest for shapes of Llama 3, Gemma 3 and Qwen3; of several that are as
+# good, the first is taken. The best kind that loads one block ahead takes 11% longer, on average.
 _PLAIN = (
     Programs(2, 1024, 3, per_sm=9),
     Programs(2, 1024, 2, per_sm=10),

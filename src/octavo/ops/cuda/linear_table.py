@@ -174,8 +174,8 @@ def _usual_tiles(tokens: int, num_rows: int, size: int, epilogue: Epilogue) -> T
     """For shapes not measured: what most of the measured ones take.
 
     Measured on 2026-11-22 (benchmarks/tune_linear.py) on the shapes of Gemma 3 4B and 12B, and of
-    one rank of two of Llama 3 8B and 70B: of some 10 candidates for each, whole layers with these
-    take up to 2% longer than with the fastest.
+    one rank of two of Llama 3 8B and 70B, some 10 candidates for each: these take up to 5% longer
+    than the tiles with which whole layers were fastest, and mostly are the same.
     """
     num_tiles = -(-num_rows // _ROWS)
     halves = 2 if epilogue.is_gated else 1
