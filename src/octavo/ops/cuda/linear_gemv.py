@@ -117,9 +117,11 @@ def _linear_one_kernel(
     up_pieces = ()
     for i in tl.static_range(AHEAD):
         inside = (columns < size - i * BLOCK)[None, :]
-        pieces += (tl.load(places + i * BLOCK, mask=inside, other=0.0),)
+        piece = tl.load(places + i * BLOCK, mask=inside, other=0.0)
+        pieces += (piece,)  # type: ignore[assignment]
         if GATED:
-            up_pieces += (tl.load(up_places + i * BLOCK, mask=inside, other=0.0),)
+            up_piece = tl.load(up_places + i * BLOCK, mask=inside, other=0.0)
+            up_pieces += (up_piece,)  # type: ignore[assignment]
     wait_previous(PDL)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     up_acc = acc
