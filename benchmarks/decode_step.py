@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import statistics
+import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import step_profile
 import torch
 from gpu_harness import make_engine, peak_rates, report
 
@@ -25,6 +29,9 @@ from octavo import SamplingParams
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
+from octavo.executor import sharded
+from octavo.executor.launching import LocalLauncher
+from octavo.executor.ranks import RankGroup
 from octavo.simulation.cost_model import ModelSize
 
 CONTEXT = 1024
@@ -50,11 +57,15 @@ def main() -> None:
         "--batches", nargs="*", type=int, help="instead of the default ones of the model"
     )
     parser.add_argument(
-        "--profile", metavar="FILE", help="write a table of the kernels of ten steps"
+        "--profile", metavar="FILE", help="write a table of a step's kernels to FILE.MODEL.BATCH"
     )
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments = parser.parse_args()
+    if arguments.profile:
+        os.environ[step_profile.REQUEST] = arguments.profile
+        launcher = LocalLauncher((sys.executable, step_profile.__file__))
+        sharded.RankGroup = lambda config, model, _: RankGroup(config, model, launcher)  # type: ignore
     card = peak_rates() if torch.cuda.is_available() else {}
     size = arguments.tensor_parallel_size
     bandwidth = 1e12 * card.get("copy_tb_s", math.inf) * size
@@ -71,7 +82,10 @@ def main() -> None:
         )
         for batch in arguments.batches or BATCHES[model]:
             walls, device, encoding = step_times(
-                engine, batch, TEMPERATURES.get(model, 0.0), arguments.profile
+                engine,
+                batch,
+                TEMPERATURES.get(model, 0.0),
+                arguments.profile and f"{arguments.profile}.{model}",
             )
             wall = statistics.fmean(walls)
             num_bytes = ModelSize.of(engine.model_config, "bfloat16").weight_bytes
@@ -173,26 +187,16 @@ def step_times(
 
 
 def write_profile(engine: Engine, path: str) -> None:
-    """Write device time by kernel over ten steps, and the fraction of time in which none runs."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        for _ in range(10):
-            engine.step()
-    spans = sorted(
-        (e.time_range.start, e.time_range.end)
-        for e in profiler.events()
-        if e.device_type.name == "CUDA"
-    )
-    busy, end = 0.0, spans[0][0]
-    for first, last in spans:
-        busy += max(0.0, last - max(first, end))
-        end = max(end, last)
-    idle = 1 - busy / (end - spans[0][0])
-    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40)
-    with open(path, "w") as file:
-        file.write(f"idle {100 * idle:.2f}%\n{table}")
-    print(f"             the device is idle {100 * idle:.2f}% of ten profiled steps")
+    """Write the device time of a decode step by kernel, and print it by kind."""
+    if engine.config.tensor_parallel_size > 1:
+        kinds = step_profile.request(path, engine.step)
+    else:
+        with step_profile.profile() as profiler:
+            for _ in range(step_profile.STEPS):
+                engine.step()
+        kinds, table = step_profile.summary(profiler, step_profile.STEPS)
+        Path(path).write_text(table)
+    print(f"             microseconds: {step_profile.describe(kinds)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from octavo.ops.cuda import linear as cuda_linear
 from octavo.ops.cuda.linear import linear, linear_partial
+from octavo.ops.cuda.linear_gemv import Programs, choose_programs
 from octavo.ops.cuda.linear_table import MEASURED, SIZES, Tiles, choose_tiles
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 
@@ -17,6 +20,14 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 # ||out - expected|| / ||expected||: half a unit in the last place, and the rounding of inputs
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 SHARED_MEMORY = 227 << 10  # bytes of a multiprocessor
+# Of Gemma 3 4B and of a rank of Llama 3 70B, for which nothing was measured by itself.
+UNMEASURED = [
+    (4096, 2560, Epilogue.NONE),
+    (2560, 2048, Epilogue.NONE),
+    (10240, 2560, Epilogue.GELU_TANH_MUL),
+    (2560, 10240, Epilogue.NONE),
+    (64128, 8192, Epilogue.NONE),
+]
 
 
 def expected(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
@@ -42,7 +53,7 @@ def assert_close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("epilogue", Epilogue)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("num_rows", "size"), [(6, 48), (34, 1100)])
+@pytest.mark.parametrize(("num_rows", "size"), [(6, 48), (34, 1100), (6, 3300)])
 def test_one_token(
     device: torch.device, epilogue: Epilogue, has_bias: bool, num_rows: int, size: int
 ) -> None:
@@ -52,6 +63,18 @@ def test_one_token(
     assert_close(actual, expected(x, weight, given, epilogue), torch.float32)
     if epilogue == Epilogue.NONE:
         assert torch.equal(linear_partial(x, weight, given), actual)
+
+
+def test_programs_leave_neither_sms_nor_columns_idle() -> None:
+    def idle_in_last_wave(programs: Programs, num_rows: int) -> float:
+        waves = num_rows / programs.rows / (132 * programs.per_sm)
+        return 1 - waves / math.ceil(waves)
+
+    # 1,280 programs of the usual kind would be one wave of 1,188 and one of 92.
+    assert idle_in_last_wave(choose_programs(4096, 4096, False), 2560) > 0.4
+    assert idle_in_last_wave(choose_programs(2560, 10240, False), 2560) < 0.1
+    assert choose_programs(4096, 2560, False).columns == 512  # five blocks without padding
+    assert choose_programs(10240, 2560, True).columns == 512
 
 
 def test_more_tokens_on_a_cpu_are_torch() -> None:
@@ -78,6 +101,7 @@ def test_relu_without_the_private_op_of_torch(
 def test_tiles_fit() -> None:
     shapes = [
         *MEASURED,
+        *UNMEASURED,
         (64, 64, Epilogue.NONE),
         (96, 192, Epilogue.SILU_MUL),
         (1024, 8192, Epilogue.NONE),
@@ -104,7 +128,7 @@ def test_tiles_fit() -> None:
 class TestOnGpu:
     DEVICE = torch.device("cuda")
 
-    @pytest.mark.parametrize("shape", MEASURED)
+    @pytest.mark.parametrize("shape", [*MEASURED, *UNMEASURED])
     @pytest.mark.parametrize("num_tokens", [1, 2, 16, 24, 33, 64, 100, 128, 200, 256])
     def test_shapes_of_models(self, shape: tuple[int, int, Epilogue], num_tokens: int) -> None:
         num_rows, size, epilogue = shape

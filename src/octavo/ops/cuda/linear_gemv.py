@@ -2,12 +2,14 @@
 
 A program holds a few rows of W and accumulates in registers. Programs are small and many: while
 some wait for memory, others compute. The first columns of W are loaded before the preceding kernels
-have ended (pdl.py).
+have ended (pdl.py): as many as registers hold, because the memory would be idle until then.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -19,18 +21,49 @@ from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.epilogue import Epilogue
 
 
-def shape_of_programs(num_rows: int, size: int) -> dict[str, Any]:
-    """Rows and columns of W that a program takes at once.
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What a program of the kernel takes."""
 
-    Measured on 2026-11-20 on one H200, Triton 3.6, bfloat16: 2 to 16 rows by 512 to 2,048 columns
-    on the shapes of linear_table.py.
+    rows: int  # of W, or of each half
+    columns: int  # of W, at once
+    ahead: int  # how many such blocks it loads before the preceding kernels have ended
+    per_sm: int  # programs of this kind whose registers fit on one SM
+
+
+# Measured on 2026-11-22 on one H200, Triton 3.6, bfloat16 (benchmarks/tune_linear.py): of some 40
+# kinds, those that were fastest for shapes of Llama 3, Gemma 3 and Qwen3; of several that are as
+# good, the first is taken. The best kind that loads one block ahead takes 11% longer, on average.
+_PLAIN = (
+    Programs(2, 1024, 3, per_sm=9),
+    Programs(2, 1024, 2, per_sm=10),
+    Programs(4, 1024, 2, per_sm=6),
+    Programs(4, 512, 2, per_sm=9),
+)
+_GATED = (Programs(1, 1024, 3, per_sm=9), Programs(1, 512, 5, per_sm=10))  # by padding alone
+_NUM_SMS = 132
+_LESS_PADDING = 0.3  # what it counts that columns do not reach beyond the end of a row
+
+
+@cache
+def choose_programs(num_rows: int, size: int, is_gated: bool) -> Programs:
+    """The kind of program for W [num_rows or 2 * num_rows, size].
+
+    What counts is how full the last wave of programs is: a few programs too many for the SMs, and
+    most of them are idle for the time of a wave. The choice takes 2% longer than the best one for
+    each of the shapes measured, on average.
     """
     if size <= 1024:
-        columns = min(512, power_of_2(size))
-        return {"ROWS": 4 if num_rows == 4096 else 8, "BLOCK": columns}
-    if size < 4096 or (size % 2048 == 0 and size <= 16384):
-        return {"ROWS": 4, "BLOCK": 2048}
-    return {"ROWS": 4 if num_rows > 16384 else 2, "BLOCK": 1024}
+        return Programs(4 if num_rows == 4096 else 8, min(512, power_of_2(size)), 1, per_sm=6)
+
+    def score(programs: Programs) -> float:
+        waves = -(-num_rows // programs.rows) / (_NUM_SMS * programs.per_sm)
+        padding = -size % programs.columns / size
+        return waves / math.ceil(waves) - _LESS_PADDING * padding
+
+    if is_gated:  # twice the rows: there are many waves
+        return _GATED[0] if -size % _GATED[0].columns < 0.1 * size else _GATED[1]
+    return max(_PLAIN, key=score)
 
 
 def linear_one(
@@ -38,15 +71,17 @@ def linear_one(
 ) -> None:
     """Write epilogue(x W^T + b) of x [1, size] to out [1, num_rows]."""
     num_rows, size = out.shape[1], x.shape[1]
-    shape = shape_of_programs(num_rows, size)
-    _linear_one_kernel[(triton.cdiv(num_rows, shape["ROWS"]),)](
+    programs = choose_programs(num_rows, size, epilogue.is_gated)
+    _linear_one_kernel[(triton.cdiv(num_rows, programs.rows),)](
         x,
         weight,
         bias,
         out,
         num_rows,
         size,
-        **shape,
+        ROWS=programs.rows,
+        BLOCK=programs.columns,
+        AHEAD=min(programs.ahead, triton.cdiv(size, programs.columns)),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
@@ -65,6 +100,7 @@ def _linear_one_kernel(
     size,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -75,18 +111,27 @@ def _linear_one_kernel(
     is_row = rows < num_rows
     rows = tl.minimum(rows, num_rows - 1)
     columns = tl.arange(0, BLOCK)
-    inside = columns < size
     places = weight + rows.to(tl.int64)[:, None] * size + columns[None, :]
     up_places = places + num_rows.to(tl.int64) * size
-    piece = tl.load(places, mask=inside[None, :], other=0.0)
-    if GATED:
-        up_piece = tl.load(up_places, mask=inside[None, :], other=0.0)
+    pieces = ()
+    up_pieces = ()
+    for i in tl.static_range(AHEAD):
+        inside = (columns < size - i * BLOCK)[None, :]
+        piece = tl.load(places + i * BLOCK, mask=inside, other=0.0)
+        pieces += (piece,)  # type: ignore[assignment]
+        if GATED:
+            up_piece = tl.load(up_places + i * BLOCK, mask=inside, other=0.0)
+            up_pieces += (up_piece,)  # type: ignore[assignment]
     wait_previous(PDL)
-    values = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    acc = piece.to(tl.float32) * values
-    if GATED:
-        up_acc = up_piece.to(tl.float32) * values
-    for start in range(BLOCK, size, BLOCK):
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    up_acc = acc
+    for i in tl.static_range(AHEAD):
+        inside = columns < size - i * BLOCK
+        values = tl.load(x + i * BLOCK + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc += pieces[i].to(tl.float32) * values
+        if GATED:
+            up_acc += up_pieces[i].to(tl.float32) * values
+    for start in range(AHEAD * BLOCK, size, BLOCK):
         inside = columns < size - start
         piece = tl.load(places + start, mask=inside[None, :], other=0.0)
         values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]

@@ -15,6 +15,8 @@ from octavo.ops.epilogue import Epilogue
 SIZES = (16, 32, 64, 128)  # what tokens are padded to
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _NUM_SMS = 132
+_ROWS = 64  # of W per tile, for most shapes
+_MANY_TILES = 4 * _NUM_SMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +171,55 @@ def choose_tiles(num_tokens: int, num_rows: int, size: int, epilogue: Epilogue) 
 
 
 def _usual_tiles(tokens: int, num_rows: int, size: int, epilogue: Epilogue) -> Tiles | None:
-    """For shapes not measured: what most of the measured ones take."""
-    rows = 64
-    num_tiles = -(-num_rows // rows)
+    """For shapes not measured: what most of the measured ones take.
+
+    Measured on 2026-11-22 (benchmarks/tune_linear.py) on the shapes of Gemma 3 4B and 12B, and of
+    one rank of two of Llama 3 8B and 70B, some 10 candidates for each: these take up to 5% longer
+    than the tiles with which whole layers were fastest, and mostly are the same.
+    """
+    num_tiles = -(-num_rows // _ROWS)
+    halves = 2 if epilogue.is_gated else 1
+    if num_tiles > _MANY_TILES and halves == 1:
+        return _tiles_of_many(tokens)
+    if tokens == SIZES[-1]:
+        return _tiles_of_128(num_rows, size, halves)
+    if tokens == 64 and halves == 1 and size <= 4096 and 0.7 * _NUM_SMS < 2 * num_tiles <= _NUM_SMS:
+        return Tiles(64, 32, 128, 9, swap=True)  # one program per SM, without splits
     # Few tiles: one program per SM, with all of K in flight. Many: two that take turns.
     per_sm = 1 if num_tiles <= _NUM_SMS else 2
-    if tokens == SIZES[-1] and per_sm > 1:
+    is_short = tokens > 16 and halves == 2 and per_sm == 2 and num_tiles < 1.5 * _NUM_SMS
+    columns = 64 if is_short or size % 128 else 128
+    return _fitting_tiles(tokens, num_rows, size, halves, columns, per_sm)
+
+
+def _tiles_of_many(tokens: int) -> Tiles | None:
+    """For so many rows that all SMs are busy to the end, as in a vocabulary."""
+    if tokens == SIZES[-1]:
         return None
-    columns = 64 if tokens == SIZES[-1] or size % 128 else 128
+    if tokens == SIZES[0]:
+        return Tiles(16, 128, 128, 3, per_sm=2, early=True)
+    return Tiles(tokens, 128, 128, 2, warps=8, per_sm=2, early=True)
+
+
+def _tiles_of_128(num_rows: int, size: int, halves: int) -> Tiles | None:
+    """For 128 tokens, with which cuBLAS is often as fast."""
+    num_tiles = -(-num_rows // _ROWS)
+    if halves == 2 and _NUM_SMS < num_tiles <= 2 * _NUM_SMS:
+        return Tiles(128, 128, 64, 4, warps=8)
+    is_split = num_tiles <= _NUM_SMS // 2 and size > 4096
+    if num_tiles > _NUM_SMS or (halves == 1 and not is_split):
+        return None
+    return _fitting_tiles(SIZES[-1], num_rows, size, halves, 64, per_sm=1)
+
+
+def _fitting_tiles(
+    tokens: int, num_rows: int, size: int, halves: int, columns: int, per_sm: int
+) -> Tiles:
+    """Tiles of 64 rows, as many in flight as fit, and splits of K that fill the SMs."""
+    num_tiles = -(-num_rows // _ROWS)
     splits = max(1, min(8, _NUM_SMS // num_tiles, size // (2 * columns)))
-    halves = 2 if epilogue.is_gated else 1
-    stage_bytes = 2 * columns * (rows * halves + tokens)
+    stage_bytes = 2 * columns * (_ROWS * halves + tokens)
     stages = min(_SHARED_MEMORY // per_sm // stage_bytes, -(-size // columns // splits), 12)
     stages = max(2, stages)
-    return Tiles(tokens, rows, columns, stages, splits=splits, per_sm=per_sm)
+    is_early = per_sm > 1
+    return Tiles(tokens, _ROWS, columns, stages, splits=splits, per_sm=per_sm, early=is_early)
