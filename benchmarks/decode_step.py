@@ -17,15 +17,16 @@ import random
 import statistics
 import sys
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import step_profile
 import torch
 from gpu_harness import make_engine, peak_rates, report
 
 from octavo import SamplingParams
+from octavo.config import ModelImpl
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
@@ -60,6 +61,13 @@ def main() -> None:
         "--profile", metavar="FILE", help="write a table of a step's kernels to FILE.MODEL.BATCH"
     )
     parser.add_argument("--no-overlap", action="store_true")
+    parser.add_argument(
+        "--model-impl",
+        nargs="*",
+        choices=get_args(ModelImpl),
+        default=["auto"],
+        help="what computes the model; several are measured one after the other",
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.profile:
@@ -70,9 +78,10 @@ def main() -> None:
     size = arguments.tensor_parallel_size
     bandwidth = 1e12 * card.get("copy_tb_s", math.inf) * size
     results: dict[str, Any] = {}
-    for model in arguments.models:
+    for model, model_impl in product(arguments.models, arguments.model_impl):
         engine = make_engine(
             model,
+            model_impl=model_impl,
             max_num_seqs=max(arguments.batches or BATCHES[model]),
             max_num_batched_tokens=8192,
             enable_prefix_caching=False,
@@ -92,9 +101,10 @@ def main() -> None:
             num_bytes -= 2 * engine.model_config.num_encoding_parameters()
             num_bytes += batch * kv_bytes_read(engine)
             share = num_bytes / bandwidth / wall
+            name = model if model_impl == "auto" else f"{model}, {model_impl}"
             if encoding:
-                results[f"{model}@{batch}, encoder"] = encoder_row(engine, model, batch, encoding)
-            results[f"{model}@{batch}"] = {
+                results[f"{name}@{batch}, encoder"] = encoder_row(engine, model, batch, encoding)
+            results[f"{name}@{batch}"] = {
                 "ms": round(1e3 * wall, 3),
                 "median_ms": round(1e3 * statistics.median(walls), 3),
                 "slowest_ms": round(1e3 * max(walls), 3),
@@ -102,7 +112,7 @@ def main() -> None:
                 "roofline_share": round(share, 3),
             }
             print(
-                f"{model:>12} batch {batch:>4}: {1e3 * wall:7.3f} ms per step (median "
+                f"{name:>12} batch {batch:>4}: {1e3 * wall:7.3f} ms per step (median "
                 f"{1e3 * statistics.median(walls):.3f}, slowest {1e3 * max(walls):.3f}), device "
                 f"{1e3 * device:7.3f} ms, {100 * share:5.1f}% of the roofline",
                 flush=True,

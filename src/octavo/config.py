@@ -14,6 +14,7 @@ from octavo.registry import ATTENTION_BACKENDS, EXECUTORS, MEMORY_POLICIES, POLI
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+ModelImpl = Literal["auto", "native", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -186,6 +187,9 @@ class EngineConfig:
     """A directory in Hugging Face format, "demo", or a hub id."""
     dtype: DTypeName = "auto"
     """Type of weights, activations and KV cache; "auto": that of the files."""
+    model_impl: ModelImpl = "auto"
+    """What computes the model: a family of octavo's own ("native"), or transformers' module with
+    octavo's attention ("transformers"); "auto": the latter where there is no such family."""
     load_format: LoadFormat = "auto"
     """"dummy": random weights, made from config.json alone."""
     max_model_len: int | None = None

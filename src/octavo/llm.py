@@ -423,7 +423,7 @@ def load_engine(config: EngineConfig) -> Engine:
     """
     from octavo.executor import make_executor
 
-    model_config = read_model_config(resolve_model(config.model))
+    model_config = read_model_config(resolve_model(config.model), config.model_impl)
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
     executor = make_executor(config, model_config)

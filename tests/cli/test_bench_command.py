@@ -102,4 +102,6 @@ def test_models_command(octavo: Octavo) -> None:
         "recompute",
     ):
         assert word in text
-    assert json.loads(octavo("models", "--json").stdout)["opt"]["architecture"] == "OPTForCausalLM"
+    listed = json.loads(octavo("models", "--json").stdout)
+    assert listed["native"]["opt"]["architecture"] == "OPTForCausalLM"
+    assert listed["transformers"]["tested"]["mixtral"] == "MixtralForCausalLM"

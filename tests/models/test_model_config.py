@@ -932,9 +932,9 @@ def test_max_model_len_only_shrinks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
-        (GPT2, {"model_type": "mamba"}, "model_type is 'mamba'; octavo serves gpt2, opt, llama"),
-        (GPT2, {"model_type": None}, "model_type is None; octavo serves"),
-        (GPT2, {"model_type": ["gpt2"]}, r"model_type is \['gpt2'\]; octavo serves"),
+        (GPT2, {"model_type": "novel"}, "model_type is 'novel'; neither octavo nor transformers"),
+        (GPT2, {"model_type": None}, "model_type is None; neither octavo nor"),
+        (GPT2, {"model_type": ["gpt2"]}, r"model_type is \['gpt2'\]; neither octavo nor"),
         (
             GPT2,
             {"architectures": ["GPT2ForTokenClassification"]},

@@ -130,7 +130,7 @@ def load(config: EngineConfig) -> Engine:
         with contextlib.suppress(FileExistsError):
             broken.touch(exist_ok=False)
             executor.broken = broken
-    model_config = read_model_config(resolve_model(config.model))
+    model_config = read_model_config(resolve_model(config.model), config.model_impl)
     return FragileEngine(config, model_config, executor)
 
 

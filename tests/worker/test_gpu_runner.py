@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import model_zoo
+from fallback.sweep import write_reference
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.config import EngineConfig, make_config
 from octavo.core.kv.specs import FullAttention, group_layers
@@ -54,6 +56,9 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 MODES = ["recompute", "swap"]
 # The interpreter takes seconds where a GPU takes milliseconds.
 CASES = [(n, m) for n in model_zoo.NAMES for m in MODES] if HAS_GPU else [("llama3", "swap")]
+THROUGH_TRANSFORMERS = (
+    ["llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "phimoe"] if HAS_GPU else ["llama"]
+)
 TWO_GROUPS = ("qwen2", "exaone4", "ministral", "gemma2", "gemma3_text", "olmo3", "cohere2")
 NUM_BLOCKS, NUM_SWAP_BLOCKS = 24, 24
 MAX_LEN, BLOCK_SIZE, CHUNK = 80, 8, 24  # of the engines that are compared
@@ -130,9 +135,17 @@ def _plain_sampling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @cache
 def engines(name: str, num_blocks: int, mode: str) -> tuple[Engine, Engine]:
     """The device's, with steps that overlap, and the CPU's."""
+    return engines_of(model_zoo.model_directory(name), num_blocks, mode)
+
+
+def engines_of(
+    directory: Path, num_blocks: int, mode: str, model_impl: str = "auto"
+) -> tuple[Engine, Engine]:
+    """Of a model in a directory."""
     config = make_config(
-        str(model_zoo.model_directory(name)),
+        directory,
         device="cpu",
+        model_impl=model_impl,
         max_model_len=MAX_LEN,
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
@@ -226,6 +239,22 @@ def test_models_with_an_encoder(name: str) -> None:
     asks = [
         (prompt(17, 1), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),
         (decoder, SamplingParams(temperature=0, max_tokens=2, repetition_penalty=1.5)),
+    ]
+    assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
+    assert overlapped.kv.pool.num_held == 0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("model_type", THROUGH_TRANSFORMERS)
+def test_models_through_transformers_compute_in_padded_and_captured_steps(
+    model_type: str, tmp_path: Path
+) -> None:
+    write_reference(model_type, tmp_path)
+    overlapped, plain = engines_of(tmp_path, 40, "recompute", "transformers")
+    asks = [
+        (prompt(30, 1), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)),
+        (prompt(5, 2), SamplingParams(temperature=1, seed=3, n=2, max_tokens=5, ignore_eos=True)),
+        (prompt(9, 4), BeamSearchParams(beam_width=2, max_tokens=3)),
     ]
     assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
     assert overlapped.kv.pool.num_held == 0

@@ -110,7 +110,8 @@ class Budget:
     def of(cls, model: str, device_memory: int | None, engine: dict[str, Any]) -> Budget:
         """Raises ConfigError, ModelError or OutOfMemory as the engine does."""
         config = make_config(model, **engine)
-        model_config = read_model_config(resolve_model(model, weights=False))
+        directory = resolve_model(model, weights=False)
+        model_config = read_model_config(directory, config.model_impl)
         if config.max_model_len is not None:
             model_config = model_config.with_max_model_len(config.max_model_len)
         dtype = config.dtype_for(model_config.dtype)

@@ -8,7 +8,8 @@ from typing import get_args
 import click
 
 from octavo.bench.tables import columns, show
-from octavo.config import DTypeName, LoadFormat, PreemptionMode
+from octavo.config import DTypeName, LoadFormat, ModelImpl, PreemptionMode
+from octavo.models.fallback.tested import read_tested
 from octavo.models.registry import FAMILIES
 from octavo.registry import POLICIES
 
@@ -22,7 +23,9 @@ def models(as_json: bool) -> None:
             name: {"architecture": family.architecture, "note": family.note}
             for name, family in FAMILIES.items()
         }
-        click.echo(json.dumps(families))
+        tested = read_tested()
+        through = {"version": tested.transformers, "tested": tested.served}
+        click.echo(json.dumps({"native": families, "transformers": through}))
         return
     table = columns("model_type", "architecture", "description", "")
     for column in table.columns:
@@ -30,11 +33,17 @@ def models(as_json: bool) -> None:
     for name, family in FAMILIES.items():
         table.add_row(name, family.architecture, family.read.__module__, family.note)
     show(table)
+    tested = read_tested()
+    click.echo(
+        f"\nThrough transformers (--model-impl), tested with version {tested.transformers}: "
+        f"{', '.join(tested.served)}.",
+    )
     click.echo(
         "\nWeights: safetensors, whole or sharded, tied or untied embeddings. Tokenizer: "
         "tokenizer.json.\n"
         f"dtype: {', '.join(get_args(DTypeName))} (float16 not on CPUs). "
-        f"load-format: {', '.join(get_args(LoadFormat))}.\n"
+        f"load-format: {', '.join(get_args(LoadFormat))}. "
+        f"model-impl: {', '.join(get_args(ModelImpl))}.\n"
         f"policy: {', '.join(POLICIES)}. "
         f"preemption-mode: {', '.join(get_args(PreemptionMode))}."
     )

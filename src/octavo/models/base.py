@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from octavo.layers.base import WeightTargets
 from octavo.layers.embedding import Embedding, LMHead
+from octavo.models.dequantize import StoredTensor
 from octavo.ops import AttentionBackend, LayerSpec
+
+# The file, the name in it, and the tensor.
+FileTensor = tuple[Path, str, StoredTensor]
+
+
+class Checkpoint(Protocol):
+    """What a model's checkpoints call its weights."""
+
+    targets: WeightTargets
+    """Where tensors go, by the names that `translate` gives them."""
+
+    def translate(self, tensors: Iterable[FileTensor]) -> Iterator[tuple[str, FileTensor]]:
+        """The tensors of all files by these names; several may become one."""
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a tensor without a target is no weight."""
 
 
 class CausalLM(nn.Module):
@@ -20,6 +41,29 @@ class CausalLM(nn.Module):
     attention_layers: list[LayerSpec]
     embedding: Embedding
     head: LMHead
+    checkpoint: Checkpoint | None = None  # None: as the family's WeightNames say
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Give the parameters memory, of `dtype` on `device`, uninitialised. Called once, before
+        weights are loaded; until then there are their shapes."""
+        # Not Module.to_empty: copying from "meta" imports sympy, which takes a second.
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+                setattr(module, name, nn.Parameter(weight, requires_grad=False))
+
+    @property
+    def token_table(self) -> Tensor:
+        """The token embeddings: [vocab_size, size]."""
+        return self.embedding.weight
+
+    def tie(self) -> None:
+        """Compute logits with the table of the token embeddings; called after `allocate`."""
+        self.head.tie(self.embedding)
+
+    def check(self) -> None:
+        """Called once, when the weights are loaded: raise ModelError if the model cannot be served
+        after all."""
 
     def forward(
         self,

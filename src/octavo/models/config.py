@@ -286,6 +286,7 @@ class ModelConfig(ModelDescription):
     directory: Path
     architecture: str  # the class in config.json, such as "LlamaForCausalLM"
     family: str  # config.json's model_type
+    model_class: str = "octavo.models.decoder:Decoder"  # a CausalLM; its module is imported late
     dtype: str = "float32"  # of the weights in the files
     bos_token_id: int | None = None
     decoder_start_token_id: int | None = None  # set if there is an encoder

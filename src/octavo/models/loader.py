@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.config import LoadFormat
 from octavo.errors import ModelError, shown
@@ -26,7 +26,7 @@ from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTar
 from octavo.layers.config import AttentionConfig
 from octavo.layers.linear import LinearMethod
 from octavo.layers.norm import Norm
-from octavo.models.base import CausalLM
+from octavo.models.base import CausalLM, FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import StoredTensor, dequantized, is_unused_bias
 from octavo.models.registry import FAMILIES
@@ -64,6 +64,7 @@ def load_model(
     for module in model.modules():
         if isinstance(module, WeightOwner):
             module.finalize()
+    model.check()
     return model
 
 
@@ -71,17 +72,13 @@ def build_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, communicator: Communicator
 ) -> CausalLM:
     """The model with uninitialised weights, before any `finalize`."""
-    module_name, _, class_name = FAMILIES[config.family].model_class.partition(":")
+    module_name, _, class_name = config.model_class.partition(":")
     model_class = getattr(import_module(module_name), class_name)
     with torch.device("meta"):  # shapes only, until dtype and device are set
         model: CausalLM = model_class(config, device, communicator)
-    # Not Module.to_empty: copying from "meta" imports sympy, which takes a second.
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            weight = torch.empty(parameter.shape, dtype=dtype, device=device)
-            setattr(module, name, nn.Parameter(weight, requires_grad=False))
+    model.allocate(dtype, device)
     if config.tied_embeddings:
-        model.head.tie(model.embedding)
+        model.tie()
     return model
 
 
@@ -91,28 +88,28 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     Raises ModelError that names the tensor and the file: missing, unknown, wrong shape or dtype,
     two different values for one parameter, unreadable file.
     """
-    names = FAMILIES[config.family].weights
-    targets = weight_targets(model, config)
+    checkpoint = model.checkpoint or FamilyCheckpoint(model, config)
+    targets = checkpoint.targets
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
     with ExitStack() as files:
-        for path, name, tensor in _tensors(config, files):
-            key = names.without_prefix(name)
+        for key, (path, name, tensor) in checkpoint.translate(_tensors(config, files)):
             target = targets.get(key)
             if target is not None:
                 where, identity = f"{path}: {name}", _identity(key, target)
                 for part, destination in _parts(tensor, target, where):
-                    rows = destination[: len(part)]
+                    rows = destination[: len(part)] if part.dim() else destination
                     if identity not in loaded:
                         rows.copy_(part)
-                        destination[len(part) :].zero_()
+                        if part.dim():
+                            destination[len(part) :].zero_()
                     elif not part.to(rows).allclose(rows, rtol=0, atol=0, equal_nan=True):
-                        is_embedding = rows.data_ptr() == model.embedding.weight.data_ptr()
+                        is_embedding = rows.data_ptr() == model.token_table.data_ptr()
                         raise ModelError(f"{where} {_contradiction(is_embedding)}")
                 loaded.add(identity)
             elif config.quantization is not None and is_unused_bias(name, tensor):
                 continue
-            elif not any(re.fullmatch(pattern, key) for pattern in names.ignored):
+            elif not checkpoint.is_ignored(key):
                 unknown.append(f"{name} ({path.name})")
     if unknown:
         raise ModelError(
@@ -123,14 +120,35 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
         raise ModelError(f"{config.directory}: the weights lack {_few(missing)}")
 
 
-def _tensors(config: ModelConfig, files: ExitStack) -> Iterator[tuple[Path, str, StoredTensor]]:
-    """(file, name, tensor) of every tensor, with quantized weights dequantized."""
+def _tensors(config: ModelConfig, files: ExitStack) -> Iterator[FileTensor]:
+    """Every tensor, with quantized weights dequantized."""
     tensors = _read_tensors(config.directory, files)
     return tensors if config.quantization is None else dequantized(tensors, config.quantization)
 
 
+class FamilyCheckpoint:
+    """See Checkpoint: the names of a family's description, without prefix."""
+
+    def __init__(self, model: CausalLM, config: ModelConfig) -> None:
+        self.targets = _family_targets(model, config)
+        self._names = FAMILIES[config.family].weights
+
+    def translate(self, tensors: Iterable[FileTensor]) -> Iterator[tuple[str, FileTensor]]:
+        """See Checkpoint.translate."""
+        for each in tensors:
+            yield self._names.without_prefix(each[1]), each
+
+    def is_ignored(self, name: str) -> bool:
+        """See Checkpoint.is_ignored."""
+        return any(re.fullmatch(pattern, name) for pattern in self._names.ignored)
+
+
 def weight_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
-    """Where the checkpoint's tensors go, by their names without prefix."""
+    """Where the checkpoint's tensors go, by their names (Checkpoint.targets)."""
+    return (model.checkpoint or FamilyCheckpoint(model, config)).targets
+
+
+def _family_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
     names = FAMILIES[config.family].weights
     targets: WeightTargets = {}
     for path, module in model.named_modules():
@@ -201,13 +219,19 @@ def _fill_slice(
     begin: int,
 ) -> None:
     """Fill in a slice of a tensor whose elements, in their order, are the noise from `begin` on."""
+    if not shape:
+        destination.copy_(noise[begin])
+        return
     rows, columns = index[0], index[1] if len(index) > 1 else slice(0, 1)
     width, num_columns = math.prod(shape[1:]), columns.stop - columns.start
     num_rows = rows.stop - rows.start
     destination[num_rows:].zero_()
     destination = destination[:num_rows]
     begin += rows.start * width + columns.start
-    if num_columns == width and destination.is_contiguous():
+    is_whole = all(
+        each.stop - each.start == size for each, size in zip(index[1:], shape[1:], strict=True)
+    )
+    if is_whole and destination.is_contiguous():
         _fill_run(destination.view(-1), noise, begin % NOISE_LENGTH)
         return
     inner = torch.arange(num_columns, device=noise.device)
@@ -278,8 +302,8 @@ def _contradiction(is_embedding: bool) -> str:
     return "differs from another tensor for the same parameter"
 
 
-def _read_tensors(directory: Path, files: ExitStack) -> Iterator[tuple[Path, str, TensorInFile]]:
-    """(file, name, tensor) of every tensor in the weight files, which `files` will close."""
+def _read_tensors(directory: Path, files: ExitStack) -> Iterator[FileTensor]:
+    """Every tensor in the weight files, which `files` will close."""
     for path, expected in _weight_files(directory).items():
         try:
             file = files.enter_context(safe_open(path, framework="pt"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import InvalidRequest, ModelError
+from octavo.config import ModelImpl
+from octavo.errors import ConfigError, InvalidRequest, ModelError, shown
 from octavo.json_fields import Fields, read_json
 from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
 from octavo.models.decoding_rules import read_decoding_rules
+from octavo.models.fallback.config import TransformersConfig
 from octavo.models.family import Family
 from octavo.models.quantization import read_quantization
 from octavo.registry import Registry
@@ -66,33 +70,47 @@ UNSERVED = {
 }
 
 
-def read_model_config(directory: str | Path) -> ModelConfig:
+# Reads what transformers makes of a directory; its module needs torch and transformers.
+TRANSFORMERS_READER = "octavo.models.fallback.reader"
+
+
+def read_model_config(directory: str | Path, model_impl: ModelImpl = "auto") -> ModelConfig:
     """Read `config.json` and `generation_config.json` in `directory`; weights are not read.
+
+    Args:
+        directory: in Hugging Face format.
+        model_impl: what computes the model: a family of octavo's ("native"), transformers' module
+            ("transformers"), or the latter where there is no such family ("auto").
 
     Raises:
         ModelError: a missing or broken file, a family that octavo does not serve, a quantization
             that it does not read, or options in config.json that change the result and that octavo
             does not implement, whether of the served families or of others that it knows of.
+        ConfigError: transformers is needed, and not installed.
     """
     directory = Path(directory)
     config = read_json(directory / "config.json")
+    model_type = config.get("model_type", None)
+    is_native = isinstance(model_type, str) and model_type in FAMILIES
+    if model_impl == "transformers" or (model_impl == "auto" and not is_native):
+        return _read_through_transformers(directory, config)
     family = _family_of(config)
     text = config if family.text_config is None else config.part(family.text_config)
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
-    generation_path = directory / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else Fields("", {})
+    generation = _read_generation(directory)
     description = family.read(text)
     rules = DecodingRules()
     if description.encoder is not None:
-        where = generation if generation_path.exists() else config
+        where = generation if generation.where else config
         rules = read_decoding_rules(where, description.vocab_size)
     return ModelConfig(
-        **{each.name: getattr(description, each.name) for each in fields(ModelDescription)},
+        **_as_fields(description),
         directory=directory,
         architecture=family.architecture,
         family=family.model_type,
+        model_class=family.model_class,
         dtype=_dtype(config),
         quantization=read_quantization(config),
         bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
@@ -101,16 +119,63 @@ def read_model_config(directory: str | Path) -> ModelConfig:
             if description.encoder is None
             else _decoder_start(config, generation, family, description.vocab_size)
         ),
-        eos_token_ids=_end_tokens(config, generation, family, description.vocab_size),
+        eos_token_ids=_end_tokens(config, generation, family.eos_token_ids, description.vocab_size),
         sampling_defaults=_sampling_defaults(generation),
         decoding_rules=rules,
     )
 
 
+def _read_through_transformers(directory: Path, config: Fields) -> ModelConfig:
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            "model_impl",
+            f"{config.where}: model_type {shown(config.get('model_type', None))} is served through "
+            f"transformers, which is not installed: pip install 'octavo[transformers]'; native "
+            f"families are {', '.join(FAMILIES)}",
+        )
+    if config.get("quantization_config", None) is not None:
+        raise config.error(
+            "quantization_config",
+            "quantized weights are read for octavo's own families, not for models through "
+            "transformers",
+        )
+    reading = import_module(TRANSFORMERS_READER).read(directory, config)
+    generation = _read_generation(directory)
+    # What config.json leaves out has the default of transformers' class.
+    tokens = config.with_defaults(
+        {"bos_token_id": reading.bos_token_id, "eos_token_id": reading.eos_token_id}
+    )
+    return TransformersConfig(
+        **_as_fields(reading.description),
+        directory=directory,
+        architecture=reading.architecture,
+        family=reading.model_type,
+        dtype=_dtype(config),
+        bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
+        eos_token_ids=_end_tokens(tokens, generation, (), reading.description.vocab_size),
+        sampling_defaults=_sampling_defaults(generation),
+        parameters=reading.parameters,
+        table_width=reading.table_width,
+    )
+
+
+def _read_generation(directory: Path) -> Fields:
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else Fields("", {})
+
+
+def _as_fields(description: ModelDescription) -> dict[str, Any]:
+    return {each.name: getattr(description, each.name) for each in fields(ModelDescription)}
+
+
 def _family_of(config: Fields) -> Family:
     model_type = config.get("model_type", None)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise config.error("model_type", f"octavo serves {', '.join(FAMILIES)}")
+        raise config.error(
+            "model_type",
+            f"octavo's own families are {', '.join(FAMILIES)}; others are served through "
+            "transformers (model_impl)",
+        )
     family = FAMILIES[model_type]
     if family.architecture not in config.names("architectures", [family.architecture]):
         raise config.error("architectures", f"of {model_type}, octavo serves {family.architecture}")
@@ -118,12 +183,12 @@ def _family_of(config: Fields) -> Family:
 
 
 def _end_tokens(
-    config: Fields, generation: Fields, family: Family, vocab_size: int
+    config: Fields, generation: Fields, usual: tuple[int, ...], vocab_size: int
 ) -> tuple[int, ...]:
     """The tokens that end a text, without ids that are not in the vocabulary (such as -1)."""
     ends = generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")
     if "eos_token_id" not in config.values | generation.values:
-        ends = family.eos_token_ids
+        ends = usual
     return tuple(token_id for token_id in ends if 0 <= token_id < vocab_size)
 
 

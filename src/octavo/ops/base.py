@@ -24,7 +24,9 @@ LOG2_E = 1.4426950408889634  # multiplies scores for a softmax in powers of 2
 class Sinks(Protocol):
     """Attention sinks: one learned score per head that no key belongs to."""
 
-    weight: Any  # Tensor [num_heads], loaded before a backend is made
+    @property
+    def weight(self) -> Any:
+        """Tensor [num_heads], loaded before a backend is made."""
 
 
 class RelativeBias(Protocol):

@@ -73,7 +73,7 @@ class EngineClient:
         """
         directory = resolve_model(config.model)
         self.config = config
-        self.model_config = read_model_config(directory)
+        self.model_config = read_model_config(directory, config.model_impl)
         if config.max_model_len is not None:
             self.model_config = self.model_config.with_max_model_len(config.max_model_len)
         # None: the model has none; prompts are token ids.

@@ -1,0 +1,1 @@
+"""Models that transformers' own modules compute, through octavo's paged attention."""

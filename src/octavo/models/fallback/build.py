@@ -1,0 +1,172 @@
+"""transformers' module for a model directory, without memory for its weights."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from octavo.errors import ModelError, shown
+from octavo.models.fallback.paged import ATTENTION, EXPERTS, register
+from octavo.models.fallback.recording import NO_INTERFACE, Recording, Unserved, record
+
+OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "vq_config")
+LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on the meta device, and what a step of it does."""
+
+    model: PreTrainedModel
+    base: nn.Module  # the decoder, which returns hidden states
+    paths: dict[nn.Module, str]
+    max_model_len: int
+    recording: Recording
+
+    @property
+    def has_tied_embeddings(self) -> bool:
+        """Whether logits are computed with the table of the token embeddings."""
+        head, embeddings = output_embeddings(self.model), self.model.get_input_embeddings()
+        return head is not None and head.weight is embeddings.weight
+
+
+def output_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """The projection to logits, if it is one."""
+    found: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return found
+
+
+def read_config(directory: Path) -> Any:
+    """transformers' configuration of a directory; code that comes with models is never run.
+
+    Raises:
+        ModelError: transformers does not know the type, or refuses the fields.
+    """
+    try:
+        with quiet():
+            return AutoConfig.from_pretrained(
+                str(directory), trust_remote_code=False, local_files_only=True
+            )
+    except Exception as error:  # whatever its validation raises
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"{directory / 'config.json'}: transformers {transformers.__version__} refuses it "
+            f"({type(error).__name__}: {reason[:400]})"
+        ) from error
+
+
+def is_known(model_type: str) -> bool:
+    """Whether transformers has a configuration of that type."""
+    return model_type in CONFIG_MAPPING
+
+
+def build(directory: Path, dtype: torch.dtype, max_model_len: int | None = None) -> Built:
+    """The model of a directory on the meta device, recorded.
+
+    Args:
+        directory: of its config.json; weights are not read.
+        dtype: that it is computed in.
+        max_model_len: tokens of the longest sequence, if it is less than the model's own limit.
+
+    Raises:
+        ModelError: octavo cannot serve it; says why.
+    """
+    config = read_config(directory)
+    where = directory / "config.json"
+    try:
+        return _build(config, dtype, max_model_len)
+    except Unserved as error:
+        raise ModelError(
+            f"{where}: octavo cannot serve model_type {shown(config.model_type)} through "
+            f"transformers {transformers.__version__}: {error}"
+        ) from error
+
+
+def _build(config: Any, dtype: torch.dtype, max_model_len: int | None) -> Built:
+    _check_kind(config)
+    register()
+    try:
+        with quiet(), torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config,
+                dtype=dtype,
+                trust_remote_code=False,
+                attn_implementation=ATTENTION,
+                experts_implementation=EXPERTS,
+            )
+    except KeyError as error:
+        if error.args == (ATTENTION,):  # a table of its own classes, by the attention's name
+            raise Unserved(NO_INTERFACE) from error
+        raise Unserved(f"it cannot be made from these fields (KeyError: {error})") from error
+    except Exception as error:  # whatever its constructor raises for fields that do not fit
+        raise Unserved(
+            f"it cannot be made from these fields ({type(error).__name__}: {error})"
+        ) from error
+    model.train(False)
+    decoders = (each for each in model.children() if isinstance(each, PreTrainedModel))
+    base = getattr(model, model.base_model_prefix or "-", next(decoders, None))
+    if not isinstance(base, nn.Module) or base is model:
+        raise Unserved(f"{type(model).__name__} has no decoder beside its projection to logits")
+    if model.config.is_encoder_decoder:
+        raise Unserved("it has an encoder")
+    if getattr(model, "_is_stateful", False):
+        raise Unserved("its layers carry a state from token to token")
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise Unserved(f"{type(base).__name__} takes no position_ids")
+    own_limit = _own_limit(model.config)
+    paths = {module: path for path, module in model.named_modules()}
+    recording = record(model, base, paths, max_model_len or own_limit)
+    _check_window(model.config, own_limit, recording)
+    return Built(model, base, paths, own_limit, recording)
+
+
+def _check_kind(config: Any) -> None:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Unserved("it is no causal language model (AutoModelForCausalLM has no class for it)")
+    for name in OTHER_INPUTS:
+        if getattr(config, name, None) is not None:
+            raise Unserved(f"it takes other input than text ({name})")
+    if config.is_encoder_decoder:
+        raise Unserved("it has an encoder (is_encoder_decoder)")
+    if config.get_text_config() is not config:
+        raise Unserved("it takes other input than text (text_config is only a part of it)")
+
+
+def _check_window(config: Any, limit: int, recording: Recording) -> None:
+    """Refuse a window that transformers knows by its cache alone, and not by its masks."""
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    is_windowed = isinstance(window, int) and window < limit and types is None
+    if is_windowed and all(call.window is None for call in recording.calls):
+        raise Unserved(f"its attention masks do not follow sliding_window ({window})")
+
+
+def _own_limit(config: Any) -> int:
+    for name in LENGTHS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 1:
+            return value
+    raise Unserved(f"its config.json does not say how long sequences may be ({', '.join(LENGTHS)})")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers' remarks about fields and kernels are not for a server's log."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

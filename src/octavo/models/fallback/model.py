@@ -1,0 +1,284 @@
+"""A transformers model as octavo's worker sees it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from octavo.errors import ModelError
+from octavo.layers.base import WeightTarget, WeightTargets
+from octavo.models.base import CausalLM
+from octavo.models.config import ModelConfig
+from octavo.models.fallback.build import Built, build, quiet
+from octavo.models.fallback.checkpoint import TransformersCheckpoint
+from octavo.models.fallback.paged import PAGED_LAYER, PagedLayer, Step
+from octavo.models.fallback.recording import AttentionCall, with_rotation
+from octavo.models.fallback.replacing import Owners, Rotary, as_table, replace_modules
+from octavo.ops import AttentionBackend, LayerSpec, RotaryTable, ScoreFunction, Sinks
+from octavo.ops.communicator import Communicator
+
+# How far the hidden states of a token may be apart in two steps, as a part of the largest: what
+# rounding does in many layers.
+SAME_STATES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+class TransformersLM(CausalLM):
+    """Owns transformers' modules, with octavo's layers in them."""
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, communicator: Communicator
+    ) -> None:
+        """`config`: a TransformersConfig."""
+        super().__init__()
+        assert communicator.shard.size == 1, "TransformersConfig.sharded has refused it"
+        self._config = config
+        self._step = Step()
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """See CausalLM.allocate: transformers makes its modules for a dtype.
+
+        Raises:
+            ModelError: octavo cannot serve the model; says why.
+        """
+        config, self._dtype = self._config, dtype
+        built = build(config.directory, dtype, config.max_model_len)
+        recording = built.recording
+        if device.type == "cuda" and recording.data_dependent is not None:
+            raise ModelError(
+                f"{config.directory}: a step of {config.architecture} cannot be captured in CUDA "
+                f"graphs: the size of what it computes depends on its tensors "
+                f"({recording.data_dependent})"
+            )
+        parameters = built.model.state_dict(keep_vars=True)
+        checkpoint = TransformersCheckpoint(built.model)
+        with torch.device("cpu"):
+            _fill_buffers(built.model)
+            rotaries = {
+                module: Rotary(module, kinds, config.max_model_len)
+                for module, kinds in recording.rotaries.items()
+            }
+            self.attention_layers = [
+                self._attention_layer(number, call, rotaries, device)
+                for number, call in enumerate(recording.calls)
+            ]
+        for module, rotary in rotaries.items():
+            rotary.to_device(device)
+            built.model.set_submodule(built.paths[module], rotary)
+        owners = replace_modules(built, dtype)
+        _tie(built.model, parameters, owners)
+        made = _with_memory(built.model, owners, dtype, device)
+        checkpoint.targets = _targets(built.model, parameters, owners, made)
+        self.checkpoint = checkpoint
+        self._take(built)
+
+    def _attention_layer(
+        self,
+        number: int,
+        call: AttentionCall,
+        rotaries: dict[nn.Module, Rotary],
+        device: torch.device,
+    ) -> LayerSpec:
+        described = self._config.layers[number].attention
+        size, module = described.head_dim, call.module
+        layer = PagedLayer(number, self._step, size, call.value_dim, self._dtype)
+        setattr(module, PAGED_LAYER, layer)
+        if call.rotated is not None and call.head_dim == size:
+            table = as_table(call.rotated, rotaries[call.rotated.rotary.module], size)
+            if table is not None:
+                layer.rotary = RotaryTable(
+                    table.cos.to(device), table.sin.to(device), table.interleaved
+                )
+                module.forward = with_rotation(module, _not_rotated)
+        sinks: Sinks | None = None if call.sinks is None else ModuleSinks(module, call.sinks)
+        return LayerSpec(
+            layer_id=number,
+            num_heads=described.num_heads,
+            num_kv_heads=described.num_kv_heads,
+            head_dim=size,
+            scores=ScoreFunction(described.scale, described.softcap, None, sinks),
+            window=described.window,
+        )
+
+    def _take(self, built: Built) -> None:
+        """Divide the model into its decoder and what makes logits of hidden states."""
+        self.decoder = built.base
+        # In a tuple, so that it is not one more parameter.
+        self._table = (built.model.get_input_embeddings().get_parameter("weight"),)
+        self._decoded = _Decoded(built.base)
+        built.model.set_submodule(built.paths[built.base], self._decoded)
+        self.rest = built.model
+
+    @property
+    def token_table(self) -> Tensor:
+        """See CausalLM.token_table."""
+        return self._table[0]
+
+    def tie(self) -> None:
+        """See CausalLM.tie: `allocate` has tied what transformers ties."""
+
+    def check(self) -> None:
+        """See CausalLM.check: without attention, a token's hidden state must depend on the token
+        and its position alone, wherever it stands in a step and whatever stands beside it."""
+        device = self.token_table.device
+        vocab_size = self._config.vocab_size
+        first, second, *others = (id % vocab_size for id in (5, 11, 17, 23))
+        ids = torch.tensor([[first, others[0], second], [others[1], second, first]], device=device)
+        positions = torch.tensor([[0, 1, 1], [0, 1, 0]], device=device)
+        backend = cast(AttentionBackend, _NoAttention())
+        with torch.inference_mode():
+            one, two = (
+                self.forward(*each, backend).float() for each in zip(ids, positions, strict=True)
+            )
+        same = torch.stack([one[0] - two[2], one[2] - two[1]])
+        limit = SAME_STATES[self._dtype] * float(one.abs().max())
+        if not float(same.abs().max()) <= limit and bool(one.isfinite().all()):
+            raise ModelError(
+                f"{self._config.directory}: octavo cannot serve {self._config.architecture} "
+                "through transformers: tokens of a step change each other's hidden states beside "
+                "the attention, or positions are not those that it is given"
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        logits_indices: Tensor | None = None,
+    ) -> Tensor:
+        """See CausalLM.forward; the last layer computes all tokens."""
+        self._step.backend = attention
+        hidden: Tensor = self.decoder(
+            input_ids=input_ids.unsqueeze(0),
+            attention_mask=None,
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+        ).last_hidden_state[0]
+        return hidden if logits_indices is None else hidden[logits_indices]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See CausalLM.logits: by transformers' own code behind its decoder."""
+        rows = hidden.unsqueeze(0)
+        self._decoded.hidden = rows
+        logits: Tensor = self.rest(inputs_embeds=rows, use_cache=False).logits[0]
+        logits = logits if logits.device.type == "cuda" else logits.float()
+        return logits[:, : self._config.vocab_size]
+
+
+class _NoAttention:
+    """In the place of an attention backend: every token sees itself alone."""
+
+    def forward(self, layer_id: int, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+        """See AttentionBackend.forward."""
+        group = query.shape[1] // key.shape[1]
+        return value.repeat_interleave(group, dim=1).flatten(1)
+
+
+class _Hidden(tuple[Tensor]):
+    """What a decoder returns, with hidden states alone."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """[1, num_tokens, hidden_size]."""
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        """Whatever else decoders return: nothing."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Decoded(nn.Module):
+    """Stands for a decoder whose hidden states are known, and for decoders inside it, which some
+    models call by themselves (OPT)."""
+
+    hidden: Tensor
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        for name, child in base.named_children():
+            if isinstance(child, PreTrainedModel):
+                self.__dict__[name] = self
+
+    def forward(self, *inputs: Any, **named: Any) -> _Hidden:
+        """Whatever the inputs are."""
+        return _Hidden((self.hidden,))
+
+
+class ModuleSinks:
+    """Attention sinks that are a parameter of transformers' module."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+
+    @property
+    def weight(self) -> Tensor:
+        """[num_heads]."""
+        return self._module.get_parameter(self._name)
+
+
+def _not_rotated(query: Tensor, key: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """In the place of the function that rotates: the attention backend does."""
+    return query, key
+
+
+def _fill_buffers(model: PreTrainedModel) -> None:
+    """Buffers with their values, on the CPU: transformers computes them where it sets weights."""
+    for module in model.modules():
+        vars(module)["_is_hf_initialized"] = False
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    with quiet():
+        model.initialize_weights()  # type: ignore[no-untyped-call]
+
+
+def _tie(model: nn.Module, state: dict[str, Tensor], owners: Owners) -> None:
+    """Let layers of octavo's share the parameters that transformers has tied to its modules'."""
+    left = {id(each) for each in model.parameters()}
+    for owner, names in owners:
+        for own in ("weight", "bias"):
+            shared = state.get(f"{names[0]}.{own}")
+            if id(shared) in left:
+                assert len(names) == 1, "nothing is tied to a part of a merged projection"
+                setattr(owner, own, shared)
+
+
+def _with_memory(
+    model: nn.Module, owners: Owners, dtype: torch.dtype, device: torch.device
+) -> dict[int, nn.Parameter]:
+    """Give all parameters memory, and move buffers to the device; by the ids of those without."""
+    own = {id(each) for owner, _ in owners for each in owner.parameters(recurse=False)}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            found = made.get(id(parameter))
+            if found is None:
+                kind = dtype if id(parameter) in own else parameter.dtype
+                weight = torch.empty(parameter.shape, dtype=kind, device=device)
+                found = made[id(parameter)] = nn.Parameter(weight, requires_grad=False)
+                made[id(found)] = found
+            module._parameters[name] = found
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return made
+
+
+def _targets(
+    model: nn.Module, state: dict[str, Tensor], owners: Owners, made: dict[int, nn.Parameter]
+) -> WeightTargets:
+    """Where tensors go, by transformers' names; `state` has the parameters without memory."""
+    found: WeightTargets = {}
+    for owner, names in owners:
+        found |= owner.targets(names)
+    for name, each in state.items():
+        if name not in found:
+            path, _, last = name.rpartition(".")
+            tensor: Tensor | None = made.get(id(each))
+            if tensor is None:
+                tensor = model.get_submodule(path).get_buffer(last)
+            found[name] = WeightTarget.whole(tensor)
+    return found

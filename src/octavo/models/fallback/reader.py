@@ -1,0 +1,108 @@
+"""From a model directory to the description of what transformers would compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from octavo.errors import ModelError, shown
+from octavo.json_fields import Fields
+from octavo.layers.config import AttentionConfig, MLPConfig, NormConfig
+from octavo.models.config import LayerConfig, ModelDescription
+from octavo.models.fallback.build import Built, build, is_known
+from octavo.models.fallback.recording import AttentionCall
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What TransformersConfig has beside what is in the files of every model."""
+
+    description: ModelDescription
+    model_type: str
+    architecture: str
+    parameters: int
+    table_width: int
+    bos_token_id: object
+    eos_token_id: object
+
+
+def read(directory: Path, config: Fields) -> Reading:
+    """The model that transformers makes of a directory's config.json; weights are not read.
+
+    Args:
+        directory: where it is.
+        config: the file's fields.
+
+    Raises:
+        ModelError: transformers has no such model, or octavo cannot serve it; says why.
+    """
+    model_type = config.get("model_type", None)
+    if not isinstance(model_type, str) or not is_known(model_type):
+        has_code = config.get("auto_map", None) is not None
+        hint = "; the code that comes with the model (auto_map) is never run" if has_code else ""
+        raise config.error(
+            "model_type",
+            f"neither octavo nor transformers {transformers.__version__} has such a model{hint}",
+        )
+    built = build(directory, torch.float32)
+    architecture = type(built.model).__name__
+    if architecture not in config.names("architectures", [architecture]):
+        raise config.error("architectures", f"of {model_type}, octavo serves {architecture}")
+    layers = tuple(_layer(call, built) for call in built.recording.calls)
+    shapes = {(each.attention.num_kv_heads, each.attention.head_dim) for each in layers}
+    if len(shapes) > 1:
+        raise ModelError(
+            f"{config.where}: octavo cannot serve model_type {shown(model_type)} through "
+            f"transformers {transformers.__version__}: its layers have KV heads of different "
+            f"numbers or sizes, {', '.join(f'{n} of {size}' for n, size in sorted(shapes))}"
+        )
+    hf_config = built.model.config
+    own = {id(each): each for each in built.model.parameters()}
+    return Reading(
+        description=ModelDescription(
+            vocab_size=hf_config.get_text_config().vocab_size,
+            hidden_size=layers[0].attention.hidden_size,
+            max_model_len=built.max_model_len,
+            layers=layers,
+            final_norm=None,
+            tied_embeddings=built.has_tied_embeddings,
+        ),
+        model_type=model_type,
+        architecture=architecture,
+        parameters=sum(each.numel() for each in own.values()),
+        table_width=3 * built.recording.table_width,
+        bos_token_id=getattr(hf_config, "bos_token_id", None),
+        eos_token_id=getattr(hf_config, "eos_token_id", None),
+    )
+
+
+def _layer(call: AttentionCall, built: Built) -> LayerConfig:
+    hidden_size = built.recording.hidden_size
+    return LayerConfig(
+        attention=attention_config(call, hidden_size),
+        mlp=MLPConfig(
+            kind="plain",
+            hidden_size=hidden_size,
+            intermediate_size=max(1, built.recording.width // 3),  # of which three are counted
+            activation="relu",
+        ),
+        norm=NormConfig("rms", hidden_size, 1e-6),
+    )
+
+
+def attention_config(call: AttentionCall, hidden_size: int) -> AttentionConfig:
+    """A recorded call as octavo describes attention; heads of keys and values are as long as the
+    longer of them."""
+    return AttentionConfig(
+        hidden_size=hidden_size,
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=max(call.head_dim, call.value_dim),
+        scale=call.scale,
+        window=call.window,
+        softcap=call.softcap,
+        sinks=call.sinks is not None,
+    )

@@ -1,0 +1,457 @@
+"""What a transformers model does in a step, found out by a pass over tensors without data.
+
+The model is on the meta device. One pass shows which modules call the attention, in which order and
+with which arguments, which tokens they see, which projections read the same tensor, and which norms
+and rotary embeddings are called with what.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from octavo.models.fallback.paged import ATTENTION
+
+RECORDING = "octavo_recording"  # the name of the attention that records
+NUM_TOKENS = 3
+ROTATE = "apply_rotary_pos_emb"  # what transformers' attention modules call it
+# Arguments of the attention that are read, or that change nothing when tokens are only computed.
+KNOWN_ARGUMENTS = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
+HARMLESS_ARGUMENTS = {
+    *("dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"),
+    *("return_dict", "position_embeddings", "layer_idx", "cache_position", "input_shape"),
+    *("past_key_values", "output_router_logits", "deterministic", "logits_to_keep", "target_dtype"),
+}
+NO_INTERFACE = "its attention does not go through transformers' attention interface"
+DATA_DEPENDENT = "which operations it carries out depends on what its tensors hold"
+CHECKED_POSITIONS = 8  # at which a mask is compared with a window, beside its ends
+
+
+class Unserved(Exception):
+    """Why octavo cannot serve a model through transformers."""
+
+
+class Window(NamedTuple):
+    """A causal mask: the query at p sees the keys p - size + 1 .. p; None: all up to p."""
+
+    size: int | None
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of the attention."""
+
+    module: nn.Module
+    path: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys
+    value_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: str | None  # the module's parameter
+    rotated: RotationCall | None  # what queries and keys are the results of
+
+
+class RotaryCall(NamedTuple):
+    """A call of a rotary embedding: the module, and its arguments beside positions."""
+
+    module: nn.Module
+    kind: tuple[Any, ...]
+
+
+class RotationCall(NamedTuple):
+    """A call of the function that rotates queries and keys."""
+
+    function: Callable[..., Any]
+    rotary: RotaryCall
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Recording:
+    """What one pass has shown; modules by their place in the order of calls."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    linears: dict[nn.Linear, list[Tensor]] = field(default_factory=dict)  # with their inputs
+    norms: dict[nn.Module, torch.dtype] = field(default_factory=dict)  # with their inputs' dtype
+    rotaries: dict[nn.Module, set[tuple[Any, ...]]] = field(default_factory=dict)
+    data_dependent: str | None = None
+    """An operation whose result has a size, or decides something, by what tensors hold."""
+    width: int = 0
+    """Elements that a token has in the results of all projections between two attention calls, at
+    most."""
+    hidden_size: int = 0  # of what the decoder returns
+    table_width: int = 0  # elements of all cosines together, for each position
+
+
+def record(
+    model: PreTrainedModel, base: nn.Module, paths: dict[nn.Module, str], longest: int
+) -> Recording:
+    """Compute a step of a few tokens.
+
+    Args:
+        model: on the meta device, with `ATTENTION` as its attention.
+        base: its decoder, without the projection to logits.
+        paths: of all modules.
+        longest: tokens of the longest sequence that is to be served.
+
+    Raises:
+        Unserved: the model calls its attention in a way that octavo has no place for, or it does
+            not call it at all.
+    """
+    recorder = _Recorder(paths, longest)
+    device = torch.device("meta")
+    ids = torch.zeros((1, NUM_TOKENS), dtype=torch.int64, device=device)
+    with recorder.watching(model):
+        try:
+            result = base(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                position_ids=torch.zeros_like(ids),
+                use_cache=False,
+            )
+            hidden = result.last_hidden_state
+        except Unserved:
+            raise
+        except NotImplementedError as error:  # of tensors that have no data to copy
+            raise Unserved(DATA_DEPENDENT) from error
+        except Exception as error:  # whatever a model's own code raises
+            raise Unserved(
+                f"its forward pass fails on tensors without data ({type(error).__name__}: {error})"
+            ) from error
+    recorder.check(model)
+    if hidden.dim() != 3 or hidden.shape[:2] != (1, NUM_TOKENS):
+        raise Unserved(f"its decoder returns hidden states of shape {list(hidden.shape)}")
+    recorder.found.hidden_size = hidden.shape[2]
+    return recorder.found
+
+
+class _Recorder:
+    def __init__(self, paths: dict[nn.Module, str], longest: int) -> None:
+        self.found = Recording()
+        self._paths = paths
+        self._longest = longest
+        self._masks: dict[int, Window] = {}
+        self._tables: dict[int, RotaryCall] = {}  # by the cosine that it returned
+        self._rotations: dict[int, tuple[int, RotationCall]] = {}  # by query: key, call
+        self._kept: list[Tensor] = []  # so that no other tensor gets the same id
+        self._width = 0
+
+    # ---------------------------------------------------------------- hooks
+
+    @contextmanager
+    def watching(self, model: PreTrainedModel) -> Iterator[None]:
+        """Replace what is recorded, for a while."""
+        configs: dict[int, Any] = {}
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", "") == ATTENTION:
+                configs[id(config)] = config
+        AttentionInterface.register(RECORDING, self._attend)
+        AttentionMaskInterface.register(RECORDING, self._make_mask)
+        changed: list[nn.Module] = []
+        hooks = []
+        try:
+            for config in configs.values():
+                config._attn_implementation = RECORDING
+            for module in model.modules():
+                if type(module) is nn.Linear:
+                    module.forward = partial(self._project, module)  # type: ignore[method-assign]
+                    changed.append(module)
+                elif is_norm(module):
+                    hooks.append(module.register_forward_pre_hook(self._normalise))
+                elif is_rotary(module):
+                    hooks.append(module.register_forward_hook(self._make_table, with_kwargs=True))
+                elif (rotate := rotation_of(module)) is not None:
+                    module.forward = with_rotation(module, partial(self._rotate, rotate))
+                    changed.append(module)
+            with torch.no_grad(), _WithoutData(self.found):
+                yield
+        finally:
+            for module in changed:
+                del module.forward
+            for hook in hooks:
+                hook.remove()
+            for config in configs.values():
+                config._attn_implementation = ATTENTION
+            del AttentionInterface._global_mapping[RECORDING]
+            del AttentionMaskInterface._global_mapping[RECORDING]
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+    def _project(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        self.found.linears.setdefault(linear, []).append(self._keep(x))
+        self._width += linear.out_features
+        # As a merged projection returns it: a part of longer rows.
+        return x.new_empty((*x.shape[:-1], linear.out_features + 8))[..., :-8]
+
+    def _normalise(self, norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.found.norms[norm] = inputs[0].dtype
+
+    def _make_table(
+        self,
+        rotary: nn.Module,
+        inputs: tuple[Any, ...],
+        named: dict[str, Any],
+        result: Any,
+    ) -> None:
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        kind = tuple(value for value in (*inputs, *named.values()) if not isinstance(value, Tensor))
+        if is_pair and all(isinstance(each, Tensor) and each.dim() == 3 for each in result):
+            kinds = self.found.rotaries.setdefault(rotary, set())
+            if kind not in kinds:
+                kinds.add(kind)
+                self.found.table_width += result[0].shape[2]
+            self._tables[id(self._keep(result[0]))] = RotaryCall(rotary, kind)
+            self._tables[id(self._keep(result[1]))] = RotaryCall(rotary, kind)
+
+    def _rotate(
+        self,
+        function: Callable[..., Any],
+        *inputs: Any,
+        **named: Any,
+    ) -> Any:
+        results = function(*inputs, **named)
+        tables = [self._tables.get(id(each)) for each in inputs[2:]]
+        if len(tables) == 2 and tables[0] is not None and tables[0] == tables[1]:
+            query, key = results
+            call = RotationCall(function, tables[0], named)
+            self._rotations[id(self._keep(query))] = (id(self._keep(key)), call)
+        return results
+
+    def _make_mask(self, *, mask_function: Callable[..., Tensor], **arguments: Any) -> Tensor:
+        mask = self._keep(torch.empty((1, 1, NUM_TOKENS, NUM_TOKENS), device="meta"))
+        self._masks[id(mask)] = window_of(mask_function, self._longest)
+        return mask
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        path = self._paths[module]
+        if any(call.module is module for call in self.found.calls):
+            raise Unserved(f"{path} calls the attention more than once in a step")
+        _check_arguments(path, arguments)
+        _, num_heads, num_tokens, head_dim = query.shape
+        num_kv_heads, num_keys = key.shape[1], key.shape[2]
+        if (num_tokens, num_keys, value.shape[2]) != (NUM_TOKENS,) * 3:
+            raise Unserved(
+                f"{path} attends from {num_tokens} tokens to {num_keys} in a step of {NUM_TOKENS}"
+            )
+        key_id, rotation = self._rotations.get(id(query), (None, None))
+        scale = arguments.get("scaling")
+        self.found.calls.append(
+            AttentionCall(
+                module=module,
+                path=path,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                value_dim=value.shape[3],
+                scale=head_dim**-0.5 if scale is None else _number(path, "scaling", scale),
+                window=self._window(module, path, attention_mask, arguments),
+                softcap=_optional(path, "softcap", arguments.get("softcap")),
+                sinks=_sinks(module, path, arguments.get("s_aux")),
+                rotated=rotation if key_id == id(key) else None,
+            )
+        )
+        self.found.width = max(self.found.width, self._width)
+        self._width = 0
+        return query.new_empty((1, NUM_TOKENS, num_heads, value.shape[3])), None
+
+    def _window(
+        self, module: nn.Module, path: str, mask: Tensor | None, arguments: dict[str, Any]
+    ) -> int | None:
+        window = arguments.get("sliding_window")
+        if mask is None:
+            is_causal = arguments.get("is_causal")
+            if is_causal is None:
+                is_causal = getattr(module, "is_causal", True)
+            if not is_causal:
+                raise Unserved(f"the attention of {path} is not causal: it sees later tokens")
+            return None if window is None else int(window)
+        seen = self._masks.get(id(mask))
+        if seen is None:
+            raise Unserved(f"{path} attends with a mask of its own")
+        if window is not None and int(window) < self._longest and seen.size != int(window):
+            raise Unserved(
+                f"{path} attends with a window of {window}, but its mask is one of {seen.size}"
+            )
+        return seen.size
+
+    # ---------------------------------------------------------------- checks
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise Unserved unless every layer calls the attention exactly once, and nothing else
+        looks at other tokens."""
+        calls = self.found.calls
+        if not calls:
+            raise Unserved(NO_INTERFACE)
+        for module in model.modules():
+            if isinstance(module, nn.Conv1d):
+                raise Unserved(f"{self._paths[module]} is a convolution over tokens")
+        checked: list[str] = []  # outer lists alone: a layer may hold lists of its own
+        for path, layers in model.named_modules():
+            if not isinstance(layers, nn.ModuleList) or path.startswith(tuple(checked)):
+                continue
+            counts = [
+                sum(call.path.startswith(f"{path}.{number}.") for call in calls)
+                for number in range(len(layers))
+            ]
+            if not any(counts):
+                continue
+            checked.append(f"{path}.")
+            for number, count in enumerate(counts):
+                if count != 1:
+                    how = "does not call the attention" if count == 0 else f"calls it {count} times"
+                    raise Unserved(
+                        f"{path}.{number} ({_mixer(layers[number])}) {how}; octavo serves layers "
+                        "that call it once, without linear attention, state space or convolution"
+                    )
+        self.found.width = max(self.found.width, self._width)
+
+
+def _mixer(layer: nn.Module) -> str:
+    """The class of a layer's first block, for messages."""
+    return type(next(iter(layer.children()), layer)).__name__
+
+
+class _WithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a model on the meta device pass where it asks for what tensors hold."""
+
+    def __init__(self, found: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = function.name()
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.device.type == "meta":
+            if name == "aten::nonzero":
+                self._found.data_dependent = "nonzero"
+                return torch.empty((0, first.dim()), dtype=torch.int64, device="meta")
+            if name == "aten::_local_scalar_dense":
+                raise Unserved(DATA_DEPENDENT)
+        return function(*args, **(kwargs or {}))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module may be a norm: it owns a scale, perhaps a shift, and nothing else."""
+    names = {name for name, value in module._parameters.items() if value is not None}
+    return (
+        names in ({"weight"}, {"weight", "bias"})
+        and not module._modules
+        and not module._buffers
+        and all(each is None or each.dim() == 1 for each in module._parameters.values())
+    )
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether a module may be a rotary embedding: it has frequencies, and no weights."""
+    return any("inv_freq" in name for name in module._buffers) and not list(module.parameters())
+
+
+def rotation_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that rotates the queries and keys of an attention module, if its own `forward`
+    calls one by the usual name."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    code: CodeType = forward.__code__
+    found = forward.__globals__.get(ROTATE)
+    return found if ROTATE in code.co_names and callable(found) else None
+
+
+def with_rotation(module: nn.Module, rotate: Callable[..., Any]) -> MethodType:
+    """The module's `forward`, in which another function rotates; the class stays as it is."""
+    forward = type(module).forward
+    assert isinstance(forward, FunctionType), "rotation_of has checked it"
+    own = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, ROTATE: rotate},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(own, module)
+
+
+def window_of(mask_function: Callable[..., Tensor], longest: int) -> Window:
+    """The window that a mask is, for sequences up to `longest` tokens.
+
+    mask_function: transformers' (batch, head, query position, key position) -> visible.
+
+    Raises:
+        Unserved: it is no causal mask of a window.
+    """
+    drawn = random.Random(0)
+    keys = torch.arange(longest)
+
+    def visible(query: int) -> Tensor:
+        zero = torch.zeros((), dtype=torch.int64)
+        return mask_function(zero, zero, torch.tensor(query), keys).expand(longest)
+
+    size = int(visible(longest - 1).sum())
+    ends = {0, 1, 2, size - 2, size - 1, size, size + 1, longest // 2, longest - 1}
+    queries = {query for query in ends if 0 <= query < longest}
+    queries |= {drawn.randrange(longest) for _ in range(CHECKED_POSITIONS)}
+    for query in queries:
+        expected = (keys <= query) & (keys > query - size)
+        if not torch.equal(visible(query), expected):
+            raise Unserved(
+                f"its attention mask is no causal window: what the query at {query} sees is not "
+                f"the last {size} keys up to it"
+            )
+    return Window(None if size == longest else size)
+
+
+def _check_arguments(path: str, arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        is_off = value is None or value is False
+        if name not in KNOWN_ARGUMENTS and name not in HARMLESS_ARGUMENTS and not is_off:
+            raise Unserved(
+                f"{path} gives its attention the argument {name}, which octavo has no place for"
+            )
+
+
+def _number(path: str, name: str, value: Any) -> float:
+    if isinstance(value, Tensor) or not isinstance(value, int | float):
+        raise Unserved(f"{path} gives its attention {name} as a {type(value).__name__}")
+    return float(value)
+
+
+def _optional(path: str, name: str, value: Any) -> float | None:
+    return None if value is None else _number(path, name, value)
+
+
+def _sinks(module: nn.Module, path: str, sinks: Any) -> str | None:
+    if sinks is None:
+        return None
+    names = [name for name, value in module.named_parameters(recurse=False) if value is sinks]
+    if not names:
+        raise Unserved(f"{path} gives its attention sinks that are no parameter of its own")
+    return names[0]

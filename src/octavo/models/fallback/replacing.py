@@ -1,0 +1,443 @@
+"""octavo's layers in the place of a model's own, where both compute the same.
+
+Whether they do is tried out: a module gets small random weights, or stubs in the place of its
+projections, and what it returns is compared with what octavo's layer would. Nothing depends on the
+names of classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.layers.base import WeightOwner
+from octavo.layers.config import LinearConfig, NormConfig
+from octavo.layers.linear import LinearMethod, make_linear
+from octavo.layers.norm import make_norm
+from octavo.models.fallback.build import Built, output_embeddings
+from octavo.models.fallback.recording import RotationCall
+from octavo.ops import RotaryTable
+from octavo.ops.epilogue import Epilogue, apply_epilogue
+
+GATED = (Epilogue.SILU_MUL, Epilogue.GELU_TANH_MUL)
+PLAIN = (Epilogue.RELU, Epilogue.SILU, Epilogue.GELU, Epilogue.GELU_TANH)
+PROBED_ROWS, PROBED_SIZE = 3, 8
+PROBED_POSITIONS = 5
+SMALL = 1e-3  # the size of elements with which a norm's epsilon shows
+
+# Layers that own weights, with the names of transformers' modules that they stand for.
+Owners = list[tuple[WeightOwner, tuple[str, ...]]]
+
+
+class Projection(nn.Module):
+    """Stands for a Linear."""
+
+    def __init__(self, method: LinearMethod, linear: nn.Linear) -> None:
+        super().__init__()
+        self.method = method
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight.detach()  # without data, for code that asks for its dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        return self.method.forward(x.reshape(-1, self.in_features)).view(
+            *x.shape[:-1], self.out_features
+        )
+
+
+class MergedProjections(nn.Module):
+    """One product for several Linears that read the same tensor."""
+
+    def __init__(self, method: LinearMethod, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.method = method
+        self._sizes = list(sizes)
+        self._input: Tensor | None = None
+        self._parts: list[Tensor | None] = []
+
+    def part(self, number: int, x: Tensor) -> Tensor:
+        """The outputs of one of the Linears, for x [..., in_features]."""
+        if x is not self._input or self._parts[number] is None:
+            y = self.method.forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            self._input, self._parts = x, list(torch.split(y, self._sizes, dim=-1))
+        found, self._parts[number] = self._parts[number], None
+        if not any(each is not None for each in self._parts):
+            self._input = None  # nothing is kept from step to step
+        assert found is not None
+        return found
+
+
+class ProjectionPart(nn.Module):
+    """Stands for one of the Linears of MergedProjections."""
+
+    def __init__(self, whole: MergedProjections, number: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self._whole = (whole,)  # in a tuple, so that it is not a submodule
+        self._number = number
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight.detach()  # without data, for code that asks for its dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features], dense in its last dimension alone."""
+        return self._whole[0].part(self._number, x)
+
+
+class FeedForward(nn.Module):
+    """Stands for a block of two or three Linears with an activation, gated or not."""
+
+    def __init__(self, up: LinearMethod, epilogue: Epilogue, down: LinearMethod) -> None:
+        super().__init__()
+        self.up, self.epilogue, self.down = up, epilogue, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> the same."""
+        flat = x.reshape(-1, x.shape[-1])
+        return self.down.forward(self.up.forward(flat, self.epilogue)).view(*x.shape[:-1], -1)
+
+
+class RowNorm(nn.Module):
+    """Stands for a norm of the last dimension."""
+
+    def __init__(self, config: NormConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, num_tokens, (heads,) size] -> the same."""
+        rows = x[0] if x.shape[0] == 1 and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
+        return self.norm.forward(rows)[0].view(x.shape)
+
+
+class Rotary(nn.Module):
+    """Stands for a rotary embedding: cosines and sines of all positions, made once.
+
+    Where frequencies depend on the length, it is that of the longest sequence that is served (see
+    layers/rotary.py).
+    """
+
+    def __init__(self, rotary: nn.Module, kinds: set[tuple[object, ...]], longest: int) -> None:
+        """
+        Args:
+            rotary: with its frequencies on the CPU.
+            kinds: what it is called with beside a tensor and positions.
+            longest: how many positions there are.
+        """
+        super().__init__()
+        for name, value in vars(rotary).items():  # its settings, which models ask it for
+            if not name.startswith("_"):
+                setattr(self, name, value)
+        positions = torch.arange(longest).unsqueeze(0)
+        rows = torch.empty(1, 1, 1).expand(1, longest, 1)  # for its dtype, device and length
+        self._tables: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        for kind in kinds:
+            cos, sin = rotary(rows, positions, *kind)
+            self._tables[kind] = cos[0], sin[0]
+
+    def to_device(self, device: torch.device) -> None:
+        """Move the tables."""
+        self._tables = {
+            kind: (cos.to(device), sin.to(device)) for kind, (cos, sin) in self._tables.items()
+        }
+
+    def table(self, kind: tuple[object, ...]) -> tuple[Tensor, Tensor]:
+        """float32 [longest, size]: cosines and sines."""
+        return self._tables[kind]
+
+    def forward(self, x: Tensor, position_ids: Tensor, *kind: object, **named: object) -> object:
+        """Of positions [1, num_tokens]: [1, num_tokens, size] each, in the dtype of x."""
+        cos, sin = self._tables[(*kind, *named.values())]
+        return cos[position_ids].to(x.dtype), sin[position_ids].to(x.dtype)
+
+
+def replace_modules(built: Built, dtype: torch.dtype) -> Owners:
+    """Put octavo's layers into the model, which is on the meta device.
+
+    Returns:
+        The layers that own weights.
+    """
+    owners: Owners = []
+    _replace_norms(built, dtype, owners)
+    _replace_feed_forward(built, owners)
+    _replace_linears(built, dtype, owners)
+    return owners
+
+
+# ---------------------------------------------------------------- projections
+
+
+def _replace_linears(built: Built, dtype: torch.dtype, owners: Owners) -> None:
+    found, paths, model = built.recording.linears, built.paths, built.model
+    parents = {child: module for module in model.modules() for child in module.children()}
+    groups: dict[object, list[nn.Linear]] = {}
+    shared = _shared(model)
+    for linear, inputs in found.items():
+        if any(each in shared for each in linear.parameters()):
+            continue  # tied to another module's
+        parent = parents[linear]
+        is_list = isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        key = (parent, id(inputs[0]), linear.bias is None)
+        groups.setdefault(linear if is_list or len(inputs) > 1 else key, []).append(linear)
+    head = output_embeddings(model)
+    if type(head) is nn.Linear:
+        groups[head] = [head]
+    for linears in groups.values():
+        if any(each.weight.dtype != dtype for each in linears):
+            continue
+        names = tuple(paths[each] for each in linears)
+        sizes = tuple(each.out_features for each in linears)
+        first = linears[0]
+        method = make_linear(LinearConfig(first.in_features, sizes, first.bias is not None))
+        owners.append((method, names))
+        if len(linears) == 1:
+            _put(model, names[0], Projection(method, first))
+            continue
+        whole = MergedProjections(method, sizes)
+        for number, (name, linear) in enumerate(zip(names, linears, strict=True)):
+            _put(model, name, ProjectionPart(whole, number, linear))
+        # One place in the tree, so that it is found among the model's modules.
+        parents[first].add_module("octavo_" + names[0].rpartition(".")[2], whole)
+
+
+def _shared(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that several modules have."""
+    seen: set[nn.Parameter] = set()
+    found: set[nn.Parameter] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            (found if parameter in seen else seen).add(parameter)
+    return found
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module
+
+
+# ---------------------------------------------------------------- feed-forward blocks
+
+
+class _Stub(nn.Module):
+    """Returns a tensor, and keeps what it was given."""
+
+    def __init__(self, result: Tensor) -> None:
+        super().__init__()
+        self.result = result
+        self.given: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Whatever x is."""
+        self.given.append(x)
+        return self.result
+
+
+def _replace_feed_forward(built: Built, owners: Owners) -> None:
+    found, shared = built.recording.linears, _shared(built.model)
+    for path, module in list(built.model.named_modules()):
+        linears = [(n, c) for n, c in module.named_children() if type(c) is nn.Linear]
+        others = [c for c in module.children() if type(c) is not nn.Linear]
+        if len(linears) not in (2, 3) or any(list(each.parameters()) for each in others):
+            continue
+        if module._parameters or not all(len(found.get(c, [])) == 1 for _, c in linears):
+            continue
+        if any(each in shared for each in module.parameters()):
+            continue
+        matched = _as_feed_forward(module, dict(linears))
+        if matched is None:
+            continue
+        ups, epilogue, down = matched
+        children = dict(linears)
+        first, last = children[ups[0]], children[down]
+        has_biases = {children[name].bias is not None for name in ups}
+        if len(has_biases) != 1:
+            continue
+        up_sizes = tuple(children[name].out_features for name in ups)
+        up = make_linear(LinearConfig(first.in_features, up_sizes, first.bias is not None))
+        last_config = LinearConfig(last.in_features, (last.out_features,), last.bias is not None)
+        down_method = make_linear(last_config)
+        owners.append((up, tuple(f"{path}.{name}" for name in ups)))
+        owners.append((down_method, (f"{path}.{down}",)))
+        _put(built.model, path, FeedForward(up, epilogue, down_method))
+        for each in children.values():
+            del found[each]
+
+
+def _as_feed_forward(
+    module: nn.Module, linears: dict[str, nn.Linear]
+) -> tuple[tuple[str, ...], Epilogue, str] | None:
+    """The projections into the block, its activation and the projection out of it, if the block is
+    activation(first) * second, or activation(first), and nothing else."""
+    size = next(iter(linears.values())).in_features
+    for down, last in linears.items():
+        ups = [name for name in linears if name != down]
+        if any(linears[name].in_features != size for name in ups) or last.out_features != size:
+            continue
+        candidates: list[tuple[tuple[str, ...], Epilogue]]
+        if len(ups) == 1 and linears[ups[0]].out_features == 2 * last.in_features:
+            candidates = [((ups[0],), epilogue) for epilogue in GATED]
+        elif any(linears[name].out_features != last.in_features for name in ups):
+            continue
+        elif len(ups) == 1:
+            candidates = [((ups[0],), epilogue) for epilogue in PLAIN]
+        else:
+            orders = ((ups[0], ups[1]), (ups[1], ups[0]))
+            candidates = [(order, epilogue) for order in orders for epilogue in GATED]
+        inner = _inner_of(module, ups, down, linears)
+        if inner is None:
+            continue
+        results, given = inner
+        for order, epilogue in candidates:
+            expected = apply_epilogue(torch.cat([results[name] for name in order], -1), epilogue)
+            if given.shape == expected.shape and torch.allclose(given, expected, 1e-5, 1e-6):
+                return order, epilogue, down
+    return None
+
+
+def _inner_of(
+    module: nn.Module, ups: Sequence[str], down: str, linears: dict[str, nn.Linear]
+) -> tuple[dict[str, Tensor], Tensor] | None:
+    """What stubs in the place of `ups` return, and what reaches `down` of it; None if the block is
+    not made so."""
+    random = _Random()
+    with torch.device("cpu"):
+        size = linears[ups[0]].in_features
+        x = random(1, PROBED_ROWS, size)
+        scale = PROBED_SIZE / linears[down].in_features
+        stubs = {
+            name: _Stub(random(1, PROBED_ROWS, round(linears[name].out_features * scale)))
+            for name in ups
+        }
+        last = _Stub(random(1, PROBED_ROWS, size))
+        probe = _copied(module)
+        probe._modules = {**module._modules, **stubs, down: last}
+        result = _called(probe, x)
+    is_whole = all(len(each.given) == 1 and each.given[0] is x for each in stubs.values())
+    if result is not last.result or not is_whole or len(last.given) != 1:
+        return None
+    return {name: stub.result for name, stub in stubs.items()}, last.given[0]
+
+
+# ---------------------------------------------------------------- norms
+
+
+def _replace_norms(built: Built, dtype: torch.dtype, owners: Owners) -> None:
+    for norm, input_dtype in built.recording.norms.items():
+        weight = norm.weight
+        assert isinstance(weight, Tensor), "is_norm has checked it"
+        config = _as_norm(norm) if input_dtype == weight.dtype == dtype else None
+        if config is not None:
+            path = built.paths[norm]
+            layer = RowNorm(config)
+            owners.append((layer.norm, (path,)))
+            _put(built.model, path, layer)
+
+
+def _as_norm(norm: nn.Module) -> NormConfig | None:
+    """The norm as octavo describes it, if it is one of those."""
+    probe, random = _copied(norm), _Random()
+    with torch.device("cpu"):
+        own = {
+            name: None if each is None else nn.Parameter(random(*each.shape), requires_grad=False)
+            for name, each in norm._parameters.items()
+        }
+        probe._parameters = dict(own)
+        weight, bias = own["weight"], own.get("bias")
+        assert weight is not None
+        size = len(weight)
+        rows = [random(1, PROBED_ROWS, size), SMALL * random(1, PROBED_ROWS, size)]
+        results = [_called(probe, each) for each in rows]
+    for config in _candidates(norm, size, bias is not None):
+        scale = weight + config.offset
+        if config.kind == "rms":
+            expected = [F.rms_norm(x, (size,), scale, config.eps) for x in rows]
+        else:
+            expected = [F.layer_norm(x, (size,), scale, bias, config.eps) for x in rows]
+        pairs = zip(expected, results, strict=True)
+        if all(_equal(x, y) for x, y in pairs):
+            return config
+    return None
+
+
+def _equal(expected: Tensor, result: object) -> bool:
+    is_like = isinstance(result, Tensor) and result.shape == expected.shape
+    return is_like and torch.allclose(expected, cast(Tensor, result), 1e-4, 1e-6)
+
+
+def _candidates(norm: nn.Module, size: int, has_bias: bool) -> Iterator[NormConfig]:
+    epsilons = {float(v) for v in vars(norm).values() if isinstance(v, float) and 0 < v < 0.01}
+    for eps in sorted(epsilons):
+        layer = NormConfig("layer", size, eps, bias=has_bias)
+        yield from (layer, replace(layer, offset=1.0))
+        if not has_bias:
+            rms = NormConfig("rms", size, eps)
+            yield from (rms, replace(rms, offset=1.0))
+
+
+# ---------------------------------------------------------------- rotary embeddings
+
+
+def as_table(call: RotationCall, rotary: Rotary, head_dim: int) -> RotaryTable | None:
+    """The table with which a backend rotates as the model's own function does; None if it rotates
+    in another way."""
+    cos, sin = rotary.table(call.rotary.kind)
+    if cos.shape != sin.shape or cos.shape[1] % 2 or cos.shape[1] > head_dim:
+        return None
+    num = min(PROBED_POSITIONS, len(cos))
+    random = _Random()
+    query, key = random(1, 2, num, head_dim), random(1, 1, num, head_dim)
+    first_cos, first_sin = cos[:num].unsqueeze(0), sin[:num].unsqueeze(0)
+    try:
+        results = call.function(query, key, first_cos, first_sin, **call.arguments)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return None  # of a form that it does not take on a CPU
+    positions = torch.arange(num)
+    half = cos.shape[1] // 2
+    for cos_half, sin_half in ((cos[:, :half], sin[:, :half]), (cos[:, ::2], sin[:, ::2])):
+        for interleaved in (False, True):
+            table = RotaryTable(cos_half.contiguous(), sin_half.contiguous(), interleaved)
+            pairs = zip((query, key), results, strict=True)
+            if all(_rotates_as(table, x, y, positions) for x, y in pairs):
+                return table
+    return None
+
+
+def _rotates_as(table: RotaryTable, x: Tensor, result: Tensor, positions: Tensor) -> bool:
+    if result.shape != x.shape:
+        return False
+    rotated = table.apply(x[0].transpose(0, 1), positions).transpose(0, 1)
+    return torch.allclose(rotated, result[0], 1e-4, 1e-5)
+
+
+# ---------------------------------------------------------------- probing
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """The module without its hooks, with the same submodules and parameters."""
+    probe = copy.copy(module)
+    probe.__dict__ = dict(module.__dict__)
+    return probe
+
+
+def _called(module: nn.Module, x: Tensor) -> object:
+    """The module's result; None if it needs more than a tensor."""
+    try:
+        with torch.no_grad():
+            return type(module).forward(module, x)
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError):
+        return None
+
+
+class _Random:
+    """Normal numbers, in every place others: tensors of one shape must not be taken for each
+    other."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device="cpu")

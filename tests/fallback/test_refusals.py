@@ -1,0 +1,226 @@
+"""What cannot be served through transformers is refused with the reason, before memory is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
+
+import model_zoo
+from fallback.shrunken import shrunken_config
+from fallback.sweep import prompts, write_reference
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError, ModelError
+from octavo.models import registry
+from octavo.models.fallback import paged, recording
+from octavo.models.registry import read_model_config
+
+
+def refused(directory: Path, model_type: str, **fields: Any) -> str:
+    shrunken_config(model_type, **fields).save_pretrained(directory)
+    with pytest.raises(ModelError) as error:
+        read_model_config(directory)
+    assert str(directory / "config.json") in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mamba2", "its layers carry a state from token to token"),
+        ("qwen3_next", "its layers carry a state from token to token"),
+        ("diffllama", r"self_attn calls the attention more than once"),
+        ("doge", "attends with a mask of its own"),
+        ("gpt_neo", "does not go through transformers' attention interface"),
+        ("bart", "it has an encoder"),
+        ("deepseek_v32", "the argument indices, which octavo has no place for"),
+        ("mimo_v2_flash", "KV heads of different numbers or sizes, 2 of 16, 4 of 16"),
+        ("roformer", "RoFormerModel takes no position_ids"),
+        ("jetmoe", "depends on what its tensors hold"),
+    ],
+)
+def test_a_model_is_refused_for_what_it_does(model_type: str, reason: str, tmp_path: Path) -> None:
+    assert reason in refused(tmp_path, model_type)
+
+
+def test_a_mask_that_is_no_causal_window_is_refused(tmp_path: Path) -> None:
+    assert "no causal window" in refused(tmp_path, "bert", is_decoder=False)
+
+
+def test_other_input_than_text_is_refused(tmp_path: Path) -> None:
+    fields = {"model_type": "gemma3n", "text_config": {}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=r"other input than text \(vision_config\)"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [
+        (lambda b, h, q, kv: kv <= q, None),
+        (lambda b, h, q, kv: (kv <= q) & (kv > q - 40), 40),
+        (lambda b, h, q, kv: (kv <= q) & (kv // 64 == q // 64), "refused"),  # chunks
+        (lambda b, h, q, kv: (kv >= 0) | (q >= 0), "refused"),  # both directions
+        (lambda b, h, q, kv: (kv <= q) & (kv > q - 40) | (kv < 4), "refused"),  # first keys
+    ],
+)
+def test_windows_are_read_off_masks(mask: Callable[..., Tensor], window: object) -> None:
+    if window == "refused":
+        with pytest.raises(recording.Unserved, match="no causal window"):
+            recording.window_of(mask, 1000)
+    else:
+        assert recording.window_of(mask, 1000).size == window
+
+
+def test_types_that_nobody_knows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "novel"}))
+    with pytest.raises(ModelError, match=r"model_type is 'novel'; neither octavo nor transformers"):
+        read_model_config(tmp_path)
+    code = {"model_type": "novel", "auto_map": {"AutoModelForCausalLM": "modeling_novel.Novel"}}
+    (tmp_path / "config.json").write_text(json.dumps(code))
+    (tmp_path / "modeling_novel.py").write_text("raise SystemExit('was run')")
+    with pytest.raises(ModelError, match=r"\(auto_map\) is never run"):
+        read_model_config(tmp_path)
+
+
+def test_code_beside_a_known_type_is_not_run(tmp_path: Path) -> None:
+    shrunken_config("olmoe").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "code.py").write_text("raise SystemExit('was run')")
+    assert read_model_config(tmp_path).architecture == "OlmoeForCausalLM"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": "many"},
+        {"num_attention_heads": 0},
+        {"num_experts": -1},
+        {"rope_parameters": {"rope_type": "unheard"}},
+        {"max_position_embeddings": None},
+    ],
+)
+def test_fields_that_cannot_be_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    shrunken_config("olmoe").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_without_transformers_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrunken_config("olmoe").save_pretrained(tmp_path)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'octavo\[transformers\]'") as error:
+        read_model_config(tmp_path)
+    assert error.value.field == "model_impl"
+    assert read_model_config(model_zoo.model_directory("llama")).family == "llama"
+
+
+def test_native_needs_a_family(tmp_path: Path) -> None:
+    shrunken_config("olmoe").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="model_type is 'olmoe'; octavo's own families are gpt2"):
+        LLM(tmp_path, model_impl="native")
+    with pytest.raises(ConfigError, match="'vllm' is not one of auto, native, transformers"):
+        LLM(tmp_path, model_impl="vllm")
+
+
+def test_several_devices_are_refused(tmp_path: Path) -> None:
+    shrunken_config("olmoe").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="2 ranks cannot share OlmoeForCausalLM") as error:
+        LLM(tmp_path, load_format="dummy", tensor_parallel_size=2)
+    assert error.value.field == "tensor_parallel_size"
+
+
+def change(directory: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "the weights lack model.norm.weight"),
+        (lambda t: t.update(extra=torch.zeros(3)), "tensors that olmoe does not have: extra"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight has shape \[3\]; config.json asks for \[64\]",
+        ),
+        (
+            lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight"),
+            r"(do not make|asks for).*|.*asks for",
+        ),
+    ],
+)
+def test_weights_that_contradict_config_json_are_refused(
+    edit: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
+) -> None:
+    write_reference("olmoe", tmp_path)
+    change(tmp_path, edit)
+    with pytest.raises(ModelError, match=message):
+        LLM(tmp_path, num_blocks=8)
+
+
+class MixingConfig(LlamaConfig):
+    model_type = "octavo_test_mixing"
+
+
+class MixingModel(LlamaModel):
+    """Adds the mean of the step's embeddings to each of them."""
+
+    config_class = MixingConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = Mixing(config.vocab_size, config.hidden_size)
+
+
+class Mixing(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = super().forward(ids)
+        return rows + rows.mean(dim=1, keepdim=True)
+
+
+class MixingForCausalLM(LlamaForCausalLM):
+    config_class = MixingConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = MixingModel(config)
+
+
+def test_tokens_that_change_each_other_beside_the_attention_are_found_out(tmp_path: Path) -> None:
+    AutoConfig.register(MixingConfig.model_type, MixingConfig, exist_ok=True)
+    AutoModelForCausalLM.register(MixingConfig, MixingForCausalLM, exist_ok=True)
+    fields = shrunken_config("llama").to_dict()
+    del fields["model_type"]
+    MixingConfig(**fields).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="tokens of a step change each other's hidden states"):
+        LLM(tmp_path, load_format="dummy", num_blocks=8)
+
+
+def test_recording_leaves_transformers_as_it_was(tmp_path: Path) -> None:
+    """Another model of the same class, in the same process, computes with its own functions."""
+    reference = write_reference("llama", tmp_path)
+    ids = torch.tensor([prompts()[1]])
+    with torch.inference_mode():
+        before = reference.model(ids).logits
+    with LLM(tmp_path, model_impl="transformers", num_blocks=16) as llm:
+        llm.generate(prompts()[0], SamplingParams(max_tokens=2), use_tqdm=False)
+        with torch.inference_mode():
+            assert torch.equal(reference.model(ids).logits, before)
+    assert recording.RECORDING not in paged.AttentionInterface._global_mapping

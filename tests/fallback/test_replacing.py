@@ -1,0 +1,244 @@
+"""Which of a model's layers octavo's take the place of, and what is left to launch beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from fallback.shrunken import shrunken_config
+from octavo.layers.config import NormConfig
+from octavo.models.config import ModelConfig
+from octavo.models.fallback import replacing
+from octavo.models.fallback.model import TransformersLM
+from octavo.models.fallback.paged import PAGED_LAYER
+from octavo.models.fallback.recording import is_norm
+from octavo.models.loader import load_model
+from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
+from octavo.ops.epilogue import Epilogue
+
+CPU = torch.device("cpu")
+
+
+def load(directory: Path, model_type: str, **fields: Any) -> TransformersLM:
+    shrunken_config(model_type, **fields).save_pretrained(directory)
+    config = read_model_config(directory, "transformers")
+    model = load_model(config, torch.float32, CPU, SingleRank(), "dummy")
+    assert isinstance(model, TransformersLM)
+    return model
+
+
+def kinds(model: nn.Module) -> Counter[str]:
+    return Counter(type(each).__name__ for each in model.modules())
+
+
+def rotated_by_backend(model: TransformersLM) -> list[bool]:
+    layers = [getattr(each, PAGED_LAYER, None) for each in model.modules()]
+    return [layer.rotary is not None for layer in layers if layer is not None]
+
+
+def test_of_a_llama_nothing_is_left_but_the_additions(tmp_path: Path) -> None:
+    model = load(tmp_path, "llama", num_hidden_layers=3)
+    found = kinds(model)
+    assert (found["FeedForward"], found["MergedProjections"], found["RowNorm"]) == (3, 3, 7)
+    assert found["Linear"] == found["LlamaRMSNorm"] == found["LlamaRotaryEmbedding"] == 0
+    assert rotated_by_backend(model) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("model_type", "blocks", "rotations"),
+    [
+        ("qwen3_moe", 0, [True] * 3),  # experts stay transformers'
+        ("cohere2", 3, [True, False, True]),  # interleaved; one layer does not rotate
+        ("phi3", 3, [True] * 3),  # gate and up in one
+        ("glm4", 3, [True] * 3),  # partly rotated, interleaved
+        ("starcoder2", 3, [True] * 3),  # not gated
+        ("gemma3_text", 3, [True] * 3),  # norms stored minus one, one rotation for each kind
+        ("nemotron", 0, [True] * 3),  # squared ReLU
+        ("deepseek_v3", 3, [False] * 3),  # keys are put together behind their rotation
+    ],
+)
+def test_layers_are_replaced_where_they_compute_the_same(
+    model_type: str, blocks: int, rotations: list[bool], tmp_path: Path
+) -> None:
+    model = load(tmp_path, model_type)
+    assert kinds(model)["FeedForward"] == blocks
+    assert rotated_by_backend(model) == rotations
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that give a device work: no views, and no memory alone."""
+
+    FREE = (
+        "view",
+        "slice",
+        "transpose",
+        "select",
+        "split",
+        "unsqueeze",
+        "alias",
+        "detach",
+        "empty",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = function.overloadpacket.__name__
+        result = function(*args, **(kwargs or {}))
+        is_view = name == "reshape" and result.data_ptr() == args[0].data_ptr()
+        if not is_view and not any(free in name for free in self.FREE):
+            self.counts[name] += 1
+        return result
+
+
+class FixedAttention:
+    """In the place of a backend: one tensor for all layers."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def forward(self, *arguments: object) -> Tensor:
+        return self._result
+
+
+def test_a_layer_launches_two_additions_beside_octavo_s_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a decode step; kernels of projections and norms are left out of the count."""
+    monkeypatch.setattr(replacing.RowNorm, "forward", lambda self, x: x)
+    counts = []
+    for num_layers in (2, 4):
+        directory = tmp_path / str(num_layers)
+        model = load(directory, "llama", num_hidden_layers=num_layers)
+        for each in model.modules():
+            if hasattr(each, "_kernel"):
+                each._kernel = FixedKernel(each.config.out_features)
+        backend: Any = FixedAttention(torch.zeros(1, 64))
+        step = torch.zeros(1, dtype=torch.int64)
+        with torch.inference_mode(), Launches() as launches:
+            model.forward(step, step, backend)
+        counts.append(launches.counts)
+    per_layer = {name: (counts[1][name] - counts[0][name]) / 2 for name in counts[1]}
+    assert {name: number for name, number in per_layer.items() if number} == {"add": 2}
+
+
+class FixedKernel:
+    """In the place of a projection's kernel."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        size = self._size // 2 if epilogue.is_gated else self._size
+        return x.new_empty((len(x), size))
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        (LlamaRMSNorm(32, eps=1e-5), NormConfig("rms", 32, 1e-5)),
+        (Gemma2RMSNorm(32, eps=1e-6), NormConfig("rms", 32, 1e-6, offset=1.0)),
+        (nn.LayerNorm(32, eps=1e-5), NormConfig("layer", 32, 1e-5, bias=True)),
+        (nn.LayerNorm(32, eps=1e-6, bias=False), NormConfig("layer", 32, 1e-6, bias=False)),
+    ],
+)
+def test_norms_are_known_by_what_they_compute(norm: nn.Module, expected: NormConfig) -> None:
+    assert is_norm(norm)
+    assert replacing._as_norm(norm) == expected
+
+
+class OddNorm(LlamaRMSNorm):
+    """Computes something of its own."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) * 1.01
+
+
+def test_a_norm_that_computes_something_else_stays() -> None:
+    assert replacing._as_norm(OddNorm(32)) is None
+
+
+class Block(nn.Module):
+    def __init__(self, activation: str, swapped: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 24), nn.Linear(16, 24)
+        self.out = nn.Linear(24, 16)
+        self.act = ACT2FN[activation]
+        self.swapped = swapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.b, self.a) if self.swapped else (self.a, self.b)
+        return self.out(self.act(first(x)) * second(x))
+
+
+class ClampedBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.act(self.a(x)) * self.b(x).clamp(-1, 1))
+
+
+class ResidualBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (Block("silu"), (("a", "b"), Epilogue.SILU_MUL, "out")),
+        (Block("silu", swapped=True), (("b", "a"), Epilogue.SILU_MUL, "out")),
+        (Block("gelu_pytorch_tanh"), (("a", "b"), Epilogue.GELU_TANH_MUL, "out")),
+        (Block("gelu"), None),
+        (Block("relu2"), None),
+        (ClampedBlock("silu"), None),
+        (ResidualBlock("silu"), None),
+    ],
+)
+def test_blocks_are_known_by_what_they_compute(block: Block, expected: object) -> None:
+    linears = {name: each for name, each in block.named_children() if type(each) is nn.Linear}
+    assert replacing._as_feed_forward(block, linears) == expected
+    x = torch.randn(2, 16)
+    assert torch.equal(block(x), copy.deepcopy(block)(x))  # probing has changed nothing
+
+
+def test_memory_is_counted_as_it_is_taken(tmp_path: Path) -> None:
+    for model_type in ("gpt_oss", "gemma3_text", "deepseek_v3"):
+        directory = tmp_path / model_type
+        model = load(directory, model_type)
+        config: ModelConfig = read_model_config(directory, "transformers")
+        own = {id(each): each.numel() for each in model.parameters()}
+        packed = sum(
+            each.config.num_parameters - (each.bias is not None) * each.config.out_features
+            for each in model.modules()
+            if type(each).__name__ == "PlainLinear" and each.weight is None
+        )
+        table = model.token_table.numel() if config.tied_embeddings else 0
+        assert config.num_parameters() == pytest.approx(
+            sum(own.values()) + packed - table, rel=0.02
+        )
+        assert isinstance(model.rest, PreTrainedModel)
+
+
+def test_logits_are_those_of_transformers_head(tmp_path: Path) -> None:
+    """Soft caps and multipliers are transformers' own code."""
+    model = load(tmp_path, "gemma2", final_logit_softcapping=0.5)
+    logits = model.logits(torch.randn(4, 64) * 100)
+    assert logits.shape == (4, 320)
+    assert 0.4 < float(logits.abs().max()) <= 0.5
+    assert F.softmax(logits, -1).isfinite().all()

@@ -1,0 +1,126 @@
+"""Models that octavo has no family for generate transformers' tokens, whatever the engine does."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import model_zoo
+from fallback.sweep import (
+    GREEDY,
+    NUM_TOKENS,
+    Reference,
+    prompts,
+    reference_tokens,
+    served_tokens,
+    write_reference,
+)
+from octavo import LLM, BeamSearchParams, SamplingParams
+from octavo.core.kv.specs import group_layers
+from octavo.models.registry import read_model_config
+
+# Windows and sinks, experts of several kinds, MLA, biases, parallel blocks, norms of other kinds,
+# multipliers, layers without rotation, one KV head, learned positions.
+MODEL_TYPES = (
+    *("gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "olmoe", "cohere2_moe"),
+    *("nemotron", "gpt_bigcode", "apertus", "hunyuan_v1_dense", "minicpm3", "biogpt"),
+)
+MAX_MODEL_LEN = 80
+
+
+@functools.cache
+def reference(model_type: str) -> Reference:
+    return write_reference(model_type, Path(tempfile.mkdtemp(prefix=f"{model_type}-")))
+
+
+@functools.cache
+def expected(model_type: str) -> list[list[int]]:
+    return [reference_tokens(reference(model_type).model, each) for each in prompts()]
+
+
+def load(model_type: str, **options: object) -> LLM:
+    given = {"num_blocks": 120, "block_size": 8, "max_model_len": MAX_MODEL_LEN, **options}
+    return LLM(reference(model_type).directory, **given)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_greedy_tokens_equal_transformers(model_type: str) -> None:
+    """In chunks, beside each other, and again from the prefix cache."""
+    assert served_tokens(reference(model_type).directory) == expected(model_type)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_preempted_requests_go_on_with_the_same_tokens(model_type: str, mode: str) -> None:
+    config = read_model_config(reference(model_type).directory)
+    specs = group_layers(config.kv_specs()).specs
+    num_blocks = sum(spec.max_blocks(MAX_MODEL_LEN, 8, MAX_MODEL_LEN) for spec in specs)
+    options = {"policy": "priority", "preemption_mode": mode, "num_blocks": num_blocks}
+    with load(model_type, **options) as llm:
+        stream = llm.client.make_request(prompts()[1], GREEDY, priority=5)
+        llm.client.add_request(stream)
+        for _ in range(4):
+            llm.client.step()
+        filler = torch.arange(3, 3 + MAX_MODEL_LEN - 1).tolist()
+        urgent = llm.client.make_request(filler, SamplingParams(max_tokens=1), priority=0)
+        llm.client.add_request(urgent)
+        while llm.client.has_unfinished:
+            llm.client.step()
+        assert stream.output is not None
+        assert stream.output.num_preemptions == 1
+        assert stream.output.outputs[0].token_ids == expected(model_type)[1]
+        assert llm.engine.scheduler.num_preemptions[mode] == 1
+        assert llm.engine.kv.pool.num_held == 0
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_beams_equal_transformers(model_type: str) -> None:
+    prompt, model = prompts()[1], reference(model_type).model
+    with load(model_type) as llm:
+        params = BeamSearchParams(beam_width=4, max_tokens=NUM_TOKENS, ignore_eos=True)
+        [output] = llm.beam_search(prompt, params, use_tqdm=False)
+    with torch.inference_mode():
+        found = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            num_beams=4,
+            num_return_sequences=4,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    assert [each.token_ids for each in output.outputs] == found[:, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_parallel_samples_do_not_depend_on_company(model_type: str) -> None:
+    params = SamplingParams(n=3, temperature=0.8, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with load(model_type) as llm:
+        [alone] = llm.generate(prompts()[1], params, use_tqdm=False)
+    with load(model_type, max_num_batched_tokens=20, max_num_seqs=8) as llm:
+        *_, busy = llm.generate([*prompts(), prompts()[1]], params, use_tqdm=False)
+    samples = [each.token_ids for each in alone.outputs]
+    assert [each.token_ids for each in busy.outputs] == samples
+    assert len({tuple(each) for each in samples}) == 3
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3"])
+def test_families_of_octavo_s_own_generate_the_same_tokens_through_transformers(name: str) -> None:
+    """Greedy, drawn and beams; gemma2 has windows, soft caps and norms of its own."""
+    directory = model_zoo.model_directory(name)
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    drawn = SamplingParams(n=2, temperature=0.9, seed=3, max_tokens=8, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=3, max_tokens=6)
+    results = []
+    for model_impl in ("native", "transformers"):
+        with LLM(directory, model_impl=model_impl, num_blocks=120, max_num_seqs=8) as llm:
+            made = "transformers" if "fallback" in llm.engine.model_config.model_class else "native"
+            assert made == model_impl
+            outputs = llm.generate(prompts(), [greedy, drawn], use_tqdm=False)
+            outputs += llm.beam_search(prompts()[1], beams, use_tqdm=False)
+        results.append([[each.token_ids for each in output.outputs] for output in outputs])
+    assert results[0] == results[1]
