@@ -40,7 +40,7 @@ def refused(directory: Path, model_type: str, **fields: Any) -> str:
         ("diffllama", r"self_attn calls the attention more than once"),
         ("doge", "attends with a mask of its own"),
         ("gpt_neo", "does not go through transformers' attention interface"),
-        ("bart", "it has an encoder"),
+        ("pegasus", "it has an encoder"),
         ("deepseek_v32", "the argument indices, which octavo has no place for"),
         ("mimo_v2_flash", "KV heads of different numbers or sizes, 2 of 16, 4 of 16"),
         ("roformer", "RoFormerModel takes no position_ids"),
