@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
 from octavo.ops import AttentionBatch, EncodedInputs, Staging
 from octavo.worker.block_tables import BlockTables, TableUpdate, widen
-from octavo.worker.logit_edits import EditedRow, follows_text, has_edits
+from octavo.worker.logit_edits import EditedRow, follows_text, has_edits, is_forced
 from octavo.worker.row_masks import (
     MaskedRow,
     Masks,
@@ -314,8 +314,12 @@ class InputBatch:
 
     def _edited_rows(self, rows: Int64s, state: NDArray[np.void]) -> list[EditedRow]:
         edited = []
-        for index in np.flatnonzero(state["flags"] & _EDITS).tolist():
+        flags = state["flags"]
+        for index in np.flatnonzero(flags & (_EDITS | _FIRST_MASKS)).tolist():
             num_tokens, num_prompt = self._lengths(state, index)
+            spec = self._spec(rows[index])
+            if not (flags[index] & _EDITS or is_forced(spec, num_tokens - num_prompt)):
+                continue
             token_ids = self._token_ids[rows[index], :num_tokens]
             edited.append(EditedRow(index, self._spec(rows[index]), token_ids, num_prompt))
         return edited

@@ -1,6 +1,5 @@
-"""Edits of a row's logits before they become a distribution: penalties and bias.
-
-Order: repetition penalty, frequency and presence penalty, bias. The row's mask (row_masks.py) is
+"""Edits of a row's logits before they become a distribution: penalties, bias and
+forced tokens, in this order: repetition penalty, frequency and presence penalty, bias. The row's mask (row_masks.py) is
 taken after them, so that no bias lifts it. Only tokens that occur in a row's text or settings are
 touched, so the cost grows with those and not with the vocabulary.
 """
@@ -36,6 +35,11 @@ def has_edits(spec: SamplingSpec) -> bool:
     return bool(follows_text(spec) or spec.logit_bias)
 
 
+def is_forced(spec: SamplingSpec, num_output_tokens: int) -> bool:
+    """Whether the token after so many is forced, so that the row is edited there."""
+    return any(number == num_output_tokens for number, _ in spec.forced_tokens)
+
+
 def follows_text(spec: SamplingSpec) -> bool:
     """Whether a row's edits depend on the tokens so far, rather than on their number alone."""
     return bool(spec.presence_penalty or spec.frequency_penalty or spec.repetition_penalty != 1.0)
@@ -51,6 +55,13 @@ def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
         [row for row in rows if row.spec.frequency_penalty or row.spec.presence_penalty],
     )
     _add_bias(logits, [row for row in rows if row.spec.logit_bias])
+    for row in rows:
+        for number, token_id in row.spec.forced_tokens:
+            if number == len(row.token_ids) - row.num_prompt_tokens:
+                # Certain, unless the row is NaN.
+                value = logits[row.index, token_id].nan_to_num(torch.nan, 0.0, 0.0) * 0
+                logits[row.index].fill_(-torch.inf)
+                logits[row.index, token_id] = value
 
 
 def _pairs(rows: Sequence[EditedRow], outputs_only: bool) -> tuple[Int64s, Int64s, Int64s]:
