@@ -1,7 +1,8 @@
-"""Edits of a row's logits before they become a distribution: penalties, bias and
-forced tokens, in this order: repetition penalty, frequency and presence penalty, bias. The row's mask (row_masks.py) is
-taken after them, so that no bias lifts it. Only tokens that occur in a row's text or settings are
-touched, so the cost grows with those and not with the vocabulary.
+"""Edits of a row's logits before they become a distribution: penalties, bias, forced tokens.
+
+Order: repetition penalty, frequency and presence penalty, bias, and forced tokens at last. The
+row's mask (row_masks.py) is taken after them, so that no bias lifts it. Only tokens that occur in a
+row's text or settings are touched, so the cost grows with those and not with the vocabulary.
 """
 
 from __future__ import annotations
