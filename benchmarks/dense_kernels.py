@@ -234,6 +234,8 @@ def draws(
         seeds=rows,
         sample_indices=full(0, torch.int64),
         positions=rows * 7,
+        mask_places=full(-1, torch.int32),
+        masks=torch.zeros((1, 1), dtype=torch.int32, device=DEVICE),
         is_greedy=is_greedy,
         is_limited=limited,
     )

@@ -224,16 +224,16 @@ def test_to_spec() -> None:
         allowed_token_ids=(3, 9, 2),
         bad_words=((1, 5), (8,)),
         min_tokens=4,
-        masked_until_min_tokens=(2, 7),
+        end_token_ids=(2, 7),
         num_logprobs=0,
         num_prompt_logprobs=3,
     )
 
 
 def test_ends_are_masked_only_as_long_as_they_end() -> None:
-    assert SamplingParams().to_spec([2]).masked_until_min_tokens == ()
+    assert SamplingParams().to_spec([2]).end_token_ids == ()
     ignoring = SamplingParams(min_tokens=3, ignore_eos=True, stop_token_ids=[5])
-    assert ignoring.to_spec([2]).masked_until_min_tokens == (5,)
+    assert ignoring.to_spec([2]).end_token_ids == (5,)
 
 
 def test_a_request_that_leaves_no_token_is_refused() -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
     from octavo.sampling_params import BeamSearchParams, SamplingParams
+    from octavo.structured.output import StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ _HOMES = {
     "LLM": "octavo.llm",
     "SamplingParams": "octavo.sampling_params",
     "BeamSearchParams": "octavo.sampling_params",
+    "StructuredOutput": "octavo.structured.output",
     "RequestOutput": "octavo.outputs",
     "SequenceOutput": "octavo.outputs",
     "SequenceDelta": "octavo.outputs",
@@ -38,6 +40,7 @@ __all__ = [
     "SamplingParams",
     "SequenceDelta",
     "SequenceOutput",
+    "StructuredOutput",
     "TokenLogprobs",
     "__version__",
 ]

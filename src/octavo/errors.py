@@ -77,6 +77,10 @@ class LogitsNotFinite(RequestFailed):
     """A request for which the model's logits hold NaN or infinity: nothing can be chosen."""
 
 
+class NoTokenLeft(RequestFailed):
+    """A request whose grammar and other settings leave no token to draw."""
+
+
 class Overloaded(OctavoError):
     """Too many requests wait already; `retry_after` is an estimate in seconds."""
 

@@ -14,8 +14,9 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from octavo.core.step import SamplingSpec
+from octavo.core.step import Grammar, SamplingSpec
 from octavo.errors import InvalidRequest, shown
+from octavo.structured.output import StructuredOutput
 
 MAX_SEQUENCES = 16_384  # for n and beam_width
 MAX_TEMPERATURE = 2.0
@@ -141,6 +142,12 @@ def _logit_bias(field: str, value: object) -> dict[int, float]:
     }
 
 
+def _structured(field: str, value: object) -> StructuredOutput:
+    structured = StructuredOutput.of(field, value)
+    structured.to_grammar()  # refuses what cannot be
+    return structured
+
+
 def _check_vocabulary(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if token_id >= vocab_size:
@@ -176,6 +183,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "beam_width": partial(integer_in, low=1, high=MAX_SEQUENCES),
     "length_penalty": partial(_real_in, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY),
     "early_stopping": _early_stopping,
+    "structured": _optional(_structured),
     "num_return_sequences": _optional(partial(integer_in, low=1)),
 }
 
@@ -241,6 +249,9 @@ class SamplingParams(_Parameters):
     """The only tokens that may be drawn. None: all."""
     bad_words: Sequence[str] = ()
     """Texts whose tokens never appear in the output in that order; at most 128."""
+    structured: StructuredOutput | Mapping[str, Any] | None = None
+    """The form of the output, such as {"json_schema": {...}} (see StructuredOutput). It ends when
+    it is complete; `min_tokens` and `bad_words` give way where it leaves nothing else."""
     min_tokens: int = 0
     """The output has at least this many tokens: until then, no end token is drawn."""
     max_tokens: int | None = 16
@@ -326,9 +337,10 @@ class SamplingParams(_Parameters):
             raise InvalidRequest(
                 "bad_words", f"{num_bad} tokens in all are more than {MAX_BAD_WORD_TOKENS}"
             )
-        ends = set(self.stop_token_ids) | (set() if self.ignore_eos else set(eos_ids))
+        ends = _end_token_ids(self, eos_ids)
+        grammar = _grammar(self, ends)
         allowed = tuple(self.allowed_token_ids or ())
-        if self.min_tokens and allowed and ends.issuperset(allowed):
+        if self.min_tokens and allowed and set(ends).issuperset(allowed):
             raise InvalidRequest(
                 "allowed_token_ids",
                 f"only end tokens are allowed, which min_tokens ({self.min_tokens}) forbids",
@@ -345,7 +357,8 @@ class SamplingParams(_Parameters):
             allowed_token_ids=allowed,
             bad_words=tuple(tuple(word) for word in bad_word_ids if word),
             min_tokens=self.min_tokens,
-            masked_until_min_tokens=tuple(sorted(ends)) if self.min_tokens else (),
+            grammar=grammar,
+            end_token_ids=ends if self.min_tokens or grammar else (),
             num_logprobs=self.logprobs,
             num_prompt_logprobs=self.prompt_logprobs,
         )
@@ -378,6 +391,9 @@ class BeamSearchParams(_Parameters):
     """Go on after the model's end tokens, up to `max_tokens`."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end a hypothesis, beside the model's own end tokens."""
+    structured: StructuredOutput | None = None
+    """The form of all hypotheses, such as StructuredOutput(json_schema={...}), or a mapping with
+    its fields."""
     skip_special_tokens: bool = True
     """Leave special tokens (such as end of sequence) out of the text."""
     detokenize: bool = True
@@ -408,5 +424,35 @@ class BeamSearchParams(_Parameters):
         If all end tokens are among a beam's candidates, `beam_width` others must still be left
         (transformers: `max(2, 1 + n_eos_tokens) * num_beams`).
         """
-        ends = set(self.stop_token_ids) | (set() if self.ignore_eos else set(eos_ids))
-        return SamplingSpec(num_candidates=max(2, 1 + len(ends)) * self.beam_width)
+        ends = _end_token_ids(self, eos_ids)
+        grammar = _grammar(self, ends)
+        return SamplingSpec(
+            num_candidates=max(2, 1 + len(ends)) * self.beam_width,
+            grammar=grammar,
+            end_token_ids=ends if grammar else (),
+        )
+
+
+def _end_token_ids(
+    params: SamplingParams | BeamSearchParams, eos_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """All tokens that end an output, ascending."""
+    own = () if params.ignore_eos else eos_ids
+    return tuple(sorted({*params.stop_token_ids, *own}))
+
+
+def _grammar(
+    params: SamplingParams | BeamSearchParams, end_token_ids: Sequence[int]
+) -> Grammar | None:
+    """What `structured` means. Raises InvalidRequest if no token could end the output."""
+    if params.structured is None:
+        return None
+    assert isinstance(params.structured, StructuredOutput), "__post_init__ makes it one"
+    grammar = params.structured.to_grammar()
+    if not end_token_ids:
+        raise InvalidRequest(
+            grammar.field,
+            "no token ends the output when it is complete: the model has no end token, or "
+            "ignore_eos is on; give stop_token_ids",
+        )
+    return grammar

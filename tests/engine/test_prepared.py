@@ -25,7 +25,7 @@ from octavo.sampling_params import SamplingParams
         ({"logit_bias": ((2, 1.0), (50, 1.0))}, "logit_bias"),
         ({"allowed_token_ids": (4, 50)}, "allowed_token_ids"),
         ({"bad_words": ((4,), (5, 50))}, "bad_words"),
-        ({"masked_until_min_tokens": (-2,)}, "stop_token_ids"),
+        ({"end_token_ids": (-2,)}, "stop_token_ids"),
     ],
 )
 def test_an_engine_checks_what_others_have_prepared(fields: dict[str, Any], field: str) -> None:

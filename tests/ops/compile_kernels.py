@@ -119,9 +119,34 @@ def projections() -> None:
     soft_cap(x, 30.0)
 
 
+def draws() -> None:
+    """Greedy, random and limited draws, of whole rows, with masks."""
+    from octavo.ops.cuda.sampling import DeviceDraws, sample
+
+    rows, size = 3, 50_272
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    asked = DeviceDraws(
+        rows=zeros,
+        temperature=torch.ones(rows),
+        top_k=zeros,
+        top_p=torch.ones(rows, dtype=torch.float64),
+        log_min_p=torch.zeros(rows),
+        seeds=zeros,
+        sample_indices=zeros,
+        positions=zeros,
+        mask_places=torch.zeros(rows, dtype=torch.int32),
+        masks=torch.zeros(rows, -(-size // 32), dtype=torch.int32),
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        for is_greedy, is_limited in ((True, False), (False, False), (False, True)):
+            how = replace(asked, is_greedy=is_greedy, is_limited=is_limited)
+            sample(torch.zeros(rows, size, dtype=dtype), how)
+
+
 if __name__ == "__main__":
     install()
     attention()
     norms()
     projections()
+    draws()
     print(dict(compiled))

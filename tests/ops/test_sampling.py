@@ -15,6 +15,7 @@ from octavo.ops.cuda import sampling_candidates as candidates
 from octavo.ops.cuda.sampling import NO_TOKEN, DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import best_tokens
 from octavo.ops.vocabulary import VocabularyShard
+from octavo.structured.constraint import Words, words_of
 from octavo.worker.device.cpu_sampling import CpuDrawer
 from octavo.worker.sampler import SamplingBatch
 from worker.test_sampler import SPECS, make_batch, random_specs
@@ -32,7 +33,12 @@ def small_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(candidates, "CHUNK", 64)
 
 
-def to_device(batch: SamplingBatch, device: torch.device) -> DeviceDraws:
+def to_device(
+    batch: SamplingBatch, device: torch.device, masks: Words | None = None
+) -> DeviceDraws:
+    places = batch.mask_places
+    if places is None:
+        places = np.full(len(batch.num_draws), -1, np.int32)
     owners = np.repeat(np.arange(len(batch.num_draws)), batch.num_draws)
     number = np.arange(len(owners)) - np.searchsorted(owners, owners)
     with np.errstate(divide="ignore"):
@@ -50,6 +56,8 @@ def to_device(batch: SamplingBatch, device: torch.device) -> DeviceDraws:
         seeds=put(batch.seeds),
         sample_indices=put(batch.sample_indices) + torch.from_numpy(number).to(device),
         positions=put(batch.positions),
+        mask_places=put(places),
+        masks=torch.from_numpy(np.zeros((1, 1), np.int32) if masks is None else masks).to(device),
     )
 
 
@@ -79,6 +87,36 @@ def test_draws_without_limits_are_those_of_the_cpu(device: torch.device) -> None
         draws = replace(to_device(batch, device), is_limited=False)
         wanted = CpuDrawer().draw(logits, batch, VocabularyShard.whole(150))
         assert torch.equal(sample(logits.to(device), draws).cpu(), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_draws_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
+    """Several draws share a masked row; rows without masks are left as they are."""
+    for vocab_size in VOCABULARIES[device.type]:
+        generator = torch.Generator().manual_seed(vocab_size)
+        logits = (torch.randn(len(ROWS), vocab_size, generator=generator) * 2).to(dtype)
+        seeds = list(range(50, 50 + len(ROWS)))
+        batch = make_batch(ROWS, seeds, positions=seeds, num_draws=[1, 3] + [1] * (len(ROWS) - 2))
+        ids = [torch.randperm(vocab_size, generator=generator)[: 1 + 2 * i] for i in range(9)]
+        masks = np.stack([words_of(each.tolist(), vocab_size) for each in ids])
+        places = np.array([i % 10 - 1 for i in range(len(ROWS))], np.int32)
+        batch = replace(batch, mask_places=places)
+        drawer = CpuDrawer()
+        drawer.take_masks(masks)
+        expected = logits.float()
+        wanted = drawer.draw(expected, batch, VocabularyShard.whole(vocab_size))
+        mine = logits.to(device)
+        for draws in (to_device(batch, device, masks),):
+            drawn = sample(mine, draws).cpu()
+            differ = int((drawn != wanted).sum())
+            assert differ == 0 if device.type == "cpu" else differ <= 1
+        assert torch.equal(mine.cpu().float(), expected)
+        logits[3, 5] = torch.nan  # in a masked row, and ruled out or not
+        logits[4, 6] = torch.inf
+        greedy = replace(to_device(batch, device, masks), is_greedy=True)
+        greedy.temperature.zero_()
+        drawn = sample(logits.to(device), greedy)
+        assert [drawn[i].item() for i in (5, 6)] == [NO_TOKEN.value] * 2
 
 
 def test_the_limits_keep_ties(device: torch.device) -> None:

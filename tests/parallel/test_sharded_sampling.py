@@ -48,7 +48,7 @@ def choose(
         device = CudaDevice(torch.device("cpu"))
     most = int(batch.num_draws.sum()) + len(batch.num_candidates)
     staging = device.staging(SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=most), 1)
-    sampler = Sampler(device.drawer(staging), staging, vocabulary)
+    sampler = Sampler(device.drawer(staging, vocabulary.size), staging, vocabulary)
     part = logits[:, vocabulary.start : vocabulary.start + vocabulary.num_rows]
     before = part.clone()
     with torch.inference_mode():

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Message
 
+from octavo.core.step import Grammar
 from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.engine_process.client import EngineClient
@@ -24,7 +25,7 @@ from octavo.server.http.context import Context
 from octavo.server.http.conversations import ChatMessage, conversation_prompt
 from octavo.server.http.endpoints.chat import ChatBody, chat_params
 from octavo.server.http.endpoints.completions import CompletionBody, completion_params
-from octavo.server.http.errors import ApiError, ClientGone
+from octavo.server.http.errors import ApiError, ClientGone, as_api_error
 from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
 from octavo.server.http.settings import Listening, ServerSettings
 from octavo.server.http.token_texts import TokenTexts
@@ -78,7 +79,7 @@ def test_a_bad_completion_is_refused_by_name(
     ("fields", "param"),
     [
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": 5}, "response_format"),
         ({"messages": []}, "messages"),
         ({"messages": [5]}, "messages[0]"),
         ({"messages": [{"role": 5}]}, "messages[0].role"),
@@ -90,6 +91,48 @@ def test_a_bad_chat_is_refused_by_name(fields: dict[str, Any], param: str) -> No
     with pytest.raises(ApiError) as caught:
         chat(**fields)
     assert caught.value.reply.error.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json": None}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"ebnf": "a"}}, "structured_outputs.ebnf"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    for beams in ({}, {"beam_width": 2}):
+        with pytest.raises((ApiError, InvalidRequest)) as caught:
+            chat_params(chat(**fields, **beams), {})
+        assert as_api_error(caught.value).reply.error.param == param
+
+
+def test_forms_mean_grammars() -> None:
+    schema = {"type": "object", "title": "ü"}
+    for fields in (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"structured_outputs": {"json": schema, "regex": None}},
+        {"structured_outputs": {"json": json.dumps(schema), "json_object": False}},
+    ):
+        params = chat_params(chat(**fields), {})
+        grammar = params.to_spec([2]).grammar
+        assert grammar == Grammar("json_schema", json.dumps(schema))
+    assert chat_params(chat(response_format={"type": "text"}), {}).structured is None
 
 
 class Echoing:

@@ -27,6 +27,7 @@ from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.sampler import Choice, Sampler, rows_not_finite
 from octavo.worker.staging import UploadStaging
+from worker.fake_constraints import no_grammars
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -79,8 +80,8 @@ def test_the_largest_step_finds_room_in_the_staging(
     backend = kind(layers, places, cache, 16)
     num_rows = 2 * num_seqs + 1
     tables = device_tables(16, [False, True], num_rows, 4)
-    batch = InputBatch(tables, num_rows, staging)
-    sampler = Sampler(CudaDevice(DEVICE).drawer(staging), staging, VocabularyShard.whole(100))
+    batch = InputBatch(tables, num_rows, staging, no_grammars(num_rows, 100))
+    sampler = Sampler(CudaDevice(DEVICE).drawer(staging, 100), staging, VocabularyShard.whole(100))
     staging.begin()
     for lens in ([num_tokens], [1] * num_seqs):
         n = len(lens)

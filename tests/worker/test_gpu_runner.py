@@ -105,9 +105,11 @@ def plain_sample(logits: torch.Tensor, draws: DeviceDraws) -> torch.Tensor:
         sample_indices=draws.sample_indices.numpy(),
         positions=draws.positions.numpy(),
         num_draws=np.ones(len(draws.rows), np.int64),
+        mask_places=draws.mask_places.numpy(),
     )
-    vocabulary = VocabularyShard.whole(logits.shape[1])
-    return CpuDrawer().draw(logits[draws.rows].float(), batch, vocabulary)
+    drawer, vocabulary = CpuDrawer(), VocabularyShard.whole(logits.shape[1])
+    drawer.take_masks(draws.masks.numpy())
+    return drawer.draw(logits[draws.rows].float(), batch, vocabulary)
 
 
 def plain_best(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -552,3 +554,40 @@ def test_groups_that_share_other_blocks_have_no_cascade_attention() -> None:
     tables[1, 0, 3:] += 50
     finder.invalidate()
     assert finder.find(np.stack([*tables, tables[0]]), rows, ones, np.full(3, 470)) == []
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("mode", MODES if HAS_GPU else ["recompute"])
+def test_masks_follow_texts_while_steps_overlap(mode: str) -> None:
+    """Grammars, bad words and what needs no text, beside rows without masks; the same tokens as on
+    a CPU, where each step knows the tokens before it."""
+    overlapped, plain = engines("llama3", small_pool("llama3"), mode)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "maxLength": 3}, "b": {"enum": [1, 22, 333]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    json_schema = {"json_schema": schema}
+    asks = [
+        (prompt(30, 1), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)),
+        (prompt(5, 2), SamplingParams(seed=3, max_tokens=30, structured=json_schema)),
+        (prompt(9, 3), SamplingParams(seed=4, n=2, max_tokens=9, structured={"regex": "[a-f]{6}"})),
+        (prompt(4, 4), SamplingParams(temperature=0, max_tokens=8, structured=json_schema)),
+        (prompt(6, 5), SamplingParams(seed=5, max_tokens=6, structured={"choice": ["yes", "no"]})),
+        (
+            prompt(7, 6),
+            SamplingParams(
+                seed=6, max_tokens=8, structured=json_schema, presence_penalty=1.0, logprobs=1
+            ),
+        ),
+        (prompt(8, 7), SamplingParams(seed=7, max_tokens=6, allowed_token_ids=[9, 10, 11])),
+        (prompt(8, 8), SamplingParams(seed=8, max_tokens=6, min_tokens=4, top_p=0.9)),
+        (prompt(3, 9), BeamSearchParams(3, max_tokens=5, structured={"regex": "[xyz]{2,9}"})),
+    ]
+    got, wanted = run(overlapped, asks), run(plain, asks)
+    assert [output.error for output in got] == [None] * len(asks)
+    assert tokens(got) == tokens(wanted)
+    ends = [[each.finish_reason for each in output.outputs] for output in got]
+    assert ends == [[each.finish_reason for each in output.outputs] for output in wanted]
+    assert overlapped.kv.pool.num_held == 0

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite
+from octavo.core.step import Fork, Grammar, OpenedRow, SamplingSpec, StepPlan, TableWrite
 from octavo.ops import HostStaging
+from octavo.structured.constraint import words_of
 from octavo.worker.block_tables import BlockTables
 from octavo.worker.input_batch import InputBatch
+from worker.fake_constraints import no_grammars, rising_masks
 
+VOCAB_SIZE = 100
 BLOCK_SIZE = 4
 NUM_ROWS = 256
 SPECS = [
@@ -20,7 +23,7 @@ SPECS = [
     SamplingSpec(temperature=0.0),
     SamplingSpec(temperature=0.5, top_k=3, top_p=0.5, min_p=0.25, num_logprobs=2),
     SamplingSpec(presence_penalty=1.0, num_prompt_logprobs=1),
-    SamplingSpec(min_tokens=3, masked_until_min_tokens=(1,)),
+    SamplingSpec(min_tokens=3, end_token_ids=(1,)),
     SamplingSpec(num_candidates=4),
 ]
 
@@ -173,7 +176,7 @@ class PlanMaker:
 
 def make_batch(num_groups: int = 1) -> InputBatch:
     tables = BlockTables([BLOCK_SIZE] * num_groups, NUM_ROWS)
-    return InputBatch(tables, NUM_ROWS, HostStaging())
+    return InputBatch(tables, NUM_ROWS, HostStaging(), no_grammars(NUM_ROWS, VOCAB_SIZE))
 
 
 def check(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:
@@ -221,12 +224,21 @@ def check_sampling(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> None:
     assert sampling.num_candidates == [
         naive.rows[seq_id].spec.num_candidates for seq_id in plan.expanded
     ]
-    edited = {
-        i: row
-        for i, row in enumerate(rows)
-        if row.spec.presence_penalty
-        or (row.spec.min_tokens > len(row.tokens) - row.num_prompt and row.spec.min_tokens)
-    }
+    edited = {i: row for i, row in enumerate(rows) if row.spec.presence_penalty}
+    early = [
+        i for i, row in enumerate(rows) if row.spec.min_tokens > len(row.tokens) - row.num_prompt
+    ]
+    places = [-1] * len(rows) if sampling.mask_places is None else sampling.mask_places.tolist()
+    assert [i for i, place in enumerate(places) if place >= 0] == early
+    masked = batch.masked_rows(ending)
+    assert [each.logits_row for each in masked] == early
+    masks = batch.fill_masks(masked)
+    assert not masks.errors
+    for each, words in zip(masked, masks.words, strict=True):
+        row = rows[each.logits_row]
+        assert (each.num_tokens, each.num_prompt_tokens) == (len(row.tokens), row.num_prompt)
+        left = [i for i in range(VOCAB_SIZE) if i not in row.spec.end_token_ids]
+        assert words.tolist() == words_of(left, VOCAB_SIZE).tolist()
     assert [entry.index for entry in sampling.edited] == sorted(edited)
     for entry in sampling.edited:
         assert entry.token_ids.tolist() == edited[entry.index].tokens
@@ -322,15 +334,22 @@ def test_arrays_have_the_types_that_models_and_backends_rely_on() -> None:
 @pytest.mark.parametrize(
     ("spec", "needs"),
     [
-        (SamplingSpec(top_k=3, min_tokens=3, masked_until_min_tokens=(1,)), False),
+        (SamplingSpec(top_k=3, min_tokens=3, end_token_ids=(1,)), False),
         (SamplingSpec(logit_bias=((3, 1.0),), allowed_token_ids=(3, 4)), False),
         (SamplingSpec(logit_bias=((3, 1.0),), bad_words=((3, 4),)), True),
         (SamplingSpec(frequency_penalty=0.5), True),
+        (SamplingSpec(grammar=Grammar("lark", "rising"), end_token_ids=(0,)), True),
     ],
 )
 def test_only_draws_that_follow_from_the_text_wait_for_it(spec: SamplingSpec, needs: bool) -> None:
-    batch = make_batch()
+    tables = BlockTables([BLOCK_SIZE], NUM_ROWS)
+    batch = InputBatch(tables, NUM_ROWS, HostStaging(), rising_masks(NUM_ROWS, VOCAB_SIZE))
     opened = OpenedRow(7, (1, 2), 2, 0, spec, 0, 0)
     plan = StepPlan(0, [7], [2], [7], [], opened=[opened], table_writes=[TableWrite(7, 0, 0, (1,))])
     batch.apply(plan)
-    assert batch.needs_tokens(plan) == needs
+    assert not batch.awaits_tokens(plan)  # the host knows the prompt
+    drawn = batch.advance(plan)
+    later = StepPlan(1, [7], [1], [7], [])
+    assert batch.awaits_tokens(later) == needs
+    batch.fill(drawn, np.array([5]))
+    assert not batch.awaits_tokens(later)

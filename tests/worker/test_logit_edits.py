@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.core.step import SamplingSpec
-from octavo.worker.logit_edits import EditedRow, banned_token_ids, edit_logits, has_edits
+from octavo.worker.logit_edits import EditedRow, edit_logits, has_edits
 
 INF = float("inf")
 
@@ -75,53 +75,6 @@ def test_order_is_repetition_then_counts_then_bias() -> None:
     ]
 
 
-def test_no_bias_lifts_a_mask() -> None:
-    spec = SamplingSpec(
-        allowed_token_ids=(1, 2),
-        logit_bias=((0, 100.0), (1, 1.0)),
-        min_tokens=1,
-        masked_until_min_tokens=(2,),
-    )
-    assert edited(spec, [0], 1, [0.0, 0.0, 0.0]) == [-INF, 1.0, -INF]
-    assert edited(spec, [0, 1], 1, [0.0, 0.0, 0.0]) == [-INF, 1.0, 0.0]
-
-
-def test_min_tokens_counts_output_tokens() -> None:
-    spec = SamplingSpec(min_tokens=2, masked_until_min_tokens=(1,))
-    for num_output, is_masked in ((0, True), (1, True), (2, False), (3, False)):
-        got = edited(spec, [0] * (4 + num_output), 4, [0.0, 0.0])
-        assert (got[1] == -INF) == is_masked
-
-
-@pytest.mark.parametrize(
-    ("output", "banned"),
-    [
-        ([], [9]),
-        ([4], [5, 9]),
-        ([4, 5], [6, 9]),
-        ([5, 4, 5], [6, 9]),
-        ([4, 5, 6], [9]),
-        ([4, 4], [5, 9]),
-    ],
-)
-def test_a_bad_word_is_stopped_at_its_last_token(output: list[int], banned: list[int]) -> None:
-    spec = SamplingSpec(bad_words=((9,), (4, 5), (4, 5, 6)))
-    row = EditedRow(0, spec, np.array([1, 2, *output], np.int32), 2)
-    assert banned_token_ids(row, vocab_size=20) == banned
-
-
-def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
-    spec = SamplingSpec(bad_words=((4, 5),))
-    assert banned_token_ids(EditedRow(0, spec, np.array([4], np.int32), 1), 20) == []
-
-
-def test_bad_words_give_way_when_no_token_would_be_left() -> None:
-    spec = SamplingSpec(bad_words=((0,), (1,)))
-    assert edited(spec, [0], 1, [1.0, 2.0]) == [1.0, 2.0]
-    only = SamplingSpec(bad_words=((1,),), allowed_token_ids=(1,))
-    assert edited(only, [0], 1, [1.0, 2.0, 3.0]) == [-INF, 2.0, -INF]
-
-
 def test_rows_are_edited_apart() -> None:
     logits = torch.zeros(4, 6)
     plain = SamplingSpec(presence_penalty=1.0)
@@ -150,4 +103,5 @@ def test_has_edits() -> None:
     assert not has_edits(SamplingSpec(top_k=3, top_p=0.5, min_tokens=2))
     assert has_edits(SamplingSpec(presence_penalty=0.1))
     assert has_edits(SamplingSpec(repetition_penalty=1.1))
-    assert has_edits(SamplingSpec(bad_words=((1,),)))
+    assert has_edits(SamplingSpec(logit_bias=((1, 2.0),)))
+    assert not has_edits(SamplingSpec(bad_words=((1,),)))  # they are masks

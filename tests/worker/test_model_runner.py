@@ -213,7 +213,7 @@ def test_prompt_logprobs_score_every_prompt_token_but_the_first(
 def test_sampled_tokens_do_not_depend_on_the_crowd_or_on_a_recompute() -> None:
     model = FakeModel()
     spec = SamplingSpec(temperature=1.2, top_p=0.9, presence_penalty=0.5, min_tokens=2,
-                        masked_until_min_tokens=(3,))  # fmt: skip
+                        end_token_ids=(3,))  # fmt: skip
     prompts = {seq_id: prompt(5 + seq_id, seed=seq_id) for seq_id in range(6)}
 
     def run(seq_ids: list[int], num_tokens: int) -> dict[int, list[int]]:

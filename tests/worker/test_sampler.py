@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.config import SchedulerConfig
 from octavo.core.step import Candidates, SamplingSpec, TokenLogprobs
 from octavo.ops.vocabulary import VocabularyShard
+from octavo.structured.constraint import Words, words_of
 from octavo.worker.device.base import Device
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cpu_sampling import WEIGHT_BITS, invert, token_weights
@@ -33,7 +34,7 @@ class Sampled:
     not_finite: list[int]
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
+def sample(logits: Tensor, batch: SamplingBatch, masks: Words | None = None) -> Sampled:
     """What the sampler of the logits' device chooses."""
     device: Device = CpuDevice()
     if logits.is_cuda:
@@ -42,12 +43,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         device = CudaDevice(logits.device)
     most = int(batch.num_draws.sum()) + len(batch.num_candidates)
     staging = device.staging(SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=most), 1)
-    sampler = Sampler(device.drawer(staging), staging, VocabularyShard.whole(logits.shape[1]))
+    vocab_size = logits.shape[1]
+    drawer = device.drawer(staging, vocab_size)
+    sampler = Sampler(drawer, staging, VocabularyShard.whole(vocab_size))
     with torch.inference_mode():
         staging.begin()
         staged = sampler.stage(batch)
         staging.flush()
-        choice = sampler(logits, staged)
+        choice = sampler(logits, staged, masks)
         choice.read_back(device.to_host)
         device.moment().wait()
     first, candidates = choice.first_tokens(), choice.candidates()
@@ -62,6 +65,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
 
 def weights_of(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return token_weights(logits, batch, logits.amax(dim=-1, keepdim=True))
+
+
+GREEDY = SamplingSpec(temperature=0.0)
 
 
 def make_batch(
@@ -316,17 +322,62 @@ def test_a_row_of_logits_that_are_no_numbers_draws_nothing_alone(broken: float) 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_mask_does_not_hide_that_logits_are_no_numbers(broken: float) -> None:
-    for spec in (SamplingSpec(allowed_token_ids=(3, 4)), SamplingSpec(logit_bias=((7, -100.0),))):
-        batch = replace(
-            make_batch([spec] * 2, num_draws=[1, 3]),
-            edited=[EditedRow(i, spec, np.array([1], np.int32), 1) for i in range(2)],
-        )
-        logits = torch.zeros(2, 300)
-        logits[1, 7] = broken
-        output = sample(logits, batch)
-        assert output.not_finite == [1]
+    spec = SamplingSpec(logit_bias=((7, -100.0),))
+    plain = make_batch([spec] * 3, num_draws=[1, 3, 1], num_expanded=1)
+    plain = replace(plain, num_candidates=[2])
+    edited = [EditedRow(i, spec, np.array([1], np.int32), 1) for i in range(3)]
+    mask = words_of([3, 4], 300)
+    for batch, masks in (
+        (replace(plain, edited=edited), None),
+        (replace(plain, mask_places=np.array([-1, 0, 0], np.int32)), np.stack([mask])),
+        (replace(plain, mask_places=np.array([0, 1, 1], np.int32)), np.stack([mask, mask])),
+    ):
+        logits = torch.zeros(3, 300)
+        logits[1:, 7] = broken
+        output = sample(logits, batch, masks)
+        assert output.not_finite == [1, 2]
         assert output.draws == {1: [NO_TOKEN] * 3}
         assert output.token_ids[0] >= 0
+
+
+@pytest.mark.parametrize("size", [50, 300])
+def test_masked_rows_are_drawn_as_if_the_other_tokens_had_no_probability(size: int) -> None:
+    """Beside rows without masks, with penalties, several draws, scores and candidates."""
+    generator = torch.Generator().manual_seed(size)
+    specs = [*SPECS.values(), SamplingSpec(0.0), SamplingSpec(1.0, presence_penalty=1.5)]
+    n = len(specs)
+    logits = torch.randn(n + 2, size, generator=generator) * 3
+    allowed = [torch.randperm(size, generator=generator)[:7].tolist() for _ in range(n + 2)]
+    places = [i if i % 3 else -1 for i in range(n + 2)]
+    expected = logits.clone()
+    for row, place in enumerate(places):
+        if place >= 0:
+            out = torch.ones(size, dtype=torch.bool)
+            out[allowed[row]] = False
+            expected[row, out] = -torch.inf
+    draws = [3 if i == 1 else 1 for i in range(n + 2)]
+    batch = make_batch([*specs, GREEDY, GREEDY], num_draws=draws, num_expanded=2)
+    tail = EditedRow(n - 1, specs[-1], np.array([1, *allowed[n - 1][:3]], np.int32), 1)
+    batch = replace(batch, num_candidates=[5, 9], edited=[tail], num_logprobs={2: 3, 4: 0})
+    masked = replace(batch, mask_places=np.array(places, np.int32))
+    masks = np.stack([words_of(ids, size) for ids in allowed])
+    own = logits.clone()
+    got, wanted = sample(logits, masked, masks), sample(expected, batch)
+    assert torch.equal(got.token_ids, wanted.token_ids)
+    assert got.draws == wanted.draws
+    for row, entries in got.logprobs.items():  # the model's own, as without masks
+        for entry in entries:
+            assert entry.logprob == pytest.approx(logprobs_of(own)[row][entry.token_id], abs=1e-5)
+    assert got.candidates is not None
+    for i, row in enumerate((n, n + 1)):
+        known = logprobs_of(own)[row]
+        ranked = sorted(allowed[row] if places[row] >= 0 else range(size), key=lambda t: -known[t])
+        number = min(len(ranked), 9)
+        assert got.candidates.token_ids[i, :number].tolist() == ranked[:number]
+        assert got.candidates.logprobs[i, :number] == pytest.approx(
+            [known[t] for t in ranked[:number]], abs=1e-5
+        )
+        assert (got.candidates.logprobs[i, number:] == -math.inf).all()
 
 
 def test_tokens_that_the_model_rules_out_are_no_error() -> None:

@@ -28,8 +28,13 @@ DEFINITION = """\
 
 def throughput_tables(report: ThroughputReport) -> tuple[RenderableType, ...]:
     """The run, and the four parts of the paper's figure 2."""
+    shares = []
+    if report.share_of_unstructured is not None:
+        share = f"{100 * report.share_of_unstructured:.1f} % of the tokens/s without it"
+        shares.append(("with a schema", share))
     run = facts(
         [
+            *shares,
             ("requests", f"{report.num_requests} in {report.seconds:.2f} s{_skipped(report)}"),
             ("requests/s", f"{report.requests_per_second:.2f}"),
             ("output tokens/s", f"{report.output_tokens_per_second:.1f}"),

@@ -18,6 +18,22 @@ if TYPE_CHECKING:
     from octavo.outputs import RequestOutput
 
 WARM_UP = [TraceRequest(48, 8)] * 8
+# JSON that is not complete before any output's length: records, as they are drawn from texts.
+RECORDS = {
+    "type": "array",
+    "minItems": 100_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 30},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "colours": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+            "place": {"anyOf": [{"type": "string", "maxLength": 20}, {"type": "null"}]},
+        },
+        "required": ["name", "age", "colours", "place"],
+        "additionalProperties": False,
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +43,7 @@ class Decoding:
     n: int = 1
     temperature: float | None = None  # None: greedy, or 1 if there are several samples
     beam_width: int | None = None
+    structured: bool = False  # every output is the beginning of JSON that keeps to RECORDS
 
     @property
     def is_wide(self) -> bool:
@@ -34,9 +51,13 @@ class Decoding:
         return self.n > 1 or self.beam_width is not None
 
     def params(self, output_tokens: int, seed: int) -> SamplingParams | BeamSearchParams:
+        # With a schema, the end of an output has its place, which is not reached.
+        how: dict[str, Any] = {"ignore_eos": True}
+        if self.structured:
+            how = {"structured": {"json_schema": RECORDS}}
         if self.beam_width is not None:
             return BeamSearchParams(
-                self.beam_width, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+                self.beam_width, max_tokens=output_tokens, detokenize=False, **how
             )
         temperature = self.temperature
         if temperature is None:
@@ -45,9 +66,9 @@ class Decoding:
             n=self.n,
             temperature=temperature,
             max_tokens=output_tokens,
-            ignore_eos=True,
             detokenize=False,
             seed=seed,
+            **how,
         )
 
 
@@ -71,6 +92,7 @@ class ThroughputReport:
     whole_run: SlotUse
     num_saturated_steps: int
     skipped: int = 0
+    share_of_unstructured: float | None = None  # of the output tokens/s of a run without a schema
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property

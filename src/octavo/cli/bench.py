@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -24,6 +25,8 @@ from octavo.cli.bench_serve import serve
 from octavo.cli.options import engine_options
 from octavo.cli.session import show_log
 from octavo.llm import LLM
+
+STRUCTURED_ROUNDS = 4  # of a run without a schema and one with it; the first is not counted
 
 
 @click.group()
@@ -47,6 +50,11 @@ def bench() -> None:
 )
 @click.option("--skip-long", is_flag=True, help="Leave out requests longer than max-model-len.")
 @decoding_options
+@click.option(
+    "--structured",
+    is_flag=True,
+    help="Every output keeps to a JSON schema; measured in turns with runs without one.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @engine_options()
 def throughput(
@@ -58,21 +66,32 @@ def throughput(
     hash_block_size: int,
     skip_long: bool,
     decoding: dict[str, Any],
+    structured: bool,
     as_json: bool,
     engine: dict[str, Any],
 ) -> None:
     """Queue all requests at once and time them until the last is done."""
     requests = trace_requests(trace, num_prompts, input_len, output_len)
-    how = Decoding(**decoding)
+    how = Decoding(**decoding, structured=structured)
     how.params(1, 0)  # refuses bad values before a model is loaded
     show_log(quiet=as_json, verbose=False)
     with LLM(model, owns_process=True, **engine) as llm:
         fitting, num_skipped = split_by_fit(llm.engine, requests, skip_long)
-        with progress_bar(len(fitting), "requests") as bar:
+        # In turns, because the machine may become faster or slower, and the first is to warm up.
+        runs = [replace(how, structured=False), how] * STRUCTURED_ROUNDS if structured else [how]
+        with progress_bar(len(fitting) * len(runs), "requests") as bar:
             seed = engine.get("seed", 0)
-            report = run_throughput(
-                llm.client, fitting, how, seed, hash_block_size, lambda _: bar.update()
-            )
+            reports = [
+                run_throughput(
+                    llm.client, fitting, each, seed + i, hash_block_size, lambda _: bar.update()
+                )
+                for i, each in enumerate(runs)
+            ]
+    report = reports[-1]
+    if structured:
+        rates = [each.output_tokens_per_second for each in reports[2:]]
+        shares = [own / plain for plain, own in zip(rates[::2], rates[1::2], strict=True)]
+        report.share_of_unstructured = median(shares)
     report.skipped = num_skipped
     report.settings = {"model": model, "trace": trace and trace.name, **asdict(how), **engine}
     if as_json:

@@ -26,7 +26,10 @@ class Search(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The best continuations of searches of one shape, best first. Arrays: [num_searches, n]."""
+    """The best continuations of searches of one shape, best first. Arrays: [num_searches, n].
+
+    A continuation that a mask rules out has a log-probability of -inf, and is never kept.
+    """
 
     searches: list[Search]
     width: int  # sequences that each may keep
@@ -40,10 +43,15 @@ class Ranking(NamedTuple):
         usual: list[int] = []
         others: list[int] = []
         offers = zip(
-            self.searches, self.token_ids.tolist(), self.logprobs[:, 0].tolist(), strict=True
+            self.searches,
+            self.token_ids.tolist(),
+            self.logprobs[:, 0].tolist(),
+            self._has_enough.tolist(),
+            strict=True,
         )
-        for place, ((request, method, _), token_ids, logprob) in enumerate(offers):
-            (usual if method.goes_on(request, token_ids, logprob) else others).append(place)
+        for place, ((request, method, _), token_ids, logprob, has_enough) in enumerate(offers):
+            goes_on = has_enough and method.goes_on(request, token_ids, logprob)
+            (usual if goes_on else others).append(place)
         return usual, others
 
     def best(self, places: Seq[int]) -> tuple[list[float], list[list[int]], list[int]]:
@@ -55,12 +63,19 @@ class Ranking(NamedTuple):
         )
 
     def offered(self, place: int) -> Continuations:
-        """The best continuations of the search at `place`."""
+        """The best continuations of the search at `place`, but for those that cannot be."""
+        number = int((self.logprobs[place] > -np.inf).sum())
         return Continuations(
-            self.logprobs[place].tolist(),
-            self.parents[place].tolist(),
-            self.token_ids[place].tolist(),
+            self.logprobs[place, :number].tolist(),
+            self.parents[place, :number].tolist(),
+            self.token_ids[place, :number].tolist(),
         )
+
+    @property
+    def _has_enough(self) -> NDArray[np.bool_]:
+        """Which searches have `width` continuations that can be."""
+        last: NDArray[np.bool_] = self.logprobs[:, : self.width][:, -1] > -np.inf
+        return last
 
 
 def rank(searches: Seq[Search], candidates: Candidates) -> Iterator[Ranking]:

@@ -11,13 +11,22 @@ applies a plan in this order, which the scheduler relies on:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from octavo.errors import RequestFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like, as text that a library compiles (`octavo.structured`)."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    source: str  # of "choice": a JSON list of strings
+    field: str = field(default="structured", compare=False)  # what errors about it name
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,9 @@ class SamplingSpec:
     # (number of output tokens, the token that must then come next).
     forced_tokens: tuple[tuple[int, int], ...] = ()
     min_tokens: int = 0
-    masked_until_min_tokens: tuple[int, ...] = ()  # end-of-sequence and stop ids
+    grammar: Grammar | None = None
+    # End-of-sequence and stop ids, if min_tokens or a grammar forbids them for a while.
+    end_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
     num_prompt_logprobs: int | None = None
     num_candidates: int = 0  # beam search: return this many best tokens instead of drawing one
@@ -205,6 +216,9 @@ class StepResult:
     # Measured by the worker, for the cost-based choice between swap and recompute; seconds.
     compute_seconds: float = 0.0
     swap_seconds: float = 0.0
+    # Host seconds that passed between the end of the step and its result, to draw the next step's
+    # tokens, which depend on this one's.
+    following_seconds: float = 0.0
     # Host seconds to start the step, where `submit` returns before it is started.
     launch_seconds: float = 0.0
 

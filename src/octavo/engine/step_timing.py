@@ -84,8 +84,8 @@ class Pacer:
         outside of CUDA graphs can take longer than a step.
         """
         now = self._clock()
-        if now - self._asked > AT_ONCE:
-            self._started = now
+        if now - self._asked - result.following_seconds > AT_ONCE:
+            self._started = now - result.following_seconds
         else:
             self._started = min(now, self._started + result.compute_seconds)
         if plan.only_decodes:

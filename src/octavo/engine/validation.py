@@ -7,14 +7,14 @@ whether it fits into the KV cache.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict
 
 from octavo.config import EngineConfig
 from octavo.core.decoding import BeamSearch, Sampling
 from octavo.core.sequence import DecodingMethod
-from octavo.core.step import SamplingSpec
+from octavo.core.step import Grammar, SamplingSpec
 from octavo.engine.tokenizer import Room, Tokenizer
 from octavo.errors import InvalidRequest, shown
 from octavo.models.config import ModelConfig
@@ -25,6 +25,7 @@ from octavo.sampling_params import (
     integer_in,
     valid_text,
 )
+from octavo.structured.guidance import Guidance
 
 MAX_CACHE_SALT = 4_096  # characters
 MAX_TENANT = 256  # characters
@@ -93,7 +94,7 @@ class PreparedRequest:
             "logit_bias": [token_id for token_id, _ in spec.logit_bias],
             "allowed_token_ids": spec.allowed_token_ids,
             "bad_words": [token_id for word in spec.bad_words for token_id in word],
-            "stop_token_ids": spec.masked_until_min_tokens,
+            "stop_token_ids": spec.end_token_ids,
         }
         for field, token_ids in fields.items():
             for worst in (min(token_ids, default=0), max(token_ids, default=0)):
@@ -130,13 +131,25 @@ class RequestPreparer:
     """Owns the rules for requests to one model, and chooses seeds for requests without one."""
 
     def __init__(
-        self, model_config: ModelConfig, tokenizer: Tokenizer | None, config: EngineConfig
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        check_grammar: Callable[[Grammar], object] | None = None,
     ) -> None:
+        """`check_grammar` raises InvalidRequest if a grammar cannot be enforced. None: by compiling
+        it here."""
         self._model_config = model_config
         self._vocab_size = model_config.vocab_size
         self._eos_ids = tuple(sorted(set(model_config.eos_token_ids)))
         self._tokenizer = tokenizer
         self._max_logprobs = config.max_logprobs
+        if check_grammar is None:
+            # Only to find out: whoever draws tokens has a library of its own.
+            check_grammar = Guidance(
+                model_config.directory, model_config.vocab_size, self._eos_ids
+            ).compile
+        self._check_grammar = check_grammar
         self._seeds = random.Random(config.seed)
 
     def prepare(
@@ -174,7 +187,7 @@ class RequestPreparer:
         max_tokens = num_left if params.max_tokens is None else min(params.max_tokens, num_left)
         n, seed, beam = 1, 0, None
         if isinstance(params, BeamSearchParams):
-            beam = params
+            beam = replace(params, structured=None)  # which the spec has
         else:
             n = params.n
             seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
@@ -183,7 +196,9 @@ class RequestPreparer:
         spec = params.to_spec(self._eos_ids, self._bad_word_ids(params))
         if self.has_encoder:
             spec = self._with_rules(spec, len(token_ids), max_tokens)
-        if len(spec.masked_until_min_tokens) == self._vocab_size:
+        if spec.grammar is not None:
+            self._check_grammar(spec.grammar)
+        if len(spec.end_token_ids) == self._vocab_size:
             raise InvalidRequest("min_tokens", "every token of the vocabulary ends the output")
         return PreparedRequest(
             token_ids,
@@ -199,6 +214,13 @@ class RequestPreparer:
             tenant,
             encoder_token_ids,
         )
+
+    def check_structured(self, params: Params) -> None:
+        """Find out whether what `params.structured` asks for can be enforced, so that `prepare`
+        knows: it may take seconds. May be called in any thread. Raises InvalidRequest."""
+        grammar = params.to_spec(self._eos_ids).grammar
+        if grammar is not None:
+            self._check_grammar(grammar)
 
     @property
     def has_encoder(self) -> bool:

@@ -5,6 +5,7 @@ to threads, in which tokenizing gives the GIL up, and huge ones to a single thre
 after the other: each needs a core for seconds, and hundreds of megabytes, which are given back to
 the system afterwards. Large bodies have a single thread of their own, because decoding holds the
 GIL: several threads would do no more work than one, and the event loop would wait for each of them.
+Grammars have two threads, which wait for processes that compile them, for seconds at worst.
 So nothing waits for work of another kind, or for much longer work of its own.
 """
 
@@ -33,6 +34,7 @@ class Offload:
     def __init__(self) -> None:
         self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-text")
         self._bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+        self._grammars = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammars")
 
     async def text(self, size: int, work: Callable[[], R]) -> R:
         """work(), which renders or tokenizes; it takes about as long as tokenizing `size`
@@ -50,9 +52,13 @@ class Offload:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._bodies, work)
 
+    async def grammar(self, work: Callable[[], R]) -> R:
+        """work(), which checks a grammar."""
+        return await asyncio.get_running_loop().run_in_executor(self._grammars, work)
+
     def close(self) -> None:
         """Drop the work that has not begun. A second call does nothing."""
-        for threads in (self._huge, self._bodies):
+        for threads in (self._huge, self._bodies, self._grammars):
             threads.shutdown(wait=False, cancel_futures=True)
 
 

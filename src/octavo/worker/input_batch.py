@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -14,15 +14,24 @@ from torch import Tensor
 from octavo.core.step import Fork, OpenedRow, SamplingSpec, StepPlan, TableWrite, TokenWrites
 from octavo.ops import AttentionBatch, EncodedInputs, Staging
 from octavo.worker.block_tables import BlockTables, TableUpdate, widen
-from octavo.worker.logit_edits import EditedRow, edits_at, follows_text, has_edits
+from octavo.worker.logit_edits import EditedRow, follows_text, has_edits, is_forced
+from octavo.worker.row_masks import (
+    MaskedRow,
+    Masks,
+    RowMasks,
+    has_first_masks,
+    has_mask,
+    has_mask_at,
+    mask_follows_text,
+)
 from octavo.worker.sampler import SamplingBatch
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 PENDING = -1  # a token that the device has drawn, or will draw, and the host does not know yet
-# Bits of `flags`; _SOME_EDITS: the row is edited at some tokens (edits_at).
-_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _SOME_EDITS, _TEXT = 1, 2, 4, 8, 16
+# Bits of `flags`.
+_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _FIRST_MASKS, _TEXT, _MASK = 1, 2, 4, 8, 16, 32
 
 # A row's scalars are one record, so that a fork copies them all at once.
 _ROW = np.dtype(
@@ -87,19 +96,26 @@ class InputBatch:
     """Owns the rows of all running sequences: tokens, block tables and sampling parameters."""
 
     def __init__(
-        self, tables: BlockTables, num_rows: int, staging: Staging, has_encoder: bool = False
+        self,
+        tables: BlockTables,
+        num_rows: int,
+        staging: Staging,
+        masks: RowMasks,
+        has_encoder: bool = False,
     ) -> None:
         """
         Args:
             tables: block tables of `num_rows` rows.
             num_rows: the most rows that may be open at once, plus row 0, which is for padding.
             staging: where attention stages its arrays.
+            masks: of as many rows.
             has_encoder: whether rows have encoder inputs, which layers read.
         """
         self._has_encoder = has_encoder
         self._encoder_ids: list[tuple[int, ...]] = [()] * num_rows
         self._tables = tables
         self._staging = staging
+        self._masks = masks
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(num_rows - 1, 0, -1))
         self._rows = np.zeros(num_rows, _ROW)
@@ -196,6 +212,11 @@ class InputBatch:
         state = self._rows.take(rows)  # several times as fast as indexing, for records
         flags = state["flags"]
         at_prompt_end = state["num_tokens"] == state["num_prompt"]
+        masked = self._masked_indices(rows, state)
+        mask_places = None
+        if len(masked):
+            mask_places = np.full(len(rows), -1, np.int32)
+            mask_places[masked] = np.arange(len(masked))
         return SamplingBatch(
             num_sampled=len(sampled),
             temperature=state["temperature"],
@@ -206,6 +227,7 @@ class InputBatch:
             sample_indices=state["sample_index"],
             positions=state["num_tokens"],
             num_draws=np.where(at_prompt_end, state["num_draws"], 1),
+            mask_places=mask_places,
             edited=self._edited_rows(rows, state),
             num_logprobs={
                 index: self._spec(rows[index]).num_logprobs or 0
@@ -232,9 +254,33 @@ class InputBatch:
                 )
         return chunks
 
-    def needs_tokens(self, plan: StepPlan) -> bool:
-        """Whether sampling depends on the text so far, which the host must then know."""
-        return bool((self._rows["flags"][self.rows_of(plan.sampled)] & _TEXT).any())
+    def awaits_tokens(self, plan: StepPlan) -> bool:
+        """Whether a token depends on the text so far, of which the host does not know all yet."""
+        rows = self.rows_of(plan.sampled)
+        rows = rows[(self._rows["flags"][rows] & _TEXT) > 0]
+        return bool((self._token_ids[rows, self._rows["num_tokens"][rows] - 1] == PENDING).any())
+
+    def masked_rows(self, seq_ids: Sequence[int]) -> list[MaskedRow]:
+        """Those of the sequences that need masks, in the order of SamplingBatch.mask_places."""
+        rows = self.rows_of(seq_ids)
+        state = self._rows.take(rows)
+        return [
+            MaskedRow(index, int(rows[index]), *self._lengths(state, index))
+            for index in self._masked_indices(rows, state).tolist()
+        ]
+
+    def fill_masks(self, masked: Sequence[MaskedRow]) -> Masks:
+        """The masks of these rows' next tokens. The tokens before them are known."""
+        texts = [self._token_ids[each.row, : each.num_tokens] for each in masked]
+        return self._masks.fill(masked, texts)
+
+    def with_texts(self, seq_ids: Sequence[int], edited: Sequence[EditedRow]) -> list[EditedRow]:
+        """The rows of `seq_ids` to be edited, with tokens that have become known since."""
+        rows = self.rows_of([seq_ids[edit.index] for edit in edited])
+        return [
+            replace(edit, token_ids=self._token_ids[row, : len(edit.token_ids)])
+            for row, edit in zip(rows, edited, strict=True)
+        ]
 
     def advance(self, plan: StepPlan) -> Drawn:
         """Count the step's tokens as computed, and append a pending token to each sampled row."""
@@ -268,16 +314,29 @@ class InputBatch:
 
     def _edited_rows(self, rows: Int64s, state: NDArray[np.void]) -> list[EditedRow]:
         edited = []
-        for index in np.flatnonzero(state["flags"] & (_EDITS | _SOME_EDITS)).tolist():
-            row, spec = rows[index], self._spec(rows[index])
-            num_prompt, num_tokens = (
-                int(state["num_prompt"][index]),
-                int(state["num_tokens"][index]),
-            )
-            if state["flags"][index] & _EDITS or edits_at(spec, num_tokens - num_prompt):
-                token_ids = self._token_ids[row, :num_tokens]
-                edited.append(EditedRow(index, spec, token_ids, num_prompt))
+        flags = state["flags"]
+        for index in np.flatnonzero(flags & (_EDITS | _FIRST_MASKS)).tolist():
+            num_tokens, num_prompt = self._lengths(state, index)
+            spec = self._spec(rows[index])
+            if not (flags[index] & _EDITS or is_forced(spec, num_tokens - num_prompt)):
+                continue
+            token_ids = self._token_ids[rows[index], :num_tokens]
+            edited.append(EditedRow(index, self._spec(rows[index]), token_ids, num_prompt))
         return edited
+
+    def _masked_indices(self, rows: Int64s, state: NDArray[np.void]) -> Int64s:
+        """Which rows need masks for their next tokens."""
+        flags = state["flags"]
+        is_masked = (flags & _MASK) > 0
+        for index in np.flatnonzero(flags & _FIRST_MASKS).tolist():
+            num_tokens, num_prompt = self._lengths(state, index)
+            if has_mask_at(self._spec(rows[index]), num_tokens - num_prompt):
+                is_masked[index] = True
+        return np.flatnonzero(is_masked)
+
+    def _lengths(self, state: NDArray[np.void], index: int) -> tuple[int, int]:
+        """How many tokens a row has, and how many of them are its prompt."""
+        return int(state["num_tokens"][index]), int(state["num_prompt"][index])
 
     def _take_row(self, seq_id: int) -> int:
         assert seq_id not in self._row_of, f"sequence {seq_id} already has a row"
@@ -290,6 +349,7 @@ class InputBatch:
         row = self._row_of.pop(seq_id)
         self._specs[row] = None
         self._encoder_ids[row] = ()
+        self._masks.close(row)
         self._free_rows.append(row)
 
     def _open(self, opened: OpenedRow) -> None:
@@ -301,12 +361,13 @@ class InputBatch:
         self._tables.clear(row)
         self._specs[row] = spec
         self._encoder_ids[row] = opened.encoder_token_ids
+        self._masks.open(row, spec)
         flags = _EDITS if has_edits(spec) else 0
-        flags |= _TEXT if follows_text(spec) else 0
+        flags |= _MASK if has_mask(spec) else 0
+        flags |= _TEXT if follows_text(spec) or mask_follows_text(spec) else 0
         flags |= _LOGPROBS if spec.num_logprobs is not None else 0
         flags |= _PROMPT_LOGPROBS if spec.num_prompt_logprobs is not None else 0
-        if (spec.min_tokens and spec.masked_until_min_tokens) or spec.forced_tokens:
-            flags |= _SOME_EDITS
+        flags |= _FIRST_MASKS if has_first_masks(spec) else 0
         # Any int is a seed: it is taken modulo 2 ** 64.
         seed = (opened.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self._rows[row] = (
@@ -351,6 +412,7 @@ class InputBatch:
         for child, (parent, _) in run.items():
             self._specs[child] = self._specs[parent]
             self._encoder_ids[child] = self._encoder_ids[parent]
+            self._masks.copy(child, int(parent))
 
     def _write_tokens(self, writes: TokenWrites) -> None:
         if not writes.seq_ids:
@@ -360,6 +422,10 @@ class InputBatch:
         # Where indices repeat, the last assignment wins: writes take effect in order.
         self._token_ids[rows, positions] = writes.token_ids
         self._rows["num_tokens"][rows] = positions + 1
+        flags = self._rows["flags"][rows]
+        for i in np.flatnonzero(flags & _MASK).tolist():
+            num_prompt = int(self._rows["num_prompt"][rows[i]])
+            self._masks.rewind(int(rows[i]), int(positions[i]) - num_prompt)
 
     def _write_tables(self, writes: Sequence[TableWrite]) -> None:
         if not writes:

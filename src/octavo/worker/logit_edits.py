@@ -1,9 +1,8 @@
-"""Edits of a row's logits before they become a distribution: penalties, bias and masks.
+"""Edits of a row's logits before they become a distribution: penalties, bias, forced tokens.
 
-Order: repetition penalty, frequency and presence penalty, bias, then the masks (allowed tokens, end
-tokens until min_tokens, bad words, repeated n-grams), so that no bias lifts a mask, and forced
-tokens at last. Only tokens that occur in a row's text or settings are touched, so the cost grows
-with those and not with the vocabulary.
+Order: repetition penalty, frequency and presence penalty, bias, and forced tokens at last. The
+row's mask (row_masks.py) is taken after them, so that no bias lifts it. Only tokens that occur in a
+row's text or settings are touched, so the cost grows with those and not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -31,33 +30,20 @@ class EditedRow:
     token_ids: NDArray[np.int32]  # [num_tokens]: prompt and output so far
     num_prompt_tokens: int
 
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
 
 def has_edits(spec: SamplingSpec) -> bool:
-    """Whether a row is edited at every token; see `edits_at` for others."""
-    always = spec.logit_bias or spec.allowed_token_ids or spec.bad_words
-    return bool(always or follows_text(spec))
+    """Whether a row is edited."""
+    return bool(follows_text(spec) or spec.logit_bias)
 
 
-def edits_at(spec: SamplingSpec, num_output_tokens: int) -> bool:
-    """Whether min_tokens or a forced token edit a row that has so many output tokens."""
-    if num_output_tokens < spec.min_tokens:
-        return True
+def is_forced(spec: SamplingSpec, num_output_tokens: int) -> bool:
+    """Whether the token after so many is forced, so that the row is edited there."""
     return any(number == num_output_tokens for number, _ in spec.forced_tokens)
 
 
 def follows_text(spec: SamplingSpec) -> bool:
     """Whether a row's edits depend on the tokens so far, rather than on their number alone."""
-    return bool(
-        spec.presence_penalty
-        or spec.frequency_penalty
-        or spec.repetition_penalty != 1.0
-        or spec.no_repeat_ngram_size
-        or any(len(word) > 1 for word in spec.bad_words)
-    )
+    return bool(spec.presence_penalty or spec.frequency_penalty or spec.repetition_penalty != 1.0)
 
 
 def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
@@ -70,58 +56,13 @@ def edit_logits(logits: Tensor, rows: Sequence[EditedRow]) -> None:
         [row for row in rows if row.spec.frequency_penalty or row.spec.presence_penalty],
     )
     _add_bias(logits, [row for row in rows if row.spec.logit_bias])
-    vocab_size = logits.shape[1]
     for row in rows:
-        allowed = row.spec.allowed_token_ids
-        if allowed:
-            ids = torch.tensor(allowed, device=logits.device)
-            kept = logits[row.index, ids]
-            logits[row.index].fill_(-torch.inf)
-            logits[row.index, ids] = kept
-        banned = banned_token_ids(row, vocab_size)
-        if banned:
-            logits[row.index, torch.tensor(banned, device=logits.device)] = -torch.inf
         for number, token_id in row.spec.forced_tokens:
-            if number == row.num_output_tokens:
+            if number == len(row.token_ids) - row.num_prompt_tokens:
                 # Certain, unless the row is NaN.
                 value = logits[row.index, token_id].nan_to_num(torch.nan, 0.0, 0.0) * 0
                 logits[row.index].fill_(-torch.inf)
                 logits[row.index, token_id] = value
-
-
-def banned_token_ids(row: EditedRow, vocab_size: int) -> list[int]:
-    """Tokens that must not come next: end tokens before min_tokens, and last tokens of bad words
-    and of repeated n-grams.
-
-    The last two are ignored if they would leave no token at all.
-    """
-    spec = row.spec
-    ends: set[int] = set()
-    if row.num_output_tokens < spec.min_tokens:
-        ends.update(spec.masked_until_min_tokens)
-    bad = set()
-    for *prefix, last in spec.bad_words:
-        start = len(row.token_ids) - len(prefix)
-        # Only matches within the output count: the prompt may contain bad words.
-        if start >= row.num_prompt_tokens and row.token_ids[start:].tolist() == prefix:
-            bad.add(last)
-    if spec.no_repeat_ngram_size:
-        bad.update(_repeating(row.token_ids, spec.no_repeat_ngram_size))
-    banned = ends | bad
-    allowed = set(spec.allowed_token_ids)
-    num_left = len(allowed - banned) if allowed else vocab_size - len(banned)
-    return sorted(banned if num_left > 0 else ends)
-
-
-def _repeating(token_ids: NDArray[np.int32], size: int) -> list[int]:
-    """What came after earlier occurrences of the last size - 1 tokens, prompt included."""
-    num_earlier = len(token_ids) - size + 1
-    if num_earlier < 1:
-        return []
-    ngrams = np.lib.stride_tricks.sliding_window_view(token_ids, size)
-    is_same = (ngrams[:, : size - 1] == token_ids[num_earlier:]).all(axis=1)
-    last: list[int] = ngrams[is_same, size - 1].tolist()
-    return last
 
 
 def _pairs(rows: Sequence[EditedRow], outputs_only: bool) -> tuple[Int64s, Int64s, Int64s]:

@@ -3,15 +3,19 @@
 There is one way for every device. `submit` puts a step's small arrays where the device finds them,
 starts all that the step needs, and returns. On a device that computes while the host goes on (a
 GPU), drawn tokens stay there for the next step, and are copied back for the host, which asks for
-them a step later; the host waits only where a row's next token follows from its text (penalties,
-bad words) and where log-probabilities were asked for.
+them a step later. Where a row's next token follows from its text (penalties, bad words, grammars),
+the step is started, but its tokens are drawn only when those of the step before are known: by then
+the device computes, so that it need not wait for the host. The host waits where log-probabilities
+were asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -22,17 +26,21 @@ from torch import Tensor
 from octavo.config import EngineConfig
 from octavo.core.kv.specs import CrossAttention, FullAttention, group_layers
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
+from octavo.errors import RequestFailed
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.ops import AttentionBackend, CascadeSegments, LayerPlace, PaddedSizes, make_backend
 from octavo.ops.communicator import Communicator
 from octavo.ops.vocabulary import VocabularyShard
+from octavo.structured.constraint import ConstraintLibrary, Words
+from octavo.structured.guidance import constraint_library
 from octavo.worker.block_tables import BlockTables, DeviceTables
 from octavo.worker.device.base import Device, Moment
 from octavo.worker.graphs import Graphs
 from octavo.worker.input_batch import Drawn, InputBatch, Int32s, Int64s, ModelInput
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.prompt_scores import not_finite, score_prompts
+from octavo.worker.row_masks import MaskedRow, RowMasks
 from octavo.worker.sampler import (
     Choice,
     DrawMode,
@@ -65,6 +73,7 @@ class StagedStep(NamedTuple):
     logits_indices: Tensor | None
     hidden_indices: Tensor | None
     sampling: StagedSampling | None  # None: no row reaches its end
+    masked: list[MaskedRow]  # rows whose tokens need masks
     sampled_rows: Tensor | None  # int32: rows whose tokens stay on the device, perhaps with padding
 
 
@@ -138,9 +147,19 @@ class ModelRunner:
             self.kv_cache.blocks,
             block_size,
         )
-        self._batch = InputBatch(tables, num_rows, self._staging, encoder is not None)
-        vocabulary = VocabularyShard(model_config.vocab_size, communicator)
-        self._sampler = Sampler(device.drawer(self._staging), self._staging, vocabulary)
+        vocab_size = model_config.vocab_size
+
+        def library() -> ConstraintLibrary:
+            directory, eos_ids = model_config.directory, model_config.eos_token_ids
+            return constraint_library(directory, vocab_size, eos_ids, communicator.shard.size)
+
+        masks = RowMasks(num_rows, vocab_size, library)
+        if config.owns_process and find_spec("llguidance") is not None:
+            masks.prepare()
+        self._batch = InputBatch(tables, num_rows, self._staging, masks, encoder is not None)
+        vocabulary = VocabularyShard(vocab_size, communicator)
+        drawer = device.drawer(self._staging, vocab_size)
+        self._sampler = Sampler(drawer, self._staging, vocabulary)
         self._pending = device.pending_tokens(num_rows)
         self._under_way: StepInFlight | None = None
         self._graphs = graphs
@@ -154,10 +173,11 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> StepInFlight:
         """Start a step; see Executor.submit."""
         device, batch, staging = self._device, self._batch, self._staging
+        previous = self._under_way
+        if previous is not None and previous.followed_by is not None:
+            previous.result()  # the tokens of the step after it are not drawn yet
         with torch.inference_mode(), device.computing:
             batch.apply(plan)
-            if self._under_way is not None and batch.needs_tokens(plan):
-                self._under_way.result()
             staging.begin()
             chunks = batch.prompt_chunks(plan)
             staged = self._stage(plan, bool(chunks)) if plan.seq_ids else None
@@ -170,20 +190,23 @@ class ModelRunner:
             swapped = self.kv_cache.move(plan, copies)
             if plan.encoded:
                 self._encode(plan.encoded)
-            scores: dict[int, list[TokenLogprobs]] = {}
-            if staged is None:
-                choice = Choice.nothing(device.torch_device)
-            else:
+            step = StepInFlight(plan, batch, started, swapped)
+            hidden = None
+            if staged is not None:
                 if staged.captured is None:
                     hidden = self._forward(staged)
                 else:
                     hidden = self._replay(staged.captured, staged)
-                scores = score_prompts(self._model, hidden, chunks, self._sampler.vocabulary)
-                choice = self._choose(plan, staged, hidden)
-            drawn = batch.advance(plan)
-            choice.read_back(device.to_host)
-            moments = (started, swapped, device.moment())
-            step = StepInFlight(plan, batch, drawn, choice, scores, moments)
+                step.prompt_logprobs = score_prompts(
+                    self._model, hidden, chunks, self._sampler.vocabulary
+                )
+            awaits_tokens = batch.awaits_tokens(plan)
+            step.drawn = batch.advance(plan)
+            if awaits_tokens:
+                assert previous is not None, "it draws these tokens"
+                previous.follow(partial(self._draw, step, staged, hidden))
+            else:
+                self._draw(step, staged, hidden)
             if device.is_asynchronous:
                 self._under_way = step
             else:
@@ -211,6 +234,7 @@ class ModelRunner:
         input_ids, positions, rows = self._stage_inputs(inputs, attention.padded)
         self._backend.plan(attention)
         logits_indices = hidden_indices = sampling = sampled_rows = None
+        masked: list[MaskedRow] = []
         if not (plan.only_decodes and ending == plan.seq_ids):
             indices = self._stage_indices(batch.logits_indices(plan, ending), captured)
             if decodes or wants_all:
@@ -218,7 +242,10 @@ class ModelRunner:
             else:
                 logits_indices = indices
         if ending:
-            sampling = self._sampler.stage(batch.sampling_batch(plan.sampled, plan.expanded))
+            how = batch.sampling_batch(plan.sampled, plan.expanded)
+            sampling = self._sampler.stage(how)
+            if how.mask_places is not None:
+                masked = batch.masked_rows(ending)
             if self._pending is not None and plan.sampled:
                 padded_rows = inputs.rows if decodes and plan.sampled == plan.seq_ids else None
                 sampled_rows = self._stage_sampled_rows(plan, padded_rows, sampling)
@@ -230,6 +257,7 @@ class ModelRunner:
             logits_indices,
             hidden_indices,
             sampling,
+            masked,
             sampled_rows,
         )
 
@@ -295,21 +323,47 @@ class ModelRunner:
             staged.input_ids, staged.positions, self._backend, staged.logits_indices
         )
 
-    def _choose(self, plan: StepPlan, staged: StagedStep, hidden: Tensor) -> Choice:
+    def _draw(self, step: StepInFlight, staged: StagedStep | None, hidden: Tensor | None) -> None:
+        """Start to draw the step's tokens; those before them are known, if they matter."""
+        device, batch, plan = self._device, self._batch, step.plan
+        with torch.inference_mode(), device.computing:
+            choice = Choice.nothing(device.torch_device)
+            if staged is not None and staged.sampling is not None:
+                assert hidden is not None, "the step has computed something"
+                words, sampling = None, staged.sampling
+                if staged.masked:
+                    words, errors = batch.fill_masks(staged.masked)
+                    ids = plan.ending
+                    step.errors = {ids[index]: error for index, error in errors.items()}
+                if sampling.batch.edited:
+                    edited = batch.with_texts(plan.ending, sampling.batch.edited)
+                    sampling = sampling._replace(batch=replace(sampling.batch, edited=edited))
+                choice = self._choose(plan, staged, sampling, words, hidden)
+            choice.read_back(device.to_host)
+            step.choice, step.ended = choice, device.moment()
+
+    def _choose(
+        self,
+        plan: StepPlan,
+        staged: StagedStep,
+        sampling: StagedSampling,
+        masks: Words | None,
+        hidden: Tensor,
+    ) -> Choice:
         """Draw the next tokens, and keep them where the next step finds them."""
-        sampling, graphs, n = staged.sampling, self._graphs, len(plan.sampled)
-        if sampling is None:
-            return Choice.nothing(hidden.device)
+        graphs, n = self._graphs, len(plan.sampled)
         ending = hidden if staged.hidden_indices is None else hidden[staged.hidden_indices]
         ending = ending[: n + len(plan.expanded)]
         if graphs is None or not sampling.is_plain:
-            choice = self._sampler(self._model.logits(ending), sampling)
+            choice = self._sampler(self._model.logits(ending), sampling, masks)
             if self._pending is not None and staged.sampled_rows is not None:
                 self._pending.keep(choice.first, staged.sampled_rows[:n])
             return choice
         if hidden is not self._hidden or staged.hidden_indices is not None:
             self._hidden[:n] = ending
         assert staged.sampled_rows is not None, "tokens are drawn"
+        if masks is not None:
+            self._sampler.drawer.take_masks(masks)
         work = partial(self._draw_captured, sampling.mode, staged.sampled_rows)
         graphs.run((sampling.mode, len(staged.sampled_rows)), work)
         return Choice(self._drawn[:n])
@@ -376,6 +430,7 @@ class ModelRunner:
             logits_indices=indices[: self._num_indices(captured.mixed)] if captured.mixed else None,
             hidden_indices=None,
             sampling=sampling,
+            masked=[],
             sampled_rows=None if captured.mixed else sampled_rows[: captured.size],
         )
 
@@ -399,17 +454,26 @@ class ModelRunner:
         self._drawn[:size].copy_(token_ids)
 
 
-@dataclass(slots=True)
 class StepInFlight:
     """A step that was started; its result can be asked for once or more."""
 
-    _plan: StepPlan
-    _batch: InputBatch
-    _drawn: Drawn
-    _choice: Choice
-    _prompt_logprobs: dict[int, list[TokenLogprobs]]
-    _moments: tuple[Moment, Moment, Moment]  # before blocks are swapped, after that, and at the end
-    _result: StepResult | None = None
+    def __init__(self, plan: StepPlan, batch: InputBatch, started: Moment, swapped: Moment) -> None:
+        """`started`, `swapped`: before blocks are swapped, and after that."""
+        self.plan = plan
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.errors: dict[int, RequestFailed] = {}  # rows for which nothing could be drawn
+        self.drawn: Drawn | None = None
+        # Once its tokens are drawn:
+        self.choice: Choice | None = None
+        self.ended: Moment | None = None
+        self.followed_by: Callable[[], None] | None = None
+        self._batch = batch
+        self._moments = started, swapped
+        self._result: StepResult | None = None
+
+    def follow(self, draw: Callable[[], None]) -> None:
+        """Call `draw` as soon as this step's tokens are known: those of the next depend on them."""
+        self.followed_by = draw
 
     def result(self) -> StepResult:
         """Wait for the device; the rows learn what was drawn."""
@@ -418,11 +482,20 @@ class StepInFlight:
         return self._result
 
     def _collect(self) -> StepResult:
-        started, swapped, ended = self._moments
+        plan, choice, drawn, ended = self.plan, self.choice, self.drawn, self.ended
+        assert choice is not None, "results are asked for in the order of the steps"
+        assert ended is not None, "it is set with the choice"
+        assert drawn is not None, "it is set when the step is started"
+        started, swapped = self._moments
         ended.wait()
-        plan, choice = self._plan, self._choice
         first = choice.first_tokens()
-        self._batch.fill(self._drawn, first)
+        self._batch.fill(drawn, first)
+        following_seconds = 0.0
+        if self.followed_by is not None:
+            began = perf_counter()
+            self.followed_by()
+            self.followed_by = None
+            following_seconds = perf_counter() - began
         candidates = choice.candidates()
         ids = plan.ending
         failed = [ids[row] for row in rows_not_finite(first, candidates)]
@@ -433,10 +506,11 @@ class StepInFlight:
             draws={ids[row]: tokens for row, tokens in choice.draws().items()},
             candidates=candidates,
             logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
-            prompt_logprobs=self._prompt_logprobs,
-            errors=logits_not_finite([*not_finite(self._prompt_logprobs), *failed]),
+            prompt_logprobs=self.prompt_logprobs,
+            errors=logits_not_finite([*not_finite(self.prompt_logprobs), *failed]) | self.errors,
             compute_seconds=ended.seconds_since(swapped) if plan.seq_ids else 0.0,
             swap_seconds=swapped.seconds_since(started) if swaps else 0.0,
+            following_seconds=following_seconds,
         )
 
 

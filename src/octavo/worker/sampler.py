@@ -1,8 +1,8 @@
 """Turns logits into tokens, on the device of the logits, without waiting for it.
 
-Order of a row's filters: penalties, bias and masks (logit_edits.py), temperature, min_p, top_k,
-top_p. Each filter sees what the ones before it left over. Rows are drawn by the device's own
-routines (`Drawer`), which all give the same tokens; whatever surrounds that is here.
+Order of a row's filters: penalties and bias (logit_edits.py), its mask (row_masks.py), temperature,
+min_p, top_k, top_p. Each filter sees what the ones before it left over. Rows are drawn by the
+device's own routines (`Drawer`), which all give the same tokens; whatever surrounds that is here.
 
 A row is not finite if it holds NaN or +inf, or nothing but -inf. It gets NO_TOKEN; the others are
 drawn as if it were not there.
@@ -28,6 +28,7 @@ from octavo.core.step import Candidates, TokenLogprobs
 from octavo.errors import LogitsNotFinite, RequestFailed
 from octavo.ops import Staging
 from octavo.ops.vocabulary import VocabularyShard, pack
+from octavo.structured.constraint import Words
 from octavo.worker.logit_edits import EditedRow, edit_logits
 from octavo.worker.logprobs import gather_logprobs
 
@@ -54,6 +55,8 @@ class SamplingBatch:
     sample_indices: NDArray[np.int64]
     positions: NDArray[np.int64]  # of the token to be drawn
     num_draws: NDArray[np.int64]
+    # Where each row's mask is among the step's masks, or -1; None if no row has one.
+    mask_places: NDArray[np.int32] | None = None
     edited: list[EditedRow] = field(default_factory=list)  # in order of their index
     num_logprobs: dict[int, int] = field(default_factory=dict)  # row -> how many most likely tokens
     num_candidates: list[int] = field(default_factory=list)  # of each expanded row
@@ -78,7 +81,9 @@ class SamplingBatch:
 
     def subset(self, rows: Int64s) -> SamplingBatch:
         """How some of the rows are drawn, edited or not."""
-        return SamplingBatch(len(rows), *(getattr(self, name)[rows] for name in _ROW_FIELDS))
+        places = None if self.mask_places is None else self.mask_places[rows]
+        values = {name: getattr(self, name)[rows] for name in _ROW_FIELDS}
+        return SamplingBatch(len(rows), **values, mask_places=places)
 
 
 _ROW_FIELDS = [each.name for each in fields(SamplingBatch)[1:9]]  # those with an entry per row
@@ -86,6 +91,10 @@ _ROW_FIELDS = [each.name for each in fields(SamplingBatch)[1:9]]  # those with a
 
 class Drawer(ABC):
     """A device's routines that draw tokens. What `stage` returns is known to the device alone."""
+
+    @abstractmethod
+    def take_masks(self, words: Words) -> Tensor:
+        """The masks of a step, [num_masks, num_words], for its draws, and where they are then."""
 
     @abstractmethod
     def rows_at_once(self, vocab_size: int) -> int:
@@ -112,8 +121,8 @@ class Drawer(ABC):
 
     @abstractmethod
     def draw(self, logits: Tensor, draws: Any, vocabulary: VocabularyShard) -> Tensor:
-        """int64 [num_draws]: row by row from logits, which are left unchanged; NO_TOKEN for rows
-        that are not finite.
+        """int64 [num_draws]: row by row from logits; NO_TOKEN for rows that are not finite. What a
+        row's mask rules out becomes -inf in the logits, which are left unchanged otherwise.
 
         logits: floating [num_rows, ...], those of `vocabulary`; whole if some draw is limited.
         """
@@ -225,14 +234,22 @@ class Sampler:
         )
         return StagedSampling(batch, draws, owners, firsts, mode, is_plain)
 
-    def __call__(self, logits: Tensor, staged: StagedSampling) -> Choice:
+    def __call__(
+        self, logits: Tensor, staged: StagedSampling, masks: Words | None = None
+    ) -> Choice:
         """Choose the next tokens.
 
         Args:
-            logits: this rank's, floating [num_rows, ...], left unchanged: sampled rows, then
-                expanded.
+            logits: this rank's, floating [num_rows, ...]: sampled rows, then expanded. What masks
+                rule out becomes -inf in them.
+            masks: [num_masks, num_words]: those that the batch refers to; None if to none.
         """
         batch, n = staged.batch, staged.batch.num_sampled
+        words = None if masks is None else self.drawer.take_masks(masks)
+        scored = [row for row in batch.num_logprobs if row < n]
+        own = logits
+        if scored and words is not None:  # log-probabilities are the model's own
+            own = logits.clone()
         if staged.draws is None:
             choice = Choice.nothing(logits.device)
         else:
@@ -242,10 +259,10 @@ class Sampler:
             if edited:
                 self._redraw(token_ids, logits, staged, edited)
             choice = Choice(token_ids, staged.firsts)
-            if batch.num_logprobs:
-                choice.logprobs = self._score(logits, staged, token_ids)
+            if scored:
+                choice.logprobs = self._score(own, staged, scored, token_ids)
         if batch.num_candidates:
-            choice.expand(*self._expand(logits[n:], batch))
+            choice.expand(*self._expand(logits[n:], batch, words))
         return choice
 
     def draw_captured(self, logits: Tensor, mode: DrawMode) -> Tensor:
@@ -282,8 +299,10 @@ class Sampler:
             # No mask hides that the logits, as they were, are not finite.
             token_ids[index] = drawn.where(token_ids[index] >= 0, token_ids[index])
 
-    def _expand(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """See best_of, for all expanded rows."""
+    def _expand(
+        self, logits: Tensor, batch: SamplingBatch, words: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See best_of, for all expanded rows; `words`: the step's masks."""
         number = min(max(batch.num_candidates), self.vocabulary.size)
         size = self.drawer.rows_at_once(self.vocabulary.size)
         found = []
@@ -295,8 +314,11 @@ class Sampler:
                 if first <= edit.index < first + size
             ]
             part = logits[begin : begin + size]
-            if edits:
-                found.append(best_of(self.vocabulary.gather(part), number, edits))
+            masked = None
+            if words is not None and batch.mask_places is not None:
+                masked = _masked(batch.mask_places[first : first + len(part)], words)
+            if edits or masked is not None:
+                found.append(best_of(self.vocabulary.gather(part), number, edits, masked))
             else:
                 found.append(self._best(part, number))
         if len(found) == 1:
@@ -313,11 +335,10 @@ class Sampler:
         return (logprobs, ids) if vocabulary.is_whole else _merge(logits, logprobs, ids, vocabulary)
 
     def _score(
-        self, logits: Tensor, staged: StagedSampling, token_ids: Tensor
+        self, logits: Tensor, staged: StagedSampling, rows: list[int], token_ids: Tensor
     ) -> dict[int, list[TokenLogprobs]]:
         """The log-probabilities of rows that asked for them; waits for what was drawn."""
         batch = staged.batch
-        rows = [row for row in batch.num_logprobs if row < batch.num_sampled]
         tokens = np.maximum(token_ids.cpu().numpy(), 0)
         chosen = [tokens[draws_of(np.array([row]), staged.owners)[0]].tolist() for row in rows]
         num_top = [batch.num_logprobs[row] for row in rows]
@@ -328,16 +349,44 @@ class Sampler:
         return dict(zip(rows, gather_logprobs(logits, places, chosen, num_top), strict=True))
 
 
-def best_of(logits: Tensor, number: int, edits: Sequence[EditedRow] = ()) -> tuple[Tensor, Tensor]:
+def best_of(
+    logits: Tensor,
+    number: int,
+    edits: Sequence[EditedRow] = (),
+    masked: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and ids of each row's best next tokens, best first: [num_rows, number].
 
-    As in transformers' beam search, edits act on log-probabilities, without renormalising. Those of
-    a row that is not finite are all NaN, which no mask hides.
+    As in transformers' beam search, edits and masks act on log-probabilities, without
+    renormalising. Those of a row that is not finite are all NaN, which no mask hides.
+
+    Args:
+        masked: indices of rows that have masks, int64 [n], and their masks, int32 [n, num_words].
     """
     scores = logits.float().log_softmax(dim=-1)
     edit_logits(scores, edits)
+    if masked is not None:
+        rows, words = masked
+        own = scores[rows]
+        is_out = ~unpacked(words, scores.shape[1]) & ~own.isnan()
+        scores[rows] = own.masked_fill_(is_out, -torch.inf)
     best = scores.topk(number, dim=-1)
     return best.values, best.indices
+
+
+def _masked(places: NDArray[np.int32], words: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Which rows have masks, by their places, and these masks; None if there are none."""
+    rows = np.flatnonzero(places >= 0)
+    if not len(rows):
+        return None
+    index = torch.from_numpy(places[rows].astype(np.int64)).to(words.device)
+    return torch.from_numpy(rows).to(words.device), words[index]
+
+
+def unpacked(words: Tensor, vocab_size: int) -> Tensor:
+    """Masks as booleans: int32 [n, num_words] -> [n, vocab_size]."""
+    bits = words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)
+    return (bits & 1).bool().flatten(1)[:, :vocab_size]
 
 
 def _merge(

@@ -59,6 +59,7 @@ class UploadStaging:
                 + (_SEQ_BYTES + _SHAPE_SEQ_BYTES * num_shapes) * max_num_seqs
                 + (_TOKEN_BYTES + _SHAPE_TOKEN_BYTES * num_shapes) * max_num_tokens
             )
+        self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_num_tokens = max_num_tokens
         is_gpu = device.type == "cuda"

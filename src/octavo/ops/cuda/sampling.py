@@ -2,7 +2,8 @@
 
 Four kernels over the logits as they are (no float32 copy); static shapes, so a CUDA graph can hold
 them. A draw is a row of logits with its settings; several draws may share a row.
-  1. Per chunk of a row: the largest logit and its place.
+  1. Per chunk of a row: the largest logit and its place. What the draw's mask rules out becomes
+     -inf in the logits first, so that the other kernels need no masks.
   2. Per draw with top_k or top_p: the limits, by search over the logits' bit patterns in order.
   3. Per chunk: the sum of the tokens' integer weights.
   4. Per draw: invert the sum at the draw's uniform number; the chunk first, then the token in it.
@@ -44,6 +45,9 @@ class DeviceDraws:
     seeds: Tensor  # int64
     sample_indices: Tensor  # int64
     positions: Tensor  # int64, of the token to be drawn
+    mask_places: Tensor  # int32, rows of `masks`; -1: every token may be drawn
+    # int32 [any, num_words]: bit i % 32 of word i // 32 says whether token i may be drawn.
+    masks: Tensor
     is_greedy: bool = False  # every temperature is 0: kernel 1 is enough
     is_limited: bool = True  # some draw may use top_k or top_p
 
@@ -52,10 +56,12 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     """Draw tokens.
 
     Args:
-        logits: floating [num_rows, vocab_size], rows dense; left unchanged.
+        logits: floating [num_rows, vocab_size], rows dense; left unchanged, except for -infinity
+            where a row's mask rules a token out. Draws that share a row have the same mask.
 
     Returns:
-        int64 [num_draws]; NO_TOKEN where a row holds NaN, infinity or nothing but -infinity.
+        int64 [num_draws]; NO_TOKEN where a row holds NaN, infinity or nothing but -infinity, which
+        no mask hides.
     """
     num_draws, vocab_size = draws.rows.shape[0], logits.shape[1]
     token_ids = torch.empty(num_draws, dtype=torch.int64, device=logits.device)
@@ -72,7 +78,8 @@ def sample(logits: Tensor, draws: DeviceDraws) -> Tensor:
     chunks = power_of_2(num_chunks)
     common = {"CHUNK": chunk, "CHUNKS": chunks, **pdl}
     grid = (num_chunks, num_draws)
-    _peak_kernel[grid](logits, draws.rows, peaks, peak_ids, *sizes, **common)
+    setting = (logits, draws.rows, draws.mask_places, draws.masks, peaks, peak_ids)
+    _peak_kernel[grid](*setting, *sizes, draws.masks.shape[1], 0, **common)
     if not draws.is_greedy:
         limited = draws.is_limited
         if limited:
@@ -130,7 +137,9 @@ def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularySha
     peaks = torch.empty((num_draws, own), dtype=torch.float32, device=device)
     peak_ids = torch.empty((num_draws, own), dtype=torch.int32, device=device)
     grid = (own, num_draws)
-    _peak_kernel[grid](*(logits, draws.rows, peaks, peak_ids, stride, num_tokens, own), **common)
+    masked = (logits, draws.rows, draws.mask_places, draws.masks, peaks, peak_ids)
+    places = (stride, num_tokens, own, draws.masks.shape[1], vocabulary.start)
+    _peak_kernel[grid](*masked, *places, **common)
     both = communicator.all_gather(pack(peaks, peak_ids + vocabulary.start))
     peaks, peak_ids = (
         part.transpose(0, 1).contiguous().view(num_draws, num_chunks)
@@ -166,15 +175,19 @@ def sample_sharded(logits: Tensor, draws: DeviceDraws, vocabulary: VocabularySha
     return token_ids if draws.is_greedy else vocabulary.largest(token_ids)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks", "first_token"])
 def _peak_kernel(
     logits,
     rows,
+    mask_places,
+    masks,
     peaks,
     peak_ids,
     stride,
     vocab_size,
     num_chunks,
+    num_words,
+    first_token,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -186,6 +199,15 @@ def _peak_kernel(
     start = logits + tl.load(rows + draw) * stride
     values = tl.load(start + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     values = tl.where(values != values, float("inf"), values)  # so that NaN is noticed
+    mask_place = tl.load(mask_places + draw)
+    if mask_place >= 0:
+        bits = first_token + ids
+        words = masks + mask_place.to(tl.int64) * num_words + (bits >> 5)
+        kept = ((tl.load(words, mask=ids < vocab_size, other=0) >> (bits & 31)) & 1) != 0
+        kept |= values == float("inf")
+        values = tl.where(kept, values, -float("inf"))
+        never = tl.full((CHUNK,), -float("inf"), tl.float32).to(logits.dtype.element_ty)
+        tl.store(start + ids, never, mask=(ids < vocab_size) & (kept == 0))
     peak, place = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(peaks + draw * num_chunks + chunk, peak)
     tl.store(peak_ids + draw * num_chunks + chunk, chunk * CHUNK + place)

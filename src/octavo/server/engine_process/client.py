@@ -36,6 +36,7 @@ from octavo.server.engine_process.replica import Replica, add_counters, add_gaug
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.engine_process.supervision import Health, Supervision
 from octavo.server.offload import Offload
+from octavo.structured.checker import GrammarChecker
 
 MAX_RETRY_SECONDS = 60.0
 
@@ -85,7 +86,14 @@ class EngineClient:
         self._fleet = self._delivery.fleet = Fleet(
             config, self._supervision, self._journal, self._delivery, command, replication
         )
-        self._preparer = RequestPreparer(self.model_config, self.tokenizer, config)
+        self._grammars = GrammarChecker(
+            self.model_config.directory,
+            self.model_config.vocab_size,
+            self.model_config.eos_token_ids,
+        )
+        self._preparer = RequestPreparer(
+            self.model_config, self.tokenizer, config, self._grammars.check
+        )
         self._is_draining = False
 
     async def start(self) -> None:
@@ -102,6 +110,7 @@ class EngineClient:
             stream.abort()
         await self._fleet.close()
         self.offload.close()
+        self._grammars.close()
         for subscription in self._delivery.subscriptions:
             subscription.close()
 
@@ -184,7 +193,9 @@ class EngineClient:
             whole: Prompt = token_ids
             if decoder_input_ids is not None:
                 whole = {"prompt": token_ids, "decoder_input_ids": decoder_input_ids}
-            self._check_open()  # tokenizing may have taken a while
+            if params.structured is not None:
+                await self.offload.grammar(lambda: self._preparer.check_structured(params))
+            self._check_open()  # both may have taken a while
             # The engine may hold less than the model could use.
             max_model_len = self.info.max_model_len
             prepared = self._preparer.prepare(

@@ -21,6 +21,7 @@ from octavo.errors import (
     EngineFailed,
     InvalidRequest,
     LogitsNotFinite,
+    NoTokenLeft,
     OctavoError,
     Overloaded,
     RequestFailed,
@@ -48,6 +49,7 @@ REPLIES: dict[type[OctavoError], tuple[int, str]] = {
     Overloaded: (429, "overloaded"),
     Unavailable: (503, "unavailable"),
     LogitsNotFinite: (500, "logits_not_finite"),
+    NoTokenLeft: (400, "no_token_left"),
     EngineFailed: (500, "engine_failed"),
     RequestFailed: (500, "engine_failed"),
 }

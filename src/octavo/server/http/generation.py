@@ -22,6 +22,8 @@ from octavo.sampling_params import (
 from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Body, Integer, Refused, same_json
 from octavo.server.http.errors import refused
 from octavo.server.http.keys import MAX_SALT
+from octavo.server.http.structured import ResponseFormat, StructuredOutputs, structured_output
+from octavo.structured.output import StructuredOutput
 
 Params = SamplingParams | BeamSearchParams
 
@@ -54,7 +56,7 @@ Biases = Annotated[
 ]
 
 _UNSUPPORTED = "octavo does not support it"
-_UNCONSTRAINED = "octavo does not constrain the output's format"
+_STRUCTURED = "use structured_outputs or response_format"
 _STATELESS = "octavo keeps no requests"
 
 
@@ -129,8 +131,11 @@ class GenerationBody(Body):
     """Also give the token ids of prompt and output."""
     user: ShortText | None = None
     """Your name for the end user; goes to the request log, if it is on."""
+    response_format: ResponseFormat | None = None
+    """The form of the output: a JSON object, or JSON that keeps to a schema, strict or not."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form of the output: one of json (a schema), json_object, regex, choice and grammar."""
 
-    response_format: Annotated[object, Refused(_UNCONSTRAINED, ({"type": "text"},))] = None
     best_of: Annotated[object, Refused("use n, or beam_width for beam search", (1,))] = None
     use_beam_search: Annotated[object, Refused("use beam_width, the number of beams", (False,))] = (
         None
@@ -138,9 +143,9 @@ class GenerationBody(Body):
     # SGLang's, which its router sends with every request.
     no_stop_trim: Annotated[object, Refused("use include_stop_str_in_output", (False,))] = None
     return_hidden_states: Annotated[object, Refused(_UNSUPPORTED, (False,))] = None
-    regex: Annotated[object, Refused(_UNCONSTRAINED)] = None
-    ebnf: Annotated[object, Refused(_UNCONSTRAINED)] = None
-    json_schema: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    regex: Annotated[object, Refused(_STRUCTURED)] = None
+    ebnf: Annotated[object, Refused(_STRUCTURED)] = None
+    json_schema: Annotated[object, Refused(_STRUCTURED)] = None
     lora_path: Annotated[object, Refused("octavo has no adapters")] = None
     session_params: Annotated[object, Refused(_STATELESS)] = None
     service_tier: Annotated[object, Refused(_UNSUPPORTED, ("auto", "default"))] = None
@@ -150,11 +155,10 @@ class GenerationBody(Body):
     prompt_cache_key: Annotated[
         object, Refused("use cache_salt; equal prefixes are shared by themselves")
     ] = None
-    guided_json: Annotated[object, Refused(_UNCONSTRAINED)] = None
-    guided_regex: Annotated[object, Refused(_UNCONSTRAINED)] = None
-    guided_choice: Annotated[object, Refused(_UNCONSTRAINED)] = None
-    guided_grammar: Annotated[object, Refused(_UNCONSTRAINED)] = None
-    structured_outputs: Annotated[object, Refused(_UNCONSTRAINED)] = None
+    guided_json: Annotated[object, Refused(_STRUCTURED)] = None
+    guided_regex: Annotated[object, Refused(_STRUCTURED)] = None
+    guided_choice: Annotated[object, Refused(_STRUCTURED)] = None
+    guided_grammar: Annotated[object, Refused(_STRUCTURED)] = None
     truncate_prompt_tokens: Annotated[object, Refused("send a prompt that fits")] = None
     spaces_between_special_tokens: Annotated[object, Refused(_UNSUPPORTED, (True,))] = None
     logits_processors: Annotated[object, Refused(_UNSUPPORTED)] = None
@@ -198,14 +202,16 @@ def generation_params(
         InvalidRequest, ApiError: a value that cannot be, or that contradicts another; named.
     """
     _check_streaming(body)
+    structured = structured_output(body.response_format, body.structured_outputs)
     if body.beam_width is not None:
-        return _beam_search_params(body, body.beam_width, max_tokens)
+        return _beam_search_params(body, body.beam_width, max_tokens, structured)
     for name in ("length_penalty", "early_stopping"):
         if getattr(body, name) is not None:
             raise refused(name, "it needs beam_width")
     values = {**defaults, **_given(body, SamplingParams)}
     values["logit_bias"] = _logit_bias(body.logit_bias)
-    return SamplingParams(**{**values, "max_tokens": max_tokens, "logprobs": num_logprobs})
+    limits = {"max_tokens": max_tokens, "logprobs": num_logprobs}
+    return SamplingParams(**{**values, **limits, "structured": structured})
 
 
 def _check_streaming(body: GenerationBody) -> None:
@@ -220,7 +226,10 @@ def _check_streaming(body: GenerationBody) -> None:
 
 
 def _beam_search_params(
-    body: GenerationBody, beam_width: int, max_tokens: int | None
+    body: GenerationBody,
+    beam_width: int,
+    max_tokens: int | None,
+    structured: StructuredOutput | None,
 ) -> BeamSearchParams:
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name, None)
@@ -229,7 +238,7 @@ def _beam_search_params(
     count = 1 if body.n is None else body.n
     if count > beam_width:
         raise InvalidRequest("n", f"{count} is more than beam_width ({beam_width})")
-    values = _given(body, BeamSearchParams) | {"max_tokens": max_tokens}
+    values = _given(body, BeamSearchParams) | {"max_tokens": max_tokens, "structured": structured}
     return BeamSearchParams(**values, num_return_sequences=count)
 
 

@@ -13,7 +13,13 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from octavo.errors import InvalidRequest, LogitsNotFinite, Overloaded, RequestTooLong
+from octavo.errors import (
+    InvalidRequest,
+    LogitsNotFinite,
+    NoTokenLeft,
+    Overloaded,
+    RequestTooLong,
+)
 from octavo.outputs import RequestOutput
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.journal import OpenRequest
@@ -173,7 +179,11 @@ class Metrics(Listener):
 
     def request_failed(self, request: OpenRequest, error: Exception) -> None:
         self._token_times.pop(request.request_id, None)
-        reason = "logits_not_finite" if isinstance(error, LogitsNotFinite) else "engine_failed"
+        reasons: dict[type[Exception], str] = {
+            LogitsNotFinite: "logits_not_finite",
+            NoTokenLeft: "no_token_left",
+        }
+        reason = reasons.get(type(error), "engine_failed")
         self._count("request_failures", 1, reason)
 
     def engine_died(self, reason: str) -> None:

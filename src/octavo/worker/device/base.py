@@ -187,8 +187,8 @@ class Device(ABC):
         return HostStaging()
 
     @abstractmethod
-    def drawer(self, staging: Staging) -> Drawer:
-        """How tokens are drawn; `staging` is the device's own."""
+    def drawer(self, staging: Staging, vocab_size: int) -> Drawer:
+        """How tokens are drawn from `vocab_size`; `staging` is the device's own."""
 
     def pending_tokens(self, num_rows: int) -> PendingTokens | None:
         """None if the host knows each token before it submits the next step."""

@@ -104,7 +104,7 @@ class CpuDevice(Device):
         if owns_process:
             keep_freed_memory()
 
-    def drawer(self, staging: Staging) -> CpuDrawer:
+    def drawer(self, staging: Staging, vocab_size: int) -> CpuDrawer:
         return CpuDrawer()
 
     def copy_blocks(self, blocks: Tensor, copies: Tensor) -> None:

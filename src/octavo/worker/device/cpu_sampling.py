@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops.vocabulary import VocabularyShard, pack
+from octavo.structured.constraint import Words
 from octavo.worker.randomness import uniforms
 from octavo.worker.sampler import (
     NO_TOKEN,
@@ -40,6 +41,13 @@ _SLICE_ELEMENTS = 1 << 18  # logits worked on at once
 class CpuDrawer(Drawer):
     """See Drawer; what it stages is the batch itself."""
 
+    def __init__(self) -> None:
+        self._words: Words | None = None  # the step's masks
+
+    def take_masks(self, words: Words) -> Tensor:
+        self._words = words
+        return torch.from_numpy(words)
+
     def rows_at_once(self, vocab_size: int) -> int:
         return max(1, _SLICE_ELEMENTS // vocab_size)
 
@@ -60,6 +68,8 @@ class CpuDrawer(Drawer):
         Of rows that are edited, only whether they are finite: they are drawn again.
         """
         n, owners = draws.num_sampled, draws.owners
+        if draws.mask_places is not None:
+            self._mask(logits, draws.mask_places[:n], vocabulary)
         is_random = draws.temperature[:n] > 0
         for row in draws.edited:
             if row.index < n:
@@ -82,6 +92,24 @@ class CpuDrawer(Drawer):
                 _select(logits, rows).float(), draws.subset(rows), places, vocabulary
             )
         return token_ids
+
+    def _mask(self, logits: Tensor, places: NDArray[np.int32], vocabulary: VocabularyShard) -> None:
+        """Rule out by their masks what rows must not draw; `places`: see SamplingBatch."""
+        assert self._words is not None, "the batch refers to them"
+        masked = np.flatnonzero(places >= 0)
+        size = self.rows_at_once(vocabulary.num_rows)
+        first, end = vocabulary.start, vocabulary.start + logits.shape[1]
+        for begin in range(0, len(masked), size):
+            rows = masked[begin : begin + size]
+            own = _select(logits, rows)
+            packed = self._words[places[rows]].view(np.uint8)
+            kept = np.unpackbits(packed, axis=1, count=end, bitorder="little")[:, first:]
+            largest = own.amax(dim=-1, keepdim=True)  # NaN if one of them is
+            own.masked_fill_(torch.from_numpy(kept == 0), -torch.inf)
+            # No mask hides that the logits, as they were, are not finite.
+            own.masked_fill_(largest.isnan() | (largest == torch.inf), torch.nan)
+            if own.data_ptr() != logits[int(rows[0])].data_ptr():
+                logits[torch.from_numpy(rows)] = own
 
 
 def most_likely(logits: Tensor, vocabulary: VocabularyShard) -> Tensor:

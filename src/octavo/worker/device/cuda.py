@@ -117,9 +117,9 @@ class CudaDevice(Device):
         most_seqs, most_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         return UploadStaging(self.torch_device, most_seqs, most_tokens, num_shapes)
 
-    def drawer(self, staging: Staging) -> CudaDrawer:
+    def drawer(self, staging: Staging, vocab_size: int) -> CudaDrawer:
         assert isinstance(staging, UploadStaging), "the device's own"
-        return CudaDrawer(staging)
+        return CudaDrawer(staging, vocab_size)
 
     def pending_tokens(self, num_rows: int) -> CudaPendingTokens:
         return CudaPendingTokens(num_rows, self.torch_device)

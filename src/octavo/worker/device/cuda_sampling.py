@@ -12,19 +12,34 @@ from torch import Tensor
 from octavo.ops.cuda.sampling import DeviceDraws, sample, sample_sharded
 from octavo.ops.cuda.sampling_candidates import MAX_CANDIDATES, best_tokens
 from octavo.ops.vocabulary import VocabularyShard
+from octavo.structured.constraint import Words, num_words
 from octavo.worker.sampler import Drawer, DrawMode, Int64s, SamplingBatch, best_of
 from octavo.worker.staging import UploadStaging
 
 # Fields of DeviceDraws that say how a token is drawn.
-_SETTINGS = ("temperature", "top_k", "top_p", "log_min_p", "seeds", "sample_indices", "positions")
+_SETTINGS = (
+    *("temperature", "top_k", "top_p", "log_min_p", "seeds", "sample_indices", "positions"),
+    "mask_places",
+)
 
 
 class CudaDrawer(Drawer):
     """See Drawer; what it stages are DeviceDraws."""
 
-    def __init__(self, staging: UploadStaging) -> None:
+    def __init__(self, staging: UploadStaging, vocab_size: int) -> None:
         self._staging = staging
         self._each_row: Tensor | None = None
+        # Masks come when the step computes already, so they have an upload of their own.
+        most, self._num_words = staging.max_num_seqs, num_words(vocab_size)
+        size = most * self._num_words
+        self._uploads = UploadStaging(staging.device, most, 0, num_bytes=4 * size)
+        self._masks = self._uploads.put("masks", np.zeros(size, np.int32), size).view(most, -1)
+
+    def take_masks(self, words: Words) -> Tensor:
+        self._uploads.begin()
+        self._uploads.put("masks", words.ravel(), self._masks.numel())
+        self._uploads.flush()
+        return self._masks[: len(words)]
 
     def rows_at_once(self, vocab_size: int) -> int:
         """See Drawer.rows_at_once: all of them."""
@@ -41,6 +56,9 @@ class CudaDrawer(Drawer):
             # The j-th draw of a row is for its j-th next sample.
             number = np.arange(len(owners)) - np.searchsorted(owners, owners)
             sample_indices = batch.sample_indices[owners] + number
+        places = batch.mask_places
+        if places is None:
+            places = np.full(batch.num_sampled, -1, np.int32)
         return DeviceDraws(
             self._put("rows", rows),
             self._put("temperature", batch.temperature[of_draw]),
@@ -50,6 +68,8 @@ class CudaDrawer(Drawer):
             self._put("seeds", batch.seeds[of_draw]),
             self._put("sample_indices", sample_indices),
             self._put("positions", batch.positions[of_draw]),
+            self._put("mask_places", places[of_draw]),
+            self._masks,
             is_greedy=mode == "greedy",
             is_limited=mode == "limited",
         )
@@ -60,6 +80,7 @@ class CudaDrawer(Drawer):
         return DeviceDraws(
             torch.from_numpy(owners).to(index.device),
             **{name: getattr(draws, name)[index] for name in _SETTINGS},
+            masks=self._masks,
             is_greedy=draws.is_greedy,
             is_limited=draws.is_limited,
         )
@@ -68,6 +89,7 @@ class CudaDrawer(Drawer):
         return DeviceDraws(
             draws.rows[: end - begin],
             **{name: getattr(draws, name)[begin:end] for name in _SETTINGS},
+            masks=self._masks,
             is_greedy=draws.is_greedy,
             is_limited=draws.is_limited,
         )
@@ -85,6 +107,7 @@ class CudaDrawer(Drawer):
         return DeviceDraws(
             self._each_row[:num_rows],
             **settings,
+            masks=self._masks,
             is_greedy=mode == "greedy",
             is_limited=mode == "limited",
         )

@@ -1,0 +1,90 @@
+"""The seam between the engine and a library that knows grammars.
+
+Masks are packed words: bit `i % 32` of word `i // 32`, int32, says whether token `i` may come next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.core.step import Grammar
+
+Words = NDArray[np.int32]
+WORD_BITS = 32
+
+
+class TokenConstraint(Protocol):
+    """What one sequence may still say. The state follows from the sequence's output tokens, so it
+    is neither sent nor stored: whoever has the tokens can have it."""
+
+    def accept(self, token_ids: Sequence[int]) -> str:
+        """Take in the next tokens of the output. Returns "", or why they cannot be."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last tokens that were accepted."""
+
+    def fork(self) -> TokenConstraint:
+        """The same state for another sequence, which goes its own way."""
+
+
+class Filled(NamedTuple):
+    """What `ConstraintLibrary.fill` has found out, an entry for each constraint."""
+
+    is_accepting: NDArray[np.bool_]  # the output may end here
+    errors: list[str]  # "", or why nothing can be said of what may follow
+
+
+class ConstraintLibrary(Protocol):
+    """Owns a model's vocabulary in the form that its constraints need."""
+
+    def load(self) -> None:
+        """Read the vocabulary, which `compile` would do the first time: it takes up to a second.
+        Raises InvalidRequest if that cannot be."""
+
+    def compile(self, grammar: Grammar) -> TokenConstraint:
+        """The constraint before the first token. Equal grammars are compiled once, for a while.
+
+        Takes milliseconds, releases the GIL, and gives up at limits which are the same in every
+        process. Raises InvalidRequest if the grammar cannot be enforced.
+        """
+
+    def fill(self, constraints: Sequence[Any], words: Words) -> Filled:
+        """Write which tokens may come next, in threads, without the GIL.
+
+        Args:
+            constraints: this library's own, different objects.
+            words: [len(constraints), num_words(vocab_size)], contiguous; overwritten. End tokens
+                are not among the tokens of a mask.
+        """
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of a mask."""
+    return -(-vocab_size // WORD_BITS)
+
+
+def words_of(token_ids: Sequence[int], vocab_size: int) -> Words:
+    """The mask of some tokens."""
+    words = np.zeros(num_words(vocab_size), np.int32)
+    set_bits(words, token_ids)
+    return words
+
+
+def set_bits(words: Words, token_ids: Sequence[int]) -> None:
+    """Add tokens to a mask."""
+    ids = np.asarray(token_ids, np.int64)
+    np.bitwise_or.at(words.view(np.uint32), ids // WORD_BITS, _bits(ids))
+
+
+def clear_bits(words: Words, token_ids: Sequence[int]) -> None:
+    """Take tokens out of a mask."""
+    ids = np.asarray(token_ids, np.int64)
+    np.bitwise_and.at(words.view(np.uint32), ids // WORD_BITS, ~_bits(ids))
+
+
+def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
+    return np.uint32(1) << (ids % WORD_BITS).astype(np.uint32)

@@ -1,0 +1,197 @@
+"""Grammars enforced by llguidance, which is loaded when the first one is asked for.
+
+Its limits count work, not time, so all processes refuse the same grammars, and ranks that compute
+the same rows compute the same masks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octavo.core.step import Grammar
+from octavo.errors import InvalidRequest
+from octavo.host_memory import num_cpus
+from octavo.structured.constraint import WORD_BITS, Filled, Words, num_words
+from octavo.structured.schemas import place_of, refusal
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_THREADS = 16
+MAX_COMPILED = 256  # grammars that stay compiled
+# White space between the parts of a JSON text: some models would write it for ever.
+WHITE_SPACE = r"[ \t\n\r]{1,64}"
+MAX_MESSAGE = 400  # characters of the library's own words
+
+
+class GuidanceConstraint:
+    """See TokenConstraint."""
+
+    __slots__ = ("matcher",)
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    def accept(self, token_ids: Sequence[int]) -> str:
+        if self.matcher.consume_tokens(list(token_ids)):
+            return ""
+        return _message(self.matcher.get_error())
+
+    def rollback(self, num_tokens: int) -> None:
+        self.matcher.rollback(num_tokens)
+
+    def fork(self) -> GuidanceConstraint:
+        return GuidanceConstraint(self.matcher.deep_copy())
+
+
+class Guidance:
+    """Owns llguidance's form of one vocabulary, and the grammars that were compiled last.
+
+    See ConstraintLibrary. Calls may come from several threads.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        num_threads: int = 1,
+    ) -> None:
+        """
+        Args:
+            directory: of the model; its tokenizer.json is read when the first grammar comes.
+            vocab_size: of the model, in which tokens are drawn.
+            eos_ids: the model's end tokens.
+            num_threads: that fill masks.
+        """
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._num_threads = num_threads
+        self._compiled: OrderedDict[Grammar, GuidanceConstraint] = OrderedDict()
+        self._lock = Lock()
+        self._loading = Lock()
+        self._tokenizer: Any = None
+        self._executor: Any = None
+        self._num_words = 0  # of the library's masks; the tokenizer may have more than the model
+        self._end_ids: list[int] = []  # that stand for the end of the output in them
+
+    def compile(self, grammar: Grammar) -> GuidanceConstraint:
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        compiled = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def fill(self, constraints: Sequence[GuidanceConstraint], words: Words) -> Filled:
+        matchers = [constraint.matcher for constraint in constraints]
+        masks = np.empty((len(matchers), self._num_words), np.int32)
+        self._executor.unsafe_compute_mask_ptr(
+            [(matcher, i) for i, matcher in enumerate(matchers)],
+            masks.ctypes.data,
+            4 * self._num_words,
+            len(matchers),
+        )
+        unsigned = masks.view(np.uint32)
+        end = self._end_ids[0]
+        is_accepting = (unsigned[:, end // WORD_BITS] >> np.uint32(end % WORD_BITS)) & 1
+        for token_id in self._end_ids:
+            unsigned[:, token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)
+        words[:] = masks[:, : words.shape[1]]
+        beyond = self._vocab_size % WORD_BITS
+        if beyond:
+            words.view(np.uint32)[:, -1] &= np.uint32((1 << beyond) - 1)
+        errors = [_message(m.get_error()) if m.is_error() else "" for m in matchers]
+        return Filled(is_accepting.astype(np.bool_), errors)
+
+    def load(self, field: str = "structured") -> None:
+        """Read the vocabulary, which takes up to a second; nothing happens the second time.
+
+        Raises:
+            InvalidRequest: about `field`: llguidance is not installed, or the model's tokenizer
+                is not one that it reads.
+        """
+        with self._loading:
+            if self._tokenizer is not None:
+                return
+            try:
+                from llguidance import LLExecutor, LLTokenizer
+            except ImportError:
+                raise InvalidRequest(
+                    field, "it needs llguidance, which is not installed: pip install llguidance"
+                ) from None
+            file = self._directory / "tokenizer.json"
+            if not file.is_file():
+                raise InvalidRequest(field, "the model has no tokenizer.json to read texts with")
+            try:
+                tokenizer = LLTokenizer(str(file), eos_token=self._eos_ids or None)
+                if tokenizer.vocab_size < self._vocab_size:  # the model's has padding
+                    tokenizer = LLTokenizer(
+                        str(file), n_vocab=self._vocab_size, eos_token=self._eos_ids or None
+                    )
+            except ValueError as error:
+                raise InvalidRequest(
+                    field, f"llguidance cannot read the model's tokenizer: {_message(str(error))}"
+                ) from None
+            self._num_words = num_words(tokenizer.vocab_size)
+            self._end_ids = tokenizer.eos_tokens
+            self._executor = LLExecutor(self._num_threads)
+            self._tokenizer = tokenizer
+
+    def _compile(self, grammar: Grammar) -> GuidanceConstraint:
+        self.load(grammar.field)
+        from llguidance import LLMatcher, LLParserLimits
+
+        schema: Any = None
+        if grammar.kind == "json_schema":
+            schema = json.loads(grammar.source)
+            reason = refusal(schema)
+            if reason is not None:
+                raise InvalidRequest(grammar.field, reason)
+            options: Any = {"whitespace_pattern": WHITE_SPACE}
+            source = "{}" if schema is True else grammar.source
+            text = LLMatcher.grammar_from_json_schema(source, overrides=options)
+        elif grammar.kind == "regex":
+            text = LLMatcher.grammar_from_regex(grammar.source)
+        elif grammar.kind == "choice":
+            choices = json.loads(grammar.source)
+            text = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+        else:
+            text = LLMatcher.grammar_from_lark(grammar.source)
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some limits are met only here
+        if matcher.is_error():
+            message = _message(matcher.get_error())
+            place = "" if schema is None else place_of(schema, message)
+            raise InvalidRequest(grammar.field, f"{place}{message}")
+        return GuidanceConstraint(matcher)
+
+
+def constraint_library(
+    directory: Path, vocab_size: int, eos_ids: Sequence[int], num_sharers: int = 1
+) -> Guidance:
+    """What enforces grammars for a model, with the CPUs of this machine, which `num_sharers`
+    processes share; see Guidance."""
+    num_threads = max(1, min(MAX_THREADS, num_cpus() // num_sharers))
+    return Guidance(directory, vocab_size, eos_ids, num_threads)
+
+
+def _message(text: str) -> str:
+    """What the library says, in one line."""
+    line = " ".join(text.replace("<non-verbose/>", "").split())
+    return line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."

@@ -1,0 +1,151 @@
+"""What a JSON schema says about itself: whether any value fits it, and where a keyword stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_DEPTH = 100  # of a schema, in JSON values
+MAX_LOOKS = 100_000  # at schemas, to find out whether values end; about a tenth of a second
+
+# Keywords whose values are schemas, lists of schemas, or mappings from names to schemas.
+_ONE = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
+_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def refusal(schema: object) -> str | None:
+    """Why outputs cannot be made to keep to a schema, as far as the library does not say so: it
+    allows nothing, is nested too deeply, counts names that may repeat, or each of its values would
+    contain another one of the same kind, without end."""
+    if schema is False:
+        return "false allows no value"
+    if _depth_exceeds(schema, MAX_DEPTH):
+        return f"it is nested more than {MAX_DEPTH} levels deep"
+    for path, each in _subschemas(schema):
+        least, required = each.get("minProperties"), _list(each, "required")
+        is_closed = each.get("additionalProperties") is False and "patternProperties" not in each
+        if isinstance(least, int | float) and least > len(required) and not is_closed:
+            return f"{path}: minProperties: the same name could be written more than once"
+    if not _Endings(schema).has_end(schema):
+        return "it recurses without end: each of its values must contain another one"
+    return None
+
+
+def place_of(schema: object, message: str) -> str:
+    """Where the first keyword that a message quotes stands, as "#/properties/a: "; "" if none of
+    them is found."""
+    names = set(re.findall(r'"([^"\s]+)"', message))
+    for path, each in _subschemas(schema):
+        if not names.isdisjoint(each):
+            return f"{path}: "
+    return ""
+
+
+def _depth_exceeds(value: object, limit: int) -> bool:
+    level: list[Any] = [value]
+    for _ in range(limit):
+        nested = [each for each in level if isinstance(each, dict | list)]
+        level = [v for each in nested for v in (each.values() if isinstance(each, dict) else each)]
+        if not level:
+            return False
+    return True
+
+
+def _subschemas(schema: object, path: str = "#") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """All schemas within a schema, itself first, with their places."""
+    if not isinstance(schema, dict):
+        return
+    yield path, schema
+    for name in _ONE:
+        yield from _subschemas(schema.get(name), f"{path}/{name}")
+    for name in _SEVERAL:
+        parts = schema.get(name)
+        for i, each in enumerate(parts if isinstance(parts, list) else ()):
+            yield from _subschemas(each, f"{path}/{name}/{i}")
+    for name in _NAMED:
+        parts = schema.get(name)
+        for key, each in parts.items() if isinstance(parts, dict) else ():
+            yield from _subschemas(each, f"{path}/{name}/{key}")
+
+
+class _Endings:
+    """Which schemas have values of finite size, by what must be in them: the least solution, found
+    by looking at all references again until nothing changes. After MAX_LOOKS all that is not known
+    to end counts as if it did."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._num_looks = 0
+        self._ending: set[str] = set()  # references to schemas with finite values
+        targets = {
+            each["$ref"]: self._target(each["$ref"])
+            for _, each in _subschemas(root)
+            if isinstance(each.get("$ref"), str)
+        }
+        open_names = list(targets)
+        while open_names:
+            for name in open_names:
+                if targets[name] is None or self.has_end(targets[name]):
+                    self._ending.add(name)
+            left = [name for name in reversed(open_names) if name not in self._ending]
+            if len(left) == len(open_names):
+                return
+            open_names = left
+
+    def has_end(self, schema: object) -> bool:
+        """Whether a value of finite size fits, as far as that is known."""
+        self._num_looks += 1
+        if self._num_looks > MAX_LOOKS:
+            return True
+        if not isinstance(schema, dict) or "enum" in schema or "const" in schema:
+            return True
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in self._ending:
+            return False
+        if not all(map(self.has_end, _list(schema, "allOf"))):
+            return False
+        for name in ("anyOf", "oneOf"):
+            options = _list(schema, name)
+            if options and not any(map(self.has_end, options)):
+                return False
+        kinds = schema.get("type")
+        if isinstance(kinds, list) and set(kinds) - {"object", "array"}:
+            return True
+        is_object = kinds == "object" or kinds == ["object"]
+        is_array = kinds == "array" or kinds == ["array"]
+        if is_object:
+            properties = schema.get("properties")
+            members = properties if isinstance(properties, dict) else {}
+            return all(
+                self.has_end(members.get(name))
+                for name in _list(schema, "required")
+                if isinstance(name, str)
+            )
+        if is_array:
+            first, least = _list(schema, "prefixItems"), schema.get("minItems", 0)
+            least = least if isinstance(least, int | float) else 0
+            needed = [*first[: int(least)], *([schema.get("items")] if least > len(first) else [])]
+            return all(map(self.has_end, needed))
+        return True
+
+    def _target(self, reference: str) -> object:
+        """What a reference within the schema points at; None if that is not found."""
+        if not reference.startswith("#"):
+            return None
+        found = self._root
+        for part in reference[1:].strip("/").split("/") if len(reference) > 1 else ():
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return None
+        return found
+
+
+def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
+    value = schema.get(name)
+    return value if isinstance(value, list) else []

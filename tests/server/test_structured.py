@@ -1,0 +1,163 @@
+"""Structured output over HTTP: whole and streamed, beside others, and when the engine dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.live_server import LiveServer, live_server
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 3, "maxLength": 12},
+        "kind": {"enum": ["cat", "dog", "größer"]},
+        "legs": {"type": "integer", "minimum": 0, "maximum": 8},
+    },
+    "required": ["name", "kind", "legs"],
+    "additionalProperties": False,
+}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "animal", "strict": True, "schema": SCHEMA},
+}
+# 3,000 references in each other, for which the library's stack is too small.
+CHAIN = {
+    "$ref": "#/$defs/0",
+    "$defs": {
+        f"{i}": {"required": ["x"], "properties": {"x": {"$ref": f"#/$defs/{i + 1}"}}}
+        for i in range(2_500)
+    }
+    | {"2500": {"type": "null"}},
+}
+ASK = {"prompt": "Once upon a time", "max_tokens": 120, "seed": 3, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    """One of its own: it has processes that check grammars."""
+    with live_server("--log-level", "warning") as running:
+        yield running
+
+
+def check(text: str) -> None:
+    value = json.loads(text)
+    assert set(value) == {"name", "kind", "legs"}
+    assert value["kind"] in ("cat", "dog", "größer")
+
+
+def engine_of(server: LiveServer) -> int:
+    """The engine process of a server."""
+    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+    children = [each for task in tasks for each in (task / "children").read_text().split()]
+    [engine] = [each for each in children if "loop" in Path(f"/proc/{each}/cmdline").read_text()]
+    return int(engine)
+
+
+def streamed(server: LiveServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = server.post(path, {**body, "stream": True})
+    assert response.status_code == 200, response.text
+    lines = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"response_format": FORMAT}, {"structured_outputs": {"json": SCHEMA}}]
+)
+def test_completions_whole_and_streamed(server: LiveServer, asked: dict[str, Any]) -> None:
+    body = {**ASK, **asked, "n": 2, "logprobs": 1, "return_token_ids": True}
+    whole = server.complete(**body)
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "stop"]
+    for text in texts:
+        check(text)
+    pieces = ["", ""]
+    for event in streamed(server, "/v1/completions", body):
+        for choice in event["choices"]:
+            pieces[choice["index"]] += choice["text"]
+    assert pieces == texts
+
+
+def test_chats_and_beams(server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 120, "seed": 1}
+    reply = server.post("/v1/chat/completions", {**body, "response_format": FORMAT}).json()
+    check(reply["choices"][0]["message"]["content"])
+    deltas = streamed(server, "/v1/chat/completions", {**body, "response_format": FORMAT})
+    pieces = [choice["delta"].get("content", "") for e in deltas for choice in e["choices"]]
+    assert "".join(pieces) == reply["choices"][0]["message"]["content"]
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}, "beam_width": 2}
+    reply = server.post("/v1/chat/completions", {**body, **choice, "seed": None}).json()
+    assert reply["choices"][0]["message"]["content"] in ("yes", "no")
+
+
+def test_what_cannot_be_enforced_is_a_400_and_nobody_waits(server: LiveServer) -> None:
+    """Schemas at the limits, refused and accepted, beside a stream that must not stand still."""
+    refused: list[tuple[dict[str, Any], str]] = [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": None}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "(a" * 900}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": {"title": "x" * 4_000_000}}}, "structured_outputs.json"),
+        (  # the library takes a minute
+            {"structured_outputs": {"json": {"type": "integer", "multipleOf": 999_983}}},
+            "structured_outputs.json",
+        ),
+        ({"structured_outputs": {"json": CHAIN}}, "structured_outputs.json"),
+    ]
+    gaps: list[float] = []
+
+    def read() -> None:
+        body = {**ASK, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        last = time.monotonic()
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as lines:
+            for _ in lines.iter_lines():
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for fields, param in refused:
+        response = server.post("/v1/completions", {**ASK, **fields})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param, response.text
+    reader.join()
+    assert len(gaps) > 400
+
+
+def test_kills_in_the_middle_of_a_stream_change_no_token() -> None:
+    body = {**ASK, "n": 2, "response_format": FORMAT, "max_tokens": 150}
+    body["response_format"] = {
+        "type": "json_schema",
+        "json_schema": {"schema": {"type": "array", "items": SCHEMA, "minItems": 4, "maxItems": 4}},
+    }
+    with live_server("--log-level", "error") as server:
+        wanted = [choice["text"] for choice in server.complete(**body)["choices"]]
+        pieces, num_kills = ["", ""], 0
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=120
+        ) as response:
+            for count, line in enumerate(response.iter_lines()):
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line[6:])["choices"]:
+                    pieces[choice["index"]] += choice["text"]
+                if count in (60, 200):
+                    os.kill(engine_of(server), signal.SIGKILL)
+                    num_kills += 1
+        assert num_kills == 2
+        assert pieces == wanted

@@ -1,0 +1,73 @@
+"""Grammars are checked in processes that may die or hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import model_zoo
+from octavo.core.step import Grammar
+from octavo.errors import InvalidRequest
+from octavo.structured import checker
+from octavo.structured.checker import GrammarChecker, verdict_on
+from octavo.structured.guidance import Guidance
+
+# The library takes a minute for it.
+SLOW = Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}', "where")
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[GrammarChecker]:
+    found = GrammarChecker(model_zoo.model_directory("llama3"), model_zoo.VOCAB_SIZE, [1])
+    yield found
+    found.close()
+
+
+def test_verdicts_are_those_of_the_library_and_are_remembered(
+    grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = Grammar("regex", "a|ü\n"), Grammar("regex", "((", "structured_outputs.regex")
+    grammars.check(good)
+    with pytest.raises(InvalidRequest, match=r"structured_outputs.regex: .*unclosed group"):
+        grammars.check(bad)
+    monkeypatch.setattr(checker, "_read", None)  # nobody is asked again
+    grammars.check(good)
+    with pytest.raises(InvalidRequest, match="unclosed group"):
+        grammars.check(bad)
+
+
+def test_what_takes_too_long_or_kills_the_process_is_refused(
+    grammars: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars.check(Grammar("regex", "b"))  # the process has started
+    monkeypatch.setattr(checker, "MAX_WAIT_SECONDS", 0.5)
+    with pytest.raises(InvalidRequest, match=r"where: it cannot be compiled within 0.5 s"):
+        grammars.check(SLOW)
+    monkeypatch.undo()
+    grammars.check(Grammar("regex", "c"))  # by another process
+    [process] = grammars._idle
+    process.kill()
+    process.wait()
+    with pytest.raises(InvalidRequest, match="the library breaks down on it"):
+        grammars.check(Grammar("regex", "d"))
+    grammars.check(Grammar("regex", "e"))
+
+
+def test_what_takes_more_cpu_time_than_others_may_wait_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = Guidance(model_zoo.model_directory("llama3"), model_zoo.VOCAB_SIZE, [1])
+    grammar = Grammar("regex", "a")
+    assert verdict_on(library, grammar) == ""
+    monkeypatch.setattr(checker, "MAX_SECONDS", 0.0)
+    assert "s to compile, more than 0.0 s" in verdict_on(library, Grammar("regex", "b"))
+
+
+def test_no_process_outlives_the_checker() -> None:
+    found = GrammarChecker(model_zoo.model_directory("llama3"), model_zoo.VOCAB_SIZE, [1])
+    found.check(Grammar("regex", "a"))
+    [process] = found._idle
+    found.close()
+    found.close()
+    assert process.poll() is not None

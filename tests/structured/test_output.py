@@ -1,0 +1,273 @@
+"""Structured output offline: what may be asked for, and that nothing but the form changes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import model_zoo
+from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from octavo.core.invariants import check_scheduler
+from octavo.core.step import Grammar
+from octavo.engine.validation import Params
+from octavo.errors import InvalidRequest
+from octavo.structured import guidance
+from octavo.structured.output import MAX_GRAMMAR_BYTES, StructuredOutput
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WORD = {"regex": "[a-f]{4,12}"}
+
+
+def model() -> str:
+    return str(model_zoo.model_directory("llama3"))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(model(), device="cpu", num_blocks=300, block_size=8, max_num_seqs=32) as llm:
+        yield llm
+
+
+def say(llm: LLM, params: Params, prompt: Any = (5, 6, 7)) -> RequestOutput:
+    stream = llm.client.make_request(list(prompt), params)
+    llm.client.add_request(stream)
+    while stream.output is None:
+        llm.client.step()
+    return stream.output
+
+
+@pytest.mark.parametrize(
+    ("structured", "pattern"),
+    [
+        ({"regex": "[a-c]{3,5}-[0-9]{2}"}, "[a-c]{3,5}-[0-9]{2}"),
+        ({"choice": ["yes", 'n"o', "möglich"]}, 'yes|n"o|möglich'),
+        ({"grammar": 'start: "<" start ">" | /[a-z]{2}/'}, "(<*)[a-z]{2}(>*)"),
+        ({"json_schema": {"enum": ["a", 1, None]}}, 'null|1|"a"'),
+        ({"json_schema": '{"const": [true]}'}, r"\[\s*true\s*\]"),
+        (StructuredOutput(choice=("x",)), "x"),
+    ],
+)  # fmt: skip
+def test_the_output_has_its_form_and_ends_with_it(llm: LLM, structured: Any, pattern: str) -> None:
+    for params in (
+        SamplingParams(temperature=0, max_tokens=60, structured=structured),
+        SamplingParams(n=3, seed=1, max_tokens=60, structured=structured, top_p=0.9),
+        SamplingParams(seed=2, max_tokens=60, structured=structured, min_tokens=50),
+        BeamSearchParams(3, max_tokens=60, structured=structured, length_penalty=0.0),
+    ):
+        output = say(llm, params)
+        assert output.error is None
+        assert output.outputs
+        for sample in output.outputs:
+            if sample.finish_reason == "stop":
+                assert re.fullmatch(pattern, sample.text), sample.text
+                assert sample.token_ids[-1] == model_zoo.EOS_ID
+            else:
+                assert len(sample.token_ids) == 60
+    assert say(llm, SamplingParams(temperature=0, structured={"choice": ["ab"]})).outputs[0].text
+
+
+def test_draws_stop_at_strings_and_tokens_and_are_scored(llm: LLM) -> None:
+    params = SamplingParams(
+        seed=5, max_tokens=90, structured={"json_schema": PERSON}, stop='"name"', logprobs=2
+    )
+    [sample] = say(llm, params).outputs
+    assert sample.stop_reason == '"name"'
+    assert sample.logprobs is not None
+    # The model's own: what the form rules out is scored, too.
+    first = sample.logprobs[0]
+    assert llm.tokenizer is not None
+    assert all(not llm.tokenizer.token_bytes(t).startswith(b"{") for t, _ in first.top)
+    [end] = llm.tokenizer.encode("}", add_special_tokens=False)
+    ends = SamplingParams(
+        seed=5, max_tokens=99, ignore_eos=True, stop_token_ids=[9], structured={"regex": "[ab]{3}"}
+    )
+    [sample] = say(llm, ends).outputs
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", 9)
+    assert end != 9
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_neither_preemption_nor_prefixes_nor_company_change_a_token(mode: str) -> None:
+    """Also rows of several samples and beams; each alone in a large pool, then all in a small."""
+    asks: list[tuple[list[int], Params]] = []
+    system = model_zoo.random_token_ids(17, seed=9)
+    for i in range(4):
+        prompt = [*system, *model_zoo.random_token_ids(3 + 5 * i, seed=i)]
+        schema = {"json_schema": PERSON}
+        asks += [
+            (prompt, SamplingParams(seed=i, n=2, max_tokens=40, structured=schema)),
+            (prompt, SamplingParams(temperature=0, max_tokens=30, structured=WORD)),
+            (prompt, BeamSearchParams(3, max_tokens=12, structured=WORD)),
+            (prompt, SamplingParams(seed=i, max_tokens=20)),
+        ]
+    options = {"device": "cpu", "block_size": 8, "max_num_seqs": 32, "watermark": 0.0}
+    with LLM(model(), num_blocks=300, **options) as alone:
+        wanted = [[each.token_ids for each in say(alone, p, ids).outputs] for ids, p in asks]
+    with LLM(
+        model(),
+        num_blocks=26,
+        swap_space=8 << 20,
+        preemption_mode=mode,
+        max_model_len=128,
+        **options,
+    ) as llm:
+        streams = [llm.client.make_request(ids, params) for ids, params in asks]
+        for stream in streams:
+            llm.client.add_request(stream)
+        while llm.client.has_unfinished:
+            llm.client.step()
+            check_scheduler(llm.engine.scheduler)
+        outputs = [stream.output for stream in streams]
+        assert [None if o is None else o.error for o in outputs] == [None] * len(asks)
+        got = [[each.token_ids for each in o.outputs] for o in outputs if o is not None]
+        assert got == wanted
+        assert llm.engine.scheduler.num_preemptions[mode] > 0
+        assert any(o is not None and o.num_cached_tokens for o in outputs)
+
+
+def test_two_ranks_say_what_one_says(llm: LLM) -> None:
+    asks = [
+        SamplingParams(seed=1, n=2, max_tokens=40, structured={"json_schema": PERSON}),
+        SamplingParams(temperature=0, max_tokens=20, structured=WORD, presence_penalty=1.0),
+        BeamSearchParams(3, max_tokens=12, structured=WORD),
+    ]
+    wanted = [[each.token_ids for each in say(llm, params).outputs] for params in asks]
+    with LLM(
+        model(), device="cpu", num_blocks=300, block_size=8, tensor_parallel_size=2, overlap=True
+    ) as shared:
+        assert [[e.token_ids for e in say(shared, params).outputs] for params in asks] == wanted
+
+
+def test_a_row_without_a_token_fails_beside_others(llm: LLM) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, structured=WORD, allowed_token_ids=[5, 6]),
+        SamplingParams(temperature=0, max_tokens=9, structured=WORD),
+    ]
+    streams = [llm.client.make_request([5, 6, 7], each) for each in params]
+    for stream in streams:
+        llm.client.add_request(stream)
+    while llm.client.has_unfinished:
+        llm.client.step()
+    failed, fine = (stream.output for stream in streams)
+    assert failed is not None
+    assert fine is not None
+    assert failed.error == (
+        "after 0 tokens, the grammar and allowed_token_ids and the vocabulary together leave no "
+        "token to draw"
+    )
+    assert fine.error is None
+    assert fine.outputs[0].token_ids == say(llm, params[1]).outputs[0].token_ids
+
+
+ENDLESS = {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}
+DEEP: Any = {}
+for _ in range(150):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("structured", "field", "words"),
+    [
+        (5, "structured", "is not a StructuredOutput"),
+        ({}, "structured", "nothing is given"),
+        ({"json": {}}, "structured", "there is no 'json'"),
+        ({"regex": "a", "choice": ["b"]}, "structured", "regex and choice is given"),
+        ({"json_object": 1}, "structured.json_object", "1 is not true or false"),
+        ({"json_schema": 5}, "structured.json_schema", "neither an object nor a boolean"),
+        ({"json_schema": "{"}, "structured.json_schema", "it is not JSON"),
+        ({"json_schema": "[" * 100_000}, "structured.json_schema", "it is not JSON"),
+        ({"json_schema": {"const": float("nan")}}, "structured.json_schema", "it is not JSON"),
+        ({"json_schema": {"const": {1, 2}}}, "structured.json_schema", "it is not JSON"),
+        ({"json_schema": "{}" + " " * 300_000}, "structured.json_schema", "300002 characters"),
+        ({"json_schema": {"description": "x" * (4 << 20)}}, "structured.json_schema", "more than"),
+        ({"json_schema": False}, "structured.json_schema", "false allows no value"),
+        ({"json_schema": {"enum": []}}, "structured.json_schema", "Unsatisfiable"),
+        ({"json_schema": {"type": "no"}}, "structured.json_schema", "no"),
+        (
+            {"json_schema": {"properties": {"a": {"items": {"uniqueItems": True}}}}},
+            "structured.json_schema",
+            '#/properties/a/items: Unimplemented keys: ["uniqueItems"]',
+        ),
+        (
+            {"json_schema": {"items": {"minProperties": 2}}},
+            "structured.json_schema",
+            "#/items: minProperties: the same name could be written more than once",
+        ),
+        ({"json_schema": {"$ref": "#"}}, "structured.json_schema", "recurses without end"),
+        (
+            {"json_schema": ENDLESS},
+            "structured.json_schema",
+            "recurses without end",
+        ),
+        ({"json_schema": DEEP}, "structured.json_schema", "nested more than 100"),
+        ({"regex": "(("}, "structured.regex", "unclosed group"),
+        ({"regex": "(?=a)b"}, "structured.regex", "look-around"),
+        ({"regex": 7}, "structured.regex", "7 is not a text"),
+        ({"regex": "\ud800"}, "structured.regex", "not valid Unicode"),
+        ({"choice": "abc"}, "structured.choice", "is not a list"),
+        ({"choice": [""]}, "structured.choice", "'' is not a text"),
+        ({"choice": ["a"] * 5000}, "structured.choice", "5000 texts"),
+        ({"grammar": "start: x"}, "structured.grammar", 'unknown name: "x"'),
+        ({"grammar": None}, "structured", "nothing is given"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(
+    llm: LLM, structured: Any, field: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.client.make_request([5], SamplingParams(structured=structured))
+    assert caught.value.field == field
+    assert words in caught.value.reason
+    assert len(caught.value.reason) < 700
+
+
+def test_schemas_that_recurse_to_an_end_are_accepted(llm: LLM) -> None:
+    tree = {
+        "type": "object",
+        "properties": {
+            "sub": {"type": "array", "items": {"$ref": "#"}},
+            "up": {"$ref": "#/$defs/n"},
+        },
+        "required": ["sub", "up"],
+        "$defs": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    }
+    llm.client.make_request([5], SamplingParams(structured={"json_schema": tree}))
+
+
+def test_a_form_needs_a_token_that_ends_it(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"structured.regex: no token ends the output"):
+        llm.client.make_request([5], SamplingParams(structured=WORD, ignore_eos=True))
+
+
+def test_without_the_library_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    library = guidance.constraint_library(model_zoo.model_directory("llama3"), 320, [1])
+    with pytest.raises(InvalidRequest, match="pip install llguidance"):
+        library.compile(Grammar("regex", "a"))
+
+
+def test_compiled_grammars_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guidance, "MAX_COMPILED", 2)
+    library = guidance.constraint_library(model_zoo.model_directory("llama3"), 320, [1])
+    a, b, c = (Grammar("regex", text) for text in "abc")
+    first = library.compile(a)
+    assert library.compile(Grammar("regex", "a", "another field")) is first
+    library.compile(b)
+    assert library.compile(a) is first
+    library.compile(c)
+    assert library.compile(a) is first
+    assert MAX_GRAMMAR_BYTES == 262_144

@@ -1,0 +1,67 @@
+"""Masks without a library: a toy grammar, in which every token must be larger than the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from octavo.core.step import Grammar
+from octavo.errors import InvalidRequest
+from octavo.structured.constraint import Filled, Words, words_of
+from octavo.worker.row_masks import RowMasks
+
+
+class Rising:
+    """See TokenConstraint."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def accept(self, token_ids: Sequence[int]) -> str:
+        for token_id in token_ids:
+            if self.tokens and token_id <= self.tokens[-1]:
+                return f"{token_id} is not more than {self.tokens[-1]}"
+            self.tokens.append(token_id)
+        return ""
+
+    def rollback(self, num_tokens: int) -> None:
+        del self.tokens[len(self.tokens) - num_tokens :]
+
+    def fork(self) -> Rising:
+        return Rising(list(self.tokens))
+
+
+class RisingLibrary:
+    """See ConstraintLibrary: an output may end after three tokens, and must after the last one."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def load(self) -> None:
+        pass
+
+    def compile(self, grammar: Grammar) -> Rising:
+        if grammar.source == "bad":
+            raise InvalidRequest(grammar.field, "it is bad")
+        return Rising([])
+
+    def fill(self, constraints: Sequence[Rising], words: Words) -> Filled:
+        for constraint, mask in zip(constraints, words, strict=True):
+            least = constraint.tokens[-1] + 1 if constraint.tokens else 1
+            mask[:] = words_of(range(least, self.vocab_size), self.vocab_size)
+        is_accepting = np.array([len(each.tokens) >= 3 for each in constraints])
+        return Filled(is_accepting, [""] * len(constraints))
+
+
+def rising_masks(num_rows: int, vocab_size: int) -> RowMasks:
+    return RowMasks(num_rows, vocab_size, lambda: RisingLibrary(vocab_size))
+
+
+def no_grammars(num_rows: int, vocab_size: int) -> RowMasks:
+    """For rows without grammars."""
+
+    def refuse() -> RisingLibrary:
+        raise AssertionError("there is no grammar")
+
+    return RowMasks(num_rows, vocab_size, refuse)

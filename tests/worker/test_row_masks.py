@@ -1,0 +1,150 @@
+"""Masks of rows: what they are made of, what gives way, and how they follow a row's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from octavo.core.step import Grammar, SamplingSpec
+from octavo.structured.constraint import clear_bits, num_words, set_bits, words_of
+from octavo.worker.row_masks import MaskedRow, Masks, RowMasks
+from worker.fake_constraints import no_grammars, rising_masks
+
+SIZE = 70
+RISING = SamplingSpec(grammar=Grammar("lark", "rising"), end_token_ids=(0, 40))
+
+
+def fill(masks: RowMasks, texts: dict[int, tuple[Sequence[int], Sequence[int]]]) -> Masks:
+    """Masks of rows, by their prompts and outputs."""
+    rows = [
+        MaskedRow(index, row, len(prompt) + len(output), len(prompt))
+        for index, (row, (prompt, output)) in enumerate(texts.items())
+    ]
+    tokens = [np.array([*prompt, *output], np.int32) for prompt, output in texts.values()]
+    return masks.fill(rows, tokens)
+
+
+def tokens_of(words: np.ndarray) -> list[int]:
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def mask_of(spec: SamplingSpec, output: Sequence[int], prompt: Sequence[int] = (1, 2)) -> list[int]:
+    masks = rising_masks(4, SIZE)
+    masks.open(1, spec)
+    filled = fill(masks, {1: (prompt, output)})
+    assert not filled.errors
+    return tokens_of(filled.words[0])
+
+
+def error_of(spec: SamplingSpec, output: Sequence[int]) -> str:
+    masks = rising_masks(4, SIZE)
+    masks.open(1, spec)
+    masks.open(2, SamplingSpec(allowed_token_ids=(5,)))
+    filled = fill(masks, {1: ((1, 2), output), 2: ((3,), ())})
+    assert tokens_of(filled.words[1]) == [5]
+    assert tokens_of(filled.words[0]) == list(range(SIZE))
+    [(index, error)] = filled.errors.items()
+    assert index == 0
+    return str(error)
+
+
+def test_bits() -> None:
+    assert [num_words(size) for size in (1, 32, 33, 64, 70)] == [1, 1, 2, 2, 3]
+    words = words_of([0, 31, 32, 31, 69], SIZE)
+    assert tokens_of(words) == [0, 31, 32, 69]
+    set_bits(words, [63, 0])
+    clear_bits(words, [31, 31, 5])
+    assert tokens_of(words) == [0, 32, 63, 69]
+
+
+def test_min_tokens_counts_output_tokens() -> None:
+    spec = SamplingSpec(min_tokens=2, end_token_ids=(1,))
+    for number, is_masked in ((0, True), (1, True), (2, False), (3, False)):
+        assert (1 not in mask_of(spec, [0] * number, [0] * 4)) == is_masked
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [
+        ([], [9]),
+        ([4], [5, 9]),
+        ([4, 5], [6, 9]),
+        ([5, 4, 5], [6, 9]),
+        ([4, 5, 6], [9]),
+        ([4, 4], [5, 9]),
+    ],
+)
+def test_a_bad_word_is_stopped_at_its_last_token(output: list[int], banned: list[int]) -> None:
+    spec = SamplingSpec(bad_words=((9,), (4, 5), (4, 5, 6)))
+    assert mask_of(spec, output) == [i for i in range(SIZE) if i not in banned]
+
+
+def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
+    assert mask_of(SamplingSpec(bad_words=((4, 5),)), [], [4]) == list(range(SIZE))
+
+
+def test_bad_words_give_way_when_no_token_would_be_left() -> None:
+    assert mask_of(SamplingSpec(bad_words=tuple((i,) for i in range(SIZE))), []) == [*range(SIZE)]
+    assert mask_of(SamplingSpec(bad_words=((1,),), allowed_token_ids=(1,)), []) == [1]
+
+
+def test_a_grammar_follows_the_output_and_ends_where_it_may() -> None:
+    assert mask_of(RISING, []) == list(range(1, SIZE))
+    assert mask_of(RISING, [5, 50]) == list(range(51, SIZE))
+    assert mask_of(RISING, [5, 50, 60]) == [0, 40, *range(61, SIZE)]
+    assert mask_of(RISING, [5, 50, SIZE - 1]) == [0, 40]
+
+
+def test_other_settings_hold_beside_a_grammar_and_give_way_at_its_end() -> None:
+    grammar, ends = RISING.grammar, RISING.end_token_ids
+    early = SamplingSpec(grammar=grammar, end_token_ids=ends, min_tokens=9)
+    assert mask_of(early, [5, 50, 60]) == list(range(61, SIZE))
+    assert mask_of(early, [5, 50, SIZE - 1]) == [0, 40]
+    few = SamplingSpec(grammar=grammar, end_token_ids=ends, allowed_token_ids=(0, 3, 66))
+    assert mask_of(few, [1]) == [3, 66]
+    assert mask_of(few, [1, 2, 60]) == [0, 66]
+    bad = SamplingSpec(grammar=grammar, end_token_ids=ends, bad_words=((8, 69),))
+    assert mask_of(bad, [7, 8]) == list(range(9, 69))
+
+
+def test_a_row_for_which_nothing_is_left_fails_alone() -> None:
+    grammar, ends = RISING.grammar, RISING.end_token_ids
+    few = SamplingSpec(grammar=grammar, end_token_ids=ends, allowed_token_ids=(0, 3))
+    assert error_of(few, [7]) == (
+        "after 1 tokens, the grammar and allowed_token_ids and the vocabulary together leave no "
+        "token to draw"
+    )
+    assert error_of(RISING, [7, 6]) == "the grammar cannot go on: 6 is not more than 7"
+    bad = SamplingSpec(grammar=Grammar("lark", "bad"), end_token_ids=ends)
+    assert error_of(bad, []) == "the grammar cannot go on: structured: it is bad"
+
+
+def test_a_row_that_has_ended_may_draw_anything() -> None:
+    """It is computed once too often, and what it draws is dropped."""
+    assert mask_of(RISING, [5, 50, 60, 0]) == list(range(SIZE))
+
+
+def test_copies_go_their_own_ways_and_rewritten_tokens_are_forgotten() -> None:
+    masks = rising_masks(4, SIZE)
+    masks.open(1, RISING)
+    fill(masks, {1: ((9,), (5, 6))})
+    masks.copy(2, 1)
+    words = fill(masks, {1: ((9,), (5, 6, 7)), 2: ((9,), (5, 6, 45))}).words
+    assert [tokens_of(each)[:3] for each in words] == [[0, 8, 9], [0, 40, 46]]
+    masks.rewind(2, 1)
+    filled = fill(masks, {1: ((9,), (5, 6, 7)), 2: ((9,), (5, 30))})
+    assert not filled.errors
+    assert tokens_of(filled.words[1]) == list(range(31, SIZE))
+    masks.copy(3, 0)  # a row without a mask
+    masks.close(2)
+
+
+def test_rows_without_masks_have_no_state() -> None:
+    masks = no_grammars(2, SIZE)
+    masks.open(1, SamplingSpec(temperature=0.5))
+    masks.copy(0, 1)
+    masks.rewind(1, 0)
+    masks.close(1)
