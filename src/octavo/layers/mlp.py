@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
-from octavo.layers.config import Activation, MLPConfig
+from octavo.layers.config import Activation, ExpertsConfig, MLPConfig
 from octavo.layers.linear import make_linear
 from octavo.ops.epilogue import Epilogue
+
+if TYPE_CHECKING:
+    from octavo.layers.experts import MixtureOfExperts
 
 PLAIN_EPILOGUES: dict[Activation, Epilogue] = {
     "relu": Epilogue.RELU,
@@ -17,6 +22,7 @@ PLAIN_EPILOGUES: dict[Activation, Epilogue] = {
 GATED_EPILOGUES: dict[Activation, Epilogue] = {
     "silu": Epilogue.SILU_MUL,
     "gelu_tanh": Epilogue.GELU_TANH_MUL,
+    "clamped_swiglu": Epilogue.CLAMPED_SWIGLU,
 }
 
 
@@ -35,6 +41,10 @@ class DenseMLP(nn.Module):
         return self.down.forward_partial(self.up.forward(hidden, self.epilogue))
 
 
-def make_mlp(config: MLPConfig) -> DenseMLP:
+def make_mlp(config: MLPConfig | ExpertsConfig) -> DenseMLP | MixtureOfExperts:
     """The block that a model's description asks for, with uninitialised weights."""
-    return DenseMLP(config)
+    if isinstance(config, MLPConfig):
+        return DenseMLP(config)
+    from octavo.layers.experts import MixtureOfExperts
+
+    return MixtureOfExperts(config)

@@ -16,6 +16,7 @@ from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import (
     AttentionConfig,
     EmbeddingScale,
+    ExpertsConfig,
     LinearConfig,
     MLPConfig,
     NormConfig,
@@ -51,7 +52,7 @@ class LayerConfig:
 
     attention: AttentionConfig
     cross_attention: AttentionConfig | None = None
-    mlp: MLPConfig
+    mlp: MLPConfig | ExpertsConfig
     norm: NormConfig
     norm_placement: NormPlacement = "pre"
     kv_spec: KVSpec | None = None
@@ -68,12 +69,20 @@ class LayerConfig:
 
     @property
     def num_parameters(self) -> int:
-        blocks = self.attention.num_parameters + self.mlp.num_parameters
-        norms = NUM_NORMS[self.norm_placement]
+        return self._beside_mlp + self.mlp.num_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token's result depends on: of a mixture of experts, some."""
+        return self._beside_mlp + self.mlp.num_active_parameters
+
+    @property
+    def _beside_mlp(self) -> int:
+        beside, norms = self.attention.num_parameters, NUM_NORMS[self.norm_placement]
         if self.cross_attention is not None:
-            blocks += self.cross_attention.num_parameters
+            beside += self.cross_attention.num_parameters
             norms += 1
-        return blocks + norms * self.norm.num_parameters
+        return beside + norms * self.norm.num_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +267,19 @@ class ModelDescription:
         if self.logits_bias:
             declared += self.head.out_features
         return declared + self.num_lookup_parameters()
+
+    def num_active_parameters(self) -> int:
+        """`num_parameters` without the experts that a token does not take."""
+        inactive = sum(each.num_parameters - each.num_active_parameters for each in self.layers)
+        return self.num_parameters() - inactive
+
+    def num_expert_parameters(self) -> int:
+        """Weights of experts that are chosen by a router: those of all of them."""
+        return sum(
+            each.mlp.routing.num_experts * each.mlp.expert_parameters
+            for each in self.layers
+            if isinstance(each.mlp, ExpertsConfig)
+        )
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the weights and of the tables of rotary and sinusoidal positions, which are

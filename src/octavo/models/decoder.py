@@ -146,7 +146,9 @@ class BranchNormLayer(DecoderLayer):
             attended, hidden = attended[indices], hidden[indices]
         branch = self.attention.output.forward_partial(attended)
         hidden = self.attention_norm.add_normed(branch, hidden)
-        return self.mlp_norm.add_normed(self.mlp.forward(hidden), hidden), None
+        branch = self.mlp.forward(hidden)
+        assert isinstance(branch, Tensor), "a norm of a shared expert's result and others'"
+        return self.mlp_norm.add_normed(branch, hidden), None
 
 
 class PostNormLayer(DecoderLayer):
@@ -204,7 +206,9 @@ class ParallelLayer(DecoderLayer):
             attended, mlp_hidden = attended[indices], mlp_hidden[indices]
             residual = residual[indices]
         branch = self.attention.output.forward_partial(attended)
-        return (branch, self.mlp.forward(mlp_hidden)), residual
+        second = self.mlp.forward(mlp_hidden)
+        assert isinstance(second, Tensor), "there is no place for a shared expert's result"
+        return (branch, second), residual
 
     def _normalise(
         self, hidden: Branches, residual: Tensor | None

@@ -80,6 +80,8 @@ def build_model(
         for name, parameter in module.named_parameters(recurse=False):
             weight = torch.empty(parameter.shape, dtype=dtype, device=device)
             setattr(module, name, nn.Parameter(weight, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):  # those keep their dtypes
+            setattr(module, name, torch.empty_like(buffer, device=device))
     if config.tied_embeddings:
         model.head.tie(model.embedding)
     return model
@@ -103,6 +105,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                 where, identity = f"{path}: {name}", _identity(key, target)
                 for part, destination in _parts(tensor, target, where):
                     rows = destination[: len(part)]
+                    part = part.view(rows.shape)  # whose dimensions may be cut up
                     if identity not in loaded:
                         rows.copy_(part)
                         destination[len(part) :].zero_()
@@ -201,6 +204,12 @@ def _fill_slice(
     begin: int,
 ) -> None:
     """Fill in a slice of a tensor whose elements, in their order, are the noise from `begin` on."""
+    if len(index) == 3:  # one matrix after the other
+        size = math.prod(shape[1:])
+        for i, part in enumerate(destination):
+            first = begin + (index[0].start + i) * size
+            _fill_slice(part, index[1:], shape[1:], noise, first)
+        return
     rows, columns = index[0], index[1] if len(index) > 1 else slice(0, 1)
     width, num_columns = math.prod(shape[1:]), columns.stop - columns.start
     num_rows = rows.stop - rows.start
@@ -213,7 +222,7 @@ def _fill_slice(
     inner = torch.arange(num_columns, device=noise.device)
     for part in torch.split(destination, max(1, NOISE_ELEMENTS // num_columns)):
         starts = torch.arange(len(part), device=noise.device) * width + begin
-        part.copy_(noise[(starts.unsqueeze(1) + inner) % NOISE_LENGTH])
+        part.copy_(noise[(starts.unsqueeze(1) + inner) % NOISE_LENGTH].view(part.shape))
         begin += len(part) * width
 
 
