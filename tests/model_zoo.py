@@ -318,7 +318,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_nextn_predict_layers": 0,
         },
     ),
-    "phimoe": ("Phimoe", {**_LOCAL_EXPERTS, "lm_head_bias": True, "router_jitter_noise": 0.2}),
+    "phimoe": ("Phimoe", {**_LOCAL_EXPERTS, "lm_head_bias": True, "router_jitter_noise": 0.45}),
     "granitemoe": (
         "GraniteMoe",
         {

@@ -26,7 +26,7 @@ from octavo.routing import RoutingConfig
 
 MAX_LAYERS = 10_000  # a hundred times today's deepest; layers are built before memory is counted
 MAX_ALIBI_HEADS = 10_000  # each has a slope in the description
-MAX_EXPERTS = 4096  # kernels hold a token's scores of all of them in registers
+MAX_EXPERTS = 1024  # kernels hold a token's scores of all of them in registers
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Names in config.json, and ours.
 GATED_ACTIVATIONS: dict[str, Activation] = {

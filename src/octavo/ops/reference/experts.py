@@ -27,6 +27,8 @@ def choose(logits: Tensor, correction: Tensor | None, config: RoutingConfig) -> 
     is_softmax = config.scoring == Scoring.SOFTMAX
     scores = logits.softmax(dim=-1) if is_softmax else logits.sigmoid()
     choice = scores if correction is None else scores + correction
+    if correction is None and is_softmax and config.num_groups == 1:
+        choice = logits  # whose order is that of the probabilities, and which differ more
     choice = _ordered(choice)
     if config.num_groups > 1:
         choice = _in_best_groups(choice, config)
