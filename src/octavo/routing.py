@@ -23,8 +23,8 @@ class RoutingConfig:
             experts' logits alone, as Granite and gpt-oss have it.
         SIGMOID: each expert's own (DeepSeek-V3, arXiv:2412.19437).
         SPARSEMIXER: experts are chosen one after the other; each weight is the probability among
-            the logits left that are within 2 * `jitter` of the largest, relative to it (Phi-3.5-MoE,
-            arXiv:2409.12136).
+            the logits left that are within 2 * `jitter` of the largest, relative to it
+            (Phi-3.5-MoE, arXiv:2409.12136).
     Experts are chosen by their scores, or by scores plus `correction`. With several groups of
     experts, only those of the `top_groups` groups are chosen whose two best add up to most.
     """

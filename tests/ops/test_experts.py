@@ -52,6 +52,12 @@ RULES = {
 }
 
 
+Backend = tuple[
+    Callable[[RouterWeights, RoutingConfig, Tensor], RouterKernel],
+    Callable[[ExpertWeights, Epilogue], ExpertsKernel],
+]
+
+
 def numbers(*shape: int, seed: int = 0, device: torch.device = CPU) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, device=device)
@@ -82,15 +88,16 @@ def total(result: Tensor) -> Tensor:
     return result.float().sum(0) if result.dim() == 3 else result.float()
 
 
+def routed_by(backend: Backend, weights: RouterWeights, config: RoutingConfig, x: Tensor) -> Routed:
+    num_hit = torch.zeros(1, dtype=torch.int64, device=x.device)
+    return backend[0](weights, config, num_hit).apply(x)
+
+
 def assert_routed(got: Routed, want: Routed) -> None:
     assert torch.equal(got.ids, want.ids)
     torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-6)
 
 
-Backend = tuple[
-    Callable[[RouterWeights, RoutingConfig], RouterKernel],
-    Callable[[ExpertWeights, Epilogue], ExpertsKernel],
-]
 BACKENDS: dict[str, Backend] = {
     "triton": (CudaRouter, cuda_experts.CudaExperts),
     "packed": (TorchRouter, PackedExperts),
@@ -115,14 +122,15 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> Backend:
 def test_routing(backend: Backend, device: torch.device, rule: str, num_tokens: int) -> None:
     config = RULES[rule]
     weights = router_weights(config, 50, device)
-    kernel = backend[0](weights, config)
+    num_hit = torch.zeros(1, dtype=torch.int64, device=device)
+    kernel = backend[0](weights, config, num_hit)
     hit = 0
     for seed in range(2):
         x = numbers(num_tokens, 50, seed=seed, device=device)
         want = route(x, weights, config)
         assert_routed(kernel.apply(x), want)
         hit += len(want.ids.unique())
-    assert int(kernel.num_distinct()) == hit
+    assert int(num_hit) == hit
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 20])
@@ -148,7 +156,7 @@ def test_experts(
     router = router_weights(config, size, device)
     weights = expert_weights(config.num_experts, size, inner, device, has_bias)
     x = numbers(num_tokens, size, device=device) * 3  # so that activations are clamped
-    routed = backend[0](router, config).apply(x)
+    routed = routed_by(backend, router, config, x)
     got = total(backend[1](weights, epilogue).apply_partial(x, routed))
     torch.testing.assert_close(got, mix(x, routed, weights, epilogue), rtol=1e-4, atol=1e-4)
 
@@ -158,7 +166,7 @@ def test_numbers_of_experts(backend: Backend, device: torch.device, rule: str) -
     """All of them, and one."""
     config, x = RULES[rule], numbers(19, 24, device=device)
     weights = expert_weights(config.num_experts, 24, 20, device)
-    routed = backend[0](router_weights(config, 24, device), config).apply(x)
+    routed = routed_by(backend, router_weights(config, 24, device), config, x)
     got = total(backend[1](weights, Epilogue.SILU_MUL).apply_partial(x, routed))
     wanted = mix(x, routed, weights, Epilogue.SILU_MUL)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
@@ -173,7 +181,7 @@ def test_all_rows_on_the_same_experts(
     router = RouterWeights(torch.zeros(6, 24, device=device))
     weights = expert_weights(6, 24, 20, device)
     x = numbers(num_tokens, 24, device=device)
-    routed = backend[0](router, config).apply(x)
+    routed = routed_by(backend, router, config, x)
     assert routed.ids.tolist() == [[0, 1]] * num_tokens  # of equal scores, the first
     got = total(backend[1](weights, Epilogue.SILU_MUL).apply_partial(x, routed))
     wanted = mix(x, routed, weights, Epilogue.SILU_MUL)
@@ -191,9 +199,9 @@ def test_a_bad_row_stays_alone(
     weights = expert_weights(config.num_experts, 24, 20, device)
     experts = backend[1](weights, Epilogue.SILU_MUL)
     x = numbers(num_tokens, 24, device=device)
-    before = experts.apply_partial(x, backend[0](router, config).apply(x))
+    before = experts.apply_partial(x, routed_by(backend, router, config, x))
     x[1, 5] = bad
-    routed = backend[0](router, config).apply(x)
+    routed = routed_by(backend, router, config, x)
     assert ((routed.ids >= 0) & (routed.ids < config.num_experts)).all()
     assert all(len(set(row)) == config.top_k for row in routed.ids.tolist())
     after = experts.apply_partial(x, routed)
@@ -205,45 +213,55 @@ def test_a_bad_row_stays_alone(
 def test_ten_thousand_rows(device: torch.device) -> None:
     """Lists of many chunks of ids, and blocks of 128 rows."""
     config = RoutingConfig(num_experts=8, top_k=2)
-    router, x = router_weights(config, 16, device), numbers(10_000, 16, device=device)
+    router, x = router_weights(config, 16, device), numbers(5_000, 16, device=device)
     weights = expert_weights(8, 16, 16, device)
-    routed = CudaRouter(router, config).apply(x)
+    routed = routed_by(BACKENDS["triton"], router, config, x)
     assert_routed(routed, route(x, router, config))
+    assert len(routed.lists.rows) == 10_000
     got = total(cuda_experts.mix(x, routed, weights, Epilogue.SILU_MUL))
-    some = torch.arange(0, 10_000, 97, device=device)
+    some = torch.arange(0, len(x), 97, device=device)
     part = Routed(routed.ids[some], routed.weights[some])
     wanted = mix(x[some], part, weights, Epilogue.SILU_MUL)
-    torch.testing.assert_close(got[some], wanted, rtol=1e-3, atol=1e-3)
+    # Of so many tokens, results are rounded to x's dtype before they are added up.
+    torch.testing.assert_close(got[some], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_sizes_of_gpt_oss(device: torch.device, num_tokens: int) -> None:
-    """2,880 is a multiple of 64 and not of 128."""
-    config = RoutingConfig(num_experts=2, top_k=2, bias=True)
-    router = router_weights(config, 2880, device)
-    weights = expert_weights(2, 2880, 2880, device, has_bias=True)
-    rounded = [[None if t is None else t.bfloat16() for t in each] for each in (router, weights)]
+@pytest.mark.parametrize(("size", "inner"), [(2880, 64), (64, 2880)])
+def test_sizes_of_gpt_oss(device: torch.device, size: int, inner: int, num_tokens: int) -> None:
+    """2,880 is a multiple of 64 and not of 128; the interpreter multiplies no bfloat16."""
+    config = RoutingConfig(num_experts=3, top_k=2, bias=True)
+    router = router_weights(config, size, device)
+    weights = expert_weights(3, size, inner, device, has_bias=True)
+    rounded = [[None if t is None else t.half() for t in each] for each in (router, weights)]
     router, weights = RouterWeights(*rounded[0]), ExpertWeights(*rounded[1])
-    x = numbers(num_tokens, 2880, device=device).bfloat16()
-    routed = CudaRouter(router, config).apply(x)
+    x = numbers(num_tokens, size, device=device).half()
+    routed = routed_by(BACKENDS["triton"], router, config, x)
+    assert_routed(routed, route(x, router, config))
     got = total(cuda_experts.mix(x, routed, weights, Epilogue.CLAMPED_SWIGLU))
     wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
-    assert (got - wanted).norm() < 0.01 * wanted.norm()
+    assert (got - wanted).norm() < 2e-3 * wanted.norm()
 
 
 def test_a_token_does_not_depend_on_the_others(backend: Backend, device: torch.device) -> None:
     config = RULES["chosen-softmax"]
     router = router_weights(config, 48, device)
-    kernel = backend[0](router, config)
     experts = backend[1](expert_weights(13, 48, 32, device), Epilogue.SILU_MUL)
     x = numbers(20, 48, device=device)
-    before = total(experts.apply_partial(x, kernel.apply(x)))[7]
+    before = total(experts.apply_partial(x, routed_by(backend, router, config, x)))[7]
     x[:7], x[8:] = numbers(7, 48, seed=1, device=device), numbers(12, 48, seed=2, device=device)
-    assert torch.equal(total(experts.apply_partial(x, kernel.apply(x)))[7], before)
+    assert torch.equal(
+        total(experts.apply_partial(x, routed_by(backend, router, config, x)))[7], before
+    )
 
 
 def test_tiles_fit_and_blocks_suffice() -> None:
-    for num_experts, top_k, sizes in ((128, 8, (2048, 768)), (32, 4, (2880, 2880)), (8, 2, (4096, 14336)), (5, 5, (45, 30))):
+    for num_experts, top_k, sizes in (
+        (128, 8, (2048, 768)),
+        (32, 4, (2880, 2880)),
+        (8, 2, (4096, 14336)),
+        (5, 5, (45, 30)),
+    ):
         for num_tokens in (2, 8, 64, 256, 8192):
             tokens = tokens_per_tile(num_tokens, num_experts, top_k)
             for size in sizes:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import ExpertsConfig, LinearConfig
-from octavo.layers.mlp import GATED_EPILOGUES, DenseMLP
 from octavo.layers.linear import make_linear
+from octavo.layers.mlp import GATED_EPILOGUES, DenseMLP
 from octavo.layers.norm import Branches
 from octavo.ops.experts import (
     ExpertsKernel,
@@ -34,6 +34,9 @@ class Router(WeightOwner):
 
     Each expert's `correction`, if there is one, is added to its score for the choice alone. It
     stays float32: the differences that it makes are smaller than bfloat16 can say.
+
+    `num_hit` is int64 [1] on the weights' device, set before `finalize`: each call adds how many
+    experts some token takes.
     """
 
     correction: Tensor | None
@@ -46,7 +49,8 @@ class Router(WeightOwner):
         self.bias = _parameter(routing.num_experts) if routing.bias else None
         correction = torch.empty(routing.num_experts, dtype=torch.float32)
         self.register_buffer("correction", correction if routing.correction else None)
-        self.kernel: RouterKernel
+        self.num_hit: Tensor
+        self._kernel: RouterKernel
 
     def targets(self, names: Sequence[str]) -> WeightTargets:
         """See WeightOwner.targets; a second name is that of the corrections."""
@@ -58,11 +62,11 @@ class Router(WeightOwner):
     def finalize(self) -> None:
         """See WeightOwner.finalize."""
         weights = RouterWeights(self.weight, self.bias, self.correction)
-        self.kernel = make_router_kernel(weights, self.config)
+        self._kernel = make_router_kernel(weights, self.config, self.num_hit)
 
     def forward(self, hidden: Tensor) -> Routed:
         """Route hidden [num_tokens, hidden_size]; called after `finalize`."""
-        return self.kernel.apply(hidden)
+        return self._kernel.apply(hidden)
 
 
 class ExpertsMethod(WeightOwner):
@@ -85,9 +89,6 @@ class ExpertsMethod(WeightOwner):
 class PlainExperts(ExpertsMethod):
     """Owns the weights in the model's dtype, as loaded or packed for the CPU."""
 
-    up: nn.Parameter | None
-    down: nn.Parameter | None
-
     def __init__(self, config: ExpertsConfig) -> None:
         super().__init__()
         self.config = config
@@ -104,7 +105,6 @@ class PlainExperts(ExpertsMethod):
         if len(names) == 2:
             return self._merged_targets(*names)
         up, down, config = self.up, self.down, self.config
-        assert up is not None and down is not None, "called before finalize"
         assert not config.bias, "experts with biases are merged in all checkpoints"
         gate_name, up_name, down_name = names
         inner, part = self._inner()
@@ -124,12 +124,12 @@ class PlainExperts(ExpertsMethod):
 
     def finalize(self) -> None:
         """See ExpertsMethod.finalize; the kernel owns the weights from here on."""
-        up, down = self.up, self.down
-        assert up is not None and down is not None, "finalize is called once"
-        biases = [None if each is None else each.detach() for each in (self.up_bias, self.down_bias)]
-        weights = ExpertWeights(up.detach(), down.detach(), *biases)
+        biases = [
+            None if each is None else each.detach() for each in (self.up_bias, self.down_bias)
+        ]
+        weights = ExpertWeights(self.up.detach(), self.down.detach(), *biases)
         self._kernel = make_experts_kernel(weights, GATED_EPILOGUES[self.config.activation])
-        self.up = self.down = None
+        del self.up, self.down
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsMethod.forward_partial."""
@@ -143,7 +143,6 @@ class PlainExperts(ExpertsMethod):
     def _merged_targets(self, up_name: str, down_name: str) -> WeightTargets:
         """All experts in one tensor."""
         up, down, config = self.up, self.down, self.config
-        assert up is not None and down is not None, "called before finalize"
         num, size = config.routing.num_experts, config.hidden_size
         inner, part = self._inner()
         experts, everything = slice(0, num), slice(0, size)
@@ -178,7 +177,9 @@ class PlainExperts(ExpertsMethod):
                 (num, 2 * inner, *columns),
                 (
                     WeightSlice(gates, (experts, part, *everything)),
-                    WeightSlice(ups, (experts, slice(inner + part.start, inner + part.stop), *everything)),
+                    WeightSlice(
+                        ups, (experts, slice(inner + part.start, inner + part.stop), *everything)
+                    ),
                 ),
             )
         # As [experts, columns, intermediate elements, gate and up].

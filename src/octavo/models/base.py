@@ -20,6 +20,9 @@ class CausalLM(nn.Module):
     attention_layers: list[LayerSpec]
     embedding: Embedding
     head: LMHead
+    num_hit_experts: Tensor | None = None
+    """int64 [1] on the device: of all mixtures of experts, how many experts were computed, added up
+    over their steps; None: there is no mixture."""
 
     def forward(
         self,

@@ -6,6 +6,7 @@ them. Imports no torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from octavo.layers.config import (
 )
 from octavo.models.quantization import Quantization
 from octavo.parallel import WHOLE, Shard
+from octavo.routing import RoutingConfig
 
 NormPlacement = Literal["pre", "post", "branch", "around", "parallel", "twin"]
 # How many norms a layer has.
@@ -279,6 +281,23 @@ class ModelDescription:
             each.mlp.routing.num_experts * each.mlp.expert_parameters
             for each in self.layers
             if isinstance(each.mlp, ExpertsConfig)
+        )
+
+    def num_read_parameters(self, num_tokens: int) -> float:
+        """Weights that a step of so many tokens reads once: all but rows that are looked up, and
+        experts that are not hit if all choices of their routers are equally likely."""
+        missed = sum(
+            (each.mlp.routing.num_experts - each.mlp.routing.expected_distinct(num_tokens))
+            * each.mlp.expert_parameters
+            for each in self.layers
+            if isinstance(each.mlp, ExpertsConfig)
+        )
+        return self.num_parameters() - self.num_lookup_parameters() - missed
+
+    def mixtures(self) -> dict[RoutingConfig, int]:
+        """How many layers route their tokens in each of the ways that there are."""
+        return Counter(
+            each.mlp.routing for each in self.layers if isinstance(each.mlp, ExpertsConfig)
         )
 
     def weight_bytes(self, dtype_bytes: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo.layers.attention import Attention, CrossAttention, RelativePositionBias
 from octavo.layers.embedding import Embedding, LMHead, make_positions
+from octavo.layers.experts import Router
 from octavo.layers.linear import make_linear
 from octavo.layers.mlp import make_mlp
 from octavo.layers.norm import Branches, Norm, add_partial, make_norm
@@ -419,6 +420,12 @@ class Decoder(Stack, CausalLM):
         self.attention_layers = own + [cross.spec for cross in self._cross_attentions]
         self.project_out = None if project_out is None else make_linear(project_out)
         self.head = LMHead(config.head, config.logits_softcap, config.logits_bias)
+        routers = [each for each in self.modules() if isinstance(each, Router)]
+        if routers:
+            self.num_hit_experts = torch.zeros(1, dtype=torch.int64, device=device)
+        for router in routers:
+            assert self.num_hit_experts is not None
+            router.num_hit = self.num_hit_experts
 
     def forward(
         self,

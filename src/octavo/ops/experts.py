@@ -49,9 +49,6 @@ class RouterKernel(Protocol):
         A token whose logits are not finite gets experts, too, and weights that are not finite.
         """
 
-    def num_distinct(self) -> Tensor:
-        """int64 []: how many experts were hit, added up over all calls; on the device."""
-
 
 class ExpertsKernel(Protocol):
     """Owns the experts' weights, perhaps packed; computes those that tokens were routed to, and
@@ -65,15 +62,20 @@ class ExpertsKernel(Protocol):
         """
 
 
-def make_router_kernel(weights: RouterWeights, config: RoutingConfig) -> RouterKernel:
-    """The fastest kernel on the weights' device."""
+def make_router_kernel(
+    weights: RouterWeights, config: RoutingConfig, num_hit: Tensor
+) -> RouterKernel:
+    """The fastest kernel on the weights' device.
+
+    num_hit: int64 [1], to which each call adds how many experts some token takes.
+    """
     if weights.weight.device.type == "cuda":
         from octavo.ops.cuda.routing import CudaRouter
 
-        return CudaRouter(weights, config)
+        return CudaRouter(weights, config, num_hit)
     from octavo.ops.cpu.experts import TorchRouter
 
-    return TorchRouter(weights, config)
+    return TorchRouter(weights, config, num_hit)
 
 
 def make_experts_kernel(weights: ExpertWeights, epilogue: Epilogue) -> ExpertsKernel:

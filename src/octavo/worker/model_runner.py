@@ -150,6 +150,8 @@ class ModelRunner:
             self._hidden = torch.zeros((most, model_config.hidden_size), dtype=dtype, device=place)
             self._drawn = torch.zeros(most, dtype=torch.int64, device=place)
             self._capture(graphs)
+        if model.num_hit_experts is not None:
+            model.num_hit_experts.zero_()
 
     def submit(self, plan: StepPlan) -> StepInFlight:
         """Start a step; see Executor.submit."""
@@ -182,8 +184,10 @@ class ModelRunner:
                 choice = self._choose(plan, staged, hidden)
             drawn = batch.advance(plan)
             choice.read_back(device.to_host)
+            num_hit = self._model.num_hit_experts
+            num_hit = None if num_hit is None else device.to_host(num_hit)
             moments = (started, swapped, device.moment())
-            step = StepInFlight(plan, batch, drawn, choice, scores, moments)
+            step = StepInFlight(plan, batch, drawn, choice, scores, num_hit, moments)
             if device.is_asynchronous:
                 self._under_way = step
             else:
@@ -408,6 +412,7 @@ class StepInFlight:
     _drawn: Drawn
     _choice: Choice
     _prompt_logprobs: dict[int, list[TokenLogprobs]]
+    _num_hit_experts: Tensor | None
     _moments: tuple[Moment, Moment, Moment]  # before blocks are swapped, after that, and at the end
     _result: StepResult | None = None
 
@@ -435,6 +440,7 @@ class StepInFlight:
             logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
             prompt_logprobs=self._prompt_logprobs,
             errors=logits_not_finite([*not_finite(self._prompt_logprobs), *failed]),
+            num_hit_experts=0 if self._num_hit_experts is None else int(self._num_hit_experts),
             compute_seconds=ended.seconds_since(swapped) if plan.seq_ids else 0.0,
             swap_seconds=swapped.seconds_since(started) if swaps else 0.0,
         )

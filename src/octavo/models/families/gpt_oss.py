@@ -53,7 +53,9 @@ def read(config: Fields) -> ModelDescription:
     experts = read_experts(
         config,
         # The first name is that of the published files.
-        num_experts=config.count(config.either("num_local_experts", "num_experts"), 128, MAX_EXPERTS),
+        num_experts=config.count(
+            config.either("num_local_experts", "num_experts"), 128, MAX_EXPERTS
+        ),
         top_k=config.count("num_experts_per_tok", 4),
         intermediate_size=config.count("intermediate_size"),
         activation=config.choice("hidden_act", {"silu": "clamped_swiglu"}, "silu"),

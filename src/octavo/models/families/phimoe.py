@@ -58,7 +58,7 @@ def _with_attention_factor(config: Fields) -> Fields:
         fields = Fields(f"{config.where}: {name}", rope)
         factor = fields.number("short_mscale")
         if fields.number("long_mscale") != factor:
-            raise fields.error("long_mscale", f"octavo serves one factor, that of short_mscale")
+            raise fields.error("long_mscale", "octavo serves one factor, that of short_mscale")
         rest = {key: rope[key] for key in rope.keys() - {"short_mscale", "long_mscale"}}
         values[name] = rest | {"attention_factor": factor}
     return Fields(config.where, values)

@@ -1,8 +1,8 @@
 """Mixtures of experts on a CPU: only experts that were hit cost anything.
 
 Rows are gathered by expert, so that each expert multiplies dense rows of its own. Where our packed
-kernel serves the weights (packed_experts.py), one call computes a projection of all experts that were hit;
-elsewhere there is a call per expert that was hit, of the fastest kernel for its weights.
+kernel serves the weights (packed_experts.py), one call computes a projection of all experts that
+were hit; elsewhere there is a call per expert, of the fastest kernel for its weights.
 """
 
 from __future__ import annotations
@@ -47,24 +47,20 @@ def list_rows(ids: Tensor, num_experts: int) -> RowLists:
 class TorchRouter:
     """Computes logits in float32, whatever the model's dtype: they decide between experts."""
 
-    def __init__(self, weights: RouterWeights, config: RoutingConfig) -> None:
+    def __init__(self, weights: RouterWeights, config: RoutingConfig, num_hit: Tensor) -> None:
         self._kernel = make_linear_kernel(weights.weight.float())
         self._bias = None if weights.bias is None else weights.bias.float()
         self._correction = weights.correction
         self._config = config
-        self._num_distinct = torch.zeros((), dtype=torch.int64)
+        self._num_hit = num_hit
 
     def apply(self, x: Tensor) -> Routed:
         """See RouterKernel.apply."""
         logits = self._kernel.apply(x.float(), self._bias, Epilogue.NONE)
         routed = choose(logits, self._correction, self._config)
         lists = list_rows(routed.ids, self._config.num_experts)
-        self._num_distinct += len(lists.hit)
+        self._num_hit += len(lists.hit)
         return routed._replace(lists=lists)
-
-    def num_distinct(self) -> Tensor:
-        """See RouterKernel.num_distinct."""
-        return self._num_distinct
 
 
 class SeparateExperts:

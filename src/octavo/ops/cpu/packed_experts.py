@@ -40,7 +40,7 @@ class _Grouped:
     """Owns the packed weights of one projection of all experts."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        num_experts, self._out_features, self._in_features = weight.shape
+        _, self._out_features, self._in_features = weight.shape
         self._tiles = torch.stack([pack(each) for each in weight])
         self._bias = bias
         self._depth = self._in_features * weight.element_size() // 4

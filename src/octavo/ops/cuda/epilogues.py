@@ -45,5 +45,5 @@ def activate_gated(gate, up, EPILOGUE: tl.constexpr):
         gate = tl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
         up = tl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, up)
         up = tl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up) + 1
-        gate = gate / (1 + tl.exp(-SWIGLU_ALPHA * gate))
+        gate = gate / (1 + tl.exp(gate * -SWIGLU_ALPHA))
     return gate * up

@@ -47,7 +47,8 @@ class CudaExperts:
 
 def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -> Tensor:
     """See ExpertsKernel.apply_partial; x dense, of the weights' dtype; `epilogue` is gated."""
-    assert x.stride(1) == 1 and epilogue.is_gated
+    assert x.stride(1) == 1
+    assert epilogue.is_gated
     if len(x) == 1:
         return _mix_one(x, routed, weights, epilogue)
     num_tokens, top_k = routed.ids.shape
@@ -72,9 +73,7 @@ def _launch(
     num_tokens, top_k = routed.ids.shape
     size = weight.shape[2]
     has_tma = _has_tma(weight)
-    tiles = choose_tiles(
-        lists.block_rows, size, weight.element_size(), epilogue.is_gated, has_tma
-    )
+    tiles = choose_tiles(lists.block_rows, size, weight.element_size(), epilogue.is_gated, has_tma)
     num_outputs = out.shape[-1]
     grid = (triton.cdiv(num_outputs, tiles.rows), len(lists.experts))
     _experts_kernel[grid](
@@ -329,7 +328,7 @@ def _down_piece(weight, ids, step, rows, num_rows, size, BLOCK: tl.constexpr, TO
     blocks = tl.cdiv(size, BLOCK)
     expert = tl.load(ids + tl.minimum(step // blocks, TOP_K - 1)).to(tl.int64)
     columns = step % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = (columns < size) & (step < TOP_K * blocks)
+    inside = columns < tl.where(step < TOP_K * blocks, size, 0)
     places = weight + (expert * num_rows + rows)[:, None] * size + columns[None, :]
     return tl.load(places, mask=inside[None, :], other=0.0)
 

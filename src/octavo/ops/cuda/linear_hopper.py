@@ -164,7 +164,7 @@ def _activate_gated(gate, up, EPILOGUE: gl.constexpr):
         gate = gl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
         up = gl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, up)
         up = gl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up) + 1
-        gate = gate / (1 + gl.exp(-SWIGLU_ALPHA * gate))
+        gate = gate / (1 + gl.exp(gate * -SWIGLU_ALPHA))
     return gate * up
 
 

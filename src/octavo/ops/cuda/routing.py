@@ -49,18 +49,14 @@ class BlockLists(NamedTuple):
 class CudaRouter:
     """Uses the router's weights in place."""
 
-    def __init__(self, weights: RouterWeights, config: RoutingConfig) -> None:
+    def __init__(self, weights: RouterWeights, config: RoutingConfig, num_hit: Tensor) -> None:
         self._weights = weights
         self._config = config
-        self._num_distinct = torch.zeros(1, dtype=torch.int64, device=weights.weight.device)
+        self._num_hit = num_hit
 
     def apply(self, x: Tensor) -> Routed:
         """See RouterKernel.apply."""
-        return route(x, self._weights, self._config, self._num_distinct)
-
-    def num_distinct(self) -> Tensor:
-        """See RouterKernel.num_distinct."""
-        return self._num_distinct[0]
+        return route(x, self._weights, self._config, self._num_hit)
 
 
 @cache
@@ -71,13 +67,11 @@ def _arrivals(device: torch.device) -> Tensor:
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
-def route(
-    x: Tensor, weights: RouterWeights, config: RoutingConfig, num_distinct: Tensor
-) -> Routed:
+def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Tensor) -> Routed:
     """Route x [num_tokens, size], dense.
 
     Args:
-        num_distinct: int64 [1], to which the number of experts that are hit is added.
+        num_hit: see make_router_kernel.
 
     Returns:
         With BlockLists, if there are several tokens.
@@ -106,7 +100,7 @@ def route(
         ids,
         chosen,
         _arrivals(x.device),
-        num_distinct,
+        num_hit,
         num_tokens,
         x.stride(0),
         size,
@@ -141,7 +135,7 @@ def route(
         rows,
         *blocks,
         num_blocks,
-        num_distinct,
+        num_hit,
         num_tokens * top_k,
         # One bin more than experts, for what is beyond the end.
         BINS=power_of_2(num_experts + 1),
@@ -277,7 +271,7 @@ def _route_kernel(
     ids,
     weights,
     arrivals,
-    num_distinct,
+    num_hit,
     num_tokens,
     stride,
     size,
@@ -339,9 +333,9 @@ def _route_kernel(
     if seen == tl.num_programs(0) - 1:
         every = tl.arange(0, ALL_EXPERTS)
         is_given = is_token[:, None] & (every < num_experts)[None, :]
-        values = tl.load(logit_rows + every[None, :], mask=is_given, other=0.0)
+        given = tl.load(logit_rows + every[None, :], mask=is_given, other=0.0)
         found, chosen = _choose(
-            values,
+            given,
             every,
             correction,
             num_experts,
@@ -363,7 +357,7 @@ def _route_kernel(
         tl.store(weights + targets, chosen, mask=is_stored)
         tl.store(arrivals + tile, 0)
         if TOKENS == 1:
-            tl.store(num_distinct, tl.load(num_distinct) + TOP_K)
+            tl.store(num_hit, tl.load(num_hit) + TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_ids"])
@@ -374,7 +368,7 @@ def _list_kernel(
     begins,
     ends,
     num_blocks,
-    num_distinct,
+    num_hit,
     num_ids,
     BINS: tl.constexpr,
     SCANNED: tl.constexpr,
@@ -411,5 +405,5 @@ def _list_kernel(
         block += 1
     if expert == 0:
         tl.store(num_blocks, tl.sum(blocks, 0))
-        num_hit = tl.sum((counts > 0).to(tl.int64), 0)
-        tl.store(num_distinct, tl.load(num_distinct) + num_hit)
+        found = tl.sum((counts > 0).to(tl.int64), 0)
+        tl.store(num_hit, tl.load(num_hit) + found)

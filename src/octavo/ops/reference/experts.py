@@ -14,7 +14,7 @@ LEAST_SUM = 1e-20  # that weights are divided by
 
 
 def route(x: Tensor, weights: RouterWeights, config: RoutingConfig) -> Routed:
-    """See RouterKernel.apply. Of equal scores, that of the expert with the lower id counts first."""
+    """See RouterKernel.apply. Of equal scores, that of the expert with the lower id is larger."""
     bias = None if weights.bias is None else weights.bias.float()
     logits = F.linear(x.float(), weights.weight.float(), bias)
     return choose(logits, weights.correction, config)
