@@ -74,7 +74,9 @@ def copy_of_mixtral(directory: Path, model_type: str, rounds: bool) -> Path:
 
 def test_a_family_chooses_a_method_of_one_s_own(tmp_path: Path, register: Register) -> None:
     register(EXPERTS_METHODS, "int8", Int8Experts)
-    register(FAMILIES, "mixtral-int8", replace(mixtral.FAMILY, model_type="mixtral-int8", read=read))
+    register(
+        FAMILIES, "mixtral-int8", replace(mixtral.FAMILY, model_type="mixtral-int8", read=read)
+    )
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
     outputs = []
     for model_type, rounds in (("mixtral-int8", False), ("mixtral", True), ("mixtral", False)):

@@ -50,7 +50,7 @@ def choose_tiles(tokens: int, size: int, element_size: int, is_gated: bool, has_
     if tokens == 128:
         rows, columns, warps, per_sm = 128, 64, 8, 1
     else:
-        rows, columns, warps, per_sm = 64 if is_gated else 128, 128, 4, 2
+        rows, columns, warps, per_sm = 64 if is_gated else 128, 128 if tokens == 16 else 64, 4, 2
     if size % columns:
         columns = 64
     columns = min(columns * 2 // element_size, max(16, power_of_2(size)))

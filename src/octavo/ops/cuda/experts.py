@@ -136,13 +136,16 @@ def _weights(
     loaded is ready to be multiplied. Rows from `last_row` on, and columns from `size` on, are of
     no meaning, and 0, respectively."""
     if TMA:
-        return weight.load([row, start])
-    rows = tl.minimum(row + tl.arange(0, ROWS), last_row - 1)
-    columns = start + tl.arange(0, COLUMNS)
-    places = weight + rows.to(tl.int64)[:, None] * size + columns[None, :]
-    if EVEN:
-        return tl.load(places)
-    return tl.load(places, mask=(columns < size)[None, :], other=0.0)
+        tile = weight.load([row, start])
+    else:
+        rows = tl.minimum(row + tl.arange(0, ROWS), last_row - 1)
+        columns = start + tl.arange(0, COLUMNS)
+        places = weight + rows.to(tl.int64)[:, None] * size + columns[None, :]
+        if EVEN:
+            tile = tl.load(places)
+        else:
+            tile = tl.load(places, mask=(columns < size)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

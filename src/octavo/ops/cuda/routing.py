@@ -352,9 +352,9 @@ def _route_kernel(
         )
         slots = tl.arange(0, SLOTS)
         targets = tokens[:, None] * TOP_K + slots[None, :]
-        is_stored = is_token[:, None] & (slots < TOP_K)[None, :]
-        tl.store(ids + targets, found, mask=is_stored)
-        tl.store(weights + targets, chosen, mask=is_stored)
+        is_slot = is_token[:, None] & (slots < TOP_K)[None, :]
+        tl.store(ids + targets, found, mask=is_slot)
+        tl.store(weights + targets, chosen, mask=is_slot)
         tl.store(arrivals + tile, 0)
         if TOKENS == 1:
             tl.store(num_hit, tl.load(num_hit) + TOP_K)
@@ -405,5 +405,5 @@ def _list_kernel(
         block += 1
     if expert == 0:
         tl.store(num_blocks, tl.sum(blocks, 0))
-        found = tl.sum((counts > 0).to(tl.int64), 0)
-        tl.store(num_hit, tl.load(num_hit) + found)
+        hit = tl.sum((counts > 0).to(tl.int64), 0)
+        tl.store(num_hit, tl.load(num_hit) + hit)
