@@ -22,13 +22,8 @@ from gpu_harness import copy_bandwidth, device_seconds, report
 from torch import Tensor
 
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.experts import (
-    ExpertWeights,
-    Routed,
-    RouterWeights,
-    make_experts_kernel,
-    make_router_kernel,
-)
+from octavo.ops.expert_kernels import make_experts_kernel, make_router_kernel
+from octavo.ops.experts import ExpertWeights, Routed, RouterWeights
 from octavo.routing import RoutingConfig
 
 DTYPE = torch.bfloat16

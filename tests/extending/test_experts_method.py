@@ -22,8 +22,7 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import mixtral
 from octavo.models.registry import FAMILIES, read_model_config
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.experts import ExpertWeights, Routed
-from octavo.ops.reference.experts import mix
+from octavo.ops.experts import ExpertWeights, Routed, mix
 from octavo.registry import EXPERTS_METHODS
 
 PROMPT = model_zoo.random_token_ids(20)

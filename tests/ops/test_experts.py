@@ -9,21 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu.experts import SeparateExperts, TorchRouter
-from octavo.ops.cpu.packed_experts import PackedExperts
+from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
 from octavo.ops.cuda.expert_tiles import choose_tiles, max_blocks, tokens_per_tile
 from octavo.ops.cuda.routing import CudaRouter
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.expert_kernels import SeparateExperts, TorchRouter
 from octavo.ops.experts import (
     ExpertsKernel,
     ExpertWeights,
     Routed,
     RouterKernel,
     RouterWeights,
+    mix,
+    route,
 )
 from octavo.ops.linear import has_numba_kernel
-from octavo.ops.reference.experts import mix, route
 from octavo.routing import RoutingConfig, Scoring
 
 SHARED_MEMORY = 227 << 10  # bytes of a multiprocessor

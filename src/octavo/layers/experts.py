@@ -13,19 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
-from octavo.layers.config import ExpertsConfig, LinearConfig
+from octavo.layers.config import ExpertsConfig, LinearConfig, MLPConfig
 from octavo.layers.linear import make_linear
 from octavo.layers.mlp import GATED_EPILOGUES, DenseMLP
 from octavo.layers.norm import Branches
-from octavo.ops.experts import (
-    ExpertsKernel,
-    ExpertWeights,
-    Routed,
-    RouterKernel,
-    RouterWeights,
-    make_experts_kernel,
-    make_router_kernel,
-)
+from octavo.ops.expert_kernels import make_experts_kernel, make_router_kernel
+from octavo.ops.experts import ExpertsKernel, ExpertWeights, Routed, RouterKernel, RouterWeights
 from octavo.registry import EXPERTS_METHODS
 
 
@@ -219,6 +212,11 @@ def make_experts(config: ExpertsConfig) -> ExpertsMethod:
     """
     method: ExpertsMethod = EXPERTS_METHODS.find(config.method)(config)
     return method
+
+
+def make_mlp(config: MLPConfig | ExpertsConfig) -> DenseMLP | MixtureOfExperts:
+    """The block that a layer's description asks for, with uninitialised weights."""
+    return DenseMLP(config) if isinstance(config, MLPConfig) else MixtureOfExperts(config)
 
 
 def _parameter(*shape: int) -> nn.Parameter:

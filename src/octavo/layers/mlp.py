@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
-from octavo.layers.config import Activation, ExpertsConfig, MLPConfig
+from octavo.layers.config import Activation, MLPConfig
 from octavo.layers.linear import make_linear
 from octavo.ops.epilogue import Epilogue
-
-if TYPE_CHECKING:
-    from octavo.layers.experts import MixtureOfExperts
 
 PLAIN_EPILOGUES: dict[Activation, Epilogue] = {
     "relu": Epilogue.RELU,
@@ -39,12 +34,3 @@ class DenseMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same, or partial sums (LinearMethod.forward_partial)."""
         return self.down.forward_partial(self.up.forward(hidden, self.epilogue))
-
-
-def make_mlp(config: MLPConfig | ExpertsConfig) -> DenseMLP | MixtureOfExperts:
-    """The block that a model's description asks for, with uninitialised weights."""
-    if isinstance(config, MLPConfig):
-        return DenseMLP(config)
-    from octavo.layers.experts import MixtureOfExperts
-
-    return MixtureOfExperts(config)

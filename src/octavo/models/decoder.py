@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from octavo.layers.attention import Attention, CrossAttention, RelativePositionBias
 from octavo.layers.embedding import Embedding, LMHead, make_positions
-from octavo.layers.experts import Router
+from octavo.layers.experts import Router, make_mlp
 from octavo.layers.linear import make_linear
-from octavo.layers.mlp import make_mlp
 from octavo.layers.norm import Branches, Norm, add_partial, make_norm
 from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
