@@ -134,6 +134,7 @@ def test_routing(backend: Backend, device: torch.device, rule: str, num_tokens: 
     assert int(num_hit) == hit
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp of large gates
 @pytest.mark.parametrize("num_tokens", [1, 3, 20])
 @pytest.mark.parametrize(
     ("epilogue", "has_bias", "size", "inner"),
@@ -227,8 +228,9 @@ def test_ten_thousand_rows(device: torch.device) -> None:
     torch.testing.assert_close(got[some], wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5])
-@pytest.mark.parametrize(("size", "inner"), [(2880, 64), (64, 2880)])
+@pytest.mark.parametrize(
+    ("size", "inner", "num_tokens"), [(2880, 64, 1), (2880, 64, 5), (64, 2880, 5)]
+)
 def test_sizes_of_gpt_oss(device: torch.device, size: int, inner: int, num_tokens: int) -> None:
     """2,880 is a multiple of 64 and not of 128; the interpreter multiplies no bfloat16."""
     config = RoutingConfig(num_experts=3, top_k=2, bias=True)

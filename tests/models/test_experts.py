@@ -1,0 +1,120 @@
+"""Mixtures of experts: what is read from config.json, counted, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import model_zoo
+from octavo import LLM, SamplingParams
+from octavo.cli.main import main
+from octavo.core.step import StepResult
+from octavo.errors import ConfigError, ModelError
+from octavo.layers.config import ExpertsConfig
+from octavo.models.config import ModelConfig
+from octavo.models.registry import read_model_config
+from octavo.parallel import Shard
+from octavo.routing import RoutingConfig
+from octavo.simulation.config import SimulationConfig
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+
+
+def changed(name: str, directory: Path, **changes: Any) -> ModelConfig:
+    """The zoo's model with other fields in config.json."""
+    fields = json.loads((model_zoo.model_directory(name) / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(fields | changes))
+    return read_model_config(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "num_active"),
+    [
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+        ("gpt-oss-20b", 20_914_757_184, 4_187_440_704),
+    ],
+)
+def test_parameters_of_published_models(name: str, num_parameters: int, num_active: int) -> None:
+    config = read_model_config(CONFIGS / name)
+    assert config.num_parameters() == num_parameters
+    assert config.num_active_parameters() == num_active
+    read = config.num_parameters() - config.num_lookup_parameters()
+    assert config.num_read_parameters(100_000) == pytest.approx(read)
+    assert config.num_read_parameters(1) < 0.2 * read
+    half = config.sharded(Shard(1, 2)).num_expert_parameters()
+    assert half == pytest.approx(config.num_expert_parameters() / 2, rel=1e-3)
+
+
+def test_expected_experts() -> None:
+    """As many as top_k for one token, and all of them for very many."""
+    routing = RoutingConfig(num_experts=128, top_k=8)
+    assert routing.expected_distinct(1) == pytest.approx(8)
+    assert routing.expected_distinct(8) == pytest.approx(51.6, abs=0.1)
+    assert routing.expected_distinct(10_000) == pytest.approx(128)
+    assert routing.expected_distinct(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised .'mxfp4'."),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+        ("mixtral", {"num_local_experts": 1025}, "num_local_experts is 1025; .* at most 1,024"),
+        ("mixtral", {"num_experts_per_tok": 6}, "6 of 5 experts cannot be chosen"),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers is .* numbers of layers"),
+        ("glm4_moe", {"n_group": 5}, "12 experts do not form 5 groups"),
+        ("glm4_moe", {"topk_group": 1, "n_group": 6}, "1 groups of 2 have no 3 experts"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; .* at most 2"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        changed(name, tmp_path, **changes)
+
+
+def test_layers_with_experts(tmp_path: Path) -> None:
+    def kinds(**changes: Any) -> list[bool]:
+        layers = changed("qwen3_moe", tmp_path, **changes).layers
+        return [isinstance(layer.mlp, ExpertsConfig) for layer in layers]
+
+    assert kinds() == [True, False, True]
+    assert kinds(mlp_only_layers=[], decoder_sparse_step=2) == [False, True, False]
+    assert kinds(mlp_only_layers=[0, 1, 2]) == [False] * 3
+
+
+def test_a_step_counts_the_experts_that_it_computes() -> None:
+    """Two of three layers have experts, of which a token takes three."""
+    results: list[StepResult] = []
+    with LLM(str(model_zoo.model_directory("qwen3_moe")), num_blocks=40) as llm:
+        llm.engine.observers.append(lambda plan, result, progress: results.append(result))
+        prompt = model_zoo.random_token_ids(30)
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        assert sum(llm.engine.model_config.mixtures().values()) == 2
+    counts = [result.num_hit_experts for result in results]
+    assert 6 <= counts[0] <= 14
+    assert [b - a for a, b in zip(counts, counts[1:], strict=False)] == [6] * (len(counts) - 1)
+
+
+def test_memory_tells_experts_from_other_weights() -> None:
+    arguments = ["memory", str(CONFIGS / "qwen3-30b-a3b"), "--device-memory", "140GiB"]
+    done = CliRunner().invoke(main, [*arguments, "--json"])
+    values = json.loads(done.stdout)
+    assert values["active_parameters"] == 3_353_032_704
+    assert values["expert_bytes"] == 2 * 48 * 128 * 3 * 2048 * 768
+    text = CliRunner().invoke(main, arguments).stdout
+    assert "a token takes 3,353.0 M of them" in text
+    assert "54.00 GiB of the weights" in text
+
+
+def test_the_simulation_has_no_cost_model_of_experts() -> None:
+    config = SimulationConfig(model=str(CONFIGS / "qwen3-30b-a3b"), gpu="h200-141gb")
+    with pytest.raises(ConfigError, match="model: .* is a mixture of experts"):
+        config.prepare()
