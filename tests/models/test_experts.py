@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_a_step_counts_the_experts_that_it_computes() -> None:
         assert sum(llm.engine.model_config.mixtures().values()) == 2
     counts = [result.num_hit_experts for result in results]
     assert 6 <= counts[0] <= 14
-    assert [b - a for a, b in zip(counts, counts[1:], strict=False)] == [6] * (len(counts) - 1)
+    assert [b - a for a, b in pairwise(counts)] == [6] * (len(counts) - 1)
 
 
 def test_memory_tells_experts_from_other_weights() -> None:
@@ -115,6 +116,6 @@ def test_memory_tells_experts_from_other_weights() -> None:
 
 
 def test_the_simulation_has_no_cost_model_of_experts() -> None:
-    config = SimulationConfig(model=str(CONFIGS / "qwen3-30b-a3b"), gpu="h200-141gb")
-    with pytest.raises(ConfigError, match="model: .* is a mixture of experts"):
+    config = SimulationConfig(model=str(CONFIGS / "qwen3-30b-a3b"), gpu="h200")
+    with pytest.raises(ConfigError, match=r"model: .* is a mixture of experts"):
         config.prepare()
