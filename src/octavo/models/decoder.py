@@ -146,9 +146,9 @@ class BranchNormLayer(DecoderLayer):
             attended, hidden = attended[indices], hidden[indices]
         branch = self.attention.output.forward_partial(attended)
         hidden = self.attention_norm.add_normed(branch, hidden)
-        branch = self.mlp.forward(hidden)
-        assert isinstance(branch, Tensor), "a norm of a shared expert's result and others'"
-        return self.mlp_norm.add_normed(branch, hidden), None
+        mixed = self.mlp.forward(hidden)
+        assert isinstance(mixed, Tensor), "a norm takes one result: there is no shared expert"
+        return self.mlp_norm.add_normed(mixed, hidden), None
 
 
 class PostNormLayer(DecoderLayer):

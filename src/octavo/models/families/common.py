@@ -275,7 +275,9 @@ def read_experts(
         intermediate_size, bias, alternating, shared, shared_gate: see ExpertsConfig.
     """
     if activation is None:
-        activation = config.choice("hidden_act", GATED_ACTIVATIONS, "silu")
+        usual: Activation = config.choice("hidden_act", GATED_ACTIVATIONS, "silu")
+    else:
+        usual = activation
     try:
         rule = RoutingConfig(num_experts=num_experts, top_k=top_k, bias=router_bias, **routing)
     except ValueError as error:
@@ -283,7 +285,7 @@ def read_experts(
     return ExpertsConfig(
         hidden_size=config.count("hidden_size"),
         intermediate_size=intermediate_size,
-        activation=activation,
+        activation=usual,
         routing=rule,
         bias=bias,
         alternating=alternating,

@@ -84,11 +84,11 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
     logits = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x.device)
     is_one = num_tokens == 1
     if is_one:
-        tile, experts, columns = 1, 4, min(2048, power_of_2(size))
+        tile, at_once, columns = 1, 4, min(2048, power_of_2(size))
     else:
-        experts = 16 if num_tokens <= FEW_TOKENS else 64
+        at_once = 16 if num_tokens <= FEW_TOKENS else 64
         tile, columns = TILE_TOKENS, min(128, max(16, power_of_2(size)))
-    grid = (triton.cdiv(num_experts, experts), triton.cdiv(num_tokens, tile))
+    grid = (triton.cdiv(num_experts, at_once), triton.cdiv(num_tokens, tile))
     assert grid[1] <= _MAX_TILES, f"{num_tokens} tokens are more than a step has"
     options = launch_options(x.device)
     _route_kernel[grid](
@@ -108,7 +108,7 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         config.scale,
         2 * config.jitter,
         TOKENS=tile,
-        EXPERTS=experts,
+        EXPERTS=at_once,
         COLUMNS=columns,
         ALL_EXPERTS=power_of_2(num_experts),
         TOP_K=top_k,
@@ -128,12 +128,14 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
     tokens = tokens_per_tile(num_tokens, num_experts, top_k)
     most = max_blocks(num_tokens, num_experts, top_k, tokens)
     rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=x.device)
-    blocks = torch.empty((3, most), dtype=torch.int32, device=x.device)
+    experts, begins, ends = torch.empty((3, most), dtype=torch.int32, device=x.device)
     num_blocks = torch.empty(1, dtype=torch.int32, device=x.device)
     _list_kernel[(num_experts,)](
         ids,
         rows,
-        *blocks,
+        experts,
+        begins,
+        ends,
         num_blocks,
         num_hit,
         num_tokens * top_k,
@@ -144,7 +146,7 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         num_warps=4,
         **options,
     )
-    return Routed(ids, chosen, BlockLists(rows, *blocks, num_blocks, tokens))
+    return Routed(ids, chosen, BlockLists(rows, experts, begins, ends, num_blocks, tokens))
 
 
 @triton.jit
