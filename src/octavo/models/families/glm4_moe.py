@@ -66,7 +66,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    note="GLM-4.5, 4.5-Air, 4.6, 4.7; without predicting a second token; experts not quantised",
+    note="GLM-4.5, 4.5-Air, 4.6, 4.7; without predicting a second token",
     read=read,
     weights=WEIGHTS,
     eos_token_ids=(151329, 151336, 151338),

@@ -1,7 +1,7 @@
 """gpt-oss (arXiv:2508.10925): experts with biases and clamped activations, attention sinks, and a
 window in every other layer.
 
-The published checkpoints have their experts in MXFP4, which is refused by name (registry.py); those
+The published checkpoints have their experts in MXFP4, which is refused by name (quantization.py); those
 that were converted to bfloat16 are served.
 """
 

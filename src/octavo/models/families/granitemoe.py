@@ -37,7 +37,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    note="Granite 3.x 1B-A400M, 3B-A800M; multipliers; experts not quantised",
+    note="Granite 3.x 1B-A400M, 3B-A800M; multipliers",
     read=read,
     weights=WEIGHTS,
     options=granite.OPTIONS,

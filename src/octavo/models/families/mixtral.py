@@ -52,7 +52,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    note="Mixtral 8x7B, 8x22B; experts not quantised",
+    note="Mixtral 8x7B, 8x22B",
     read=read,
     weights=WEIGHTS,
     eos_token_ids=(2,),

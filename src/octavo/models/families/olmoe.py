@@ -39,7 +39,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    note="OLMoE 1B-7B; experts not quantised",
+    note="OLMoE 1B-7B",
     read=read,
     weights=qwen2_moe.WEIGHTS,
     eos_token_ids=(50279,),

@@ -67,7 +67,7 @@ def _with_attention_factor(config: Fields) -> Fields:
 FAMILY = Family(
     model_type="phimoe",
     architecture="PhimoeForCausalLM",
-    note="Phi-3.5-MoE; LongRoPE by max_model_len; experts not quantised",
+    note="Phi-3.5-MoE; LongRoPE by max_model_len",
     read=read,
     weights=mixtral.WEIGHTS,
     eos_token_ids=(2,),

@@ -81,7 +81,7 @@ def _read_windows(config: Fields) -> list[int | None]:
 FAMILY = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    note="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B; experts in bfloat16, float16 or float32",
+    note="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
     read=read,
     weights=WEIGHTS,
 )

@@ -44,7 +44,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    note="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B; experts not quantised",
+    note="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B",
     read=read,
     weights=qwen2_moe.WEIGHTS,
 )
