@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from dense_harness import DenseHarness
+from safetensors.torch import load_file, save_file
 
 import model_zoo
 from octavo import LLM, SamplingParams
@@ -17,7 +20,9 @@ from octavo.core.step import StepResult
 from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import ExpertsConfig
 from octavo.models.config import ModelConfig
+from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
 from octavo.parallel import Shard
 from octavo.routing import RoutingConfig
 from octavo.simulation.config import SimulationConfig
@@ -62,7 +67,6 @@ def test_expected_experts() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method is 'mxfp4'"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         ("mixtral", {"num_local_experts": 1025}, "num_local_experts is 1025; .* at most 1,024"),
         ("mixtral", {"num_experts_per_tok": 6}, "6 of 5 experts cannot be chosen"),
@@ -79,6 +83,41 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         changed(name, tmp_path, **changes)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """As gpt-oss is published: the same model as one with the values that they stand for."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    plain = model_zoo.write_model("gpt_oss", tmp_path / "plain", **sizes)
+    packed = model_zoo.write_model("gpt_oss", tmp_path / "packed", **sizes)
+    tensors, stored = load_file(plain / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in list(tensors.items()):
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = tensor
+            continue
+        num_experts, inputs, outputs = tensor.shape
+        shape = (num_experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 125, shape, generator=generator, dtype=torch.uint8)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
+        scaled = values[pairs] * torch.exp2(scales.float() - 127).unsqueeze(-1)
+        tensors[name] = scaled.flatten(-2).transpose(1, 2).contiguous()
+    save_file(tensors, plain / "model.safetensors")
+    save_file(stored, packed / "model.safetensors")
+    fields = json.loads((packed / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4"}
+    (packed / "config.json").write_text(json.dumps(fields))
+    logits = []
+    for directory in (plain, packed):
+        model = load_model(
+            read_model_config(directory), torch.float32, torch.device("cpu"), SingleRank()
+        )
+        prompt = model_zoo.random_token_ids(20)
+        logits.append(DenseHarness(model, len(prompt)).run({0: prompt})[0])
+    assert torch.equal(*logits)
 
 
 def test_layers_with_experts(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """gpt-oss (arXiv:2508.10925): experts with biases and clamped activations, attention sinks, and a
 window in every other layer.
 
-The published checkpoints have their experts in MXFP4, which is refused by name (quantization.py); those
-that were converted to bfloat16 are served.
+The published checkpoints have their experts in MXFP4, which is dequantized as it is read
+(dequantize.py): the weights then take four times as much memory.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    note="gpt-oss 20b and 120b converted to bfloat16; not yet in MXFP4, as published",
+    note="gpt-oss 20b and 120b; experts in MXFP4 are dequantized",
     read=read,
     weights=WEIGHTS,
 )
