@@ -229,7 +229,8 @@ def test_ten_thousand_rows(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "inner", "num_tokens"), [(2880, 64, 1), (2880, 64, 5), (64, 2880, 5)]
+    ("size", "inner", "num_tokens"),
+    [pytest.param(2880, 64, 1, marks=pytest.mark.slow), (2880, 64, 5), (64, 2880, 5)],
 )
 def test_sizes_of_gpt_oss(device: torch.device, size: int, inner: int, num_tokens: int) -> None:
     """2,880 is a multiple of 64 and not of 128; the interpreter multiplies no bfloat16."""
