@@ -60,3 +60,14 @@ def choose_tiles(tokens: int, size: int, element_size: int, is_gated: bool, has_
     if stages * stage_bytes > room:
         rows //= 2
     return Tiles(tokens, rows, columns, stages, warps)
+
+
+def programs_of_one_token(size: int) -> tuple[int, int]:
+    """Rows, and columns at once, of an expert's weights that a program takes for one token.
+
+    Nothing can be loaded before it is known which experts the token takes, so there are many loads
+    at once in each program.
+    """
+    if size <= 1024:
+        return 8, min(512, power_of_2(size))
+    return (4, 2048) if size % 2048 == 0 else (2, 1024)

@@ -20,8 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.cuda.epilogues import activate_gated
-from octavo.ops.cuda.expert_tiles import Tiles, choose_tiles
-from octavo.ops.cuda.linear_gemv import shape_of_programs
+from octavo.ops.cuda.expert_tiles import Tiles, choose_tiles, programs_of_one_token
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, shared_memory
@@ -248,9 +247,9 @@ def _mix_one(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilog
     """`mix` of one token."""
     top_k, size, inner_size = routed.ids.shape[1], x.shape[1], weights.down.shape[2]
     inner = x.new_empty((top_k, inner_size))
-    shape = shape_of_programs(inner_size, size)
+    rows, columns = programs_of_one_token(size)
     options = launch_options(x.device)
-    _gate_up_one_kernel[(triton.cdiv(inner_size, shape["ROWS"]), top_k)](
+    _gate_up_one_kernel[(triton.cdiv(inner_size, rows), top_k)](
         x,
         weights.up,
         weights.up_bias,
@@ -258,14 +257,15 @@ def _mix_one(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilog
         routed.ids,
         inner_size,
         size,
-        **shape,
+        ROWS=rows,
+        BLOCK=columns,
         EPILOGUE=int(epilogue),
         num_warps=4,
         **options,
     )
     out = torch.empty_like(x)
-    shape = shape_of_programs(size, inner_size)
-    _down_one_kernel[(triton.cdiv(size, shape["ROWS"]),)](
+    rows, columns = programs_of_one_token(inner_size)
+    _down_one_kernel[(triton.cdiv(size, rows),)](
         inner,
         weights.down,
         weights.down_bias,
@@ -275,7 +275,8 @@ def _mix_one(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilog
         size,
         inner_size,
         TOP_K=top_k,
-        **shape,
+        ROWS=rows,
+        BLOCK=columns,
         num_warps=4,
         **options,
     )
