@@ -1,7 +1,8 @@
 """The time of a decode step at context 1,024, compared with the roofline.
 
-The roofline is the bytes of weights and KV divided by the copy bandwidth of all GPUs. The whole
-engine is timed: scheduling, the work of the device, and returning the tokens to the host.
+The roofline is the bytes of weights and KV divided by the copy bandwidth of all GPUs; of mixtures
+of experts, those of the experts that were hit, which are counted. The whole engine is timed:
+scheduling, the work of the device, and returning the tokens to the host.
 
 The decoder of a model with an encoder starts with one token, and reads inputs of 512. The steps
 that run the encoder are a row of their own, in TFLOP/s of its projections. Without a GPU there is
@@ -27,13 +28,13 @@ from gpu_harness import make_engine, peak_rates, report
 
 from octavo import SamplingParams
 from octavo.config import ModelImpl
+from octavo.core.scheduler import Progress
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
 from octavo.executor import sharded
 from octavo.executor.launching import LocalLauncher
 from octavo.executor.ranks import RankGroup
-from octavo.simulation.cost_model import ModelSize
 
 CONTEXT = 1024
 ENCODER_INPUT = 512
@@ -47,8 +48,12 @@ BATCHES = {
     "gemma-3-12b": (1, 64, 256),
     "t5-3b": (1, 64, 256),
     "tiny-t5": (1, 4),
+    "qwen3-30b-a3b": (1, 8, 64, 256),
+    "gpt-oss-20b": (1, 8, 64, 256),
 }
-TEMPERATURES = {"qwen3-0.6b": 0.6}
+# With random weights, greedy sequences end up in loops, and rows of a batch in the same ones: then
+# they take the same experts.
+TEMPERATURES = {"qwen3-0.6b": 0.6, "qwen3-30b-a3b": 1.0, "gpt-oss-20b": 1.0}
 
 
 def main() -> None:
@@ -90,14 +95,15 @@ def main() -> None:
             tensor_parallel_size=size,
         )
         for batch in arguments.batches or BATCHES[model]:
-            walls, device, encoding = step_times(
+            walls, device, encoding, num_hit = step_times(
                 engine,
                 batch,
                 TEMPERATURES.get(model, 0.0),
                 arguments.profile and f"{arguments.profile}.{model}",
             )
             wall = statistics.fmean(walls)
-            num_bytes = ModelSize.of(engine.model_config, "bfloat16").weight_bytes
+            hit, expected = experts_per_layer(engine, batch, num_hit)
+            num_bytes = weight_bytes(engine, batch, hit, expected)
             num_bytes -= 2 * engine.model_config.num_encoding_parameters()
             num_bytes += batch * kv_bytes_read(engine)
             share = num_bytes / bandwidth / wall
@@ -111,6 +117,10 @@ def main() -> None:
                 "device_ms": round(1e3 * device, 3),
                 "roofline_share": round(share, 3),
             }
+            if expected:
+                counts = {"experts_hit": round(hit, 1), "experts_expected": round(expected, 1)}
+                results[f"{model}@{batch}"] |= counts
+                print(f"{'':>12} experts of a layer: {hit:.1f} hit, {expected:.1f} expected")
             print(
                 f"{name:>12} batch {batch:>4}: {1e3 * wall:7.3f} ms per step (median "
                 f"{1e3 * statistics.median(walls):.3f}, slowest {1e3 * max(walls):.3f}), device "
@@ -125,6 +135,31 @@ def first_context(engine: Engine) -> int:
     """Tokens of a sequence before the warm-up; at the middle of the steps there are CONTEXT, or in
     a decoder that reads an encoder few."""
     return 1 if engine.model_config.encoder else CONTEXT - WARM_UP - STEPS // 2
+
+
+def experts_per_layer(engine: Engine, batch: int, num_hit: float) -> tuple[float, float]:
+    """Of layers with experts, how many are hit in a step, as counted and as expected of choices
+    that are evenly spread; num_hit: of all layers together."""
+    mixtures = engine.model_config.mixtures()
+    num_layers = sum(mixtures.values())
+    if not num_layers:
+        return 0.0, 0.0
+    expected = sum(count * each.expected_distinct(batch) for each, count in mixtures.items())
+    return num_hit / num_layers, expected / num_layers
+
+
+def weight_bytes(engine: Engine, batch: int, hit: float, expected: float) -> float:
+    """Bytes of weights that a step reads, with so many experts hit in place of those expected."""
+    model = engine.model_config
+    size = 2.0 * model.num_read_parameters(batch)
+    if not expected:
+        return size
+    per_expert = (
+        2.0
+        * model.num_expert_parameters()
+        / sum(count * each.num_experts for each, count in model.mixtures().items())
+    )
+    return size + per_expert * (hit - expected) * sum(model.mixtures().values())
 
 
 def kv_bytes_read(engine: Engine) -> int:
@@ -154,9 +189,10 @@ def encoder_row(engine: Engine, model: str, batch: int, seconds: list[float]) ->
 
 def step_times(
     engine: Engine, batch: int, temperature: float, profile: str | None
-) -> tuple[list[float], float, list[float]]:
-    """Wall-clock seconds of each step, mean seconds of the device's work per step, and seconds of
-    the device's work in each step that ran an encoder."""
+) -> tuple[list[float], float, list[float], float]:
+    """Wall-clock seconds of each step; mean seconds of the device's work per step; seconds of the
+    device's work in each step that ran an encoder; and how many experts a step hits in all layers.
+    """
     vocab_size = engine.model_config.vocab_size
     rng = random.Random(batch)
     length = ENCODER_INPUT if engine.model_config.encoder else first_context(engine)
@@ -181,7 +217,13 @@ def step_times(
         client.step()
     device: list[float] = []
     engine.observers.clear()
-    engine.observers.append(lambda plan, result, progress: device.append(result.compute_seconds))
+    hit: list[int] = []
+
+    def observe(plan: StepPlan, result: StepResult, progress: Progress) -> None:
+        device.append(result.compute_seconds)
+        hit.append(result.num_hit_experts)
+
+    engine.observers.append(observe)
     moments = [time.perf_counter()]
     for _ in range(STEPS):
         client.step()
@@ -193,7 +235,8 @@ def step_times(
         engine.abort_request(request_id)
     while engine.has_unfinished:
         engine.step()
-    return [b - a for a, b in pairwise(moments)], statistics.fmean(device), encoding
+    num_hit = (hit[-1] - hit[0]) / (len(hit) - 1)
+    return [b - a for a, b in pairwise(moments)], statistics.fmean(device), encoding, num_hit
 
 
 def write_profile(engine: Engine, path: str) -> None:

@@ -77,6 +77,14 @@ _GEMMA = {
     "sliding_window": SLIDING_WINDOW,
     "final_logit_softcapping": 20.0,
 }
+_EXPERTS = {
+    **_LLAMA,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 40,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+}
+_LOCAL_EXPERTS = {**_LLAMA, "num_key_value_heads": 2, "num_local_experts": 5}
 _PARTIAL_ROTARY = {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 
 # name -> (transformers' prefix of the classes, fields of the configuration)
@@ -278,6 +286,58 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Bloom",
         {**_COMMON, "hidden_size": 48, "n_layer": 3, "n_head": 6, "seq_length": MAX_POSITIONS},
     ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "mixtral": ("Mixtral", {**_LOCAL_EXPERTS, "sliding_window": SLIDING_WINDOW}),
+    "olmoe": ("Olmoe", {**_EXPERTS, "intermediate_size": 40}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 56,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": SLIDING_WINDOW,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **{key: value for key, value in _EXPERTS.items() if key != "num_experts"},
+            "head_dim": 16,
+            "n_routed_experts": 12,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "phimoe": ("Phimoe", {**_LOCAL_EXPERTS, "lm_head_bias": True, "router_jitter_noise": 0.45}),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            **_LOCAL_EXPERTS,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_LOCAL_EXPERTS,
+            "head_dim": 16,
+            "num_experts_per_tok": 2,
+            "sliding_window": SLIDING_WINDOW,
+        },
+    ),
 }
 NAMES = tuple(MODELS)
 
@@ -404,9 +464,13 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
             else:  # [out, in], or GPT-2's [in, out]; near enough for scale
                 if "fc2" in name:  # else what ReLU leaves, being positive, drowns the tokens
                     values -= values.mean(dim=-1, keepdim=True)
-                parameter.copy_(values * 1.5 / min(parameter.shape) ** 0.5)
+                size = 1 if "experts" in name and "bias" in name else min(parameter.shape[-2:])
+                parameter.copy_(values * 1.5 / size**0.5)
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.copy_(normal(model.final_logits_bias.shape) * 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(normal(buffer.shape) * 0.2)
 
 
 @functools.cache

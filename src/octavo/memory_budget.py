@@ -292,7 +292,7 @@ def estimate_activations(
         4 * model_config.hidden_size
         + layer.attention.qkv.out_features
         + layer.attention.output.in_features
-        + 3 * layer.mlp.intermediate_size
+        + layer.mlp.activation_width
         for layer in (*model_config.layers, *(() if encoder is None else encoder.layers))
     )
     return activation_bytes(

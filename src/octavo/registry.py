@@ -133,6 +133,9 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
 LINEAR_METHODS: Registry[Any] = Registry(
     "linear_method", {"plain": "octavo.layers.linear:PlainLinear"}
 )
+EXPERTS_METHODS: Registry[Any] = Registry(
+    "experts_method", {"plain": "octavo.layers.experts:PlainExperts"}
+)
 EXECUTORS: Registry[Any] = Registry(
     "executor",
     {

@@ -147,7 +147,7 @@ def test_several_devices_are_refused(tmp_path: Path) -> None:
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     fields = shrunken_config("olmoe").to_dict() | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ModelError, match="quantization_config is .*octavo's own families"):
+    with pytest.raises(ModelError, match=r"quantization_config is .*octavo's own families"):
         read_model_config(tmp_path)
 
 

@@ -69,6 +69,8 @@ def test_every_parameter_has_a_target(name: str) -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     slices = [each for target in weight_targets(model, config).values() for each in target.slices]
     targets = {each.target.data_ptr(): each.target for each in slices}
+    for _, buffer in model.named_buffers():  # of float32 whatever the model's dtype
+        assert targets.pop(buffer.data_ptr()).numel() == buffer.numel()
     assert sum(target.numel() for target in targets.values()) == num_parameters
     assert num_parameters == config.num_parameters()
     assert num_parameters == model_zoo.reference_model(name).num_parameters()

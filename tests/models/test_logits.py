@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import model_zoo
 from octavo.errors import ModelError
+from octavo.layers.norm import Branches
 from octavo.models.base import CausalLM
 from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
@@ -79,13 +80,13 @@ def test_logits_indices(
     model = load(directory)
     harness = DenseHarness(model, len(PROMPT), max_seqs=2)
     rows: list[int] = []
-    down = model.layers[-1].mlp.down
+    mlp = model.layers[-1].mlp
 
-    def feed_forward(x: Tensor) -> Tensor:
+    def feed_forward(x: Tensor) -> Branches:
         rows.append(len(x))
-        return type(down).forward_partial(down, x)
+        return type(mlp).forward(mlp, x)
 
-    monkeypatch.setattr(down, "forward_partial", feed_forward)
+    monkeypatch.setattr(mlp, "forward", feed_forward)
     got = harness.logits({0: PROMPT[:40], 1: PROMPT[:5]}, torch.tensor([44, 39, 12]))
     assert_equal(got, want[[4, 39, 12]])
     assert rows == [3]
@@ -186,14 +187,15 @@ def test_longrope_within_the_original_context(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", model_zoo.NAMES)
 def test_bfloat16(name: str) -> None:
-    """Coarse, since rounding differs; what it would catch is a wrong cast."""
+    """Coarse, since rounding differs, and may decide between experts; what it would catch is a
+    wrong cast."""
     model = load(model_zoo.model_directory(name), torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     got = DenseHarness(model, len(PROMPT)).run({0: PROMPT})[0]
     want = expected(model_zoo.reference_model(name), PROMPT)
     assert got.dtype == torch.float32
-    error = (got - want).norm() / want.norm()
-    assert error < 0.1
+    errors = (got - want).norm(dim=1) / want.norm(dim=1)
+    assert errors.median() < 0.1
 
 
 @pytest.mark.parametrize("name", model_zoo.NAMES)

@@ -143,8 +143,38 @@ def draws() -> None:
             sample(torch.zeros(rows, size, dtype=dtype), how)
 
 
+def experts() -> None:
+    """Routing by each rule, and experts of one token, of few and of many for each expert."""
+    from octavo.ops.cuda import experts as cuda_experts
+    from octavo.ops.cuda.routing import CudaRouter
+    from octavo.ops.epilogue import Epilogue
+    from octavo.ops.experts import ExpertWeights, RouterWeights
+    from octavo.routing import RoutingConfig, Scoring
+
+    num, size, inner = 32, 704, 192
+    num_hit = torch.zeros(1, dtype=torch.int64)
+    router = RouterWeights(*torch.zeros(1, num, size, dtype=torch.bfloat16))
+    up = torch.zeros(num, 2 * inner, size, dtype=torch.bfloat16)
+    down = torch.zeros(num, size, inner, dtype=torch.bfloat16)
+    biases = torch.zeros(num, 2 * inner).bfloat16(), torch.zeros(num, size).bfloat16()
+    softmax = RoutingConfig(num_experts=num, top_k=8)
+    sigmoid = replace(softmax, scoring=Scoring.SIGMOID, correction=True, num_groups=8, top_groups=4)
+    sparsemixer = replace(softmax, scoring=Scoring.SPARSEMIXER, top_k=2, renormalised=False)
+    cases = [(softmax, Epilogue.SILU_MUL, ()), (softmax, Epilogue.CLAMPED_SWIGLU, biases)]
+    for config, epilogue, given in cases:
+        weights = ExpertWeights(up, down, *given)
+        for num_tokens in (1, 2, 64, 128, 1024):  # tiles of 16, 32, 64 and 128 tokens
+            x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
+            routed = CudaRouter(router, config, num_hit).apply(x)
+            cuda_experts.mix(x, routed, weights, epilogue)
+    correction = torch.zeros(num)
+    CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
+    CudaRouter(router, sparsemixer, num_hit).apply(x[:1])
+
+
 if __name__ == "__main__":
     install()
+    experts()
     attention()
     norms()
     projections()

@@ -49,7 +49,7 @@ def put_together(directory: Path, models: list[CausalLM]) -> dict[str, Tensor]:
             tensor = whole.setdefault(name, torch.full(target.shape, torch.nan))
             for part, where in target.slices:
                 before = tensor[where]
-                rows = part[: len(before)]
+                rows = part[: len(before)].reshape(before.shape)
                 assert (before.isnan() | (before == rows)).all()
                 tensor[where] = rows
                 assert (part[len(before) :] == 0).all()

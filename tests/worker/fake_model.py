@@ -25,6 +25,8 @@ GREEDY = SamplingSpec(temperature=0.0)
 class FakeModel:
     """Attention layers with learned projections and positions, and nothing else."""
 
+    num_hit_experts = None
+
     def __init__(
         self,
         windows: Sequence[int | None] = (None, None),

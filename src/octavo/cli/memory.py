@@ -88,6 +88,7 @@ class Budget:
         self._size = size = config.tensor_parallel_size
         dtype_bytes = DTYPE_BYTES[dtype]
         shard = model_config.sharded(Shard(0, size))
+        self._expert_bytes = shard.num_expert_parameters() * dtype_bytes
         self._shape = KVShape.dense(
             group_layers(shard.kv_specs()),
             config.cache.block_size,
@@ -136,6 +137,8 @@ class Budget:
             f"{model.directory}: {model.architecture}, "
             f"{model.num_parameters() / 1e6:,.1f} M parameters, {self._dtype}"
         )
+        if model.num_expert_parameters():
+            title += f"; a token takes {model.num_active_parameters() / 1e6:,.1f} M of them"
         if self._size > 1:
             title += f"; each of {self._size} devices"
         rows = [
@@ -152,6 +155,9 @@ class Budget:
         ]
         if shape.encoder_len:
             rows.append(("encoder input", f"up to {shape.encoder_len:,} tokens, counted below"))
+        if self._expert_bytes:
+            size = format_bytes(self._expert_bytes)
+            rows.insert(0, ("experts", f"{size} of the weights"))
         for length in lengths:
             count = self.fits(length)
             note = f"more than the model's {model.max_model_len:,} positions"
@@ -207,6 +213,8 @@ class Budget:
             "model": str(self._model_config.directory),
             "architecture": self._model_config.architecture,
             "parameters": self._model_config.num_parameters(),
+            "active_parameters": self._model_config.num_active_parameters(),
+            "expert_bytes": self._expert_bytes,
             "dtype": self._dtype,
             "tensor_parallel_size": self._size,
             "max_model_len": self._model_config.max_model_len,

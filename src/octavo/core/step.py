@@ -213,6 +213,9 @@ class StepResult:
     # Rows that could not be computed, which end their requests. What else is said of them has no
     # meaning; the other rows are as they would be without them.
     errors: dict[int, RequestFailed] = field(default_factory=dict)
+    # How many experts were computed since the start, added up over layers and steps; 0 if there are
+    # no mixtures of experts.
+    num_hit_experts: int = 0
     # Measured by the worker, for the cost-based choice between swap and recompute; seconds.
     compute_seconds: float = 0.0
     swap_seconds: float = 0.0

@@ -22,6 +22,9 @@ class Counters:
     num_evicted_blocks: int = 0  # cached blocks that were overwritten
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    num_hit_experts: int = 0  # computed in some step, added up over layers and steps
+    # How many that would have been if all choices of a router's were equally likely.
+    num_expected_experts: float = 0.0
 
 
 class Gauges(NamedTuple):

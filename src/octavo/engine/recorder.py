@@ -33,6 +33,7 @@ class Recorder:
         self.preempted: list[Preempted] = []
         self.watched = BlockEvents.none()
         self._engine = engine
+        self._mixtures = list(engine.model_config.mixtures().items())
         self._step_size = (0, 0)  # tokens and sequences of the last step
         self._on_admission = on_admission
         self._num_preemptions = 0  # of all requests, as far as they have been recorded
@@ -93,6 +94,11 @@ class Recorder:
         counters.num_evicted_blocks = kv.num_evicted_blocks
         counters.num_swapped_out_blocks += len(plan.swap_out)
         counters.num_swapped_in_blocks += len(plan.swap_in)
+        counters.num_hit_experts = result.num_hit_experts
+        counters.num_expected_experts += sum(
+            num_layers * routing.expected_distinct(self._step_size[0])
+            for routing, num_layers in self._mixtures
+        )
 
     def _note_admission(self, seq: Sequence, hit: PrefixHit) -> None:
         request, kv = seq.request, self._engine.kv

@@ -12,12 +12,13 @@ from typing import Literal
 
 from octavo.errors import ConfigError
 from octavo.parallel import OPTION, WHOLE, Shard
+from octavo.routing import RoutingConfig
 
 RotaryKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 NormKind = Literal["rms", "layer"]
 PositionKind = Literal["learned", "sinusoidal"]
 MLPKind = Literal["plain", "gated"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,3 +301,79 @@ class MLPConfig:
     @property
     def num_parameters(self) -> int:
         return self.up.num_parameters + self.down.num_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token's result depends on: all."""
+        return self.num_parameters
+
+    @property
+    def activation_width(self) -> int:
+        """Elements that a token has at once inside the block."""
+        return 3 * self.intermediate_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """One layer's mixture of experts: gated MLPs of which each token takes some.
+
+    Its result is the weighted sum of theirs, plus that of a shared expert, which all tokens take.
+    All ranks hold a part of every expert, and the whole router.
+    """
+
+    hidden_size: int
+    intermediate_size: int  # of each expert
+    activation: Activation
+    routing: RoutingConfig
+    bias: bool = False  # whether the experts' projections have biases
+    # In checkpoints that have the experts in one tensor: whether it is [experts, inputs, outputs]
+    # with gates and ups taking turns, not [experts, gates and then ups, inputs].
+    alternating: bool = False
+    method: str = "plain"  # how experts are stored and computed: in registry.EXPERTS_METHODS
+    shared: MLPConfig | None = None
+    shared_gate: bool = False  # whether its result is multiplied by a learned sigmoid
+    shard: Shard = WHOLE  # which part of each expert's intermediate elements these are
+
+    def sharded(self, shard: Shard) -> ExpertsConfig:
+        """One rank's intermediate elements. Raises ConfigError if they do not divide."""
+        size = shard.divide(self.intermediate_size, "the intermediate size of an expert")
+        shared = None if self.shared is None else self.shared.sharded(shard)
+        return replace(self, intermediate_size=size, shared=shared, shard=shard)
+
+    @property
+    def has_down_bias(self) -> bool:
+        """Whether this part adds the bias of the down projections: of partial sums, the first."""
+        return self.bias and self.shard.rank == 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert."""
+        biases = (2 * self.intermediate_size if self.bias else 0) + (
+            self.hidden_size if self.has_down_bias else 0
+        )
+        return 3 * self.intermediate_size * self.hidden_size + biases
+
+    @property
+    def num_parameters(self) -> int:
+        return self._num_parameters(self.routing.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token's result depends on."""
+        return self._num_parameters(self.routing.top_k)
+
+    @property
+    def activation_width(self) -> int:
+        """Elements that a token has at once inside the block."""
+        expert = 3 * self.intermediate_size + 2 * self.hidden_size
+        shared = 0 if self.shared is None else self.shared.activation_width
+        return self.routing.top_k * expert + shared
+
+    def _num_parameters(self, num_experts: int) -> int:
+        routing = self.routing
+        # Corrections are no parameters: they are not trained by gradients, and remain float32.
+        per_expert = self.hidden_size + routing.bias
+        shared = 0 if self.shared is None else self.shared.num_parameters
+        gate = self.hidden_size if self.shared_gate else 0
+        router = routing.num_experts * per_expert
+        return router + num_experts * self.expert_parameters + shared + gate

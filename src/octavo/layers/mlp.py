@@ -17,6 +17,7 @@ PLAIN_EPILOGUES: dict[Activation, Epilogue] = {
 GATED_EPILOGUES: dict[Activation, Epilogue] = {
     "silu": Epilogue.SILU_MUL,
     "gelu_tanh": Epilogue.GELU_TANH_MUL,
+    "clamped_swiglu": Epilogue.CLAMPED_SWIGLU,
 }
 
 
@@ -33,8 +34,3 @@ class DenseMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same, or partial sums (LinearMethod.forward_partial)."""
         return self.down.forward_partial(self.up.forward(hidden, self.epilogue))
-
-
-def make_mlp(config: MLPConfig) -> DenseMLP:
-    """The block that a model's description asks for, with uninitialised weights."""
-    return DenseMLP(config)

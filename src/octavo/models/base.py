@@ -42,6 +42,9 @@ class CausalLM(nn.Module):
     embedding: Embedding
     head: LMHead
     checkpoint: Checkpoint | None = None  # None: as the family's WeightNames say
+    num_hit_experts: Tensor | None = None
+    """int64 [1] on the device: of all mixtures of experts, how many experts were computed, added up
+    over their steps; None: there is no mixture."""
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Give the parameters memory, of `dtype` on `device`, uninitialised. Called once, before
@@ -51,6 +54,8 @@ class CausalLM(nn.Module):
             for name, parameter in module.named_parameters(recurse=False):
                 weight = torch.empty(parameter.shape, dtype=dtype, device=device)
                 setattr(module, name, nn.Parameter(weight, requires_grad=False))
+            for name, buffer in module.named_buffers(recurse=False):  # those keep their dtypes
+                setattr(module, name, torch.empty_like(buffer, device=device))
 
     @property
     def token_table(self) -> Tensor:

@@ -6,6 +6,7 @@ them. Imports no torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from octavo.errors import ConfigError, ModelError
 from octavo.layers.config import (
     AttentionConfig,
     EmbeddingScale,
+    ExpertsConfig,
     LinearConfig,
     MLPConfig,
     NormConfig,
@@ -25,6 +27,7 @@ from octavo.layers.config import (
 )
 from octavo.models.quantization import Quantization
 from octavo.parallel import WHOLE, Shard
+from octavo.routing import RoutingConfig
 
 NormPlacement = Literal["pre", "post", "branch", "around", "parallel", "twin"]
 # How many norms a layer has.
@@ -51,7 +54,7 @@ class LayerConfig:
 
     attention: AttentionConfig
     cross_attention: AttentionConfig | None = None
-    mlp: MLPConfig
+    mlp: MLPConfig | ExpertsConfig
     norm: NormConfig
     norm_placement: NormPlacement = "pre"
     kv_spec: KVSpec | None = None
@@ -68,12 +71,20 @@ class LayerConfig:
 
     @property
     def num_parameters(self) -> int:
-        blocks = self.attention.num_parameters + self.mlp.num_parameters
-        norms = NUM_NORMS[self.norm_placement]
+        return self._beside_mlp + self.mlp.num_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token's result depends on: of a mixture of experts, some."""
+        return self._beside_mlp + self.mlp.num_active_parameters
+
+    @property
+    def _beside_mlp(self) -> int:
+        beside, norms = self.attention.num_parameters, NUM_NORMS[self.norm_placement]
         if self.cross_attention is not None:
-            blocks += self.cross_attention.num_parameters
+            beside += self.cross_attention.num_parameters
             norms += 1
-        return blocks + norms * self.norm.num_parameters
+        return beside + norms * self.norm.num_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +269,36 @@ class ModelDescription:
         if self.logits_bias:
             declared += self.head.out_features
         return declared + self.num_lookup_parameters()
+
+    def num_active_parameters(self) -> int:
+        """`num_parameters` without the experts that a token does not take."""
+        inactive = sum(each.num_parameters - each.num_active_parameters for each in self.layers)
+        return self.num_parameters() - inactive
+
+    def num_expert_parameters(self) -> int:
+        """Weights of experts that are chosen by a router: those of all of them."""
+        return sum(
+            each.mlp.routing.num_experts * each.mlp.expert_parameters
+            for each in self.layers
+            if isinstance(each.mlp, ExpertsConfig)
+        )
+
+    def num_read_parameters(self, num_tokens: int) -> float:
+        """Weights that a step of so many tokens reads once: all but rows that are looked up, and
+        experts that are not hit if all choices of their routers are equally likely."""
+        missed = sum(
+            (each.mlp.routing.num_experts - each.mlp.routing.expected_distinct(num_tokens))
+            * each.mlp.expert_parameters
+            for each in self.layers
+            if isinstance(each.mlp, ExpertsConfig)
+        )
+        return self.num_parameters() - self.num_lookup_parameters() - missed
+
+    def mixtures(self) -> dict[RoutingConfig, int]:
+        """How many layers route their tokens in each of the ways that there are."""
+        return Counter(
+            each.mlp.routing for each in self.layers if isinstance(each.mlp, ExpertsConfig)
+        )
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the weights and of the tables of rotary and sinusoidal positions, which are

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from octavo.layers.attention import Attention, CrossAttention, RelativePositionBias
 from octavo.layers.embedding import Embedding, LMHead, make_positions
+from octavo.layers.experts import Router, make_mlp
 from octavo.layers.linear import make_linear
-from octavo.layers.mlp import make_mlp
 from octavo.layers.norm import Branches, Norm, add_partial, make_norm
 from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
@@ -146,7 +146,9 @@ class BranchNormLayer(DecoderLayer):
             attended, hidden = attended[indices], hidden[indices]
         branch = self.attention.output.forward_partial(attended)
         hidden = self.attention_norm.add_normed(branch, hidden)
-        return self.mlp_norm.add_normed(self.mlp.forward(hidden), hidden), None
+        mixed = self.mlp.forward(hidden)
+        assert isinstance(mixed, Tensor), "a norm takes one result: there is no shared expert"
+        return self.mlp_norm.add_normed(mixed, hidden), None
 
 
 class PostNormLayer(DecoderLayer):
@@ -204,7 +206,9 @@ class ParallelLayer(DecoderLayer):
             attended, mlp_hidden = attended[indices], mlp_hidden[indices]
             residual = residual[indices]
         branch = self.attention.output.forward_partial(attended)
-        return (branch, self.mlp.forward(mlp_hidden)), residual
+        second = self.mlp.forward(mlp_hidden)
+        assert isinstance(second, Tensor), "there is no place for a shared expert's result"
+        return (branch, second), residual
 
     def _normalise(
         self, hidden: Branches, residual: Tensor | None
@@ -415,6 +419,12 @@ class Decoder(Stack, CausalLM):
         self.attention_layers = own + [cross.spec for cross in self._cross_attentions]
         self.project_out = None if project_out is None else make_linear(project_out)
         self.head = LMHead(config.head, config.logits_softcap, config.logits_bias)
+        routers = [each for each in self.modules() if isinstance(each, Router)]
+        if routers:
+            self.num_hit_experts = torch.zeros(1, dtype=torch.int64, device=device)
+        for router in routers:
+            assert self.num_hit_experts is not None
+            router.num_hit = self.num_hit_experts
 
     def forward(
         self,

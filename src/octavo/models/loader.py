@@ -99,6 +99,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                 where, identity = f"{path}: {name}", _identity(key, target)
                 for part, destination in _parts(tensor, target, where):
                     rows = destination[: len(part)] if part.dim() else destination
+                    part = part.view(rows.shape)  # whose dimensions may be cut up
                     if identity not in loaded:
                         rows.copy_(part)
                         if part.dim():
@@ -222,6 +223,12 @@ def _fill_slice(
     if not shape:
         destination.copy_(noise[begin])
         return
+    if len(index) == 3:  # one matrix after the other
+        size = math.prod(shape[1:])
+        for i, part in enumerate(destination):
+            first = begin + (index[0].start + i) * size
+            _fill_slice(part, index[1:], shape[1:], noise, first)
+        return
     rows, columns = index[0], index[1] if len(index) > 1 else slice(0, 1)
     width, num_columns = math.prod(shape[1:]), columns.stop - columns.start
     num_rows = rows.stop - rows.start
@@ -237,7 +244,7 @@ def _fill_slice(
     inner = torch.arange(num_columns, device=noise.device)
     for part in torch.split(destination, max(1, NOISE_ELEMENTS // num_columns)):
         starts = torch.arange(len(part), device=noise.device) * width + begin
-        part.copy_(noise[(starts.unsqueeze(1) + inner) % NOISE_LENGTH])
+        part.copy_(noise[(starts.unsqueeze(1) + inner) % NOISE_LENGTH].view(part.shape))
         begin += len(part) * width
 
 

@@ -37,6 +37,7 @@ OWN_FAMILIES = (
     ),
     *("cohere", "cohere2", "gptj", "mpt", "bloom"),
     *("t5", "mt5", "bart", "marian"),
+    *("qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "phimoe", "granitemoe", "gpt_oss"),
 )
 FAMILIES: Registry[Family] = Registry(
     "model_type", {name: f"octavo.models.families.{name}:FAMILY" for name in OWN_FAMILIES}

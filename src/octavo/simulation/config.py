@@ -67,6 +67,11 @@ class SimulationConfig:
                 "model", f"{self.model} has an encoder, whose time the cost model does not know"
             )
         gpu = find_gpu(self.gpu)
+        if model.mixtures():
+            raise ConfigError(
+                "model",
+                f"{self.model} is a mixture of experts, for which the simulation has no cost model",
+            )
         if self.max_model_len is not None:
             model = model.with_max_model_len(self.max_model_len)
         for num_heads in {layer.attention.num_heads for layer in model.layers}:

@@ -169,6 +169,8 @@ class ModelRunner:
             self._hidden = torch.zeros((most, model_config.hidden_size), dtype=dtype, device=place)
             self._drawn = torch.zeros(most, dtype=torch.int64, device=place)
             self._capture(graphs)
+        if model.num_hit_experts is not None:
+            model.num_hit_experts.zero_()
 
     def submit(self, plan: StepPlan) -> StepInFlight:
         """Start a step; see Executor.submit."""
@@ -200,6 +202,8 @@ class ModelRunner:
                 step.prompt_logprobs = score_prompts(
                     self._model, hidden, chunks, self._sampler.vocabulary
                 )
+                if self._model.num_hit_experts is not None:
+                    step.num_hit_experts = device.to_host(self._model.num_hit_experts)
             awaits_tokens = batch.awaits_tokens(plan)
             step.drawn = batch.advance(plan)
             if awaits_tokens:
@@ -463,6 +467,7 @@ class StepInFlight:
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.errors: dict[int, RequestFailed] = {}  # rows for which nothing could be drawn
         self.drawn: Drawn | None = None
+        self.num_hit_experts: Tensor | None = None  # so far, in all steps
         # Once its tokens are drawn:
         self.choice: Choice | None = None
         self.ended: Moment | None = None
@@ -508,6 +513,7 @@ class StepInFlight:
             logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
             prompt_logprobs=self.prompt_logprobs,
             errors=logits_not_finite([*not_finite(self.prompt_logprobs), *failed]) | self.errors,
+            num_hit_experts=0 if self.num_hit_experts is None else int(self.num_hit_experts),
             compute_seconds=ended.seconds_since(swapped) if plan.seq_ids else 0.0,
             swap_seconds=swapped.seconds_since(started) if swaps else 0.0,
             following_seconds=following_seconds,

@@ -6,23 +6,27 @@ spellings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from octavo.errors import ModelError
 from octavo.json_fields import MAX_COUNT, Fields
 from octavo.layers.config import (
     Activation,
     AttentionConfig,
+    ExpertsConfig,
     MLPConfig,
     NormConfig,
     RotaryConfig,
 )
 from octavo.models.config import LayerConfig, ModelDescription, NormPlacement
 from octavo.models.rope_scaling import read_rotary
+from octavo.routing import RoutingConfig
 
 MAX_LAYERS = 10_000  # a hundred times today's deepest; layers are built before memory is counted
 MAX_ALIBI_HEADS = 10_000  # each has a slope in the description
+MAX_EXPERTS = 1024  # kernels hold a token's scores of all of them in registers
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Names in config.json, and ours.
 GATED_ACTIVATIONS: dict[str, Activation] = {
@@ -141,9 +145,11 @@ def read_rotary_decoder(
     rotary_of_layer: Sequence[int | None] | None = None,
     scale: float | None = None,
     mlp: MLPConfig | None = None,
+    experts: Mapping[int, ExpertsConfig] | None = None,
     softcap: float | None = None,
     head_norms: bool = False,
     width_norms: bool = False,
+    sinks: bool = False,
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
@@ -167,8 +173,10 @@ def read_rotary_decoder(
         scale: of the scores; None: head_dim ** -0.5.
         softcap: of the scores.
         mlp: None: a gated one.
+        experts: by the number of a layer, the mixture of experts that it has in place of `mlp`.
         head_norms: whether each query and key head is normalised.
         width_norms: whether all query heads are normalised together, and all key heads.
+        sinks: whether each head has an attention sink.
         qkv_bias, output_bias, mlp_bias: whether these projections have biases.
         activation_field, activation: what the family calls the activation, and its default.
         tied_embeddings: the family's default of tie_word_embeddings.
@@ -185,13 +193,16 @@ def read_rotary_decoder(
     if norm is None:
         eps = config.number("rms_norm_eps", norm_eps)
         norm = NormConfig("rms", heads.hidden_size, eps)
-    mlp = mlp or MLPConfig(
-        kind="gated",
-        hidden_size=heads.hidden_size,
-        intermediate_size=config.count("intermediate_size"),
-        activation=config.choice(activation_field, GATED_ACTIVATIONS, activation),
-        bias=mlp_bias,
-    )
+    experts = experts or {}
+    if mlp is None and len(experts) < num_layers:
+        mlp = MLPConfig(
+            kind="gated",
+            hidden_size=heads.hidden_size,
+            intermediate_size=config.count("intermediate_size"),
+            activation=config.choice(activation_field, GATED_ACTIVATIONS, activation),
+            bias=mlp_bias,
+        )
+    mlps = [experts.get(i, mlp) for i in range(num_layers)]
     layers = [
         LayerConfig(
             attention=AttentionConfig(
@@ -205,6 +216,7 @@ def read_rotary_decoder(
                 softcap=softcap,
                 head_norm=replace(norm, size=head_dim) if head_norms else None,
                 width_norm=norm if width_norms else None,
+                sinks=sinks,
                 qkv_bias=qkv_bias,
                 output_bias=output_bias,
             ),
@@ -212,9 +224,13 @@ def read_rotary_decoder(
             norm=norm,
             norm_placement=norm_placement,
         )
-        for window, rotary in zip(
-            windows or [None] * num_layers, rotary_of_layer or [0] * num_layers, strict=True
+        for window, rotary, mlp in zip(
+            windows or [None] * num_layers,
+            rotary_of_layer or [0] * num_layers,
+            mlps,
+            strict=True,
         )
+        if mlp is not None
     ]
     return ModelDescription(
         vocab_size=config.count("vocab_size"),
@@ -233,6 +249,59 @@ def _extended(config: Fields, rotary: RotaryConfig) -> int:
     if extended > MAX_COUNT:
         raise ModelError(f"{config.where}: the extended context has {extended:.3g} positions")
     return extended
+
+
+def read_experts(
+    config: Fields,
+    *,
+    num_experts: int,
+    top_k: int,
+    intermediate_size: int,
+    activation: Activation | None = None,
+    bias: bool = False,
+    alternating: bool = False,
+    shared: MLPConfig | None = None,
+    shared_gate: bool = False,
+    router_bias: bool = False,
+    **routing: Any,
+) -> ExpertsConfig:
+    """A layer's mixture of experts.
+
+    Args:
+        config: config.json.
+        num_experts, top_k, routing: see RoutingConfig, which checks them.
+        activation: None: hidden_act, by default silu.
+        router_bias: whether the router's logits have one.
+        intermediate_size, bias, alternating, shared, shared_gate: see ExpertsConfig.
+    """
+    if activation is None:
+        usual: Activation = config.choice("hidden_act", GATED_ACTIVATIONS, "silu")
+    else:
+        usual = activation
+    try:
+        rule = RoutingConfig(num_experts=num_experts, top_k=top_k, bias=router_bias, **routing)
+    except ValueError as error:
+        raise ModelError(f"{config.where}: {error}") from error
+    return ExpertsConfig(
+        hidden_size=config.count("hidden_size"),
+        intermediate_size=intermediate_size,
+        activation=usual,
+        routing=rule,
+        bias=bias,
+        alternating=alternating,
+        shared=shared,
+        shared_gate=shared_gate,
+    )
+
+
+def gated_mlp(config: Fields, intermediate_size: int) -> MLPConfig:
+    """A gated MLP without biases."""
+    return MLPConfig(
+        kind="gated",
+        hidden_size=config.count("hidden_size"),
+        intermediate_size=intermediate_size,
+        activation=config.choice("hidden_act", GATED_ACTIVATIONS, "silu"),
+    )
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:

@@ -8,10 +8,11 @@ small, hidden states are that much larger; the checkpoints are bfloat16.)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from octavo.json_fields import Fields
-from octavo.layers.config import EmbeddingScale, NormConfig
+from octavo.layers.config import EmbeddingScale, ExpertsConfig, NormConfig
 from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import check_layer_types, read_rotary_decoder
@@ -24,6 +25,13 @@ OPTIONS = frozenset(
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of a GraniteForCausalLM."""
+    return read_granite(config)
+
+
+def read_granite(
+    config: Fields, experts: Mapping[int, ExpertsConfig] | None = None
+) -> ModelDescription:
+    """With experts in some layers, by their numbers, or in none."""
     check_layer_types(config, None)
     multiplier = config.number("residual_multiplier", 1.0)
     eps = config.number("rms_norm_eps", 1e-6) / multiplier**2
@@ -36,6 +44,7 @@ def read(config: Fields) -> ModelDescription:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
+        experts=experts,
     )
     embedding_scale = config.number("embedding_multiplier", 1.0) / multiplier
     return replace(

@@ -42,6 +42,21 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
+def pack(weight: Tensor) -> Tensor:
+    """W [out_features, in_features] as tiles of 16 outputs, the last one filled up with zeros:
+    [tiles, in_features / pair, 16, pair]."""
+    out_features, in_features = weight.shape
+    pair = 4 // weight.element_size()
+    depth = in_features // pair
+    whole, rest = divmod(out_features, LANES)
+    tiles = torch.zeros((whole + (rest > 0), depth, LANES, pair), dtype=weight.dtype)
+    in_tiles = weight[: whole * LANES].reshape(whole, LANES, depth, pair)
+    tiles[:whole] = in_tiles.transpose(1, 2)
+    if rest:
+        tiles[whole, :, :rest] = weight[-rest:].reshape(rest, depth, pair).transpose(0, 1)
+    return tiles
+
+
 class PackedLinear:
     """Owns a packed copy of W [out_features, in_features]."""
 
@@ -50,16 +65,8 @@ class PackedLinear:
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
         self._pair = 4 // weight.element_size()
-        depth, pair = self.in_features // self._pair, self._pair
-        num_tiles = -(-self.out_features // LANES)
-        tiles = torch.zeros((num_tiles, depth, LANES, pair), dtype=weight.dtype)
-        whole, rest = divmod(self.out_features, LANES)
-        in_tiles = weight[: whole * LANES].reshape(whole, LANES, depth, pair)
-        tiles[:whole] = in_tiles.transpose(1, 2)
-        if rest:
-            tiles[whole, :, :rest] = weight[-rest:].reshape(rest, depth, pair).transpose(0, 1)
-        self._tiles = tiles
-        self._depth = depth
+        self._tiles = pack(weight)
+        self._depth = self.in_features // self._pair
         self._num_blocks = -(-self.out_features // BLOCK)
         self._run = _runner(weight.dtype)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray
+from numba import carray, int64
 
 from octavo.ops.cpu import attention_tiles as cpu_tiles
 from octavo.ops.cpu import vectors as cpu_vectors
@@ -22,6 +22,7 @@ JOB = np.dtype(
     [(name, np.int64) for name in (*_FIELDS, "depth", "rows_per_unit", "blocks_per_unit")]
 )
 """What a call needs. Addresses and x_stride are bytes; depth counts the words of a row of x."""
+NEXT_UNIT, JOBS, NUM_UNITS, UNITS_PER_JOB = range(4)  # what a call with several jobs needs
 
 
 @inlined
@@ -63,6 +64,23 @@ def _multiply_rows(
 
 
 @inlined
+def _grouped(args: Any, words: Any, elements: Any) -> None:
+    """Several products of equal weight shapes, each of all rows of its own x; any number of
+    threads may run this."""
+    tiles = np.empty(2 * SPAN, np.int64)
+    sums = np.empty(TILE_ROWS * BLOCK, np.float32)
+    jobs = carray(pointer_to(args[JOBS], JOB), args[NUM_UNITS] // args[UNITS_PER_JOB])
+    unit = fetch_add(args.ctypes.data, 1)
+    while unit < args[NUM_UNITS]:
+        job = jobs[unit // args[UNITS_PER_JOB]]
+        num_blocks = (job.out_features + BLOCK - 1) // BLOCK
+        first = unit % args[UNITS_PER_JOB] * job.blocks_per_unit
+        for block in range(first, min(first + job.blocks_per_unit, num_blocks)):
+            _multiply_rows(job, words, elements, block, 0, job.num_rows, tiles, sums)
+        unit = fetch_add(args.ctypes.data, 1)
+
+
+@inlined
 def _linear(jobs: Any, words: Any, elements: Any) -> None:
     """Compute units of rows and outputs until none is left; any number of threads may run this."""
     job = jobs[0]
@@ -92,3 +110,16 @@ def compile_linear(bf16: bool) -> Any:
         _linear(carray(pointer_to(address, JOB), 1), np.empty(0, words), np.empty(0, elements))
 
     return compile_kernel(linear)
+
+
+def compile_grouped(bf16: bool) -> Any:
+    """`_grouped` for one dtype as a C function of the address of its four int64 arguments."""
+    elements: Any = np.dtype(np.uint16 if bf16 else np.float32)
+    words: Any = np.dtype(np.uint32 if bf16 else np.float32)
+    sources = digest_of(cpu_tiles, cpu_vectors)
+
+    def grouped(address):
+        sources  # noqa: B018
+        _grouped(carray(pointer_to(address, int64), 4), np.empty(0, words), np.empty(0, elements))
+
+    return compile_kernel(grouped)

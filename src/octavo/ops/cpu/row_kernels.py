@@ -22,6 +22,7 @@ from octavo.ops.cpu.vectors import (
     size_of,
     to_float,
 )
+from octavo.ops.epilogue import SWIGLU_ALPHA, SWIGLU_LIMIT, Epilogue
 
 # What a kernel call needs, each an int64; strides are in elements, and 0 is an address of nothing.
 NEXT_ROW, SOURCE, SECOND, RESIDUAL, BRANCH_WEIGHT, WEIGHT, BIAS, OUTPUT = range(8)
@@ -30,6 +31,7 @@ NUM_ARGS = 17
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
 GELU_LINEAR = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
 GELU_CUBIC = np.float32(0.044715 * 1.5957691216057308)
+ALPHA, LIMIT = np.float32(SWIGLU_ALPHA), np.float32(SWIGLU_LIMIT)
 
 # The sum of a row may be taken in any order, as long as it is always the same.
 sum_jit = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -139,11 +141,11 @@ def _norm(address: int, is_rms: Any, like: Any, wide: Any) -> None:
 
 
 @jit
-def _gate(address: int, is_gelu: Any, like: Any) -> None:
+def _gate(address: int, is_gelu: Any, is_clamped: Any, like: Any) -> None:
     """output [tokens, size] = f(gate) * up for source [tokens, gate and up, size].
 
     f(x) = x / (1 + exp(-t)): SiLU if t is x; GELU's tanh approximation if t is
-    2 sqrt(2 / pi) (x + 0.044715 x^3).
+    2 sqrt(2 / pi) (x + 0.044715 x^3); and see Epilogue.CLAMPED_SWIGLU.
     """
     args = carray(pointer_to(address, int64), NUM_ARGS)
     size, itemsize = args[SIZE], size_of(like)
@@ -156,13 +158,43 @@ def _gate(address: int, is_gelu: Any, like: Any) -> None:
             output = carray(pointer_to(args[OUTPUT] + r * size * itemsize, like), size)
             for i in range(size):
                 x = to_float(gate[i])
+                factor = to_float(up[i])
                 t = x
+                if is_clamped:
+                    x = LIMIT if x > LIMIT else x
+                    factor = LIMIT if factor > LIMIT else factor
+                    factor = np.float32(1.0) + (-LIMIT if factor < -LIMIT else factor)
+                    t = ALPHA * x
                 if is_gelu:
                     t = x * (GELU_LINEAR + GELU_CUBIC * x * x)
                 small = exp2_nonpositive(abs(t) * MINUS_LOG2_E)
                 upper = x if t >= 0 else x * small
-                result = upper / (np.float32(1.0) + small) * to_float(up[i])
+                result = upper / (np.float32(1.0) + small) * factor
                 output[i] = from_float(result, like)
+        begin = fetch_add(address, args[CHUNK])
+
+
+@jit
+def _weighted_sum(address: int, like: Any) -> None:
+    """output [tokens, size] = sum over h of weight [tokens, heads] * source [bias [tokens, heads]],
+    in the order of h; the latter are rows of the source, as int64."""
+    args = carray(pointer_to(address, int64), NUM_ARGS)
+    heads, size, itemsize = args[HEADS], args[SIZE], size_of(like)
+    sums = np.empty(size, np.float32)
+    begin = fetch_add(address, args[CHUNK])
+    while begin < args[TOKENS]:
+        for r in range(begin, min(begin + args[CHUNK], args[TOKENS])):
+            weights = carray(pointer_to(args[WEIGHT] + r * heads * 4, float32), heads)
+            places = carray(pointer_to(args[BIAS] + r * heads * 8, int64), heads)
+            sums[:] = np.float32(0.0)
+            for h in range(heads):
+                weight = weights[h]
+                row = carray(pointer_to(args[SOURCE] + places[h] * size * itemsize, like), size)
+                for i in range(size):
+                    sums[i] += weight * to_float(row[i])
+            output = carray(pointer_to(args[OUTPUT] + r * size * itemsize, like), size)
+            for i in range(size):
+                output[i] = from_float(sums[i], like)
         begin = fetch_add(address, args[CHUNK])
 
 
@@ -177,12 +209,24 @@ def compile_norm(element: Any, weight_element: Any, is_rms: bool) -> Any:
     return compile_kernel(norm)
 
 
-def compile_gate(element: Any, is_gelu: bool) -> Any:
+def compile_gate(element: Any, epilogue: Epilogue) -> Any:
     """See compile_norm."""
     sources = digest_of(cpu_vectors)
+    is_gelu, is_clamped = epilogue == Epilogue.GELU_TANH_MUL, epilogue == Epilogue.CLAMPED_SWIGLU
 
     def gate(address):
         sources  # noqa: B018
-        _gate(address, is_gelu, np.empty(0, element))
+        _gate(address, is_gelu, is_clamped, np.empty(0, element))
 
     return compile_kernel(gate)
+
+
+def compile_weighted_sum(element: Any) -> Any:
+    """See compile_norm."""
+    sources = digest_of(cpu_vectors)
+
+    def weighted_sum(address):
+        sources  # noqa: B018
+        _weighted_sum(address, np.empty(0, element))
+
+    return compile_kernel(weighted_sum)

@@ -101,6 +101,34 @@ def apply_gate(gate_up: Tensor, epilogue: Epilogue, output: Tensor | None = None
     return output
 
 
+def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """sum over j of weights[t, j] * rows[places[t, j]], in the order of j, in float32.
+
+    Args:
+        rows: [num_rows, size], dense.
+        places: int64 [num_tokens, n], dense.
+        weights: float32 [num_tokens, n], dense.
+
+    Returns:
+        [num_tokens, size], of the rows' dtype.
+    """
+    num_tokens, n = places.shape
+    size = rows.shape[1]
+    kernel = _weighted_sum_kernel(rows.dtype)
+    if kernel is None:
+        total = torch.zeros((num_tokens, size))
+        for j in range(n):
+            total += weights[:, j : j + 1] * rows[places[:, j]].float()
+        return total.to(rows.dtype)
+    output = rows.new_empty((num_tokens, size))
+    args = _Args(
+        0, rows.data_ptr(), 0, 0, 0, weights.data_ptr(), places.data_ptr(), output.data_ptr(),
+        0, 0, 0, 0, num_tokens, n, size, size, max(1, CHUNK // (n * size)),
+    )  # fmt: skip
+    _run(kernel, args, num_tokens * n * size)
+    return output
+
+
 def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
     """Like `epilogue.apply_epilogue`, with our kernels where they exist."""
     if epilogue.is_gated:
@@ -161,4 +189,13 @@ def _gate_kernel(dtype: torch.dtype, epilogue: Epilogue) -> Runner | None:
         return None
     from octavo.ops.cpu.row_kernels import compile_gate
 
-    return make_runner(compile_gate(element, epilogue == Epilogue.GELU_TANH_MUL))
+    return make_runner(compile_gate(element, epilogue))
+
+
+@cache
+def _weighted_sum_kernel(dtype: torch.dtype) -> Runner | None:
+    if (element := _element(dtype)) is None:
+        return None
+    from octavo.ops.cpu.row_kernels import compile_weighted_sum
+
+    return make_runner(compile_weighted_sum(element))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.cuda.epilogues import activate
+from octavo.ops.cuda.epilogues import activate_gated
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.epilogue import Epilogue
 
@@ -53,7 +53,7 @@ def _gate_kernel(
     start = gate_up + row * row_stride + columns
     gate = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(start + size, mask=inside, other=0.0).to(tl.float32)
-    value = activate(gate, EPILOGUE) * up
+    value = activate_gated(gate, up, EPILOGUE)
     tl.store(out + row * size + columns, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops import epilogue
 from octavo.ops.epilogue import Epilogue
 
 RELU = tl.constexpr(int(Epilogue.RELU))
@@ -13,21 +14,36 @@ SILU = tl.constexpr(int(Epilogue.SILU))
 GELU = tl.constexpr(int(Epilogue.GELU))
 GELU_TANH = tl.constexpr(int(Epilogue.GELU_TANH))
 GELU_TANH_MUL = tl.constexpr(int(Epilogue.GELU_TANH_MUL))
+CLAMPED_SWIGLU = tl.constexpr(int(Epilogue.CLAMPED_SWIGLU))
+SWIGLU_ALPHA = tl.constexpr(epilogue.SWIGLU_ALPHA)
+SWIGLU_LIMIT = tl.constexpr(epilogue.SWIGLU_LIMIT)
 
 
 @triton.jit
 def activate(y, EPILOGUE: tl.constexpr):
-    """The epilogue's activation of float32 y; of the gates, if it is gated."""
+    """The epilogue's activation of float32 y, if it is not gated."""
     if EPILOGUE == RELU:
         y = tl.maximum(y, 0.0)
     if EPILOGUE == SILU:
-        y = y / (1 + tl.exp(-y))
-    if EPILOGUE == SILU_MUL:
         y = y / (1 + tl.exp(-y))
     if EPILOGUE == GELU:
         y = 0.5 * y * (1 + tl.erf(y * 0.7071067811865476))
     if EPILOGUE == GELU_TANH:
         y = y / (1 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
-    if EPILOGUE == GELU_TANH_MUL:
-        y = y / (1 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
     return y
+
+
+@triton.jit
+def activate_gated(gate, up, EPILOGUE: tl.constexpr):
+    """A gated epilogue's result for float32 gates and ups."""
+    if EPILOGUE == SILU_MUL:
+        gate = gate / (1 + tl.exp(-gate))
+    if EPILOGUE == GELU_TANH_MUL:
+        gate = gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    if EPILOGUE == CLAMPED_SWIGLU:
+        # Comparisons, unlike the minimum, keep NaN.
+        gate = tl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
+        up = tl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, up)
+        up = tl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up) + 1
+        gate = gate / (1 + tl.exp(gate * -SWIGLU_ALPHA))
+    return gate * up

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.cuda.epilogues import activate
+from octavo.ops.cuda.epilogues import activate, activate_gated
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.epilogue import Epilogue
@@ -142,10 +142,11 @@ def _linear_one_kernel(
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         y += tl.load(bias + rows).to(tl.float32)
-    y = activate(y, EPILOGUE)
     if GATED:
         up = tl.sum(up_acc, 1)
         if HAS_BIAS:
             up += tl.load(bias + num_rows + rows).to(tl.float32)
-        y = y * up
+        y = activate_gated(y, up, EPILOGUE)
+    else:
+        y = activate(y, EPILOGUE)
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=is_row)

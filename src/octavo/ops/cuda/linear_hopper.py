@@ -23,7 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda.epilogues import GELU, GELU_TANH, GELU_TANH_MUL, RELU, SILU, SILU_MUL
+from octavo.ops.cuda.epilogues import (
+    CLAMPED_SWIGLU,
+    GELU,
+    GELU_TANH,
+    GELU_TANH_MUL,
+    RELU,
+    SILU,
+    SILU_MUL,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+)
 
 # Names that changed between Triton 3.6 and 3.9.
 _fetch_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -136,15 +146,26 @@ def _activate(y, EPILOGUE: gl.constexpr):
         y = gl.maximum(y, 0.0)
     if EPILOGUE == SILU:
         y = y / (1 + gl.exp(-y))
-    if EPILOGUE == SILU_MUL:
-        y = y / (1 + gl.exp(-y))
     if EPILOGUE == GELU:
         y = 0.5 * y * (1 + gl.erf(y * 0.7071067811865476))
     if EPILOGUE == GELU_TANH:
         y = y / (1 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
-    if EPILOGUE == GELU_TANH_MUL:
-        y = y / (1 + gl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
     return y
+
+
+@gluon.jit
+def _activate_gated(gate, up, EPILOGUE: gl.constexpr):
+    """`activate_gated` of epilogues.py, in Gluon."""
+    if EPILOGUE == SILU_MUL:
+        gate = gate / (1 + gl.exp(-gate))
+    if EPILOGUE == GELU_TANH_MUL:
+        gate = gate / (1 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    if EPILOGUE == CLAMPED_SWIGLU:
+        gate = gl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
+        up = gl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, up)
+        up = gl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up) + 1
+        gate = gate / (1 + gl.exp(gate * -SWIGLU_ALPHA))
+    return gate * up
 
 
 @gluon.jit
@@ -173,9 +194,7 @@ def _finish(
         if GATED:
             shift = gl.load(bias + num_rows + rows, mask=rows < num_rows, other=0.0)
             up += _by_row(shift.to(gl.float32), SWAP)
-    acc = _activate(acc, EPILOGUE)
-    if GATED:
-        acc = acc * up
+    acc = _activate_gated(acc, up, EPILOGUE) if GATED else _activate(acc, EPILOGUE)
     # From here on neighbouring threads hold neighbouring rows of W, which are adjacent in out.
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = min(32, ROWS // 8)

@@ -115,6 +115,12 @@ class EngineTotals(Collector):
             ("kv_blocks_evicted", "Cached blocks overwritten.", totals.num_evicted_blocks),
             ("kv_blocks_swapped_out", "Blocks swapped out.", totals.num_swapped_out_blocks),
             ("kv_blocks_swapped_in", "Blocks swapped in.", totals.num_swapped_in_blocks),
+            ("experts_computed", "Experts computed, of all layers.", totals.num_hit_experts),
+            (
+                "experts_expected",
+                "Experts that evenly spread choices would have computed.",
+                totals.num_expected_experts,
+            ),
         ):
             family = CounterMetricFamily(f"octavo_{name}", text, labels=LABELS)
             family.add_metric(self._labels, value)

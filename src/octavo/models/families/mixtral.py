@@ -1,0 +1,59 @@
+"""Mixtral (arXiv:2401.04088): a Mistral with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.json_fields import Fields
+from octavo.models.config import ModelDescription
+from octavo.models.families import llama
+from octavo.models.families.common import (
+    MAX_EXPERTS,
+    check_layer_types,
+    read_experts,
+    read_num_layers,
+    read_rotary_decoder,
+)
+from octavo.models.family import Family
+
+WEIGHTS = replace(
+    llama.WEIGHTS,
+    layer={
+        **llama.WEIGHTS.layer,
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts": tuple(f"block_sparse_moe.experts.*.{name}" for name in ("w1", "w3", "w2")),
+    },
+)
+
+
+def read(config: Fields) -> ModelDescription:
+    """From config.json of a MixtralForCausalLM."""
+    config.refuse("attention_bias", False)
+    has_window = config.get("sliding_window", None) is not None
+    window = config.count("sliding_window") if has_window else None
+    check_layer_types(config, window)
+    num_layers = read_num_layers(config)
+    experts = read_experts(
+        config,
+        num_experts=config.count("num_local_experts", 8, MAX_EXPERTS),
+        top_k=config.count("num_experts_per_tok", 2),
+        intermediate_size=config.count("intermediate_size"),
+    )
+    return read_rotary_decoder(
+        config,
+        windows=[window] * num_layers,
+        num_kv_heads=8,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        experts=dict.fromkeys(range(num_layers), experts),
+    )
+
+
+FAMILY = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    note="Mixtral 8x7B, 8x22B",
+    read=read,
+    weights=WEIGHTS,
+    eos_token_ids=(2,),
+)

@@ -1,0 +1,74 @@
+"""Phi-3.5-MoE (arXiv:2404.14219): layer norms, LongRoPE, and experts that SparseMixer chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.json_fields import Fields
+from octavo.layers.config import NormConfig
+from octavo.models.config import ModelDescription
+from octavo.models.families import mixtral
+from octavo.models.families.common import (
+    MAX_EXPERTS,
+    check_layer_types,
+    read_experts,
+    read_num_layers,
+    read_rotary_decoder,
+)
+from octavo.models.family import Family
+from octavo.routing import Scoring
+
+
+def read(config: Fields) -> ModelDescription:
+    """From config.json of a PhimoeForCausalLM."""
+    has_window = config.get("sliding_window", None) is not None
+    window = config.count("sliding_window") if has_window else None
+    check_layer_types(config, window)
+    num_layers = read_num_layers(config)
+    experts = read_experts(
+        config,
+        num_experts=config.count("num_local_experts", 16, MAX_EXPERTS),
+        top_k=config.count("num_experts_per_tok", 2, 2),
+        intermediate_size=config.count("intermediate_size"),
+        scoring=Scoring.SPARSEMIXER,
+        jitter=config.number("router_jitter_noise", 0.01),
+        renormalised=False,
+    )
+    bias = config.flag("attention_bias", False)
+    description = read_rotary_decoder(
+        _with_attention_factor(config),
+        windows=[window] * num_layers,
+        num_kv_heads=8,
+        norm=NormConfig("layer", config.count("hidden_size"), config.number("rms_norm_eps", 1e-5)),
+        rope_theta=1e6,
+        experts=dict.fromkeys(range(num_layers), experts),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    return replace(description, head_bias=config.flag("lm_head_bias", False))
+
+
+def _with_attention_factor(config: Fields) -> Fields:
+    """The family's short_mscale and long_mscale as the attention_factor of other families."""
+    values = dict(config.values)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name, None)
+        if not isinstance(rope, dict) or "short_mscale" not in rope:
+            continue
+        fields = Fields(f"{config.where}: {name}", rope)
+        factor = fields.number("short_mscale")
+        if fields.number("long_mscale") != factor:
+            raise fields.error("long_mscale", "octavo serves one factor, that of short_mscale")
+        rest = {key: rope[key] for key in rope.keys() - {"short_mscale", "long_mscale"}}
+        values[name] = rest | {"attention_factor": factor}
+    return Fields(config.where, values)
+
+
+FAMILY = Family(
+    model_type="phimoe",
+    architecture="PhimoeForCausalLM",
+    note="Phi-3.5-MoE; LongRoPE by max_model_len",
+    read=read,
+    weights=mixtral.WEIGHTS,
+    eos_token_ids=(2,),
+)

@@ -1,0 +1,73 @@
+"""Which tiles the grouped products of experts take (experts.py); rules, not measurements.
+
+While tokens are few, the time goes into reading the weights of the experts that were hit: tiles
+hold as few tokens as tensor cores allow, and two or more programs share an SM, so that while one
+begins or ends, others read. With many tokens per expert, tiles are square.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.ops.cuda.tile_sizes import power_of_2
+
+_SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill, on Hopper
+_OTHER_SHARED_MEMORY = 96_000  # that any GPU has
+MAX_STAGES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A configuration of the grouped product's kernel."""
+
+    tokens: int  # BM
+    rows: int  # BN, of the experts' weights: of the gates, and as many ups
+    columns: int  # BK
+    stages: int
+    warps: int
+
+
+def tokens_per_tile(num_tokens: int, num_experts: int, top_k: int) -> int:
+    """Tokens of one expert that a program computes, of a batch of `num_tokens`.
+
+    Most experts should find room for their tokens in one tile, with which their weights are read
+    once: for Poisson distributed numbers, that is some two standard deviations above the mean.
+    """
+    mean = num_tokens * top_k / num_experts
+    return next((size for size in (16, 32, 64) if mean + 2 * mean**0.5 <= size), 128)
+
+
+def max_blocks(num_tokens: int, num_experts: int, top_k: int, tokens: int) -> int:
+    """How many tiles of `tokens` all experts may need, whatever the tokens choose: as many as if
+    each had a tile with a single token, and the other tokens filled tiles."""
+    num_rows = num_tokens * top_k
+    most = min(num_rows, num_experts)
+    return most + (num_rows - most) // tokens
+
+
+def choose_tiles(tokens: int, size: int, element_size: int, is_gated: bool, has_tma: bool) -> Tiles:
+    """Tiles for a product of `tokens` at a time with rows of `size` weights."""
+    if tokens == 128:
+        rows, columns, warps, per_sm = 128, 64, 8, 1
+    else:
+        rows, columns, warps, per_sm = 64 if is_gated else 128, 128 if tokens == 16 else 64, 4, 2
+    if size % columns:
+        columns = 64
+    columns = min(columns * 2 // element_size, max(16, power_of_2(size)))
+    stage_bytes = element_size * columns * (rows * (2 if is_gated else 1) + tokens)
+    room = _SHARED_MEMORY // per_sm if has_tma else _OTHER_SHARED_MEMORY
+    stages = max(2, min(MAX_STAGES, room // stage_bytes))
+    if stages * stage_bytes > room:
+        rows //= 2
+    return Tiles(tokens, rows, columns, stages, warps)
+
+
+def programs_of_one_token(size: int) -> tuple[int, int]:
+    """Rows, and columns at once, of an expert's weights that a program takes for one token.
+
+    Nothing can be loaded before it is known which experts the token takes, so there are many loads
+    at once in each program.
+    """
+    if size <= 1024:
+        return 8, min(512, power_of_2(size))
+    return (4, 2048) if size % 2048 == 0 else (2, 1024)

@@ -1,0 +1,98 @@
+"""Kernels of mixtures of experts: which ones weights get, and those for any CPU and dtype.
+
+On a CPU only experts that were hit cost anything. Rows are gathered by expert, so that each expert
+multiplies dense rows of its own. Where our packed kernel serves the weights (cpu/experts.py), one
+call computes a projection of all experts that were hit; elsewhere there is a call per expert, of
+the fastest kernel for its weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.ops.cpu.row_ops import weighted_sum
+from octavo.ops.epilogue import Epilogue
+from octavo.ops.experts import (
+    ExpertsKernel,
+    ExpertWeights,
+    Routed,
+    RouterKernel,
+    RouterWeights,
+    RowLists,
+    choose,
+    list_rows,
+)
+from octavo.ops.linear import has_numba_kernel, make_linear_kernel
+from octavo.routing import RoutingConfig
+
+
+class TorchRouter:
+    """Computes logits in float32, whatever the model's dtype: they decide between experts."""
+
+    def __init__(self, weights: RouterWeights, config: RoutingConfig, num_hit: Tensor) -> None:
+        self._kernel = make_linear_kernel(weights.weight.float())
+        self._bias = None if weights.bias is None else weights.bias.float()
+        self._correction = weights.correction
+        self._config = config
+        self._num_hit = num_hit
+
+    def apply(self, x: Tensor) -> Routed:
+        """See RouterKernel.apply."""
+        logits = self._kernel.apply(x.float(), self._bias, Epilogue.NONE)
+        routed = choose(logits, self._correction, self._config)
+        lists = list_rows(routed.ids, self._config.num_experts)
+        self._num_hit += len(lists.hit)
+        return routed._replace(lists=lists)
+
+
+class SeparateExperts:
+    """Owns a kernel for each projection of each expert: for any dtype."""
+
+    def __init__(self, weights: ExpertWeights, epilogue: Epilogue) -> None:
+        self._up = [make_linear_kernel(each) for each in weights.up]
+        self._down = [make_linear_kernel(each) for each in weights.down]
+        self._biases = weights.up_bias, weights.down_bias
+        self._epilogue = epilogue
+
+    def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
+        """See ExpertsKernel.apply_partial."""
+        lists: RowLists = routed.lists
+        rows = x[lists.order // routed.ids.shape[1]]
+        up_bias, down_bias = self._biases
+        results = []
+        for expert, part in zip(
+            lists.hit.tolist(), torch.split(rows, lists.counts.tolist()), strict=True
+        ):
+            bias = None if up_bias is None else up_bias[expert]
+            inner = self._up[expert].apply(part, bias, self._epilogue)
+            bias = None if down_bias is None else down_bias[expert]
+            results.append(self._down[expert].apply(inner, bias, Epilogue.NONE))
+        return weighted_sum(torch.cat(results), lists.places, routed.weights)
+
+
+def make_router_kernel(
+    weights: RouterWeights, config: RoutingConfig, num_hit: Tensor
+) -> RouterKernel:
+    """The fastest kernel on the weights' device.
+
+    num_hit: int64 [1], to which each call adds how many experts some token takes.
+    """
+    if weights.weight.device.type == "cuda":
+        from octavo.ops.cuda.routing import CudaRouter
+
+        return CudaRouter(weights, config, num_hit)
+    return TorchRouter(weights, config, num_hit)
+
+
+def make_experts_kernel(weights: ExpertWeights, epilogue: Epilogue) -> ExpertsKernel:
+    """The fastest kernel on the weights' device; `epilogue` is gated."""
+    if weights.up.device.type == "cuda":
+        from octavo.ops.cuda.experts import CudaExperts
+
+        return CudaExperts(weights, epilogue)
+    if has_numba_kernel(weights.up[0]) and has_numba_kernel(weights.down[0]):
+        from octavo.ops.cpu.experts import PackedExperts
+
+        return PackedExperts(weights, epilogue)
+    return SeparateExperts(weights, epilogue)

@@ -1,0 +1,160 @@
+"""Mixtures of experts: what is read from config.json, counted, and refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from dense_harness import DenseHarness
+from safetensors.torch import load_file, save_file
+
+import model_zoo
+from octavo import LLM, SamplingParams
+from octavo.cli.main import main
+from octavo.core.step import StepResult
+from octavo.errors import ConfigError, ModelError
+from octavo.layers.config import ExpertsConfig
+from octavo.models.config import ModelConfig
+from octavo.models.loader import load_model
+from octavo.models.registry import read_model_config
+from octavo.ops.communicator import SingleRank
+from octavo.parallel import Shard
+from octavo.routing import RoutingConfig
+from octavo.simulation.config import SimulationConfig
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+
+
+def changed(name: str, directory: Path, **changes: Any) -> ModelConfig:
+    """The zoo's model with other fields in config.json."""
+    fields = json.loads((model_zoo.model_directory(name) / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(fields | changes))
+    return read_model_config(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "num_active"),
+    [
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+        ("gpt-oss-20b", 20_914_757_184, 4_187_440_704),
+    ],
+)
+def test_parameters_of_published_models(name: str, num_parameters: int, num_active: int) -> None:
+    config = read_model_config(CONFIGS / name)
+    assert config.num_parameters() == num_parameters
+    assert config.num_active_parameters() == num_active
+    read = config.num_parameters() - config.num_lookup_parameters()
+    assert config.num_read_parameters(100_000) == pytest.approx(read)
+    assert config.num_read_parameters(1) < 0.2 * read
+    half = config.sharded(Shard(1, 2)).num_expert_parameters()
+    assert half == pytest.approx(config.num_expert_parameters() / 2, rel=1e-3)
+
+
+def test_expected_experts() -> None:
+    """As many as top_k for one token, and all of them for very many."""
+    routing = RoutingConfig(num_experts=128, top_k=8)
+    assert routing.expected_distinct(1) == pytest.approx(8)
+    assert routing.expected_distinct(8) == pytest.approx(51.6, abs=0.1)
+    assert routing.expected_distinct(10_000) == pytest.approx(128)
+    assert routing.expected_distinct(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+        ("mixtral", {"num_local_experts": 1025}, "num_local_experts is 1025; .* at most 1,024"),
+        ("mixtral", {"num_experts_per_tok": 6}, "6 of 5 experts cannot be chosen"),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers is .* numbers of layers"),
+        ("glm4_moe", {"n_group": 5}, "12 experts do not form 5 groups"),
+        ("glm4_moe", {"topk_group": 1, "n_group": 6}, "1 groups of 2 have no 3 experts"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; .* at most 2"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        changed(name, tmp_path, **changes)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """As gpt-oss is published: the same model as one with the values that they stand for."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    plain = model_zoo.write_model("gpt_oss", tmp_path / "plain", **sizes)
+    packed = model_zoo.write_model("gpt_oss", tmp_path / "packed", **sizes)
+    tensors, stored = load_file(plain / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in list(tensors.items()):
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = tensor
+            continue
+        num_experts, inputs, outputs = tensor.shape
+        shape = (num_experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 125, shape, generator=generator, dtype=torch.uint8)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
+        scaled = values[pairs] * torch.exp2(scales.float() - 127).unsqueeze(-1)
+        tensors[name] = scaled.flatten(-2).transpose(1, 2).contiguous()
+    save_file(tensors, plain / "model.safetensors")
+    save_file(stored, packed / "model.safetensors")
+    fields = json.loads((packed / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4"}
+    (packed / "config.json").write_text(json.dumps(fields))
+    logits = []
+    for directory in (plain, packed):
+        model = load_model(
+            read_model_config(directory), torch.float32, torch.device("cpu"), SingleRank()
+        )
+        prompt = model_zoo.random_token_ids(20)
+        logits.append(DenseHarness(model, len(prompt)).run({0: prompt})[0])
+    assert torch.equal(*logits)
+
+
+def test_layers_with_experts(tmp_path: Path) -> None:
+    def kinds(**changes: Any) -> list[bool]:
+        layers = changed("qwen3_moe", tmp_path, **changes).layers
+        return [isinstance(layer.mlp, ExpertsConfig) for layer in layers]
+
+    assert kinds() == [True, False, True]
+    assert kinds(mlp_only_layers=[], decoder_sparse_step=2) == [False, True, False]
+    assert kinds(mlp_only_layers=[0, 1, 2]) == [False] * 3
+
+
+def test_a_step_counts_the_experts_that_it_computes() -> None:
+    """Two of three layers have experts, of which a token takes three."""
+    results: list[StepResult] = []
+    with LLM(str(model_zoo.model_directory("qwen3_moe")), num_blocks=40) as llm:
+        llm.engine.observers.append(lambda plan, result, progress: results.append(result))
+        prompt = model_zoo.random_token_ids(30)
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        assert sum(llm.engine.model_config.mixtures().values()) == 2
+    counts = [result.num_hit_experts for result in results]
+    assert 6 <= counts[0] <= 14
+    assert [b - a for a, b in pairwise(counts)] == [6] * (len(counts) - 1)
+
+
+def test_memory_tells_experts_from_other_weights() -> None:
+    arguments = ["memory", str(CONFIGS / "qwen3-30b-a3b"), "--device-memory", "140GiB"]
+    done = CliRunner().invoke(main, [*arguments, "--json"])
+    values = json.loads(done.stdout)
+    assert values["active_parameters"] == 3_353_032_704
+    assert values["expert_bytes"] == 2 * 48 * 128 * 3 * 2048 * 768
+    text = CliRunner().invoke(main, arguments).stdout
+    assert "a token takes 3,353.0 M of them" in text
+    assert "54.00 GiB of the weights" in text
+
+
+def test_the_simulation_has_no_cost_model_of_experts() -> None:
+    config = SimulationConfig(model=str(CONFIGS / "qwen3-30b-a3b"), gpu="h200")
+    with pytest.raises(ConfigError, match=r"model: .* is a mixture of experts"):
+        config.prepare()

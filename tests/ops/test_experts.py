@@ -1,0 +1,297 @@
+"""Kernels of mixtures of experts against the reference in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops.cpu.experts import PackedExperts
+from octavo.ops.cuda import experts as cuda_experts
+from octavo.ops.cuda.expert_tiles import choose_tiles, max_blocks, tokens_per_tile
+from octavo.ops.cuda.routing import CudaRouter
+from octavo.ops.epilogue import Epilogue
+from octavo.ops.expert_kernels import SeparateExperts, TorchRouter
+from octavo.ops.experts import (
+    ExpertsKernel,
+    ExpertWeights,
+    Routed,
+    RouterKernel,
+    RouterWeights,
+    mix,
+    route,
+)
+from octavo.ops.linear import has_numba_kernel
+from octavo.routing import RoutingConfig, Scoring
+
+SHARED_MEMORY = 227 << 10  # bytes of a multiprocessor
+CPU = torch.device("cpu")
+RULES = {
+    "softmax": RoutingConfig(num_experts=6, top_k=2, renormalised=False),
+    "chosen-softmax": RoutingConfig(num_experts=13, top_k=4, bias=True),
+    "all": RoutingConfig(num_experts=5, top_k=5),
+    "one": RoutingConfig(num_experts=4, top_k=1, renormalised=False),
+    "groups": RoutingConfig(
+        num_experts=24, top_k=5, num_groups=6, top_groups=2, renormalised=False, scale=0.5
+    ),
+    "sigmoid": RoutingConfig(num_experts=8, top_k=3, scoring=Scoring.SIGMOID, correction=True),
+    "grouped-sigmoid": RoutingConfig(
+        num_experts=12,
+        top_k=4,
+        scoring=Scoring.SIGMOID,
+        correction=True,
+        num_groups=4,
+        top_groups=2,
+        scale=2.5,
+    ),
+    "sparsemixer": RoutingConfig(
+        num_experts=7, top_k=2, scoring=Scoring.SPARSEMIXER, renormalised=False, jitter=0.3
+    ),
+}
+
+
+Backend = tuple[
+    Callable[[RouterWeights, RoutingConfig, Tensor], RouterKernel],
+    Callable[[ExpertWeights, Epilogue], ExpertsKernel],
+]
+
+
+def numbers(*shape: int, seed: int = 0, device: torch.device = CPU) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, device=device)
+
+
+def router_weights(config: RoutingConfig, size: int, device: torch.device) -> RouterWeights:
+    num = config.num_experts
+    return RouterWeights(
+        numbers(num, size, device=device) * 2 * size**-0.5,
+        numbers(num, device=device) if config.bias else None,
+        numbers(num, device=device) * 0.3 if config.correction else None,
+    )
+
+
+def expert_weights(
+    num: int, size: int, inner: int, device: torch.device, has_bias: bool = False
+) -> ExpertWeights:
+    return ExpertWeights(
+        numbers(num, 2 * inner, size, device=device) * size**-0.5,
+        numbers(num, size, inner, device=device) * inner**-0.5,
+        numbers(num, 2 * inner, device=device) if has_bias else None,
+        numbers(num, size, device=device) if has_bias else None,
+    )
+
+
+def total(result: Tensor) -> Tensor:
+    """What a norm makes of the kernel's result."""
+    return result.float().sum(0) if result.dim() == 3 else result.float()
+
+
+def routed_by(backend: Backend, weights: RouterWeights, config: RoutingConfig, x: Tensor) -> Routed:
+    num_hit = torch.zeros(1, dtype=torch.int64, device=x.device)
+    return backend[0](weights, config, num_hit).apply(x)
+
+
+def assert_routed(got: Routed, want: Routed) -> None:
+    assert torch.equal(got.ids, want.ids)
+    torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-6)
+
+
+BACKENDS: dict[str, Backend] = {
+    "triton": (CudaRouter, cuda_experts.CudaExperts),
+    "packed": (TorchRouter, PackedExperts),
+    "separate": (TorchRouter, SeparateExperts),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, device: torch.device) -> Backend:
+    is_triton = request.param == "triton"
+    if not is_triton and device.type == "cuda":
+        pytest.skip("computes on the CPU")
+    if request.param == "packed" and not has_numba_kernel(torch.zeros(16, 16)):
+        pytest.skip("this CPU lacks AVX-512")
+    if is_triton:
+        request.getfixturevalue("poisoned")
+    return BACKENDS[request.param]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+@pytest.mark.parametrize("rule", RULES)
+def test_routing(backend: Backend, device: torch.device, rule: str, num_tokens: int) -> None:
+    config = RULES[rule]
+    weights = router_weights(config, 50, device)
+    num_hit = torch.zeros(1, dtype=torch.int64, device=device)
+    kernel = backend[0](weights, config, num_hit)
+    hit = 0
+    for seed in range(2):
+        x = numbers(num_tokens, 50, seed=seed, device=device)
+        want = route(x, weights, config)
+        assert_routed(kernel.apply(x), want)
+        hit += len(want.ids.unique())
+    assert int(num_hit) == hit
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp of large gates
+@pytest.mark.parametrize("num_tokens", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("epilogue", "has_bias", "size", "inner"),
+    [
+        (Epilogue.SILU_MUL, False, 44, 36),
+        (Epilogue.GELU_TANH_MUL, True, 45, 30),  # TMA cannot fetch rows of these lengths
+        (Epilogue.CLAMPED_SWIGLU, True, 72, 20),
+    ],
+)
+def test_experts(
+    backend: Backend,
+    device: torch.device,
+    num_tokens: int,
+    epilogue: Epilogue,
+    has_bias: bool,
+    size: int,
+    inner: int,
+) -> None:
+    """Sizes that no tile divides."""
+    config = RULES["chosen-softmax"]
+    router = router_weights(config, size, device)
+    weights = expert_weights(config.num_experts, size, inner, device, has_bias)
+    x = numbers(num_tokens, size, device=device) * 3  # so that activations are clamped
+    routed = routed_by(backend, router, config, x)
+    got = total(backend[1](weights, epilogue).apply_partial(x, routed))
+    torch.testing.assert_close(got, mix(x, routed, weights, epilogue), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["all", "one", "sparsemixer"])
+def test_numbers_of_experts(backend: Backend, device: torch.device, rule: str) -> None:
+    """All of them, and one."""
+    config, x = RULES[rule], numbers(19, 24, device=device)
+    weights = expert_weights(config.num_experts, 24, 20, device)
+    routed = routed_by(backend, router_weights(config, 24, device), config, x)
+    got = total(backend[1](weights, Epilogue.SILU_MUL).apply_partial(x, routed))
+    wanted = mix(x, routed, weights, Epilogue.SILU_MUL)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_all_rows_on_the_same_experts(
+    backend: Backend, device: torch.device, num_tokens: int
+) -> None:
+    """Several blocks of one expert, and none of the others."""
+    config = RULES["softmax"]
+    router = RouterWeights(torch.zeros(6, 24, device=device))
+    weights = expert_weights(6, 24, 20, device)
+    x = numbers(num_tokens, 24, device=device)
+    routed = routed_by(backend, router, config, x)
+    assert routed.ids.tolist() == [[0, 1]] * num_tokens  # of equal scores, the first
+    got = total(backend[1](weights, Epilogue.SILU_MUL).apply_partial(x, routed))
+    wanted = mix(x, routed, weights, Epilogue.SILU_MUL)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.parametrize(("bad", "num_tokens"), [(float("nan"), 20), (float("inf"), 3)])
+@pytest.mark.parametrize("rule", ["chosen-softmax", "grouped-sigmoid", "sparsemixer"])
+def test_a_bad_row_stays_alone(
+    backend: Backend, device: torch.device, rule: str, bad: float, num_tokens: int
+) -> None:
+    config = RULES[rule]
+    router = router_weights(config, 24, device)
+    weights = expert_weights(config.num_experts, 24, 20, device)
+    experts = backend[1](weights, Epilogue.SILU_MUL)
+    x = numbers(num_tokens, 24, device=device)
+    before = experts.apply_partial(x, routed_by(backend, router, config, x))
+    x[1, 5] = bad
+    routed = routed_by(backend, router, config, x)
+    assert ((routed.ids >= 0) & (routed.ids < config.num_experts)).all()
+    assert all(len(set(row)) == config.top_k for row in routed.ids.tolist())
+    after = experts.apply_partial(x, routed)
+    others = [i for i in range(num_tokens) if i != 1]
+    assert torch.equal(total(after)[others], total(before)[others])
+    assert not total(after)[1].isfinite().any()
+
+
+def test_ten_thousand_rows(device: torch.device) -> None:
+    """Lists of many chunks of ids, and blocks of 128 rows."""
+    config = RoutingConfig(num_experts=8, top_k=2)
+    router, x = router_weights(config, 16, device), numbers(5_000, 16, device=device)
+    weights = expert_weights(8, 16, 16, device)
+    routed = routed_by(BACKENDS["triton"], router, config, x)
+    assert_routed(routed, route(x, router, config))
+    assert len(routed.lists.rows) == 10_000
+    got = total(cuda_experts.mix(x, routed, weights, Epilogue.SILU_MUL))
+    some = torch.arange(0, len(x), 97, device=device)
+    part = Routed(routed.ids[some], routed.weights[some])
+    wanted = mix(x[some], part, weights, Epilogue.SILU_MUL)
+    # Of so many tokens, results are rounded to x's dtype before they are added up.
+    torch.testing.assert_close(got[some], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "inner", "num_tokens"),
+    [pytest.param(2880, 64, 1, marks=pytest.mark.slow), (2880, 64, 5), (64, 2880, 5)],
+)
+def test_sizes_of_gpt_oss(device: torch.device, size: int, inner: int, num_tokens: int) -> None:
+    """2,880 is a multiple of 64 and not of 128; the interpreter multiplies no bfloat16."""
+    config = RoutingConfig(num_experts=3, top_k=2, bias=True)
+    router = router_weights(config, size, device)
+    weights = expert_weights(3, size, inner, device, has_bias=True)
+    rounded = [[None if t is None else t.half() for t in each] for each in (router, weights)]
+    router, weights = RouterWeights(*rounded[0]), ExpertWeights(*rounded[1])
+    x = numbers(num_tokens, size, device=device).half()
+    routed = routed_by(BACKENDS["triton"], router, config, x)
+    assert_routed(routed, route(x, router, config))
+    got = total(cuda_experts.mix(x, routed, weights, Epilogue.CLAMPED_SWIGLU))
+    wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
+    assert (got - wanted).norm() < 2e-3 * wanted.norm()
+
+
+def test_a_token_does_not_depend_on_the_others(backend: Backend, device: torch.device) -> None:
+    config = RULES["chosen-softmax"]
+    router = router_weights(config, 48, device)
+    experts = backend[1](expert_weights(13, 48, 32, device), Epilogue.SILU_MUL)
+    x = numbers(20, 48, device=device)
+    before = total(experts.apply_partial(x, routed_by(backend, router, config, x)))[7]
+    x[:7], x[8:] = numbers(7, 48, seed=1, device=device), numbers(12, 48, seed=2, device=device)
+    assert torch.equal(
+        total(experts.apply_partial(x, routed_by(backend, router, config, x)))[7], before
+    )
+
+
+def test_tiles_fit_and_blocks_suffice() -> None:
+    for num_experts, top_k, sizes in (
+        (128, 8, (2048, 768)),
+        (32, 4, (2880, 2880)),
+        (8, 2, (4096, 14336)),
+        (5, 5, (45, 30)),
+    ):
+        for num_tokens in (2, 8, 64, 256, 8192):
+            tokens = tokens_per_tile(num_tokens, num_experts, top_k)
+            for size in sizes:
+                for element_size in (2, 4):
+                    for is_gated in (False, True):
+                        tiles = choose_tiles(tokens, size, element_size, is_gated, has_tma=True)
+                        rows = tiles.rows * (2 if is_gated else 1)
+                        stage = element_size * tiles.columns * (rows + tokens)
+                        assert tiles.stages * stage <= SHARED_MEMORY
+            # The most blocks that there can be: one row for each expert, and the rest for one.
+            num_rows = num_tokens * top_k
+            hit = min(num_rows, num_experts)
+            worst = hit - 1 + -(-(num_rows - hit + 1) // tokens)
+            assert max_blocks(num_tokens, num_experts, top_k, tokens) >= worst
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 9}, "9 of 8 experts cannot be chosen"),
+        ({"num_groups": 3}, "8 experts do not form 3 groups"),
+        ({"num_groups": 4, "top_groups": 5}, "5 of 4 groups cannot be chosen"),
+        ({"num_groups": 8}, "groups of 1 expert have no two best ones"),
+        ({"num_groups": 4, "top_k": 3}, "1 groups of 2 have no 3 experts to choose"),
+    ],
+)
+def test_rules_that_cannot_be(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(RoutingConfig(num_experts=8, top_k=2), **change)
