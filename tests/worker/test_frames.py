@@ -70,7 +70,7 @@ def test_few_frames_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         max_num_batched_tokens=24,
     )
     model_config = read_model_config(config.model).with_max_model_len(80)
-    client = LocalClient(Engine(config, model_config, CudaExecutor(config, model_config, False)))
+    client = LocalClient(Engine(config, model_config, CudaExecutor(config, model_config, None)))
     client.add_request(client.make_request([1, 2, 3], PARAMS))
     while client.has_unfinished:
         client.step()

@@ -111,9 +111,9 @@ def test_groups_with_layers_of_the_same_shape_share_work_items(
     """Full attention and one window: two lists of work items, whatever the number of groups."""
     planned: list[int | None] = []
 
-    def items(seqs: object, window: int | None, *rest: Any) -> object:
+    def items(seqs: object, window: int | None, *rest: Any, **options: Any) -> object:
         planned.append(window)
-        return decode_items(seqs, window, *rest)  # type: ignore[arg-type]
+        return decode_items(seqs, window, *rest, **options)  # type: ignore[arg-type]
 
     decode_items = triton_backend.decode_items
     monkeypatch.setattr(triton_backend, "decode_items", items)

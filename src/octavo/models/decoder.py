@@ -347,24 +347,25 @@ class Stack(nn.Module):
                 assert entry is not None, "nothing adds the last layer's result to the residual"
                 entry.follow(layer.branch_norm)
 
-    def run(
+    def vectors(self, inputs: Tensor) -> Tensor:
+        """The embeddings of `forward`'s inputs: [num_tokens, hidden_size], perhaps partial sums of
+        this rank's."""
+        raise NotImplementedError
+
+    def forward(
         self,
-        vectors: Tensor,
+        inputs: Tensor,
         positions: Tensor,
         attention: AttentionBackend,
-        indices: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states of the tokens, or of those at `indices`; see CausalLM.forward.
-
-        vectors: the tokens' embeddings [num_tokens, hidden_size], perhaps partial sums of this
-        rank's.
-        """
-        hidden: Branches = self._begin(vectors, positions)
+        """Hidden states of the inputs, or of those at `logits_indices`; see CausalLM.forward."""
+        hidden: Branches = self._begin(self.vectors(inputs), positions)
         residual: Tensor | None = None
         *layers, last = self.layers
         for layer in layers:
             hidden, residual = layer.forward(hidden, residual, attention)
-        hidden, residual = last.forward(hidden, residual, attention, indices)
+        hidden, residual = last.forward(hidden, residual, attention, logits_indices)
         if self.norm is not None:
             return self.norm.forward(hidden, residual)[0]
         assert isinstance(hidden, Tensor), "parallel layers are followed by a norm"
@@ -388,11 +389,15 @@ class Stack(nn.Module):
 class Encoder(Stack):
     """Owns the layers of an encoder; the token embedding is the decoder's."""
 
-    def forward(self, vectors: Tensor, positions: Tensor, lens: Sequence[int]) -> Tensor:
-        """The result for whole inputs: [num_tokens, hidden_size] -> the same; see Stack.run."""
+    def vectors(self, inputs: Tensor) -> Tensor:
+        """See Stack.vectors: the inputs are embeddings."""
+        return inputs
+
+    def encode(self, vectors: Tensor, positions: Tensor, lens: Sequence[int]) -> Tensor:
+        """Hidden states of whole inputs: embeddings [num_tokens, hidden_size] -> the same."""
         specs = [cast(DecoderLayer, layer).attention.spec for layer in self.layers]
         attention = BidirectionalAttention(specs, lens)
-        return self.run(vectors, positions, cast(AttentionBackend, attention))
+        return self.forward(vectors, positions, cast(AttentionBackend, attention))
 
 
 class Decoder(Stack, CausalLM):
@@ -426,18 +431,10 @@ class Decoder(Stack, CausalLM):
             assert self.num_hit_experts is not None
             router.num_hit = self.num_hit_experts
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attention: AttentionBackend,
-        logits_indices: Tensor | None = None,
-    ) -> Tensor:
-        """See CausalLM.forward."""
-        vectors = self.embedding.forward(input_ids)
-        if self.project_in is not None:
-            vectors = self.project_in.forward(vectors)
-        return self.run(vectors, positions, attention, logits_indices)
+    def vectors(self, inputs: Tensor) -> Tensor:
+        """See Stack.vectors: the inputs are token ids."""
+        vectors = self.embedding.forward(inputs)
+        return vectors if self.project_in is None else self.project_in.forward(vectors)
 
     def encode(
         self,
@@ -448,7 +445,7 @@ class Decoder(Stack, CausalLM):
     ) -> None:
         """See CausalLM.encode."""
         assert self.encoder is not None
-        encoded = self.encoder.forward(self.embedding.forward(input_ids), positions, lens)
+        encoded = self.encoder.encode(self.embedding.forward(input_ids), positions, lens)
         for cross_attention in self._cross_attentions:
             cross_attention.write(encoded, attention)
 
