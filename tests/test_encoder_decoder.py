@@ -62,13 +62,13 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The lengths of the inputs of each run of the encoder."""
     runs: list[list[int]] = []
-    forward = Encoder.forward
+    encode = Encoder.encode
 
     def counted(self: Encoder, vectors: Any, positions: Any, lens: Sequence[int]) -> Any:
         runs.append(list(lens))
-        return forward(self, vectors, positions, lens)
+        return encode(self, vectors, positions, lens)
 
-    monkeypatch.setattr(Encoder, "forward", counted)
+    monkeypatch.setattr(Encoder, "encode", counted)
     return runs
 
 

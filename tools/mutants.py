@@ -51,9 +51,9 @@ DEFECTS = (
     ),
     Defect(
         "blocks that come back from the swap tier are not offered to the prefix cache",
-        "kv/manager.py",
-        "            table.num_registered = 0\n            table.on_device",
-        "            table.on_device",
+        "block_table.py",
+        "        self.num_registered = 0\n        self.has_new_input = bool",
+        "        self.has_new_input = bool",
     ),
     Defect(
         "a swapped request comes back without room to grow",

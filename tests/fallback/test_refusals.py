@@ -92,12 +92,12 @@ def test_types_that_nobody_knows_are_refused(tmp_path: Path) -> None:
 
 
 def test_code_beside_a_known_type_is_not_run(tmp_path: Path) -> None:
-    shrunken_config("olmoe").save_pretrained(tmp_path)
+    shrunken_config("ernie4_5_moe").save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     (tmp_path / "code.py").write_text("raise SystemExit('was run')")
-    assert read_model_config(tmp_path).architecture == "OlmoeForCausalLM"
+    assert read_model_config(tmp_path).architecture == "Ernie4_5_MoeForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_code_beside_a_known_type_is_not_run(tmp_path: Path) -> None:
     [
         {"hidden_size": "many"},
         {"num_attention_heads": 0},
-        {"num_experts": -1},
+        {"moe_num_experts": -1},
         {"rope_parameters": {"rope_type": "unheard"}},
         {"max_position_embeddings": None},
     ],
 )
 def test_fields_that_cannot_be_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
-    shrunken_config("olmoe").save_pretrained(tmp_path)
+    shrunken_config("ernie4_5_moe").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     with pytest.raises(ModelError, match=r"config\.json"):
@@ -121,7 +121,7 @@ def test_fields_that_cannot_be_are_refused(fields: dict[str, Any], tmp_path: Pat
 def test_without_transformers_the_message_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shrunken_config("olmoe").save_pretrained(tmp_path)
+    shrunken_config("ernie4_5_moe").save_pretrained(tmp_path)
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'octavo\[transformers\]'") as error:
         read_model_config(tmp_path)
@@ -130,22 +130,26 @@ def test_without_transformers_the_message_says_what_to_install(
 
 
 def test_native_needs_a_family(tmp_path: Path) -> None:
-    shrunken_config("olmoe").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="model_type is 'olmoe'; octavo's own families are gpt2"):
+    shrunken_config("ernie4_5_moe").save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelError, match="model_type is 'ernie4_5_moe'; octavo's own families are gpt2"
+    ):
         LLM(tmp_path, model_impl="native")
     with pytest.raises(ConfigError, match="'vllm' is not one of auto, native, transformers"):
         LLM(tmp_path, model_impl="vllm")
 
 
 def test_several_devices_are_refused(tmp_path: Path) -> None:
-    shrunken_config("olmoe").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="2 ranks cannot share OlmoeForCausalLM") as error:
+    shrunken_config("ernie4_5_moe").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="2 ranks cannot share Ernie4_5_MoeForCausalLM") as error:
         LLM(tmp_path, load_format="dummy", tensor_parallel_size=2)
     assert error.value.field == "tensor_parallel_size"
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    fields = shrunken_config("olmoe").to_dict() | {"quantization_config": {"quant_method": "fp8"}}
+    fields = shrunken_config("ernie4_5_moe").to_dict() | {
+        "quantization_config": {"quant_method": "fp8"}
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelError, match=r"quantization_config is .*octavo's own families"):
         read_model_config(tmp_path)
@@ -162,7 +166,10 @@ def change(directory: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
     ("edit", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), "the weights lack model.norm.weight"),
-        (lambda t: t.update(extra=torch.zeros(3)), "tensors that olmoe does not have: extra"),
+        (
+            lambda t: t.update(extra=torch.zeros(3)),
+            "tensors that ernie4_5_moe does not have: extra",
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
             r"model.norm.weight has shape \[3\]; config.json asks for \[64\]",
@@ -176,7 +183,7 @@ def change(directory: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
 def test_weights_that_contradict_config_json_are_refused(
     edit: Callable[[dict[str, Tensor]], None], message: str, tmp_path: Path
 ) -> None:
-    write_reference("olmoe", tmp_path)
+    write_reference("ernie4_5_moe", tmp_path)
     change(tmp_path, edit)
     with pytest.raises(ModelError, match=message):
         LLM(tmp_path, num_blocks=8)

@@ -102,7 +102,7 @@ class Launches(TorchDispatchMode):
     ) -> object:
         name = function.overloadpacket.__name__
         result = function(*args, **(kwargs or {}))
-        is_view = name == "reshape" and result.data_ptr() == args[0].data_ptr()
+        is_view = name in ("reshape", "to") and result.data_ptr() == args[0].data_ptr()
         if not is_view and not any(free in name for free in self.FREE):
             self.counts[name] += 1
         return result

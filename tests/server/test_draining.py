@@ -22,6 +22,8 @@ from server.live_server import LiveServer, live_server
 from server.test_replicas import THREE, TWO, kill, load_of_requests, until_busy
 from server.test_replicas_live import engines, texts
 
+# Texts are compared that may come from several batches; see test_replicas_live.py.
+EXACT = ("--dtype", "float32")
 ADMIN = {"authorization": "Bearer admin-key-1234"}
 USER = {"authorization": "Bearer user-key-1234"}
 
@@ -192,7 +194,7 @@ def test_two_thousand_streams_survive_a_rolling_restart_and_a_kill() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with live_server("--replicas", "2", OCTAVO_ADMIN_KEY="admin-key-1234") as running:
+    with live_server("--replicas", "2", *EXACT, OCTAVO_ADMIN_KEY="admin-key-1234") as running:
         yield running
 
 
@@ -247,14 +249,14 @@ def test_bad_orders(server: LiveServer) -> None:
 
 
 def test_sigterm_in_the_middle_of_a_rolling_restart() -> None:
-    with live_server("--replicas", "2") as running:
+    with live_server("--replicas", "2", *EXACT) as running:
         assert running.post("/admin/drain", {"replica": "all"}).status_code == 202
         time.sleep(0.2)
         assert running.stop() == 0
 
 
 def test_an_engine_killed_during_a_rolling_restart() -> None:
-    with live_server("--replicas", "2") as running, ThreadPoolExecutor(8) as pool:
+    with live_server("--replicas", "2", *EXACT) as running, ThreadPoolExecutor(8) as pool:
         expected = [*pool.map(lambda number: texts(running, number), range(8))]
         assert running.post("/admin/drain", {"replica": 0}).status_code == 202
         streams = [pool.submit(texts, running, number) for number in range(8)]

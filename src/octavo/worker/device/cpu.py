@@ -116,16 +116,21 @@ class CpuDevice(Device):
 
 
 class _TorchThreads:
-    """A context in which torch computes with `count` threads; then with as many as before."""
+    """A context in which torch computes with `count` threads; then with as many as before.
+
+    It may be entered again inside itself.
+    """
 
     def __init__(self, count: int) -> None:
-        self._count = self._before = count
+        self._count = count
+        self._before: list[int] = []
 
     def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        if self._before != self._count:
+        self._before.append(torch.get_num_threads())
+        if self._before[-1] != self._count:
             torch.set_num_threads(self._count)
 
     def __exit__(self, *error: object) -> None:
-        if self._before != self._count:
-            torch.set_num_threads(self._before)
+        before = self._before.pop()
+        if before != self._count:
+            torch.set_num_threads(before)
