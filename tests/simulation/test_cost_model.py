@@ -14,6 +14,8 @@ from octavo.simulation.gpus import GPU, GPUS, find_gpu
 from octavo.simulation.models import find_model, model_names
 from octavo.simulation.step_shape import StepShape
 
+CONFIGS = Path(__file__).resolve().parents[2] / "benchmarks" / "configs"
+
 NOTHING = StepShape(0, 0, 0, 0, 0)
 # Everything at its peak, and no overhead: seconds are amounts over rates.
 IDEAL = Coefficients(
@@ -97,6 +99,29 @@ def test_a_better_coefficient_never_takes_more_time(name: str) -> None:
     assert CostModel(size, gpu, 4, 16, better).seconds(shape) <= CostModel(
         size, gpu, 4, 16, PAPER_2023
     ).seconds(shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "batch", "measured"),
+    [
+        ("llama-3-8b", 1, 1, 4.23),
+        ("llama-3-8b", 1, 64, 6.38),
+        ("llama-3-8b", 1, 256, 15.5),
+        ("opt-13b", 1, 64, 19.6),
+        ("llama-3-8b", 2, 1, 2.54),
+        ("llama-3-8b", 2, 64, 3.87),
+        ("llama-3-8b", 2, 256, 8.6),
+        ("llama-3-70b", 2, 1, 18.8),
+        ("llama-3-70b", 2, 64, 22.5),
+        ("opt-13b", 2, 64, 10.84),
+    ],
+)
+def test_decode_steps_on_h200s(name: str, num_gpus: int, batch: int, measured: float) -> None:
+    """In ms, at a context of 1,024 tokens (docs/performance.md)."""
+    size = ModelSize.of(find_model(str(CONFIGS / name)), "bfloat16")
+    decode = StepShape(batch, batch, batch, batch * 1024, 0, num_requests=batch)
+    predicted = CostModel(size, find_gpu("h200"), num_gpus).compute_seconds(decode) * 1e3
+    assert predicted == pytest.approx(measured, rel=0.07 if num_gpus == 1 else 0.03)
 
 
 def test_the_paper_s_models() -> None:

@@ -29,7 +29,8 @@ class Coefficients:
     """What the data sheet does not say. Efficiencies are fractions of the peak.
 
     The defaults are those of octavo's kernels on an H200 (docs/performance.md: whole layers of
-    OPT-13B, decodes of 1,024 tokens, prompts of 2,048); overheads and all-reduces are guesses.
+    OPT-13B, decodes of 1,024 tokens, prompts of 2,048), and of decode steps on two; overheads are
+    guesses.
     """
 
     step_overhead: float = 5.0e-4  # s; host and launches
@@ -40,7 +41,7 @@ class Coefficients:
     kv_efficiency: float = 0.88  # reading KV
     attention_efficiency: float = 0.33  # attention of prompts
     reduce_efficiency: float = 0.50
-    reduce_latency: float = 1.5e-5  # s for each round of an all-reduce, of log2(devices) rounds
+    reduce_latency: float = 1.5e-6  # s for each round of an all-reduce, of log2(devices) rounds
     copy_efficiency: float = 0.78  # copies of blocks on the device
     swap_efficiency: float = 0.84
     swap_block_latency: float = 0.0  # s for each block swapped
@@ -67,6 +68,7 @@ PAPER_2023 = Coefficients(
     gemm_efficiency=0.66,
     kv_efficiency=0.60,
     attention_efficiency=0.30,
+    reduce_latency=1.5e-5,
     swap_efficiency=0.39,
     swap_block_latency=80 * 2.7e-6,
     block_lookup_tokens=4.0,
