@@ -249,7 +249,10 @@ class Fleet:
                 self._place_pin(pin)
         first = self._quarantine.first
         if first is not None and first.replica is None:
-            if self._quarantine.must_clear(self.replicas):
+            contested = self._quarantine.contested()
+            if contested is not None:
+                self._take_all(self.replicas[contested])
+            elif self._quarantine.must_clear(self.replicas):
                 self._clear_one()
             self._place(first)
         for entry in [*self._journal.requests.values()]:

@@ -102,6 +102,15 @@ class Quarantine:
         is_waiting = self.first is not None and self.first.replica is None
         return is_waiting and not any(place.is_coming for place in places)
 
+    def contested(self) -> int | None:
+        """The replica that runs suspects while the first quarantined request waits for one: only
+        one of them may be at risk."""
+        if self.first is None or self.first.replica is not None:
+            return None
+        entries = self._journal.requests.values()
+        at_risk = (each.replica for each in entries if each.is_suspect)
+        return next((number for number in at_risk if number is not None), None)
+
     def leave(self, number: int) -> None:
         """A replica has lost its requests."""
         if self._ward == number:
