@@ -19,9 +19,7 @@ from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.process import Death
 
 # How often a process must die with a request alone in it. A kill from outside may be chance, or the
-# system's answer to a request that takes too much memory; a crash is the request's own doing if the
-# process had accepted it to run alone. Otherwise it may have been at a request that was taken from
-# it.
+# system's answer to a request that takes too much memory; a crash is the request's own doing.
 MAX_KILLS_ALONE = 3
 MAX_CRASHES_ALONE = 1
 
@@ -135,19 +133,13 @@ class Quarantine:
             in_hand.is_running = True
         running = [entry for entry in entries if entry.is_running]
         alone = running[0] if len(running) == 1 else self.first
-        is_certain = (
-            alone is not None
-            and alone.is_quarantined
-            and alone.is_accepted
-            and not death.is_kill_from_outside
-        )
         self.leave(number)
         for entry in entries:
             entry.note_death(not death.is_kill_from_outside)
         killer = None
         if alone is not None and alone in running and alone.is_quarantined:
             alone.num_deaths_alone += 1
-            limit = MAX_CRASHES_ALONE if is_certain else MAX_KILLS_ALONE
+            limit = MAX_KILLS_ALONE if death.is_kill_from_outside else MAX_CRASHES_ALONE
             killer = alone if alone.num_deaths_alone >= limit else None
         quarantined = [
             entry
