@@ -145,7 +145,7 @@ class RequestPreparer:
         self._tokenizer = tokenizer
         self._max_logprobs = config.max_logprobs
         if check_grammar is None:
-            # Only to find out: whoever draws tokens has a library of its own.
+            # Only for this check: the worker has a library of its own.
             check_grammar = Guidance(
                 model_config.directory, model_config.vocab_size, self._eos_ids
             ).compile

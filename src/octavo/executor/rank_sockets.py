@@ -131,7 +131,7 @@ def join(address: tuple[str, int], secret: bytes, rank: int) -> socket.socket:
     """Connect to the engine's process as a rank.
 
     Raises:
-        EngineFailed: nobody answers there who knows the secret.
+        EngineFailed: no peer that knows the secret answers there.
     """
     host, port = address
     with _unreachable(host, port):

@@ -16,7 +16,7 @@ from typing import Any
 from octavo.errors import ConfigError, shown
 from octavo.parallel import OPTION
 
-CONNECT_SECONDS = 5.0  # until a cluster's address counts as one where nobody listens
+CONNECT_SECONDS = 5.0  # until a cluster's address counts as one that does not answer
 # How often Ray tries to reach a cluster, 40 seconds each time, as it reads it when it is imported.
 ATTEMPTS = "RAY_NUM_REDIS_GET_RETRIES"
 MAX_TEXT = 300  # characters of Ray's errors that are shown
@@ -101,7 +101,7 @@ def find_cluster(given: str | None) -> str:
         given: see EngineConfig.ray_address.
 
     Raises:
-        ConfigError: it is no address, or nobody listens there, which Ray itself takes long to find.
+        ConfigError: it is no address, or nothing listens there (Ray is slow to find that).
     """
     address = given or os.environ.get("RAY_ADDRESS") or "auto"
     if address == "auto":
@@ -180,7 +180,7 @@ def describe(bundle: Mapping[str, float]) -> str:
 
 
 def check_room(bundle: Mapping[str, float], size: int, nodes: Sequence[RayNode]) -> None:
-    """Check that the nodes could hold `size` ranks, if nobody else used them.
+    """Check that the nodes could hold `size` ranks, if nothing else used them.
 
     Raises:
         ConfigError: they have too little.

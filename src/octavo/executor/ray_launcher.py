@@ -89,7 +89,7 @@ class RayRank(RankProcess):
         text = f"its node, or Ray's process there, was lost ({one_line(error)})"
         self.ended.set_result(Ending(text, True, True))
         with contextlib.suppress(OSError):  # it is closed already
-            # A host that is gone closes nothing: whoever waits for the rank is to learn it now.
+            # A host that is gone closes nothing: callers wait for the rank and must learn it..
             self._connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -78,10 +78,7 @@ class DequantizedTensor:
 
     def _dequantized(self) -> Tensor:
         if self._dense is None:
-            whole = {
-                name: part.read(tuple(slice(0, size) for size in part.shape))
-                for name, part in self.parts.items()
-            }
+            whole = {name: _whole(part) for name, part in self.parts.items()}
             try:
                 self._dense = self.format.dequantize(whole, self.quantization)
             except FormatError as error:
@@ -298,7 +295,11 @@ def is_unused_bias(name: str, tensor: StoredTensor) -> bool:
     """Whether it is a bias of zeros, which some quantizers write for projections without one."""
     if not name.endswith(".bias"):
         return False
-    return not tensor.read(tuple(slice(0, size) for size in tensor.shape)).any()
+    return not _whole(tensor).any()
+
+
+def _whole(tensor: StoredTensor) -> Tensor:
+    return tensor.read(tuple(slice(0, size) for size in tensor.shape))
 
 
 def _int32(parts: Parts, name: str) -> Tensor:
