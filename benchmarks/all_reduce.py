@@ -1,7 +1,7 @@
-"""All-reduce of decode-sized rows over the GPUs of one host: ours, fused with residual and norm,
-beside NCCL's and torch's.
+"""All-reduce of rows over the GPUs of one host: ours, fused with residual and norm, beside NCCL's.
 
-Times are per call, in a CUDA graph of calls. Prints one JSON line.
+Ours go in one shot or in two (ops/cuda/all_reduce.py); "fused" chooses as the engine does. Times
+are per call, in a CUDA graph of calls. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gpu_harness import report
 from torch import Tensor
 
 from octavo.ops.communicator import Reduction, ReductionSite
+from octavo.ops.cuda import all_reduce
 from octavo.ops.cuda.all_reduce import PeerCommunicator
 from octavo.ops.cuda.norm import norm, rms_norm
 from octavo.ops.norm import Affine
@@ -48,8 +49,17 @@ def _rank(rank: int, size: int, store: str, arguments: argparse.Namespace) -> No
     group = dist.group.WORLD
     assert group is not None
     hidden, dtype = arguments.hidden_size, torch.bfloat16
-    peers = PeerCommunicator(group)
-    peers.reserve(arguments.max_rows, hidden, dtype, device)
+
+    def communicator(hop_bytes: float) -> PeerCommunicator:
+        all_reduce.HOP_BYTES = hop_bytes
+        made = PeerCommunicator(group)
+        made.reserve(arguments.max_rows, hidden, dtype, device)
+        return made
+
+    peers = communicator(all_reduce.HOP_BYTES)
+    default = all_reduce.HOP_BYTES
+    one_shot, two_shot = communicator(1e15), communicator(0)
+    all_reduce.HOP_BYTES = default
     weight = torch.ones(hidden, dtype=dtype, device=device)
     errors = _check(peers, weight, arguments.stress, arguments.max_rows)
     rows: dict[str, dict[str, float]] = {}
@@ -69,12 +79,20 @@ def _rank(rank: int, size: int, store: str, arguments: argparse.Namespace) -> No
         def norm_alone(call: int, x: Tensor = x, residual: Tensor = residual) -> None:
             rms_norm(x, weight, 1e-5, residual)
 
+        def one(call: int, x: Tensor = x, residual: Tensor = residual) -> None:
+            _reduce(x, residual, weight, one_shot, ALTERNATING[call % 2])
+
+        def two(call: int, x: Tensor = x, residual: Tensor = residual) -> None:
+            _reduce(x, residual, weight, two_shot, ALTERNATING[call % 2])
+
         def nccl(call: int, x: Tensor = x) -> None:
             dist.all_reduce(x)
 
         ways: dict[str, Callable[[int], None]] = {
             "norm": norm_alone,
             "nccl": nccl,
+            "one_shot": one,
+            "two_shot": two,
             "fused": fused,
             "fused_2_splits": splits,
         }
@@ -85,7 +103,15 @@ def _rank(rank: int, size: int, store: str, arguments: argparse.Namespace) -> No
         if rank == 0:
             print(num_rows, num_rows * hidden * 2 >> 10, "KiB", rows[str(num_rows)], flush=True)
     if rank == 0:
-        report("all_reduce", ranks=size, hidden_size=hidden, errors=errors, us=rows)
+        limit = all_reduce.one_shot_rows(size, hidden * dtype.itemsize)
+        report(
+            "all_reduce",
+            ranks=size,
+            hidden_size=hidden,
+            one_shot_rows=limit,
+            errors=errors,
+            us=rows,
+        )
     dist.destroy_process_group()
 
 

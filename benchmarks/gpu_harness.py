@@ -14,6 +14,7 @@ import torch
 from octavo.config import make_config
 from octavo.engine.engine import Engine
 from octavo.llm import load_engine
+from octavo.simulation.models import DIRECTORY as SIMULATED
 
 ROOT = Path(__file__).parent
 CONFIGS = ROOT / "configs"
@@ -22,10 +23,16 @@ GEMM_SIZE = 8192
 GEMM_FLOPS = 2 * GEMM_SIZE**3
 
 
+def config_directory(model: str) -> Path:
+    """benchmarks/configs/MODEL, or that of the simulator's models."""
+    own = CONFIGS / model
+    return own if own.exists() else SIMULATED / model
+
+
 def make_engine(model: str, **options: Any) -> Engine:
-    """An engine of benchmarks/configs/MODEL with random bf16 weights."""
+    """An engine of the model with this name (config_directory) with random bf16 weights."""
     options = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 2048, **options}
-    return load_engine(make_config(str(CONFIGS / model), **options))
+    return load_engine(make_config(str(config_directory(model)), **options))
 
 
 def device_seconds(work: Callable[[], object]) -> float:

@@ -87,11 +87,16 @@ def norms() -> None:
     x, residual, second = torch.zeros(3, rows, size, dtype=torch.bfloat16)
     splits = torch.zeros(2, rows, size)
     affine = Affine(torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size, dtype=x.dtype))
-    exchange = Exchange(torch.zeros(2, dtype=torch.int64), 1, 2, rows, size, x.dtype)
-    reduction = Reduction(Neighbour(exchange), ReductionSite.MLP)
+    peers = torch.zeros(4, dtype=torch.int64)
+    for exchange in (
+        Exchange(peers, 1, 4, rows, x.dtype, two_shot=True),
+        Exchange(peers[:2], 1, 2, rows, x.dtype, two_shot=False),
+    ):
+        reduction = Reduction(Neighbour(exchange), ReductionSite.MLP)
+        for is_rms in (True, False):
+            norm(splits, affine, 1e-5, residual, is_rms, reduction=reduction)
     for is_rms in (True, False):
         norm(x, affine, 1e-5, None, is_rms)
-        norm(splits, affine, 1e-5, residual, is_rms, reduction=reduction)
     norm(x, affine, 1e-5, residual, True, second=second, twin=affine)
     norm(splits, affine, 1e-5, residual, True, branch=affine, reduction=reduction)
 

@@ -42,7 +42,7 @@ def test_sums_what_all_ranks_have_sent(
     for slot, peer in enumerate(others):  # + 0.0 makes minus zero zero, as the sender does
         memory[rank, slot, :rows] = (parts[peer] + 0.0).view(bits).to(device)
     addresses = torch.tensor([each.data_ptr() for each in memory], device=device)
-    exchange = Exchange(addresses, rank, ranks, max_rows, max_rows * size, dtype)
+    exchange = Exchange(addresses, rank, ranks, max_rows, dtype, two_shot=False)
     reduction = Reduction(Neighbour(exchange), ReductionSite.MLP)
     own = parts[rank].to(device)
     if splits > 1:
@@ -85,6 +85,77 @@ def test_sums_what_all_ranks_have_sent(
     torch.testing.assert_close(
         normed.cpu().float(), expected, rtol=tolerance, atol=tolerance, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 3), (2, 3), (1, 4)])
+@pytest.mark.parametrize("norms_branch", [False, True])
+def test_two_shots_give_what_one_gives(
+    device: torch.device, dtype: torch.dtype, rank: int, ranks: int, norms_branch: bool
+) -> None:
+    """The ranks compute one after the other what each adds up, then one of them receives it."""
+    torch.manual_seed(0)
+    rows, max_rows, size = 7, 9, 40
+    bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    slot_rows = -(-max_rows // ranks)
+    parts = torch.randn(ranks, rows, size).to(dtype).to(device)
+    parts[:, 1, 1] = float("nan")
+    parts[:, 2, 0] = -0.0
+    residual = torch.randn(rows, size).to(dtype).to(device)
+    residual[2, 0] = -0.0
+    weight = torch.randn(size, device=device).to(dtype)
+    branch = Affine(weight) if norms_branch else None
+
+    def compute(peer: int, memory: torch.Tensor, two_shot: bool, slot: int) -> list[torch.Tensor]:
+        addresses = torch.tensor([each.data_ptr() for each in memory], device=device)
+        exchange = Exchange(addresses, peer, ranks, slot, dtype, two_shot)
+        reduction = Reduction(Neighbour(exchange), ReductionSite.MLP)
+        after = residual.clone()
+        [normed] = norm(
+            parts[peer], Affine(weight), 1e-5, after, True, branch=branch, reduction=reduction
+        )
+        return [after, normed]
+
+    def sent(peer: int) -> torch.Tensor:
+        return (parts[peer] + 0.0).view(bits)
+
+    def empty(num_rows: int) -> torch.Tensor:
+        return torch.full((ranks, num_rows, size), EMPTY[bits], dtype=bits, device=device)
+
+    memory = empty((ranks - 1) * max_rows)
+    for slot, peer in enumerate(each for each in range(ranks) if each != rank):
+        memory[rank, slot * max_rows :][:rows] = sent(peer)
+    expected = compute(rank, memory, False, max_rows)
+
+    memory = empty((ranks - 1) * slot_rows + max_rows)
+    own = [row for row in range(rows) if row % ranks == rank]
+    others = [row for row in range(rows) if row % ranks != rank]
+    for row in own:
+        for slot, peer in enumerate(each for each in range(ranks) if each != rank):
+            memory[rank, slot * slot_rows + row // ranks] = sent(peer)[row]
+    complete = (ranks - 1) * slot_rows
+    for row in others:
+        memory[rank, complete + row] = (expected[0][row] + 0.0).view(bits)
+    got = compute(rank, memory, True, slot_rows)
+
+    for one, two in zip(expected, got, strict=True):
+        torch.testing.assert_close(two, one, rtol=0, atol=0, equal_nan=True)
+    assert (memory[rank] == EMPTY[bits]).all(), "what was read is empty again"
+    for peer in range(ranks):
+        if peer == rank:
+            continue
+        filled = torch.zeros(len(memory[peer]), dtype=torch.bool)
+        for row in own:  # complete rows go to all
+            filled[complete + row] = True
+            total = memory[peer, complete + row].view(dtype)
+            torch.testing.assert_close(total, expected[0][row], rtol=0, atol=0, equal_nan=True)
+        for row in others:  # parts go to the owner alone
+            if row % ranks == peer:
+                place = (rank if rank < peer else rank - 1) * slot_rows + row // ranks
+                filled[place] = True
+                part = memory[peer, place].view(dtype)
+                torch.testing.assert_close(part, parts[rank][row], equal_nan=True)
+        assert ((memory[peer] != EMPTY[bits]).any(dim=1).cpu() == filled).all()
 
 
 def assert_sums(sums: torch.Tensor, expected: torch.Tensor) -> None:

@@ -7,18 +7,24 @@ kernel. A row of partial sums is exchanged by one program, which waits for nothi
 of the other ranks. Programs start in the order of their index, and each writes before it waits, so
 rows cannot wait for each other in a circle.
 
+Few rows go in one shot: every rank sends its part of a row to all others, which takes one hop, and
+(size - 1) times the bytes of the rows. Many rows go in two: all send their part to the row's owner,
+rank row % size, which adds them up, adds the row of the residual stream and sends the new one to
+all; 2 (size - 1) / size times the bytes. Two ranks send equally much either way, so they never take
+the second. Both give the same bits: what the owner sends is what every rank would have rounded.
+
 The reader makes a slot EMPTY again as soon as it has read it. That is safe because each call site
 (`ReductionSite`) has a buffer of its own: a rank writes to a slot again only in a later call at the
 same site, and it has got there through a call at another site, for which it has waited for what the
-reader sent after this one. So consecutive calls must have different sites, and all ranks must make
-the same calls.
+reader sent after this one (in two shots, for the reader's parts of the rows that it owns). So
+consecutive calls must have different sites, and all ranks must make the same calls.
 
 One kernel serves all sizes: up to 64 MB on two H200s it takes less time, norm included, than NCCL's
 all-reduce alone (docs/performance.md).
 
 Partial sums travel in the model's dtype, and are added in float32 in the order of ranks, with each
 rank taking its own as rounded as it sent it: sums have the same bits on all ranks, whatever else is
-in the batch. The technique is that of the one-shot "Lamport" kernels of TensorRT-LLM.
+in the batch. The technique is that of the one-shot and two-shot "Lamport" kernels of TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -36,22 +42,36 @@ from octavo.ops.communicator import GroupCommunicator, Reduction, ReductionSite
 
 logger = logging.getLogger(__name__)
 SITES = len(ReductionSite)
+HOP_BYTES = 8e5  # what an H200's links send in the time that a second hop takes
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
 
 class Exchange(NamedTuple):
-    """One call site's buffers, as a kernel takes them."""
+    """One call site's buffers, as a kernel takes them.
+
+    They have a slot for the parts of each other rank, one behind the other, and in two shots the
+    complete rows behind those.
+    """
 
     peers: Tensor  # int64 [size]: addresses of the site's buffer on each rank
     rank: int
     size: int
-    max_rows: int
-    slot_stride: int  # elements between what two ranks send
+    slot_rows: int
     dtype: torch.dtype  # of what is sent
+    two_shot: bool
+
+
+def one_shot_rows(size: int, row_bytes: int) -> int | None:
+    """Up to how many rows go in one shot over `size` ranks; None: all.
+
+    The second hop must save at least as many sent bytes as the links carry meanwhile.
+    """
+    saved = row_bytes * (size - 1) * (size - 2) / size
+    return max(size, round(HOP_BYTES / saved)) if saved else None
 
 
 class PeerBuffers:
-    """Owns memory for what other ranks send: symmetric, [SITES, size - 1, max_rows, row_size]."""
+    """Owns memory for what other ranks send: symmetric, [SITES, rows, row_size]."""
 
     def __init__(
         self,
@@ -67,7 +87,14 @@ class PeerBuffers:
         self.max_rows = max_rows
         size, rank = group.size(), group.rank()
         bits = _BITS[dtype]
-        shape = (SITES, size - 1, max_rows, row_size)
+        limit = one_shot_rows(size, row_size * dtype.itemsize)
+        self.one_shot_rows = max_rows if limit is None else min(limit, max_rows)
+        owned_rows = -(-max_rows // size)
+        two_shot_rows = (size - 1) * owned_rows + max_rows
+        num_rows = (size - 1) * self.one_shot_rows
+        if self.one_shot_rows < max_rows:
+            num_rows = max(num_rows, two_shot_rows)
+        shape = (SITES, num_rows, row_size)
         self.memory = symmetric_memory.empty(shape, dtype=bits, device=device)
         self.memory.fill_(torch.iinfo(bits).min)
         handle: Any = symmetric_memory.rendezvous(self.memory, group.group_name)
@@ -77,19 +104,16 @@ class PeerBuffers:
         self._handle = handle
         addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64)
         self._exchanges = [
-            Exchange(
-                (addresses + site * site_bytes).to(device),
-                rank,
-                size,
-                max_rows,
-                self.memory.stride(1),
-                dtype,
-            )
+            [
+                Exchange((addresses + site * site_bytes).to(device), rank, size, rows, dtype, two)
+                for two, rows in ((False, self.one_shot_rows), (True, owned_rows))
+            ]
             for site in range(SITES)
         ]
 
-    def __getitem__(self, site: int) -> Exchange:
-        return self._exchanges[site]
+    def exchange(self, site: ReductionSite, num_rows: int) -> Exchange:
+        """The buffers of a call with `num_rows` rows, at most max_rows."""
+        return self._exchanges[site][num_rows > self.one_shot_rows]
 
 
 class PeerCommunicator(GroupCommunicator):
@@ -110,7 +134,7 @@ class PeerCommunicator(GroupCommunicator):
         """The buffers of a call with `num_rows` rows; None if there are none for so many."""
         if self._buffers is None or num_rows > self._buffers.max_rows:
             return None
-        return self._buffers[site]
+        return self._buffers.exchange(site, num_rows)
 
     def close(self) -> None:
         """See Communicator.close."""
@@ -134,7 +158,7 @@ def sum_over_ranks(
     columns,
     inside,
     size,
-    slot_stride,
+    slot_rows,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -144,28 +168,134 @@ def sum_over_ranks(
     No element may be held by two threads: one would empty a slot that the other still reads. So a
     program has at most as many threads as BLOCK has elements.
     """
-    BITS: tl.constexpr = tl.int32 if DTYPE.primitive_bitwidth == 32 else tl.int16
-    EMPTY: tl.constexpr = -2147483648 if DTYPE.primitive_bitwidth == 32 else -32768  # minus zero
-    sent = values.to(DTYPE).to(BITS, bitcast=True)
-    sent = tl.where(sent == EMPTY, tl.zeros_like(sent), sent)
-    place = row * size + columns
+    sent = _as_sent(values, DTYPE)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            target = tl.load(peers + peer).to(tl.pointer_type(BITS))
             slot = RANK if peer > RANK else RANK - 1
-            tl.store(target + slot * slot_stride + place, sent, mask=inside)
+            place = (slot * slot_rows + row) * size + columns
+            _send(sent, peers, peer, place, inside)
     tl.debug_barrier()  # written before anything is waited for
-    own = tl.load(peers + RANK).to(tl.pointer_type(BITS))
-    total = tl.zeros_like(values)
+    return _sum_of_parts(sent, peers, row, columns, inside, size, slot_rows, RANK, RANKS, DTYPE)
+
+
+@triton.jit
+def is_owner(row, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Whether this rank adds up the row in two shots."""
+    return row % RANKS == RANK
+
+
+@triton.jit
+def sum_of_own_row(
+    values,
+    peers,
+    row,
+    columns,
+    inside,
+    size,
+    slot_rows,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """As `sum_over_ranks`, by the row's owner: the first shot of two has brought all parts here."""
+    sent = _as_sent(values, DTYPE)
+    return _sum_of_parts(
+        sent, peers, row // RANKS, columns, inside, size, slot_rows, RANK, RANKS, DTYPE
+    )
+
+
+@triton.jit
+def send_complete_row(
+    total,
+    peers,
+    row,
+    columns,
+    inside,
+    size,
+    slot_rows,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """total [BLOCK], as it is sent: the second shot, from the row's owner."""
+    place = ((RANKS - 1) * slot_rows + row) * size + columns
+    sent = _as_sent(total, total.dtype)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            _send(sent, peers, peer, place, inside)
+    return sent.to(total.dtype, bitcast=True)
+
+
+@triton.jit
+def complete_row(
+    values,
+    peers,
+    row,
+    columns,
+    inside,
+    size,
+    slot_rows,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """values float32 [BLOCK], this rank's part -> what the row's owner makes of all of them."""
+    owner = (row % RANKS).to(tl.int32)
+    slot = tl.where(owner > RANK, RANK, RANK - 1)
+    place = (slot * slot_rows + row // RANKS) * size + columns
+    _send(_as_sent(values, DTYPE), peers, owner, place, inside)
+    tl.debug_barrier()  # written before anything is waited for
+    place = ((RANKS - 1) * slot_rows + row) * size + columns
+    return _received(peers, place, inside, RANK, DTYPE).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def _sum_of_parts(
+    sent,
+    peers,
+    slot_row,
+    columns,
+    inside,
+    size,
+    slot_rows,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    total = tl.zeros(sent.shape, tl.float32)
     for peer in tl.static_range(RANKS):
         if peer == RANK:
             part = sent
         else:
             slot = peer if peer < RANK else peer - 1
-            source = own + slot * slot_stride + place
-            part = tl.load(source, mask=inside, other=0, volatile=True)
-            while tl.sum((part == EMPTY).to(tl.int32), 0) > 0:
-                part = tl.load(source, mask=inside, other=0, volatile=True)
-            tl.store(source, tl.full(part.shape, EMPTY, BITS), mask=inside)
+            place = (slot * slot_rows + slot_row) * size + columns
+            part = _received(peers, place, inside, RANK, DTYPE)
         total += part.to(DTYPE, bitcast=True).to(tl.float32)
     return total
+
+
+@triton.jit
+def _as_sent(values, DTYPE: tl.constexpr):
+    """The bits of values; zero instead of minus zero, which is EMPTY."""
+    BITS: tl.constexpr = tl.int32 if DTYPE.primitive_bitwidth == 32 else tl.int16
+    EMPTY: tl.constexpr = -2147483648 if DTYPE.primitive_bitwidth == 32 else -32768
+    bits = values.to(DTYPE).to(BITS, bitcast=True)
+    return tl.where(bits == EMPTY, tl.zeros_like(bits), bits)
+
+
+@triton.jit
+def _send(bits, peers, peer, place, inside):
+    target = tl.load(peers + peer).to(tl.pointer_type(bits.dtype))
+    tl.store(target + place, bits, mask=inside)
+
+
+@triton.jit
+def _received(peers, place, inside, RANK: tl.constexpr, DTYPE: tl.constexpr):
+    """Waits for bits from another rank, and leaves their slot EMPTY."""
+    BITS: tl.constexpr = tl.int32 if DTYPE.primitive_bitwidth == 32 else tl.int16
+    EMPTY: tl.constexpr = -2147483648 if DTYPE.primitive_bitwidth == 32 else -32768
+    source = tl.load(peers + RANK).to(tl.pointer_type(BITS)) + place
+    bits = tl.load(source, mask=inside, other=0, volatile=True)
+    while tl.sum((bits == EMPTY).to(tl.int32), 0) > 0:
+        bits = tl.load(source, mask=inside, other=0, volatile=True)
+    tl.store(source, tl.full(bits.shape, EMPTY, BITS), mask=inside)
+    return bits

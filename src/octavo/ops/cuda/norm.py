@@ -11,7 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.communicator import Reduction
-from octavo.ops.cuda.all_reduce import Exchange, exchange_for, sum_over_ranks
+from octavo.ops.cuda.all_reduce import (
+    Exchange,
+    complete_row,
+    exchange_for,
+    is_owner,
+    send_complete_row,
+    sum_of_own_row,
+    sum_over_ranks,
+)
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.norm import Affine
@@ -125,7 +133,7 @@ def _launch(
         x.stride(1) if heads > 1 else 0,
         heads,
         num_rows * size,
-        0 if exchange is None else exchange.slot_stride,
+        0 if exchange is None else exchange.slot_rows,
         size,
         eps,
         BLOCK=block,
@@ -136,6 +144,7 @@ def _launch(
         NORMS_BRANCH=branch is not None,
         RANK=0 if exchange is None else exchange.rank,
         RANKS=1 if exchange is None else exchange.size,
+        TWO_SHOT=exchange is not None and exchange.two_shot,
         SENT=None if exchange is None else _SENT[exchange.dtype],
         num_warps=_num_warps(block, num_rows, num_splits + second_splits, exchange is not None),
         **launch_options(x.device),
@@ -180,6 +189,27 @@ def _standardised(values, inside, size, eps, IS_RMS: tl.constexpr):
 
 
 @triton.jit
+def _normed_branch(
+    values,
+    scale,
+    shift,
+    inside,
+    size,
+    eps,
+    IS_RMS: tl.constexpr,
+    NORMS_BRANCH: tl.constexpr,
+):
+    if NORMS_BRANCH:
+        values = _standardised(values, inside, size, eps, IS_RMS) * scale + shift
+    return values
+
+
+@triton.jit
+def _added(values, residual, row, columns, inside, size):
+    return values + tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _scale_and_shift(weight, bias, inside, columns):
     """1 and 0 for what is None; loaded before the preceding kernel has ended (pdl.py)."""
     scale = 1.0
@@ -194,7 +224,7 @@ def _scale_and_shift(weight, bias, inside, columns):
 _SENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@triton.jit(do_not_specialize=["heads", "split_stride", "second_stride", "slot_stride"])
+@triton.jit(do_not_specialize=["heads", "split_stride", "second_stride", "slot_rows"])
 def _norm_kernel(
     x,
     second,
@@ -213,7 +243,7 @@ def _norm_kernel(
     head_stride,
     heads,
     second_stride,
-    slot_stride,
+    slot_rows,
     size,
     eps,
     BLOCK: tl.constexpr,
@@ -224,6 +254,7 @@ def _norm_kernel(
     NORMS_BRANCH: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
     SENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -240,19 +271,39 @@ def _norm_kernel(
     if SECOND_SPLITS > 0:
         start = second + row * size
         values += _sum_of_splits(start, second_stride, inside, columns, SECOND_SPLITS)
-    if RANKS > 1:
-        values = sum_over_ranks(
-            values, peers, row, columns, inside, size, slot_stride, RANK, RANKS, SENT
-        )
-    if NORMS_BRANCH:
-        values = _standardised(values, inside, size, eps, IS_RMS) * branch_scale + branch_shift
-    if ADDS:
-        # The sum is rounded before it is normalised: later layers see the same numbers.
-        places = residual + row * size + columns
-        values += tl.load(places, mask=inside, other=0.0).to(tl.float32)
-        total = values.to(residual.dtype.element_ty)
-        tl.store(places, total, mask=inside)
+    if TWO_SHOT:
+        # The branch is normed and added to the residual stream by the row's owner alone.
+        if is_owner(row, RANK, RANKS):
+            values = sum_of_own_row(
+                values, peers, row, columns, inside, size, slot_rows, RANK, RANKS, SENT
+            )
+            values = _normed_branch(
+                values, branch_scale, branch_shift, inside, size, eps, IS_RMS, NORMS_BRANCH
+            )
+            values = _added(values, residual, row, columns, inside, size)
+            total = send_complete_row(
+                values.to(SENT), peers, row, columns, inside, size, slot_rows, RANK, RANKS
+            )
+        else:
+            total = complete_row(
+                values, peers, row, columns, inside, size, slot_rows, RANK, RANKS, SENT
+            )
+        tl.store(residual + row * size + columns, total, mask=inside)
         values = total.to(tl.float32)
+    else:
+        if RANKS > 1:
+            values = sum_over_ranks(
+                values, peers, row, columns, inside, size, slot_rows, RANK, RANKS, SENT
+            )
+        values = _normed_branch(
+            values, branch_scale, branch_shift, inside, size, eps, IS_RMS, NORMS_BRANCH
+        )
+        if ADDS:
+            # The sum is rounded before it is normalised: later layers see the same numbers.
+            values = _added(values, residual, row, columns, inside, size)
+            total = values.to(residual.dtype.element_ty)
+            tl.store(residual + row * size + columns, total, mask=inside)
+            values = total.to(tl.float32)
     if out is not None:
         values = _standardised(values, inside, size, eps, IS_RMS)
         normed = values * scale + shift
