@@ -15,16 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fallback.shrunken import shrunken_config
 from octavo.layers.config import NormConfig
 from octavo.models.config import ModelConfig
 from octavo.models.fallback import replacing
+from octavo.models.fallback.experts import GroupedExperts, group_experts
 from octavo.models.fallback.model import TransformersLM
-from octavo.models.fallback.paged import PAGED_LAYER
+from octavo.models.fallback.paged import GROUPED_EXPERTS, PAGED_LAYER
 from octavo.models.fallback.recording import is_norm
-from octavo.models.loader import load_model
+from octavo.models.loader import build_model, load_model
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.epilogue import Epilogue
@@ -220,18 +223,12 @@ def test_blocks_are_known_by_what_they_compute(block: Block, expected: object) -
 def test_memory_is_counted_as_it_is_taken(tmp_path: Path) -> None:
     for model_type in ("gpt_oss", "gemma3_text", "deepseek_v3"):
         directory = tmp_path / model_type
-        model = load(directory, model_type)
+        shrunken_config(model_type).save_pretrained(directory)
         config: ModelConfig = read_model_config(directory, "transformers")
+        model = build_model(config, torch.float32, CPU, SingleRank())  # before weights are packed
+        assert isinstance(model, TransformersLM)
         own = {id(each): each.numel() for each in model.parameters()}
-        packed = sum(
-            each.config.num_parameters - (each.bias is not None) * each.config.out_features
-            for each in model.modules()
-            if type(each).__name__ == "PlainLinear" and each.weight is None
-        )
-        table = model.token_table.numel() if config.tied_embeddings else 0
-        assert config.num_parameters() == pytest.approx(
-            sum(own.values()) + packed - table, rel=0.02
-        )
+        assert config.num_parameters() == pytest.approx(sum(own.values()), rel=0.02)
         assert isinstance(model.rest, PreTrainedModel)
 
 
@@ -242,3 +239,44 @@ def test_logits_are_those_of_transformers_head(tmp_path: Path) -> None:
     assert logits.shape == (4, 320)
     assert 0.4 < float(logits.abs().max()) <= 0.5
     assert F.softmax(logits, -1).isfinite().all()
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "deepseek_v3", "phimoe"])
+def test_experts_are_computed_by_grouped_products(tmp_path: Path, model_type: str) -> None:
+    model = load(tmp_path, model_type)
+    grouped = [each for each in model.modules() if isinstance(each, GroupedExperts)]
+    assert grouped
+    for each in grouped:
+        assert not any(p.numel() for p in each._module[0].parameters(recurse=False))
+
+
+def test_experts_with_another_gate_are_left_alone() -> None:
+    """A limit of its own, which gates within it do not show."""
+    config = shrunken_config("gpt_oss")
+    config._experts_implementation = "eager"
+    experts = GptOssExperts(config)
+    holder = nn.ModuleList([experts])
+    group_experts(holder)
+    assert hasattr(experts, GROUPED_EXPERTS)
+    other = GptOssExperts(config)
+    other.limit = 40.0
+    group_experts(nn.ModuleList([other]))
+    assert not hasattr(other, GROUPED_EXPERTS)
+
+
+def test_ids_beyond_the_experts_stand_for_none() -> None:
+    config = shrunken_config("qwen3_moe")
+    config._experts_implementation = "eager"
+    experts = Qwen3MoeExperts(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    num = experts.num_experts
+    hidden, weights = torch.randn(3, config.hidden_size), torch.rand(3, 2)
+    ids = torch.tensor([[0, 1], [num, 2], [1, num]])
+    with torch.no_grad():
+        expected = experts(hidden, ids, weights)
+        group_experts(nn.ModuleList([experts]))
+        grouped = experts.get_submodule(GROUPED_EXPERTS)
+        assert isinstance(grouped, GroupedExperts)
+        grouped.finalize()
+        torch.testing.assert_close(grouped(hidden, ids, weights), expected, rtol=1e-4, atol=1e-4)

@@ -65,6 +65,14 @@ def test_one_token(
         assert torch.equal(linear_partial(x, weight, given), actual)
 
 
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+def test_one_output_of_one_token(device: torch.device, epilogue: Epilogue) -> None:
+    """Of a size of 1 Triton makes a constant."""
+    x, weight, _ = operands(1, 2 if epilogue.is_gated else 1, 70, torch.float32, device)
+    actual = linear(x, weight, None, epilogue)
+    assert_close(actual, expected(x, weight, None, epilogue), torch.float32)
+
+
 def test_programs_leave_neither_sms_nor_columns_idle() -> None:
     def idle_in_last_wave(programs: Programs, num_rows: int) -> float:
         waves = num_rows / programs.rows / (132 * programs.per_sm)

@@ -282,7 +282,7 @@ def test_keys_of_gangs_and_common_prefixes_are_read_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cascade, "MIN_KEYS", 64)
-    overlapped, plain = engines(name, 40, "recompute")
+    overlapped, plain = engines(name, 56, "recompute")
     calls = 0
 
     def counted(*args: object) -> None:
@@ -561,6 +561,7 @@ def test_groups_that_share_other_blocks_have_no_cascade_attention() -> None:
 def test_masks_follow_texts_while_steps_overlap(mode: str) -> None:
     """Grammars, bad words and what needs no text, beside rows without masks; the same tokens as on
     a CPU, where each step knows the tokens before it."""
+    pytest.importorskip("llguidance")
     overlapped, plain = engines("llama3", small_pool("llama3"), mode)
     schema = {
         "type": "object",

@@ -8,6 +8,8 @@ the fastest kernel for its weights.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,8 +43,7 @@ class TorchRouter:
         """See RouterKernel.apply."""
         logits = self._kernel.apply(x.float(), self._bias, Epilogue.NONE)
         routed = choose(logits, self._correction, self._config)
-        lists = list_rows(routed.ids, self._config.num_experts)
-        self._num_hit += len(lists.hit)
+        lists = list_experts(routed.ids, self._config.num_experts, self._num_hit)
         return routed._replace(lists=lists)
 
 
@@ -83,6 +84,20 @@ def make_router_kernel(
 
         return CudaRouter(weights, config, num_hit)
     return TorchRouter(weights, config, num_hit)
+
+
+def list_experts(ids: Tensor, num_experts: int, num_hit: Tensor) -> Any:
+    """The `lists` of a Routed with int32 ids [num_tokens, top_k], in the form of their device.
+
+    num_hit: see make_router_kernel.
+    """
+    if ids.device.type == "cuda":
+        from octavo.ops.cuda.routing import list_blocks
+
+        return None if len(ids) == 1 else list_blocks(ids, num_experts, num_hit)
+    lists = list_rows(ids, num_experts)
+    num_hit += len(lists.hit)
+    return lists
 
 
 def make_experts_kernel(weights: ExpertWeights, epilogue: Epilogue) -> ExpertsKernel:

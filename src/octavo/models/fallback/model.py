@@ -14,6 +14,7 @@ from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.fallback.build import Built, build, quiet
 from octavo.models.fallback.checkpoint import TransformersCheckpoint
+from octavo.models.fallback.experts import group_experts
 from octavo.models.fallback.paged import PAGED_LAYER, PagedLayer, Step
 from octavo.models.fallback.recording import AttentionCall, with_rotation
 from octavo.models.fallback.replacing import Owners, Rotary, as_table, replace_modules
@@ -68,6 +69,7 @@ class TransformersLM(CausalLM):
             rotary.to_device(device)
             built.model.set_submodule(built.paths[module], rotary)
         owners = replace_modules(built, dtype)
+        group_experts(built.model)
         _tie(built.model, parameters, owners)
         made = _with_memory(built.model, owners, dtype, device)
         checkpoint.targets = _targets(built.model, parameters, owners, made)

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
 from transformers.modeling_utils import AttentionInterface
 
 from octavo.ops import AttentionBackend, RotaryTable
 
 ATTENTION, EXPERTS = "octavo_paged", "octavo_experts"
 PAGED_LAYER = "_octavo_paged_layer"  # the attribute of modules that call the attention
+GROUPED_EXPERTS = "octavo_experts"  # the submodule of experts that our kernels compute
+GATHERED = 1 << 30  # bytes of experts' weights that are gathered at once
 
 
 class Step:
@@ -93,14 +95,29 @@ def experts(
 ) -> Tensor:
     """transformers' experts interface: hidden [num_tokens, size] -> the same.
 
-    On a GPU by grouped products, whose launches do not depend on the routing; on a CPU one expert
-    after the other.
+    By octavo's kernels (experts.py) where they can. Else on a GPU by transformers' batched products
+    of gathered weights, whose launches do not depend on the routing, so that they can be captured,
+    for a few tokens at a time; on a CPU one expert after the other.
     """
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
+    grouped = getattr(module, GROUPED_EXPERTS, None)
+    if grouped is not None:
+        computed: Tensor = grouped.forward(hidden, top_k_index, top_k_weights)
+        return computed
     if hidden.device.type == "cuda":
-        found: Tensor = grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
-        return found
+        num_bytes = max(each[0].nbytes for each in module.parameters(recurse=False))
+        at_once = max(1, GATHERED // (num_bytes * top_k_index.shape[1]))
+        pieces = [
+            batched_mm_experts_forward(
+                module,
+                hidden[start : start + at_once],
+                top_k_index[start : start + at_once],
+                top_k_weights[start : start + at_once],
+            )
+            for start in range(0, len(hidden), at_once)
+        ]
+        return torch.cat(pieces)
     # The decorator that chooses the implementation keeps the class's own one.
     own: Tensor = type(module).forward.__wrapped__(  # type: ignore[attr-defined]
         module, hidden, top_k_index, top_k_weights

@@ -307,7 +307,7 @@ def _gate_up_one_kernel(
     slot = tl.program_id(1)
     first = tl.load(ids + slot).to(tl.int64) * 2 * num_rows
     places = weight + (first + rows)[:, None] * size + columns[None, :]
-    up_places = places + num_rows.to(tl.int64) * size
+    up_places = places + tl.cast(num_rows, tl.int64) * size
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     up_acc = acc
     for start in range(0, size, BLOCK):

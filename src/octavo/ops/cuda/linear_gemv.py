@@ -112,7 +112,7 @@ def _linear_one_kernel(
     rows = tl.minimum(rows, num_rows - 1)
     columns = tl.arange(0, BLOCK)
     places = weight + rows.to(tl.int64)[:, None] * size + columns[None, :]
-    up_places = places + num_rows.to(tl.int64) * size
+    up_places = places + tl.cast(num_rows, tl.int64) * size
     pieces = ()
     up_pieces = ()
     for i in tl.static_range(AHEAD):

@@ -90,7 +90,6 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         tile, columns = TILE_TOKENS, min(128, max(16, power_of_2(size)))
     grid = (triton.cdiv(num_experts, at_once), triton.cdiv(num_tokens, tile))
     assert grid[1] <= _MAX_TILES, f"{num_tokens} tokens are more than a step has"
-    options = launch_options(x.device)
     _route_kernel[grid](
         x,
         weights.weight,
@@ -121,15 +120,21 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         IEEE=x.dtype == torch.float32,
         num_warps=4,
         num_stages=4,
-        **options,
+        **launch_options(x.device),
     )
-    if is_one:
-        return Routed(ids, chosen)
+    lists = None if is_one else list_blocks(ids, num_experts, num_hit)
+    return Routed(ids, chosen, lists)
+
+
+def list_blocks(ids: Tensor, num_experts: int, num_hit: Tensor) -> BlockLists:
+    """The rows of each expert, of dense int32 ids [num_tokens, top_k]; num_hit: see
+    make_router_kernel."""
+    num_tokens, top_k = ids.shape
     tokens = tokens_per_tile(num_tokens, num_experts, top_k)
     most = max_blocks(num_tokens, num_experts, top_k, tokens)
-    rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=x.device)
-    experts, begins, ends = torch.empty((3, most), dtype=torch.int32, device=x.device)
-    num_blocks = torch.empty(1, dtype=torch.int32, device=x.device)
+    rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=ids.device)
+    experts, begins, ends = torch.empty((3, most), dtype=torch.int32, device=ids.device)
+    num_blocks = torch.empty(1, dtype=torch.int32, device=ids.device)
     _list_kernel[(num_experts,)](
         ids,
         rows,
@@ -144,9 +149,9 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         SCANNED=min(SCANNED, power_of_2(num_tokens * top_k)),
         BLOCK_ROWS=tokens,
         num_warps=4,
-        **options,
+        **launch_options(ids.device),
     )
-    return Routed(ids, chosen, BlockLists(rows, experts, begins, ends, num_blocks, tokens))
+    return BlockLists(rows, experts, begins, ends, num_blocks, tokens)
 
 
 @triton.jit
