@@ -1,4 +1,4 @@
-"""Two GPUs give the tokens that one does, whatever is captured, fused or dealt out on the way."""
+"""Several GPUs give the tokens that one does, whatever is captured, fused or dealt out on the way."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("num_gpus", [2, 4])
 @pytest.mark.parametrize("name", ["gpt2", "opt-350m", "llama3", "qwen2", "olmo2"])
-def test_the_same_tokens(name: str, graphs: bool) -> None:
-    directory = model_for(name, 2)
+def test_the_same_tokens(name: str, num_gpus: int, graphs: bool) -> None:
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs")
+    directory = model_for(name, num_gpus)
     assert directory is not None
     results: list[list[RequestOutput]] = []
-    for size in (1, 2):
+    for size in (1, num_gpus):
         with LLM(
             str(directory),
             device="cuda",
