@@ -52,6 +52,7 @@ def main() -> None:
         "--policies", nargs="*", choices=list(MEMORY_POLICIES.builtin), default=["paged"]
     )
     parser.add_argument("--gpu", choices=list(GPUS), default="h200", help="what is predicted")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--profile", metavar="FILE")
     arguments = parser.parse_args()
     if arguments.profile:
@@ -70,6 +71,7 @@ def main() -> None:
         max_num_batched_tokens=8192 if on_gpus else 2048,
         enable_prefix_caching=False,
         swap_space=0,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
         **({} if on_gpus else {"num_blocks": 1000}),
     )
     seconds = time.perf_counter() - began
