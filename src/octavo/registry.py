@@ -131,7 +131,11 @@ ATTENTION_BACKENDS: Registry[Any] = Registry(
     },
 )
 LINEAR_METHODS: Registry[Any] = Registry(
-    "linear_method", {"plain": "octavo.layers.linear:PlainLinear"}
+    "linear_method",
+    {
+        "plain": "octavo.layers.linear:PlainLinear",
+        "quantized": "octavo.layers.linear:QuantizedLinear",
+    },
 )
 EXPERTS_METHODS: Registry[Any] = Registry(
     "experts_method", {"plain": "octavo.layers.experts:PlainExperts"}

@@ -91,5 +91,5 @@ def test_a_family_chooses_a_method_of_one_s_own(tmp_path: Path, register: Regist
 
 
 def test_a_method_that_nobody_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match="linear_method: 'int4' is not one of plain"):
+    with pytest.raises(ConfigError, match="linear_method: 'int4' is not one of plain, quantized"):
         make_linear(LinearConfig(8, (8,), method="int4"))

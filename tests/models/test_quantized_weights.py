@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
+from octavo.layers.base import WeightSlot
 from octavo.models.loader import build_model, load_weights, weight_targets
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
@@ -41,11 +42,13 @@ def loaded(directory: Path, shard: Shard | None = None) -> dict[str, Tensor]:
     config = read_model_config(directory).sharded(shard)
     model = build_model(config, torch.float32, CPU, OneOf(shard))
     load_weights(model, config)
-    return {
-        name: torch.cat([each.target for each in target.slices])
-        for name, target in weight_targets(model, config).items()
-        if name.endswith("proj.weight")
-    }
+    found = {}
+    for name, target in weight_targets(model, config).items():
+        if name.endswith("proj.weight"):
+            slots = [each.target for each in target.slices]
+            assert all(isinstance(each, WeightSlot) for each in slots)
+            found[name] = torch.cat([each.dense() for each in slots])
+    return found
 
 
 def probe(size: int) -> Tensor:
@@ -174,7 +177,7 @@ def replaced(name: str, tensor: Tensor) -> Change:
         (
             "fp8_transformers",
             replaced("weight", torch.ones(64, 128)),
-            r"k_proj\.weight is torch\.float32; FP8 weights are",
+            r"k_proj\.weight is torch\.float32 \[64, 128\]; FP8",
         ),
         (
             "packed_int4",
@@ -197,7 +200,7 @@ def replaced(name: str, tensor: Tensor) -> Change:
         (
             "gptq",
             replaced("g_idx", torch.full((128,), 4)),
-            r"qzeros has 4 groups, which is not what",
+            r"scales has 4 groups, which is not what",
         ),
         (
             "gptq",

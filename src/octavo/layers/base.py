@@ -6,13 +6,59 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from octavo.ops.quantized import QuantizedWeight
+
+
+class WeightSlot:
+    """Where a slice of a weight goes that may stay quantized.
+
+    The loader puts in what the checkpoint has: a quantized form, or a tensor [out_features,
+    in_features] in the model's dtype; the owner takes it in `finalize`. Leading dimensions are
+    those of a checkpoint's tensor that has several matrices, such as all experts.
+    """
+
+    __slots__ = ("_content", "_dtype", "shape")
+
+    def __init__(self, *shape: int) -> None:
+        """`shape` is that of the slice, of the weight as it is computed with."""
+        self.shape = shape
+        self._content: Tensor | QuantizedWeight | None = None
+        self._dtype: torch.dtype
+
+    def put(self, content: Tensor | QuantizedWeight, dtype: torch.dtype) -> None:
+        """Fill it; `dtype` is the model's."""
+        self._content, self._dtype = content, dtype
+
+    @property
+    def content(self) -> Tensor | QuantizedWeight:
+        """What was put in."""
+        assert self._content is not None, "nothing was loaded"
+        return self._content
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        assert self._content is not None, "nothing was loaded"
+        return self._dtype
+
+    def dense(self) -> Tensor:
+        """The weight in the model's dtype."""
+        content = self.content
+        return content if isinstance(content, Tensor) else content.dequantize().to(self.dtype)
+
+    def clear(self) -> None:
+        """Let go of what was put in."""
+        self._content = None
 
 
 class WeightSlice(NamedTuple):
     """A slice of a checkpoint's tensor, and where it goes."""
 
-    target: Tensor  # a parameter or a view of one; it may have more rows, which are padding
+    # A parameter or a view of one, which may have more rows that are padding; or a slot.
+    target: Tensor | WeightSlot
     where: tuple[slice, ...]  # in the checkpoint's tensor, one per dimension
 
 
@@ -31,8 +77,13 @@ class WeightTarget:
 
     def transposed(self) -> WeightTarget:
         """For a checkpoint that keeps matrices transposed."""
-        slices = tuple(WeightSlice(each.target.t(), each.where[::-1]) for each in self.slices)
+        slices = tuple(WeightSlice(_tensor(each).t(), each.where[::-1]) for each in self.slices)
         return WeightTarget(self.shape[::-1], slices)
+
+
+def _tensor(part: WeightSlice) -> Tensor:
+    assert isinstance(part.target, Tensor), "slots take weights as they are computed with"
+    return part.target
 
 
 # By names in a checkpoint. A parameter may have several names (tied embeddings); one of them must

@@ -195,6 +195,10 @@ class AttentionConfig:
             kv_shard=shard.of_kv_heads(self.num_kv_heads),
         )
 
+    def with_linear_method(self, method: str) -> AttentionConfig:
+        """With another method for its projections, unless they have an unusual one."""
+        return replace(self, linear_method=method) if self.linear_method == "plain" else self
+
     @property
     def qkv(self) -> LinearConfig:
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -277,6 +281,10 @@ class MLPConfig:
         size = shard.divide(self.intermediate_size, "the intermediate size")
         return replace(self, intermediate_size=size, shard=shard)
 
+    def with_linear_method(self, method: str) -> MLPConfig:
+        """With another method for its projections, unless they have an unusual one."""
+        return replace(self, linear_method=method) if self.linear_method == "plain" else self
+
     @property
     def up(self) -> LinearConfig:
         merged = 2 if self.kind == "gated" else 1
@@ -339,6 +347,11 @@ class ExpertsConfig:
         size = shard.divide(self.intermediate_size, "the intermediate size of an expert")
         shared = None if self.shared is None else self.shared.sharded(shard)
         return replace(self, intermediate_size=size, shared=shared, shard=shard)
+
+    def with_linear_method(self, method: str) -> ExpertsConfig:
+        """With another method for the shared expert's projections (MLPConfig)."""
+        shared = self.shared
+        return self if shared is None else replace(self, shared=shared.with_linear_method(method))
 
     @property
     def has_down_bias(self) -> bool:

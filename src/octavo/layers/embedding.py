@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
 from octavo.layers.config import EmbeddingScale, LinearConfig, PositionTable
-from octavo.layers.linear import PlainLinear
+from octavo.layers.linear import PlainLinear, Projection, make_linear
 from octavo.parallel import WHOLE, Shard
 
 
@@ -96,7 +96,7 @@ def make_positions(
 class LogitsBias(WeightOwner):
     """Owns a bias of the logits [1, num_tokens], which the head adds once it is loaded."""
 
-    def __init__(self, linear: PlainLinear) -> None:
+    def __init__(self, linear: Projection) -> None:
         """linear: the head's projection, without a bias of its own."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, linear.config.out_features), requires_grad=False)
@@ -123,7 +123,9 @@ class LMHead(nn.Module):
     ) -> None:
         """`config`: of this rank's part of the vocabulary."""
         super().__init__()
-        self.linear = PlainLinear(config)
+        linear = make_linear(config)
+        assert isinstance(linear, Projection), "the head takes no other methods"
+        self.linear: Projection = linear
         if has_logits_bias:
             self.logits_bias = LogitsBias(self.linear)
         [(_, tokens)] = config.out_ranges()
@@ -132,6 +134,7 @@ class LMHead(nn.Module):
 
     def tie(self, embedding: Embedding) -> None:
         """Use the embedding's table; called before weights are loaded."""
+        assert isinstance(self.linear, PlainLinear), "a quantized head has weights of its own"
         self.linear.weight = embedding.weight
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,22 +1,27 @@
 """Projections. How one is stored and computed is a `LinearMethod`.
 
 A method owns its tensors, says where a checkpoint's tensors go, rearranges them once they are
-loaded, and computes. Quantised, sharded or adapted projections are further classes here, which
-`make_linear` chooses by the LinearConfig; models and MLPs know only the interface.
+loaded, and computes. `make_linear` chooses it by the LinearConfig; models and MLPs know only the
+interface.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
+from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import LinearConfig
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.linear import LinearKernel, make_linear_kernel
+from octavo.ops.linear import LinearKernel, make_linear_kernel, make_quantized_kernel
+from octavo.ops.quantized import FormError, QuantizedWeight
 from octavo.registry import LINEAR_METHODS
+
+logger = logging.getLogger(__name__)
 
 
 class LinearMethod(WeightOwner):
@@ -45,28 +50,29 @@ class LinearMethod(WeightOwner):
         raise NotImplementedError
 
 
-class PlainLinear(LinearMethod):
-    """Owns W and b in the model's dtype, as loaded or packed for the CPU."""
+class Projection(LinearMethod):
+    """Owns the bias, and a kernel for the weight; subclasses own the weight until it is loaded."""
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__()
-        shape = (config.out_features, config.in_features)
         self.config = config
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.bias: nn.Parameter | None = None
         if config.has_bias:
             self.bias = nn.Parameter(torch.empty(config.out_features), requires_grad=False)
         self._kernel: LinearKernel
 
+    def places(self) -> Sequence[Tensor | WeightSlot]:
+        """Where the weight of each merged projection goes: [out_size, in_features]."""
+        raise NotImplementedError
+
     def targets(self, names: Sequence[str]) -> WeightTargets:
         """See WeightOwner.targets."""
-        assert self.weight is not None, "called before finalize"
         config, outputs = self.config, self.config.out_ranges()
         names = names[: len(outputs)]
         num_inputs, inputs = config.in_range()
         per_name = [outputs] if len(names) == 1 else [[each] for each in outputs]
         found: WeightTargets = {}
-        parts = iter(torch.split(self.weight, list(config.out_sizes)))
+        parts = iter(self.places())
         for name, ranges in zip(names, per_name, strict=True):
             found[f"{name}.weight"] = _target(ranges, parts, (num_inputs,), (inputs,))
         if config.bias:
@@ -75,6 +81,28 @@ class PlainLinear(LinearMethod):
             for name, ranges in zip(names, per_name, strict=True):
                 found[f"{name}.bias"] = _target(ranges, parts)
         return found
+
+    def forward(self, x: Tensor, epilogue: Epilogue = Epilogue.NONE) -> Tensor:
+        """See LinearMethod.forward."""
+        return self._kernel.apply(x, self.bias, epilogue)
+
+    def forward_partial(self, x: Tensor) -> Tensor:
+        """See LinearMethod.forward_partial."""
+        return self._kernel.apply_partial(x, self.bias)
+
+
+class PlainLinear(Projection):
+    """Owns W and b in the model's dtype, as loaded or packed for the CPU."""
+
+    def __init__(self, config: LinearConfig) -> None:
+        super().__init__(config)
+        shape = (config.out_features, config.in_features)
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(shape), requires_grad=False)
+
+    def places(self) -> Sequence[Tensor | WeightSlot]:
+        """See Projection.places."""
+        assert self.weight is not None, "called before finalize"
+        return torch.split(self.weight, list(self.config.out_sizes))
 
     def finalize(self) -> None:
         """Pack the weight where that pays, and then let go of it.
@@ -86,18 +114,61 @@ class PlainLinear(LinearMethod):
         if not self._kernel.keeps_weight:
             self.weight = None
 
-    def forward(self, x: Tensor, epilogue: Epilogue = Epilogue.NONE) -> Tensor:
-        """See LinearMethod.forward."""
-        return self._kernel.apply(x, self.bias, epilogue)
 
-    def forward_partial(self, x: Tensor) -> Tensor:
-        """See LinearMethod.forward_partial."""
-        return self._kernel.apply_partial(x, self.bias)
+class QuantizedLinear(Projection):
+    """Owns W as the checkpoint has it: quantized where a kernel computes with that form.
+
+    What has no such kernel is dequantized when it is loaded, and computed as PlainLinear does:
+    projections that the checkpoint has not quantized, merged ones of different forms, and all of
+    them on a CPU.
+    """
+
+    def __init__(self, config: LinearConfig) -> None:
+        super().__init__(config)
+        self._slots = [WeightSlot(size, config.in_features) for size in config.out_sizes]
+
+    def places(self) -> Sequence[Tensor | WeightSlot]:
+        """See Projection.places."""
+        return self._slots
+
+    def finalize(self) -> None:
+        """See LinearMethod.finalize."""
+        form, dtype = joined_form(self._slots), self._slots[0].dtype
+        kernel = None if form is None else make_quantized_kernel(form, dtype)
+        if kernel is None:
+            dense = [slot.dense() for slot in self._slots]
+            kernel = make_linear_kernel(dense[0] if len(dense) == 1 else torch.cat(dense))
+        self._kernel = kernel
+        for slot in self._slots:
+            slot.clear()
+
+
+def joined_form(slots: Sequence[WeightSlot]) -> QuantizedWeight | None:
+    """The weights of merged projections as one; None, with a warning, if their forms differ, and
+    without one if none of them is quantized."""
+    contents = [slot.content for slot in slots]
+    forms = [each for each in contents if isinstance(each, QuantizedWeight)]
+    if not forms:
+        return None
+    kinds = {type(each) for each in contents}
+    try:
+        if len(kinds) > 1:
+            raise FormError("some of them are not quantized, or otherwise")
+        return forms[0] if len(forms) == 1 else type(forms[0]).join(forms)
+    except FormError as error:
+        warn_once(f"merged projections are dequantized: {error}")
+        return None
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning that would be the same for every layer."""
+    logger.warning(message)
 
 
 def _target(
     ranges: Sequence[tuple[int, slice]],
-    parts: Iterator[Tensor],
+    parts: Iterator[Tensor | WeightSlot],
     inner_shape: tuple[int, ...] = (),
     inner_index: tuple[slice, ...] = (),
 ) -> WeightTarget:

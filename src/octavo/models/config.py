@@ -69,6 +69,16 @@ class LayerConfig:
             mlp=self.mlp.sharded(shard),
         )
 
+    def with_linear_method(self, method: str) -> LayerConfig:
+        """The same layer with another linear method wherever it has the usual one."""
+        cross = self.cross_attention
+        return replace(
+            self,
+            attention=self.attention.with_linear_method(method),
+            cross_attention=None if cross is None else cross.with_linear_method(method),
+            mlp=self.mlp.with_linear_method(method),
+        )
+
     @property
     def num_parameters(self) -> int:
         return self._beside_mlp + self.mlp.num_parameters
@@ -137,6 +147,7 @@ class ModelDescription:
     embedding_norm: NormConfig | None = None
     tied_embeddings: bool = False
     head_bias: bool = False
+    head_method: str = "plain"  # the linear method of the head
     logits_bias: bool = False  # a bias of the logits that is no part of the head's weights
     logits_softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
     shard: Shard = WHOLE  # which part of the model the layers describe
@@ -224,8 +235,24 @@ class ModelDescription:
             self.embedding_size or self.hidden_size,
             (rows,),
             self.head_bias,
+            # Rows of padding are zeros, which a quantized weight cannot take.
+            self.head_method if rows * self.shard.size == self.vocab_size else "plain",
             out_shards=(self.shard,),
             padding=rows * self.shard.size - self.vocab_size,
+        )
+
+    def with_linear_method(self, method: str) -> Self:
+        """The same model with other linear methods: of all projections in layers that have the
+        usual one, and of the head, unless it shares the embedding's table."""
+        encoder = self.encoder
+        if encoder is not None:
+            layers = tuple(layer.with_linear_method(method) for layer in encoder.layers)
+            encoder = replace(encoder, layers=layers)
+        return replace(
+            self,
+            layers=tuple(layer.with_linear_method(method) for layer in self.layers),
+            encoder=encoder,
+            head_method=self.head_method if self.tied_embeddings else method,
         )
 
     def kv_specs(self) -> list[KVSpec]:

@@ -6,6 +6,7 @@ is in memory once. Every parameter must be loaded and every tensor must be used.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -22,15 +23,19 @@ from torch import Tensor
 from octavo.config import LoadFormat
 from octavo.errors import ModelError, shown
 from octavo.json_fields import read_json
-from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
+from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import AttentionConfig
 from octavo.layers.linear import LinearMethod
 from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM, FileTensor
 from octavo.models.config import ModelConfig
-from octavo.models.dequantize import StoredTensor, dequantized, is_unused_bias
+from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias, joined
+from octavo.models.quantization import Quantization
 from octavo.models.registry import FAMILIES
 from octavo.ops.communicator import Communicator
+from octavo.ops.quantized import FormError, GroupedInt, QuantizedWeight, ScaledFloat8
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -90,14 +95,19 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     """
     checkpoint = model.checkpoint or FamilyCheckpoint(model, config)
     targets = checkpoint.targets
+    dtype, device = model.token_table.dtype, model.token_table.device
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
     with ExitStack() as files:
-        for key, (path, name, tensor) in checkpoint.translate(_tensors(config, files)):
+        for key, (path, name, tensor) in checkpoint.translate(_tensors(config, device, files)):
             target = targets.get(key)
             if target is not None:
                 where, identity = f"{path}: {name}", _identity(key, target)
                 for part, destination in _parts(tensor, target, where):
+                    if isinstance(destination, WeightSlot):
+                        _fill_slot(destination, part, dtype, device)
+                        continue
+                    assert isinstance(part, Tensor)
                     rows = destination[: len(part)] if part.dim() else destination
                     part = part.view(rows.shape)  # whose dimensions may be cut up
                     if identity not in loaded:
@@ -121,10 +131,10 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
         raise ModelError(f"{config.directory}: the weights lack {_few(missing)}")
 
 
-def _tensors(config: ModelConfig, files: ExitStack) -> Iterator[FileTensor]:
-    """Every tensor, with quantized weights dequantized."""
+def _tensors(config: ModelConfig, device: torch.device, files: ExitStack) -> Iterator[FileTensor]:
+    """Every tensor, with one for each quantized weight."""
     tensors = _read_tensors(config.directory, files)
-    return tensors if config.quantization is None else dequantized(tensors, config.quantization)
+    return tensors if config.quantization is None else joined(tensors, config.quantization, device)
 
 
 class FamilyCheckpoint:
@@ -176,6 +186,7 @@ def _by_head(target: WeightTarget, attention: AttentionConfig) -> WeightTarget:
     per_kv_head = num_heads // num_kv_heads
     slices = []
     for part, (rows, *others) in target.slices:
+        assert isinstance(part, Tensor), "slots take weights as they are computed with"
         for begin in range(rows.start, rows.stop, size):
             head = begin // size
             if head < num_heads:
@@ -205,11 +216,36 @@ def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
             continue
         filled.add(identity)
         for destination, index in target.slices:
-            _fill_slice(destination, index, target.shape, noise, begin)
+            if isinstance(destination, WeightSlot):
+                dense = noise.new_empty(destination.shape)
+                _fill_slice(dense, index, target.shape, noise, begin)
+                is_in_layer = name.startswith(f"{FAMILIES[config.family].weights.layers}.")
+                quantization = config.quantization if is_in_layer else None
+                destination.put(_rounded(dense, quantization), noise.dtype)
+            else:
+                _fill_slice(destination, index, target.shape, noise, begin)
         begin = (begin + math.prod(target.shape)) % NOISE_LENGTH
     for module in model.modules():
         if isinstance(module, Norm) and module.weight is not None:
             module.weight.fill_(1.0 - module.config.offset)
+
+
+def _rounded(dense: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight:
+    """A weight [out_features, in_features] in the form that a checkpoint's would have."""
+    if quantization is None:
+        return dense
+    size = dense.shape[-1]
+    try:
+        if quantization.form == "float8":
+            block = quantization.block or (1, size)
+            return ScaledFloat8.quantize(dense, block, quantization.quantizes_inputs)
+        if quantization.form == "int":
+            return GroupedInt.quantize(
+                dense, quantization.num_bits, quantization.group_size or size
+            )
+    except FormError as error:
+        logger.warning("random weights %s stay dense: %s", list(dense.shape), error)
+    return dense
 
 
 def _fill_slice(
@@ -259,19 +295,40 @@ def _fill_run(flat: Tensor, noise: Tensor, begin: int) -> None:
 
 def _identity(name: str, target: WeightTarget) -> object:
     """Equal for names of the same parameters."""
-    places = [(each.target.data_ptr(), each.target.shape) for each in target.slices]
+    places = [
+        each.target
+        if isinstance(each.target, WeightSlot)
+        else (each.target.data_ptr(), each.target.shape)
+        for each in target.slices
+    ]
     return tuple(places) or name
+
+
+def _fill_slot(
+    slot: WeightSlot, part: Tensor | QuantizedWeight, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Put in a slice as the checkpoint has it: a form on the device already, or dense."""
+    slot.put(part.to(device, dtype) if isinstance(part, Tensor) else part, dtype)
 
 
 def _parts(
     tensor: StoredTensor, target: WeightTarget, where: str
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor | QuantizedWeight, Tensor | WeightSlot]]:
     """(slice of the tensor, where it goes), of those that this rank keeps."""
     if tensor.shape != target.shape:
         raise ModelError(
             f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}"
         )
     for destination, index in target.slices:
+        if isinstance(destination, WeightSlot) and isinstance(tensor, QuantizedTensor):
+            try:
+                form = tensor.read_form(index)
+            except FormError as error:
+                logger.warning("%s is dequantized: %s", where, error)
+                form = None
+            if form is not None:
+                yield form, destination
+                continue
         part = tensor.read(index)
         if not part.is_floating_point() or part.element_size() < 2:
             raise ModelError(

@@ -1,16 +1,20 @@
 """What config.json says of quantized weights (`quantization_config`). Imports no torch.
 
-Which tensors a projection is stored in, and how they are dequantized, is in dequantize.py.
+Which tensors a projection is stored in, and how they are read, is in dequantize.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from octavo.json_fields import Fields
 
 PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
+
+
+FormKind = Literal["float8", "int", "mxfloat4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,10 @@ class Quantization:
     num_bits: int = 8  # of packed integers
     zero_offset: int = 0  # what is added to stored zero points
     block: tuple[int, int] | None = None  # rows and columns of the blocks that share a scale
+    # As which of ops/quantized.py's forms the weights stay in memory; None: as none of them.
+    form: FormKind | None = None
+    group_size: int | None = None  # inputs that share a scale of integers; None: all of an output
+    quantizes_inputs: bool = False  # whether the model was made for inputs in FP8, too
 
 
 def read_quantization(config: Fields) -> Quantization | None:
@@ -50,19 +58,21 @@ def _read_fp8(fields: Fields) -> Quantization:
     """FP8 weights (e4m3) with a scale per tensor or per block: transformers, DeepSeek, Qwen."""
     fields.choice("activation_scheme", {"dynamic": None, "static": None}, "dynamic")
     if fields.get("weight_block_size", None) is None:
-        return Quantization("fp8")
+        return Quantization("fp8", form="float8", quantizes_inputs=True)
     block = fields.numbers("weight_block_size", 2)
     rows, columns = map(int, block)
     if (rows, columns) != block:
         raise fields.error("weight_block_size", "it must be two whole numbers")
-    return Quantization("fp8", block=(rows, columns))
+    return Quantization("fp8", block=(rows, columns), form="float8", quantizes_inputs=True)
 
 
 def _read_compressed_tensors(fields: Fields) -> Quantization:
     """FP8, int8 and packed integers, as llm-compressor writes them."""
     served = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
     groups = fields.part("config_groups")
-    num_bits, block = set(), None
+    num_bits, block, group_size = set(), None, None
+    kinds: set[FormKind] = set()
+    quantizes_inputs = False
     for name in groups.values:
         group = groups.part(name)
         # The format of all groups stands beside them; a group may have one of its own.
@@ -74,6 +84,11 @@ def _read_compressed_tensors(fields: Fields) -> Quantization:
             raise where.error("format", f"octavo reads {', '.join(served)}")
         weights = group.part("weights")
         num_bits.add(weights.count("num_bits", 8))
+        is_float = weights.get("type", "int") == "float"
+        kinds.add("float8" if is_float else "int")
+        quantizes_inputs |= is_float and group.get("input_activations", None) is not None
+        if weights.get("group_size", None) not in (None, -1):
+            group_size = weights.count("group_size")
         if weights.get("block_structure", None) is not None:
             rows, columns = weights.numbers("block_structure", 2)
             block = (int(rows), int(columns))
@@ -84,7 +99,25 @@ def _read_compressed_tensors(fields: Fields) -> Quantization:
     for name in ("sparsity_config", "transform_config"):
         if fields.get(name, {}) not in ({}, {"format": "dense"}):
             raise fields.error(name, "octavo does not implement it")
-    return Quantization("compressed-tensors", num_bits=max(num_bits, default=8), block=block)
+    bits = max(num_bits, default=8)
+    return Quantization(
+        "compressed-tensors",
+        num_bits=bits,
+        block=block,
+        form=_kind_of_packed(bits) if kinds == {"int"} else next(iter(kinds), None),
+        group_size=group_size,
+        quantizes_inputs=quantizes_inputs,
+    )
+
+
+def _kind_of_packed(bits: int) -> FormKind | None:
+    """The form of integers; those of 2 bits have none."""
+    return "int" if bits in (4, 8) else None
+
+
+def _group_size(fields: Fields) -> int | None:
+    name = "group_size" if "group_size" in fields.values else "q_group_size"
+    return None if fields.get(name, -1) == -1 else fields.count(name)
 
 
 def _read_awq(fields: Fields) -> Quantization:
@@ -95,7 +128,7 @@ def _read_awq(fields: Fields) -> Quantization:
     version = fields.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise fields.error("version", "octavo reads gemm")
-    return Quantization("awq", num_bits=4)
+    return Quantization("awq", num_bits=4, form="int", group_size=_group_size(fields))
 
 
 def _read_gptq(fields: Fields) -> Quantization:
@@ -105,13 +138,19 @@ def _read_gptq(fields: Fields) -> Quantization:
         raise fields.error("bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
     versions = {"gptq": 1, "gptq_v2": 0}
     offset = fields.choice("checkpoint_format", versions, "gptq")
-    return Quantization("gptq", num_bits=bits, zero_offset=offset)
+    return Quantization(
+        "gptq",
+        num_bits=bits,
+        zero_offset=offset,
+        form=_kind_of_packed(bits),
+        group_size=_group_size(fields),
+    )
 
 
 def _read_bitsandbytes(fields: Fields) -> Quantization:
     """NF4 and FP4 (arXiv:2305.14314), and 8 bits with a scale per row (arXiv:2208.07339)."""
     if fields.flag("load_in_8bit", False):
-        return Quantization("bitsandbytes-int8")
+        return Quantization("bitsandbytes-int8", form="int")
     if not fields.flag("load_in_4bit", False):
         raise fields.error("load_in_4bit", "it or load_in_8bit must be true")
     return Quantization("bitsandbytes-4bit")
@@ -123,12 +162,14 @@ def _read_torchao(fields: Fields) -> Quantization:
     served = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
     if kinds.get("_type") not in served:
         raise kinds.error("_type", f"octavo reads {', '.join(served)}")
-    return Quantization("torchao")
+    return Quantization(
+        "torchao", form="float8", quantizes_inputs="DynamicActivation" in str(kinds.get("_type"))
+    )
 
 
 def _read_mxfp4(fields: Fields) -> Quantization:
     """4-bit floats of which 32 share a power of two (gpt-oss; OCP Microscaling Formats 1.0)."""
-    return Quantization("mxfp4")
+    return Quantization("mxfp4", form="mxfloat4")
 
 
 READERS: Mapping[str, Callable[[Fields], Quantization]] = {

@@ -102,6 +102,9 @@ def read_model_config(directory: str | Path, model_impl: ModelImpl = "auto") -> 
             text.refuse(name, harmless)
     generation = _read_generation(directory)
     description = family.read(text)
+    quantization = read_quantization(config)
+    if quantization is not None and not (family.weights.transposed or family.weights.qkv_by_head):
+        description = description.with_linear_method("quantized")
     rules = DecodingRules()
     if description.encoder is not None:
         where = generation if generation.where else config
@@ -113,7 +116,7 @@ def read_model_config(directory: str | Path, model_impl: ModelImpl = "auto") -> 
         family=family.model_type,
         model_class=family.model_class,
         dtype=_dtype(config),
-        quantization=read_quantization(config),
+        quantization=quantization,
         bos_token_id=next(iter(config.token_ids("bos_token_id")), None),
         decoder_start_token_id=(
             None

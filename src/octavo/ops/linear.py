@@ -18,11 +18,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.ops.cpu import onednn
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.quantized import QuantizedWeight
 
 
 class LinearKernel(Protocol):
@@ -69,6 +71,14 @@ def make_linear_kernel(weight: Tensor) -> LinearKernel:
 
         return PackedLinear(weight)
     return onednn.OneDnnLinear(weight) if onednn.can_pack(weight) else TorchLinear(weight)
+
+
+def make_quantized_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> LinearKernel | None:
+    """The fastest kernel for a quantized W [out_features, in_features] and inputs of `dtype`.
+
+    None: there is none on this device, or for such a form.
+    """
+    return None
 
 
 def has_numba_kernel(weight: Tensor) -> bool:

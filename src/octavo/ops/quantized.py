@@ -1,0 +1,434 @@
+"""Weights that stay quantized in memory: their forms, and the values that they stand for.
+
+A form holds a weight W [..., out_features, in_features] in few bits beside its scales. Leading
+dimensions number matrices of equal shape, such as those of experts. Kernels compute with the
+tensors of a form; what has no kernel for one computes with `dequantize()`.
+
+All forms of a device can be cut along their outputs and inputs, which is what a rank takes of a
+weight, joined along their outputs (merged projections) and stacked (experts). Where groups of
+inputs or blocks share a scale, a cut must fall between them.
+
+Example:
+    >>> form = GroupedInt.quantize(torch.randn(64, 256), bits=4, group=128)
+    >>> form.shape, form.nbytes
+    ((64, 256), 8448)
+    >>> y = torch.nn.functional.linear(torch.randn(3, 256), form.dequantize())
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+FLOAT8_MAX = 448.0  # of e4m3
+MX_BLOCK = 32  # inputs that share an exponent
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # without sign
+
+
+class FormError(ValueError):
+    """A form cannot be cut or joined that way; the weight can, dequantized."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """What all forms have in common."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., out_features, in_features] of the weight."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self._tensors()[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes for each in self._tensors())
+
+    def dequantize(self) -> Tensor:
+        """The weight in float32, in the order of its inputs."""
+        raise NotImplementedError
+
+    def cut(self, rows: slice, columns: slice) -> Self:
+        """Some of the outputs and of the inputs, of all matrices; views where that is possible.
+
+        Raises FormError if the cut falls inside a group or block that shares a scale.
+        """
+        raise NotImplementedError
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        return self._map(lambda each: each.to(device))
+
+    def __getitem__(self, index: int | slice) -> Self:
+        """One of the matrices, or some, by their first leading dimension."""
+        return self._map(lambda each: each[index])
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """One weight with the outputs of all parts, in their order.
+
+        Raises FormError if parts differ in what one form has only once.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Matrices of equal shape in one form, with a leading dimension that numbers them.
+
+        Raises FormError if they differ in shape or in what one form has only once.
+        """
+        parts = cls._alike(parts)
+        first = parts[0]
+        for other in parts[1:]:
+            _check_equal(first, other, [each.name for each in fields(first)])
+            if other.shape != first.shape:
+                raise FormError(f"a weight has shape {list(other.shape)}, not {list(first.shape)}")
+        stacked = {
+            each.name: _as_bytes(torch.stack, [getattr(part, each.name) for part in parts])
+            for each in fields(first)
+            if each.name not in _SHARED and isinstance(getattr(first, each.name), Tensor)
+        }
+        return replace(first, **stacked)
+
+    @classmethod
+    def _alike(cls, parts: Sequence[Self]) -> Sequence[Self]:
+        """The same parts, with what some of them have and others imply in all of them."""
+        return parts
+
+    def _tensors(self) -> list[Tensor]:
+        values = (getattr(self, each.name) for each in fields(self))
+        return [each for each in values if isinstance(each, Tensor)]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Apply `function` to all tensors that have the leading dimensions."""
+        changed = {
+            each.name: function(value)
+            for each in fields(self)
+            if isinstance(value := getattr(self, each.name), Tensor) and each.name not in _SHARED
+        }
+        return replace(self, **changed)
+
+
+_SHARED = frozenset({"permutation"})  # tensors that all matrices have in common
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledFloat8(QuantizedWeight):
+    """e4m3 times the scale of a block: of `block` = (rows, columns) of the weight.
+
+    A scale per tensor is a block of the whole weight, and one per output a block (1, in_features).
+    `quantizes_inputs` says that the model was made for inputs that are rounded to e4m3, too; it
+    allows that, and does not demand it.
+    """
+
+    weight: Tensor  # e4m3 [..., out_features, in_features]
+    scales: Tensor  # float32 [..., ceil(out_features / rows), ceil(in_features / columns)]
+    block: tuple[int, int]
+    quantizes_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        (*leading, num_rows, num_columns), (rows, columns) = self.weight.shape, self.block
+        expected = (*leading, -(-num_rows // rows), -(-num_columns // columns))
+        assert self.weight.dtype == torch.float8_e4m3fn
+        assert self.scales.dtype == torch.float32
+        assert tuple(self.scales.shape) == expected, (self.scales.shape, expected)
+
+    @classmethod
+    def quantize(
+        cls, dense: Tensor, block: tuple[int, int], quantizes_inputs: bool = False
+    ) -> Self:
+        """Round a weight [..., out_features, in_features] so that each block's largest value is
+        FLOAT8_MAX."""
+        num_rows, num_columns = dense.shape[-2:]
+        rows, columns = min(block[0], num_rows), min(block[1], num_columns)
+        padding = (0, -num_columns % columns, 0, -num_rows % rows)
+        blocks = torch.nn.functional.pad(dense.float().abs(), padding)
+        (*leading, height, width) = blocks.shape
+        blocks = blocks.view(*leading, height // rows, rows, width // columns, columns)
+        scales = blocks.amax(dim=(-3, -1)).clamp_(min=1e-12) / FLOAT8_MAX
+        spread = _spread_blocks(scales, (rows, columns), (num_rows, num_columns))
+        values = (dense.float() / spread).clamp_(-FLOAT8_MAX, FLOAT8_MAX)
+        weight = values.to(torch.float8_e4m3fn)
+        return cls(weight, scales, (rows, columns), quantizes_inputs)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See QuantizedWeight.shape."""
+        return tuple(self.weight.shape)
+
+    def dequantize(self) -> Tensor:
+        """See QuantizedWeight.dequantize."""
+        sizes = self.weight.shape[-2], self.weight.shape[-1]
+        return self.weight.float().mul_(_spread_blocks(self.scales, self.block, sizes))
+
+    def cut(self, rows: slice, columns: slice) -> Self:
+        """See QuantizedWeight.cut. Within one block, a cut may fall anywhere."""
+        first_row, last_row = _cut_blocks(rows, self.block[0], self.shape[-2], "outputs")
+        first_column, last_column = _cut_blocks(columns, self.block[1], self.shape[-1], "inputs")
+        block = (
+            min(self.block[0], rows.stop - rows.start),
+            min(self.block[1], columns.stop - columns.start),
+        )
+        scales = self.scales[..., first_row:last_row, first_column:last_column]
+        return replace(self, weight=self.weight[..., rows, columns], scales=scales, block=block)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """See QuantizedWeight.join. Blocks become as high as all parts allow."""
+        columns = parts[0].block[1]
+        if any(each.block[1] != columns for each in parts):
+            blocks = sorted({each.block for each in parts})
+            raise FormError(f"parts have blocks of different sizes: {blocks}")
+        heights = [each.block[0] for each in parts]
+        rows = math.gcd(*heights, *(each.shape[-2] for each in parts[:-1]))
+        return cls(
+            _as_bytes(lambda weights: torch.cat(weights, dim=-2), [each.weight for each in parts]),
+            torch.cat([_lower_blocks(each, rows) for each in parts], dim=-2),
+            (rows, columns),
+            all(each.quantizes_inputs for each in parts),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedInt(QuantizedWeight):
+    """Integers of 4 or 8 bits minus a zero point, times the scale of a group of inputs.
+
+    Two 4-bit integers share a byte: of inputs 2 i and 2 i + 1, in its low and in its high half. One
+    scale per output is one group.
+    """
+
+    packed: Tensor  # uint8 [..., out_features, in_features * bits / 8]
+    scales: Tensor  # floating point [..., out_features, num_groups]
+    zeros: Tensor | None  # int16, like scales; None: 2 ** (bits - 1)
+    bits: int
+    # int64 [in_features]: which input each column of `packed` belongs to; None: in their order.
+    permutation: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.bits in (4, 8)
+        assert self.packed.dtype == torch.uint8
+        assert self.packed.shape[:-1] == self.scales.shape[:-1]
+        assert self.shape[-1] % self.scales.shape[-1] == 0, "groups have equal sizes"
+        assert self.zeros is None or self.zeros.shape == self.scales.shape
+
+    @classmethod
+    def from_values(
+        cls,
+        values: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        bits: int,
+        permutation: Tensor | None = None,
+    ) -> Self:
+        """Of integers uint8 [..., out_features, in_features], one in each byte."""
+        if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
+            zeros = None
+        if permutation is not None:
+            values = values[..., permutation]
+        if bits == 4:
+            values = values[..., ::2] | (values[..., 1::2] << 4)
+        zeros = None if zeros is None else zeros.to(torch.int16).contiguous()
+        return cls(values.contiguous(), scales.contiguous(), zeros, bits, permutation)
+
+    @classmethod
+    def quantize(cls, dense: Tensor, bits: int, group: int) -> Self:
+        """Round a weight [..., out_features, in_features] to integers without zero points.
+
+        Scales have the weight's dtype. Raises FormError if groups do not divide the inputs.
+        """
+        if dense.shape[-1] % group or dense.shape[-1] * bits % 8:
+            raise FormError(f"groups of {group} do not divide {dense.shape[-1]} inputs")
+        half = 1 << (bits - 1)
+        grouped = _in_groups(dense.float(), group)
+        scales = (grouped.abs().amax(dim=-1) / (half - 0.5)).clamp_(min=1e-12).to(dense.dtype)
+        values = (grouped / scales.float().unsqueeze(-1)).round_().clamp_(-half, half - 1) + half
+        return cls.from_values(values.flatten(-2).to(torch.uint8), scales, None, bits)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See QuantizedWeight.shape."""
+        return (*self.packed.shape[:-1], self.packed.shape[-1] * 8 // self.bits)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[-1] // self.scales.shape[-1]
+
+    def values(self) -> Tensor:
+        """The integers, uint8 [..., out_features, in_features], in the order of `packed`."""
+        return self.packed if self.bits == 8 else _nibbles(self.packed)
+
+    def dequantize(self) -> Tensor:
+        """See QuantizedWeight.dequantize."""
+        zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros.float().unsqueeze(-1)
+        grouped = _in_groups(self.values().float(), self.group)
+        grouped = grouped.sub_(zeros).mul_(self.scales.float().unsqueeze(-1))
+        dense = grouped.flatten(-2)
+        if self.permutation is None:
+            return dense
+        return torch.empty_like(dense).index_copy_(-1, self.permutation, dense)
+
+    def cut(self, rows: slice, columns: slice) -> Self:
+        """See QuantizedWeight.cut."""
+        num_columns, group = self.shape[-1], self.group
+        is_whole = columns.start == 0 and columns.stop == num_columns
+        if self.permutation is not None and not is_whole:
+            raise FormError("inputs of a rank belong to groups in any order")
+        first, last = _cut_blocks(columns, group, num_columns, "inputs")
+        if columns.start * self.bits % 8 or columns.stop * self.bits % 8:
+            raise FormError(f"inputs {columns.start} to {columns.stop} cut a byte")
+        octets = slice(columns.start * self.bits // 8, columns.stop * self.bits // 8)
+        return replace(
+            self,
+            packed=self.packed[..., rows, octets],
+            scales=self.scales[..., rows, first:last],
+            zeros=None if self.zeros is None else self.zeros[..., rows, first:last],
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """See QuantizedWeight.join."""
+        for other in parts[1:]:
+            _check_equal(parts[0], other, ["bits", "group", "permutation"])
+        parts = cls._alike(parts)
+        return replace(
+            parts[0],
+            packed=torch.cat([each.packed for each in parts], dim=-2),
+            scales=torch.cat([each.scales for each in parts], dim=-2),
+            zeros=_joined([each.zeros for each in parts]),
+        )
+
+    @classmethod
+    def _alike(cls, parts: Sequence[Self]) -> Sequence[Self]:
+        if all(each.zeros is None for each in parts):
+            return parts
+        return [
+            each
+            if each.zeros is not None
+            else replace(
+                each,
+                zeros=torch.full_like(each.scales, 1 << (each.bits - 1), dtype=torch.int16),
+            )
+            for each in parts
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MxFloat4(QuantizedWeight):
+    """e2m1 times a power of two for each MX_BLOCK inputs (OCP Microscaling Formats 1.0, MXFP4).
+
+    Two values share a byte: of inputs 2 i and 2 i + 1, in its low and in its high half.
+    """
+
+    packed: Tensor  # uint8 [..., out_features, in_features / 2]
+    exponents: Tensor  # uint8 [..., out_features, in_features / 32]: 127 stands for 1
+
+    def __post_init__(self) -> None:
+        expected = (*self.packed.shape[:-1], self.packed.shape[-1] * 2 // MX_BLOCK)
+        assert tuple(self.exponents.shape) == expected, (self.exponents.shape, expected)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See QuantizedWeight.shape."""
+        return (*self.packed.shape[:-1], self.packed.shape[-1] * 2)
+
+    def dequantize(self) -> Tensor:
+        """See QuantizedWeight.dequantize."""
+        table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=self.packed.device)
+        scales = torch.exp2(self.exponents.float() - 127).unsqueeze(-1)
+        values = _in_groups(table[_nibbles(self.packed).long()], MX_BLOCK)
+        return values.mul_(scales).flatten(-2)
+
+    def cut(self, rows: slice, columns: slice) -> Self:
+        """See QuantizedWeight.cut."""
+        if columns.start % MX_BLOCK or columns.stop % MX_BLOCK:
+            raise FormError(f"inputs {columns.start} to {columns.stop} cut blocks of {MX_BLOCK}")
+        octets = slice(columns.start // 2, columns.stop // 2)
+        blocks = slice(columns.start // MX_BLOCK, columns.stop // MX_BLOCK)
+        return replace(
+            self,
+            packed=self.packed[..., rows, octets],
+            exponents=self.exponents[..., rows, blocks],
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """See QuantizedWeight.join."""
+        return cls(
+            torch.cat([each.packed for each in parts], dim=-2),
+            torch.cat([each.exponents for each in parts], dim=-2),
+        )
+
+
+# ---------------------------------------------------------------- inside
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """uint8 [..., n] -> uint8 [..., 2 n]: the low half of each byte, then its high half."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def _in_groups(values: Tensor, group: int) -> Tensor:
+    """[..., n] -> [..., n / group, group]."""
+    return values.view(*values.shape[:-1], -1, group)
+
+
+def _spread_blocks(scales: Tensor, block: tuple[int, int], sizes: tuple[int, int]) -> Tensor:
+    """A scale per block -> one that broadcasts against [..., *sizes]."""
+    for dim, (length, size) in zip((-2, -1), zip(block, sizes, strict=True), strict=True):
+        if length < size:
+            scales = scales.repeat_interleave(length, dim=dim).narrow(dim, 0, size)
+    return scales
+
+
+def _cut_blocks(cut: slice, length: int, size: int, what: str) -> tuple[int, int]:
+    """Which blocks of `length` a cut has. Raises FormError if it takes parts of several."""
+    first, last = cut.start // length, -(-cut.stop // length)
+    is_between = cut.start % length == 0 and (cut.stop % length == 0 or cut.stop == size)
+    if last - first > 1 and not is_between:
+        raise FormError(f"{what} {cut.start} to {cut.stop} cut blocks of {length}")
+    return first, last
+
+
+def _lower_blocks(form: ScaledFloat8, rows: int) -> Tensor:
+    """Scales of blocks of so many rows."""
+    return form.scales.repeat_interleave(form.block[0] // rows, dim=-2)[
+        ..., : -(-form.shape[-2] // rows), :
+    ]
+
+
+def _joined(zeros: Sequence[Tensor | None]) -> Tensor | None:
+    """Along the outputs; all are there or none is."""
+    present = [each for each in zeros if each is not None]
+    return torch.cat(present, dim=-2) if present else None
+
+
+def _as_bytes(function: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
+    """A function that moves elements; torch has few of these for float8."""
+    if tensors[0].dtype != torch.float8_e4m3fn:
+        return function(tensors)
+    return function([each.view(torch.uint8) for each in tensors]).view(torch.float8_e4m3fn)
+
+
+def _check_equal(one: QuantizedWeight, other: QuantizedWeight, names: Sequence[str]) -> None:
+    """Raise FormError if parts differ in one of these, tensors of weights apart."""
+    for name in names:
+        ours: Any = getattr(one, name)
+        theirs: Any = getattr(other, name)
+        if name in _SHARED and ours is not None and theirs is not None:
+            is_equal = torch.equal(ours, theirs)
+        elif isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+            is_equal = ours.dtype == theirs.dtype
+        else:
+            is_equal = ours == theirs
+        if not is_equal:
+            raise FormError(f"parts differ in {name}")
