@@ -1,4 +1,4 @@
-"""Several GPUs give the tokens that one does, whatever is captured, fused or dealt out on the way."""
+"""Several GPUs give the tokens of one, whatever is captured, fused or dealt out on the way."""
 
 from __future__ import annotations
 
