@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from os import PathLike, fspath
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from octavo.errors import ConfigError, shown
 from octavo.registry import ATTENTION_BACKENDS, EXECUTORS, MEMORY_POLICIES, POLICIES
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+QuantizationName = Literal["fp8", "int8", "int4"]
 ModelImpl = Literal["auto", "native", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -53,7 +54,7 @@ def _check_types(options: Any) -> None:
     """Check that every option has its declared type."""
     for name, hint in get_type_hints(type(options)).items():
         value = getattr(options, name)
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if value is None and type(None) in kinds:
             continue
         kind = kinds[0]
@@ -192,6 +193,10 @@ class EngineConfig:
     octavo's attention ("transformers"); "auto": the latter where there is no such family."""
     load_format: LoadFormat = "auto"
     """"dummy": random weights, made from config.json alone."""
+    quantization: QuantizationName | None = None
+    """Projections are quantized while the weights are loaded: to e4m3 with a scale per output
+    ("fp8"), or to integers with a scale per output ("int8") or per 128 inputs ("int4"). None: they
+    are as the files have them."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and output. None: the model's own limit."""
     device: DeviceName = "auto"

@@ -15,7 +15,7 @@ from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest, shown
 from octavo.models.hub import resolve_model
-from octavo.models.registry import read_model_config
+from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.outputs import RequestOutput, SequenceDelta
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 
@@ -426,6 +426,8 @@ def load_engine(config: EngineConfig) -> Engine:
     model_config = read_model_config(resolve_model(config.model), config.model_impl)
     if config.max_model_len is not None:
         model_config = model_config.with_max_model_len(config.max_model_len)
+    if config.quantization is not None:
+        model_config = quantized_on_load(model_config, config.quantization)
     executor = make_executor(config, model_config)
     return Engine(executor.config, model_config, executor)
 

@@ -136,7 +136,8 @@ def field_options(
         if default is None:
             default = meaning.rstrip(".")
         # `int | None` means int here: an option that is not given has no value.
-        [kind, *_] = get_args(hints[name]) or [hints[name]]
+        hint = hints[name]
+        kind = hint if get_origin(hint) is Literal else (get_args(hint) or [hint])[0]
         settings: dict[str, Any] = {"type": kind}
         if kind is bool:
             flag = flag.replace("--enable-", "--")
@@ -144,8 +145,8 @@ def field_options(
             default = {True: "on", False: "off"}.get(default, default)
         elif name in NAMED:
             settings["metavar"] = f"[{'|'.join(NAMED[name])}]"
-        elif get_origin(hints[name]) is Literal:
-            settings["type"] = click.Choice(get_args(hints[name]))
+        elif get_origin(kind) is Literal:
+            settings["type"] = click.Choice(get_args(kind))
         elif name in SIZES:
             settings["type"] = size
             text += " A size such as 4GiB."

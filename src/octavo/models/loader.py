@@ -25,12 +25,12 @@ from octavo.errors import ModelError, shown
 from octavo.json_fields import read_json
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import AttentionConfig
-from octavo.layers.linear import LinearMethod
+from octavo.layers.linear import LinearMethod, warn_once
 from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM, FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias, joined
-from octavo.models.quantization import Quantization
+from octavo.models.quantization import ON_LOAD_METHOD, Quantization
 from octavo.models.registry import FAMILIES
 from octavo.ops.communicator import Communicator
 from octavo.ops.quantized import FormError, GroupedInt, QuantizedWeight, ScaledFloat8
@@ -43,6 +43,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DUMMY_STD = 0.02
 # Dummy weights repeat one array of noise; its prime length makes the rows of a matrix differ.
 NOISE_LENGTH = 1_000_003
+SMALLEST_GROUP = 32  # of inputs that share a scale
 NOISE_ELEMENTS = 1 << 22  # that are filled in at once
 
 
@@ -98,6 +99,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     dtype, device = model.token_table.dtype, model.token_table.device
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
+    rounding = Rounding(config)
     with ExitStack() as files:
         for key, (path, name, tensor) in checkpoint.translate(_tensors(config, device, files)):
             target = targets.get(key)
@@ -105,7 +107,9 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                 where, identity = f"{path}: {name}", _identity(key, target)
                 for part, destination in _parts(tensor, target, where):
                     if isinstance(destination, WeightSlot):
-                        _fill_slot(destination, part, dtype, device)
+                        if isinstance(part, Tensor):
+                            part = rounding.of(key, part.to(device, dtype))
+                        destination.put(part, dtype)
                         continue
                     assert isinstance(part, Tensor)
                     rows = destination[: len(part)] if part.dim() else destination
@@ -118,7 +122,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                         is_embedding = rows.data_ptr() == model.token_table.data_ptr()
                         raise ModelError(f"{where} {_contradiction(is_embedding)}")
                 loaded.add(identity)
-            elif config.quantization is not None and is_unused_bias(name, tensor):
+            elif _is_quantized(config) and is_unused_bias(name, tensor):
                 continue
             elif not checkpoint.is_ignored(key):
                 unknown.append(f"{name} ({path.name})")
@@ -129,12 +133,20 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     missing = [name for name, target in targets.items() if _identity(name, target) not in loaded]
     if missing:
         raise ModelError(f"{config.directory}: the weights lack {_few(missing)}")
+    rounding.report()
 
 
 def _tensors(config: ModelConfig, device: torch.device, files: ExitStack) -> Iterator[FileTensor]:
     """Every tensor, with one for each quantized weight."""
     tensors = _read_tensors(config.directory, files)
-    return tensors if config.quantization is None else joined(tensors, config.quantization, device)
+    if config.quantization is None or not _is_quantized(config):
+        return tensors
+    return joined(tensors, config.quantization, device)
+
+
+def _is_quantized(config: ModelConfig) -> bool:
+    """Whether the files hold quantized weights."""
+    return config.quantization is not None and config.quantization.method != ON_LOAD_METHOD
 
 
 class FamilyCheckpoint:
@@ -230,21 +242,59 @@ def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
             module.weight.fill_(1.0 - module.config.offset)
 
 
+class Rounding:
+    """Quantizes dense weights while they are loaded, where the option `quantization` asks for it,
+    and keeps account of what that loses."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._quantization = None if _is_quantized(config) else config.quantization
+        self._errors: dict[str, float] = {}  # by names of weights
+
+    def of(self, name: str, dense: Tensor) -> Tensor | QuantizedWeight:
+        """A weight of that name, quantized or not."""
+        form = _rounded(dense, self._quantization)
+        if isinstance(form, QuantizedWeight):
+            exact = dense.float()
+            lost = torch.linalg.vector_norm(form.dequantize() - exact)
+            size = torch.linalg.vector_norm(exact)
+            self._errors[name] = float(lost / size) if size else 0.0
+        return form
+
+    def report(self) -> None:
+        """Log how far the quantized weights are from those in the files."""
+        if not self._errors:
+            return
+        ordered = sorted(self._errors, key=lambda name: self._errors[name])
+        for name in ordered:
+            logger.debug("%s: relative error %.4f", name, self._errors[name])
+        median, worst = ordered[len(ordered) // 2], ordered[-1]
+        logger.info(
+            "%d weights were quantized; relative errors: median %.2f %%, worst %.2f %% (%s)",
+            len(ordered),
+            100 * self._errors[median],
+            100 * self._errors[worst],
+            worst,
+        )
+
+
 def _rounded(dense: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight:
-    """A weight [out_features, in_features] in the form that a checkpoint's would have."""
-    if quantization is None:
+    """A weight [out_features, in_features] in the form that a checkpoint's would have; dense where
+    it cannot have it."""
+    if quantization is None or dense.dim() != 2:
         return dense
     size = dense.shape[-1]
-    try:
-        if quantization.form == "float8":
-            block = quantization.block or (1, size)
-            return ScaledFloat8.quantize(dense, block, quantization.quantizes_inputs)
-        if quantization.form == "int":
-            return GroupedInt.quantize(
-                dense, quantization.num_bits, quantization.group_size or size
-            )
-    except FormError as error:
-        logger.warning("random weights %s stay dense: %s", list(dense.shape), error)
+    if quantization.form == "float8":
+        block = quantization.block or (1, size)
+        return ScaledFloat8.quantize(dense, block, quantization.quantizes_inputs)
+    if quantization.form == "int":
+        # Scales of fewer inputs, where their number does not divide.
+        group = quantization.group_size or size
+        while size % group and group > SMALLEST_GROUP:
+            group //= 2
+        try:
+            return GroupedInt.quantize(dense, quantization.num_bits, group)
+        except FormError as error:
+            warn_once(f"weights of {size} inputs stay as they are: {error}")
     return dense
 
 
@@ -302,13 +352,6 @@ def _identity(name: str, target: WeightTarget) -> object:
         for each in target.slices
     ]
     return tuple(places) or name
-
-
-def _fill_slot(
-    slot: WeightSlot, part: Tensor | QuantizedWeight, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Put in a slice as the checkpoint has it: a form on the device already, or dense."""
-    slot.put(part.to(device, dtype) if isinstance(part, Tensor) else part, dtype)
 
 
 def _parts(

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from octavo.config import QuantizationName
 from octavo.json_fields import Fields
 
+ON_LOAD_METHOD = "on-load"  # of weights that the files do not hold quantized
 PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
 
 
@@ -25,7 +27,7 @@ class Quantization:
     quantizer left alone has a plain `weight`.
     """
 
-    method: str  # a name in dequantize.FORMATS
+    method: str  # a name in dequantize.FORMATS, or ON_LOAD_METHOD
     num_bits: int = 8  # of packed integers
     zero_offset: int = 0  # what is added to stored zero points
     block: tuple[int, int] | None = None  # rows and columns of the blocks that share a scale
@@ -33,6 +35,14 @@ class Quantization:
     form: FormKind | None = None
     group_size: int | None = None  # inputs that share a scale of integers; None: all of an output
     quantizes_inputs: bool = False  # whether the model was made for inputs in FP8, too
+
+
+# What the option `quantization` makes of weights that are not quantized, while they are loaded.
+ON_LOAD: Mapping[QuantizationName, Quantization] = {
+    "fp8": Quantization(ON_LOAD_METHOD, form="float8", quantizes_inputs=True),
+    "int8": Quantization(ON_LOAD_METHOD, form="int", num_bits=8),
+    "int4": Quantization(ON_LOAD_METHOD, form="int", num_bits=4, group_size=128),
+}
 
 
 def read_quantization(config: Fields) -> Quantization | None:

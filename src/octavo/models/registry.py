@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from octavo.config import ModelImpl
+from octavo.config import ModelImpl, QuantizationName
 from octavo.errors import ConfigError, InvalidRequest, ModelError, shown
 from octavo.json_fields import Fields, read_json
 from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
 from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.family import Family
-from octavo.models.quantization import read_quantization
+from octavo.models.quantization import ON_LOAD, read_quantization
 from octavo.registry import Registry
 from octavo.sampling_params import SamplingParams
 
@@ -103,7 +103,7 @@ def read_model_config(directory: str | Path, model_impl: ModelImpl = "auto") -> 
     generation = _read_generation(directory)
     description = family.read(text)
     quantization = read_quantization(config)
-    if quantization is not None and not (family.weights.transposed or family.weights.qkv_by_head):
+    if quantization is not None and _takes_forms(family):
         description = description.with_linear_method("quantized")
     rules = DecodingRules()
     if description.encoder is not None:
@@ -127,6 +127,32 @@ def read_model_config(directory: str | Path, model_impl: ModelImpl = "auto") -> 
         sampling_defaults=_sampling_defaults(generation),
         decoding_rules=rules,
     )
+
+
+def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfig:
+    """The same model with projections that the loader quantizes; the head keeps its precision.
+
+    Raises:
+        ConfigError: the files have quantized weights already, or the loader cannot: weights that
+            are read through transformers, or stored in an order of their own.
+    """
+    where = f"{config.directory}: "
+    if config.quantization is not None:
+        method = config.quantization.method
+        raise ConfigError("quantization", f"{where}the weights are quantized already ({method})")
+    if isinstance(config, TransformersConfig):
+        raise ConfigError("quantization", f"{where}models through transformers are not quantized")
+    if not _takes_forms(FAMILIES[config.family]):
+        raise ConfigError(
+            "quantization", f"{where}weights of {config.family} are not quantized while they load"
+        )
+    quantized = config.with_linear_method("quantized")
+    return replace(quantized, head_method=config.head_method, quantization=ON_LOAD[name])
+
+
+def _takes_forms(family: Family) -> bool:
+    """Whether weights of its checkpoints lie as they are computed with."""
+    return not (family.weights.transposed or family.weights.qkv_by_head)
 
 
 def _read_through_transformers(directory: Path, config: Fields) -> ModelConfig:

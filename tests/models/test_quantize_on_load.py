@@ -1,0 +1,72 @@
+"""The option `quantization`: weights are quantized while they are loaded."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model_zoo import model_directory, write_model
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
+from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
+
+SAMPLES = Path(__file__).parent / "quantized"
+PROMPTS = [[5, 9, 2, 7], [11, 3] * 9]
+
+
+def form_of(name: str, weight: Tensor) -> QuantizedWeight:
+    """What the option makes of a projection's weight."""
+    size = weight.shape[1]
+    if name == "fp8":
+        return ScaledFloat8.quantize(weight, (1, size))
+    if name == "int8":
+        return GroupedInt.quantize(weight, 8, size)
+    return GroupedInt.quantize(weight, 4, 64 if size == 192 else 128)
+
+
+def generated(directory: Path, **options: object) -> list[list[int]]:
+    with LLM(str(directory), dtype="float32", num_blocks=60, **options) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=20, temperature=0), use_tqdm=0)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_tokens_are_those_of_the_rounded_weights(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Merged projections too, and groups that must be smaller than 128 inputs."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "tie_word_embeddings": False}
+    directory = write_model("llama3", tmp_path / "dense", **sizes)
+    rounded = write_model("llama3", tmp_path / "rounded", **sizes)
+    tensors = load_file(rounded / "model.safetensors")
+    projections = [key for key in tensors if key.endswith("proj.weight")]
+    for key in projections:
+        tensors[key] = form_of(name, tensors[key].float()).dequantize()
+    save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
+
+    expected = generated(rounded)
+    with caplog.at_level(logging.INFO, logger="octavo.models.loader"):
+        assert generated(directory, quantization=name) == expected
+    assert f"{len(projections)} weights were quantized; relative errors: median" in caplog.text
+    assert generated(directory) != expected, "the samples cannot tell"
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
+    for directory, options, message in [
+        (SAMPLES / "awq", {"quantization": "fp8"}, r"awq: the weights are quantized already \(awq"),
+        (model_directory("gpt2"), {"quantization": "int4"}, "weights of gpt2 are not quantized"),
+        (
+            model_directory("llama3"),
+            {"quantization": "fp8", "model_impl": "transformers"},
+            "models through transformers are not quantized",
+        ),
+        (model_directory("llama3"), {"quantization": "fp4"}, "'fp4' is not one of fp8, int8, int4"),
+        (model_directory("llama3"), {"quantization": 8}, "8 is not one of fp8, int8, int4"),
+    ]:
+        with pytest.raises(ConfigError, match=message) as caught:
+            LLM(str(directory), **options)
+        assert caught.value.field == "quantization"
