@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.ops import (
     AttentionBackend,
     AttentionBatch,
+    KVScales,
     LayerPlace,
     LayerSpec,
     RotaryTable,
@@ -62,18 +63,20 @@ class Work:
     context: int
     new: int
     head_dim: int = HEAD_DIM
+    kv_scales: KVScales | None = None  # of an FP8 KV cache
 
     def __post_init__(self) -> None:
         self.heads, self.kv_heads, _, rotated = SHAPES[self.model]
         n, blocks, head_dim = self.num_seqs, -(-self.context // BLOCK_SIZE), self.head_dim
-        self.kv_bytes = n * self.context * self.kv_heads * 2 * head_dim * 2
+        stored = torch.bfloat16 if self.kv_scales is None else torch.float8_e4m3fn
+        self.kv_bytes = n * self.context * self.kv_heads * 2 * head_dim * stored.itemsize
         self.num_layers = min(16, max(2, -(-BEYOND_L2 // self.kv_bytes)))
         kind = load_backend("triton")
         block = kind.kv_block_shape(BLOCK_SIZE, self.kv_heads, head_dim)
         shape = (n * blocks + 1, self.num_layers, *block)
-        self.cache = torch.empty(shape, dtype=torch.bfloat16, device=GPU)
+        self.cache = torch.empty(shape, dtype=stored, device=GPU)
         for part in self.cache.split(max(1, (1 << 28) // self.cache[0].numel())):
-            part.normal_()
+            part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=GPU))
         self.table = (torch.randperm(n * blocks, device=GPU) + 1).int().view(n, blocks)
         fused = torch.randn(n * self.new, self.heads + 2 * self.kv_heads, head_dim, device=GPU)
         self.heads_of_tokens = fused.bfloat16().split([self.heads, *(2 * [self.kv_heads])], dim=1)
@@ -84,11 +87,15 @@ class Work:
     def backend_for(self, scores: ScoreFunction, window: int | None = None) -> AttentionBackend:
         """One over the same cache that computes these scores, and has planned the batch."""
         layers = [
-            LayerSpec(i, self.heads, self.kv_heads, self.head_dim, scores, window)
+            LayerSpec(
+                *(i, self.heads, self.kv_heads, self.head_dim, scores, window),
+                kv_scales=self.kv_scales,
+            )
             for i in range(self.num_layers)
         ]
         places = [LayerPlace(0, i) for i in range(self.num_layers)]
-        backend = make_backend(load_backend("triton"), layers, places, self.cache, BLOCK_SIZE)
+        kind, dtype = load_backend("triton"), torch.bfloat16
+        backend = make_backend(kind, layers, places, self.cache, BLOCK_SIZE, dtype)
         backend.plan(self.batch)
         return backend
 

@@ -96,7 +96,7 @@ def octavo_attention(work: Work) -> Callable[[], object]:
         LayerSpec(i, work.heads, work.kv_heads, work.head_dim, scores) for i in range(NUM_LAYERS)
     ]
     places = [LayerPlace(0, i) for i in range(NUM_LAYERS)]
-    backend = backend_class(layers, places, cache, BLOCK_SIZE)
+    backend = backend_class(layers, places, cache, BLOCK_SIZE, cache.dtype)
     frequencies = 10000.0 ** (-torch.arange(0, work.head_dim, 2) / work.head_dim)
     angles = torch.arange(1024)[:, None] * frequencies
     rotary = RotaryTable(angles.cos(), angles.sin())

@@ -40,6 +40,7 @@ class TokenMajor:
         layer_places: Sequence[LayerPlace],
         kv_cache: Tensor,
         block_size: int,
+        dtype: torch.dtype,
     ) -> None:
         def shape(layer: LayerSpec, place: LayerPlace) -> tuple[int, ...]:
             size = place.span * block_size

@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.ops import (
     AttentionBatch,
     CascadeSegments,
+    KVScales,
     LayerPlace,
     LayerSpec,
     RotaryTable,
@@ -41,6 +42,7 @@ class Case:
     seed: int = 0
     interleaved: bool = False  # the pairs of the rotary embedding
     scores: ScoreFunction | None = None  # None: scaled dot products
+    kv_scales: KVScales | None = None
 
     @property
     def layer(self) -> LayerSpec:
@@ -51,6 +53,7 @@ class Case:
             head_dim=self.head_dim,
             scores=self.scores or ScoreFunction(self.head_dim**-0.5),
             window=self.window,
+            kv_scales=self.kv_scales,
         )
 
     def alone(self, index: int) -> Case:
@@ -141,11 +144,14 @@ class Bench:
         shape = kind.kv_block_shape(size, layer.num_kv_heads, layer.head_dim)
         self.blocks_per_seq = -(-capacity // size)
         num_blocks = 1 + self.blocks_per_seq * len(case.sequences)
+        stored = case.dtype if case.kv_scales is None else torch.float8_e4m3fn
         cache = torch.full(
-            (num_blocks, num_layers, *shape), float("nan"), dtype=case.dtype, device=device
+            (num_blocks, num_layers, *shape), float("nan"), dtype=stored, device=device
         )
         places = [LayerPlace(0, num_layers - 1)]
-        self.backend: AttentionBackend = make_backend(kind, [layer], places, cache, size)
+        self.backend: AttentionBackend = make_backend(
+            kind, [layer], places, cache, size, case.dtype
+        )
         order = (
             torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(case.seed)) + 1
         )

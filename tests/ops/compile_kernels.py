@@ -51,11 +51,12 @@ def install() -> None:
 
 
 def attention() -> None:
-    """Decodes, prompts and cascades, with each feature of scores and with none; cross-attention."""
+    """Decodes, prompts and cascades, with each feature of scores and with none, and over a cache of
+    e4m3; cross-attention."""
     from attention_cases import FEATURES, Bench, Case, some_scores
     from test_cross_attention import Crossed
 
-    from octavo.ops import CascadeSegments
+    from octavo.ops import CascadeSegments, KVScales
 
     sequences = ((0, 1), (150, 1), (150, 19))
     shared = CascadeSegments(*(np.array(each, np.int32) for each in ([0], [128], [0, 2], [0, 1])))
@@ -64,6 +65,8 @@ def attention() -> None:
     )
     cases = [plain, replace(plain, head_dim=256, group=2, head_norm=True, window=100)]
     cases += [replace(plain, scores=some_scores(plain, feature)) for feature in FEATURES]
+    cases += [replace(case, kv_scales=KVScales(0.5, 0.25)) for case in cases[:2]]
+    cases.append(replace(plain, head_dim=17, rotary_dim=None, kv_scales=KVScales()))
     for case in cases:
         bench = Bench("triton", case)
         bench.run()

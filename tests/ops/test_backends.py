@@ -130,7 +130,7 @@ def attend_once(kind: type[AttentionBackend], inputs: Tensor) -> Tensor:
         ),
     ]
     cache = torch.zeros(20, 1, *kind.kv_block_shape(4, 2, 16))
-    backend = kind(layers, [LayerPlace(0, 0), LayerPlace(1, 0)], cache, 4)
+    backend = kind(layers, [LayerPlace(0, 0), LayerPlace(1, 0)], cache, 4, torch.float32)
     from octavo.ops import AttentionBatch
 
     tables = [torch.tensor([[3, 9, 4]]), torch.tensor([[12, 7, 15]])]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.ops import (
     AttentionBatch,
+    KVScales,
     LayerPlace,
     LayerSpec,
     PaddedSizes,
@@ -32,6 +33,9 @@ pytest.importorskip("triton")
 GPU = torch.cuda.is_available()
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
+# Of an FP8 KV cache: a few values are beyond 448 times theirs.
+SCALES = KVScales(0.02, 0.005)
+
 # Decodes around tiles, a context that is split, a prompt, and a continued one.
 SMALL = ((0, 1), (15, 1), (150, 1), (0, 20), (13, 19))
 SMALL_CASES = [
@@ -44,6 +48,10 @@ SMALL_CASES = [
     Case(((3, 1), (40, 1)), head_dim=32, group=16, num_kv_heads=1, block_size=256, head_norm=True),
     Case(SMALL[3:], head_dim=16, group=4, num_kv_heads=1, block_size=1, window=1),
     Case(((3, 1), (2, 3)), head_dim=16, group=71, num_kv_heads=1, dtype=torch.float16),
+    Case(SMALL, head_dim=16, group=2, num_kv_heads=2, rotary_dim=16, kv_scales=SCALES),
+    Case(SMALL, 8, 1, 3, 20, window=30, head_norm=True, kv_scales=SCALES),
+    Case(SMALL[2:], 48, 1, 1, 17, rotary_dim=8, kv_scales=SCALES),
+    Case(SMALL[1:], 16, 2, 2, 16, dtype=torch.bfloat16, kv_scales=SCALES),
 ]
 
 # Mixed batches, then pure ones.
@@ -70,11 +78,18 @@ LARGE_CASES = [
         (48, 2, 4, 100, None, 20, False),
     )
 ]
+# Without rotary embedding, whose roundings differ: cached elements would, too.
+FP8_CASES = [
+    replace(case, rotary_dim=None, head_norm=False, kv_scales=SCALES)
+    for case in LARGE_CASES
+    if case.dtype != torch.float16
+]
 
 
 def describe(case: Case) -> str:
     name = f"{str(case.dtype)[6:]}-block{case.block_size}-dim{case.head_dim}-group{case.group}"
-    return f"{name}-window{case.window}-seqs{len(case.sequences)}"
+    fp8 = "-fp8" if case.kv_scales else ""
+    return f"{name}-window{case.window}-seqs{len(case.sequences)}{fp8}"
 
 
 def check(case: Case, device: str) -> None:
@@ -87,7 +102,7 @@ def check(case: Case, device: str) -> None:
             for got, expected in zip(
                 bench.read(seq, token), reference.read(seq, token), strict=True
             ):
-                torch.testing.assert_close(got, expected)
+                torch.testing.assert_close(got.float(), expected.float())
 
 
 @pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
@@ -98,7 +113,7 @@ def test_interpreted(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=describe)
+@pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES, *FP8_CASES], ids=describe)
 def test_on_gpu(case: Case) -> None:
     check(case, "cuda")
 
@@ -213,7 +228,11 @@ def backend_over(device: str, num_seqs: int, max_blocks: int) -> tuple[Attention
     num_blocks = num_seqs * max_blocks
     cache = torch.randn(num_blocks + 1, 1, *kind.kv_block_shape(16, 2, 64), device=device)
     backend = kind(
-        [LayerSpec(0, 8, 2, 64, ScoreFunction(0.125))], [LayerPlace(0, 0)], cache.bfloat16(), 16
+        [LayerSpec(0, 8, 2, 64, ScoreFunction(0.125))],
+        [LayerPlace(0, 0)],
+        cache.bfloat16(),
+        16,
+        torch.bfloat16,
     )
     table = torch.randperm(num_blocks).view(num_seqs, max_blocks) + 1
     return backend, table.int().to(device)
@@ -237,7 +256,11 @@ def test_a_captured_step_of_prompts_finds_room(num_tokens: int, num_heads: int) 
     kind = load_backend("triton")
     cache = torch.zeros(9, 1, *kind.kv_block_shape(16, 2, 16))
     backend = kind(
-        [LayerSpec(0, num_heads, 2, 16, ScoreFunction(0.25))], [LayerPlace(0, 0)], cache, 16
+        [LayerSpec(0, num_heads, 2, 16, ScoreFunction(0.25))],
+        [LayerPlace(0, 0)],
+        cache,
+        16,
+        torch.float32,
     )
     staging = FixedStaging("cpu")
     seen = []

@@ -77,7 +77,7 @@ def test_the_largest_step_finds_room_in_the_staging(
     ]
     places = [LayerPlace(0, 0), *[LayerPlace(1, 0)] * (num_shapes - 1)]
     cache = torch.zeros(2, 1, *kind.kv_block_shape(16, 8, 16), device=DEVICE)
-    backend = kind(layers, places, cache, 16)
+    backend = kind(layers, places, cache, 16, cache.dtype)
     num_rows = 2 * num_seqs + 1
     tables = device_tables(16, [False, True], num_rows, 4)
     batch = InputBatch(tables, num_rows, staging, no_grammars(num_rows, 100))

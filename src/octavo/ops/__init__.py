@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.ops.base import (
     CROSS_ATTENTION,
+    FP8_KV_CACHE,
     MAX_CASCADE_LEVELS,
     AttentionBackend,
     AttentionBatch,
@@ -16,6 +18,7 @@ from octavo.ops.base import (
     EncodedInputs,
     HeadNorm,
     HostStaging,
+    KVScales,
     LayerPlace,
     LayerSpec,
     PaddedSizes,
@@ -43,14 +46,17 @@ def make_backend(
     layer_places: Sequence[LayerPlace],
     kv_cache: Tensor,
     block_size: int,
+    dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Construct a backend, as the engine does; see AttentionBackend for the arguments.
+
+    dtype: None: that of the cache.
 
     Raises ConfigError where `check_score_features` does.
     """
     for layer in layers:
         check_score_features(backend, layer.layer_id, layer.features)
-    return backend(layers, layer_places, kv_cache, block_size)
+    return backend(layers, layer_places, kv_cache, block_size, dtype or kv_cache.dtype)
 
 
 def check_score_features(
@@ -71,6 +77,7 @@ def check_score_features(
 
 __all__ = [
     "CROSS_ATTENTION",
+    "FP8_KV_CACHE",
     "MAX_CASCADE_LEVELS",
     "AttentionBackend",
     "AttentionBatch",
@@ -78,6 +85,7 @@ __all__ = [
     "EncodedInputs",
     "HeadNorm",
     "HostStaging",
+    "KVScales",
     "LayerPlace",
     "LayerSpec",
     "PaddedSizes",

@@ -17,7 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-CROSS_ATTENTION = "cross_attention"  # among the score_features of a backend that has it
+# Among the score_features of a backend that has it:
+CROSS_ATTENTION = "cross_attention"
+FP8_KV_CACHE = "fp8_kv_cache"
+E4M3_MAX = 448.0  # the largest number of torch.float8_e4m3fn, which has no infinity
 LOG2_E = 1.4426950408889634  # multiplies scores for a softmax in powers of 2
 
 
@@ -80,6 +83,33 @@ class ScoreFunction:
 
 
 @dataclass(frozen=True, slots=True)
+class KVScales:
+    """How one layer's keys and values are kept in an FP8 KV cache: as e4m3 (torch.float8_e4m3fn).
+
+    The cache holds K / key and V / value, rounded to nearest even; what is larger than E4M3_MAX
+    becomes that, and NaN stays NaN. Attention multiplies in the model's dtype, which holds every
+    e4m3 number, and takes the scales into account once: that of K in the scale of the scores, that
+    of V in the result.
+    """
+
+    key: float = 1.0
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("key", "value"):
+            scale = getattr(self, name)
+            # Their inverses are float32 numbers, too.
+            if not 1e-30 < scale < 1e30:
+                raise ValueError(f"the scale of a layer's {name}s must be positive, not {scale}")
+
+    @staticmethod
+    def quantize(x: Tensor, scale: float) -> Tensor:
+        """x / scale as the cache holds it; the product with the inverse is in float32."""
+        scaled = x.float() * (1 / scale)
+        return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One attention layer, as the model declares it."""
 
@@ -93,6 +123,8 @@ class LayerSpec:
     reads_encoder: bool = False
     """Cross-attention: a query sees all keys of its sequence's encoder input, whatever its own
     position. They are in the cache before the step, which writes none."""
+    kv_scales: KVScales | None = None
+    """The cache holds e4m3, scaled by these; None: it holds the model's dtype."""
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -126,8 +158,8 @@ class LayerSpec:
     @property
     def features(self) -> frozenset[str]:
         """What a backend must compute beyond scaled dot products (score_features)."""
-        cross = frozenset({CROSS_ATTENTION}) if self.reads_encoder else frozenset()
-        return self.scores.features | cross
+        optional = {CROSS_ATTENTION: self.reads_encoder, FP8_KV_CACHE: self.kv_scales is not None}
+        return self.scores.features | {name for name, is_used in optional.items() if is_used}
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +337,8 @@ class EncodedInputs:
 class AttentionBackend(Protocol):
     """Writes a step's K and V into blocks and attends to all of them."""
 
-    # The optional fields of ScoreFunction that it computes, and CROSS_ATTENTION if it has the last
-    # three methods.
+    # The optional fields of ScoreFunction that it computes, CROSS_ATTENTION if it has the last
+    # three methods, and FP8_KV_CACHE if it takes layers with kv_scales.
     score_features: frozenset[str]
 
     def __init__(
@@ -315,9 +347,12 @@ class AttentionBackend(Protocol):
         layer_places: Sequence[LayerPlace],
         kv_cache: Tensor,
         block_size: int,
+        dtype: torch.dtype,
     ) -> None:
-        """`layer_places[i]` belongs to `layers[i]`; `kv_cache` is dense, in the model's dtype. A
-        layer's part of it is `LayerPlace.blocks`, with `span * block_size` tokens per block."""
+        """`layer_places[i]` belongs to `layers[i]`; `kv_cache` is dense. A layer's part of it is
+        `LayerPlace.blocks`, with `span * block_size` tokens per block. `dtype`: the model's, of
+        queries, keys, values and results; that of the cache is the same, or e4m3 if the layers have
+        kv_scales."""
 
     @staticmethod
     def kv_block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -338,13 +373,14 @@ class AttentionBackend(Protocol):
         """Normalise and rotate query and key, write key and value to the slots, attend.
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim],
-        in the cache's dtype; heads and elements are dense, tokens may be strided (views of one
+        in the model's dtype; heads and elements are dense, tokens may be strided (views of one
         fused projection). head_norms: of query and key. Returns [num_tokens, num_heads * head_dim];
         the inputs stay unchanged.
         """
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
-        """(K, V) of one token as cached, each [num_kv_heads, head_dim]: for tests and tools."""
+        """(K, V) of one token as cached, each [num_kv_heads, head_dim], in the cache's dtype and
+        without scales: for tests and tools."""
 
     def plan_encoded(self, inputs: EncodedInputs) -> None:
         """Prepare `write_encoded`: host work, once for all layers. Independent of `plan`."""

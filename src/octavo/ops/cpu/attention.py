@@ -70,6 +70,7 @@ class CpuBackend:
         layer_places: Sequence[LayerPlace],
         kv_cache: Tensor,
         block_size: int,
+        dtype: torch.dtype,
     ) -> None:
         if kv_cache.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the cpu attention backend has no kernels for {kv_cache.dtype}")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.ops.base import (
     CROSS_ATTENTION,
+    FP8_KV_CACHE,
     MAX_CASCADE_LEVELS,
     AttentionBatch,
     CascadeSegments,
@@ -109,11 +110,12 @@ class _Layer:
 class TritonBackend:
     """Owns the work items of a step; a block holds [num_kv_heads, K or V, tokens, elements].
 
-    Takes fp16, bf16 and fp32; any head size, block size and ratio of heads.
+    Takes fp16, bf16 and fp32, cached as they are or as e4m3; any head size, block size and ratio of
+    heads.
     """
 
     score_features = frozenset(
-        {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION}
+        {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION, FP8_KV_CACHE}
     )
 
     def __init__(
@@ -122,16 +124,17 @@ class TritonBackend:
         layer_places: Sequence[LayerPlace],
         kv_cache: Tensor,
         block_size: int,
+        dtype: torch.dtype,
     ) -> None:
-        if kv_cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"the triton attention backend has no kernels for {kv_cache.dtype}")
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"the triton attention backend has no kernels for {dtype}")
         assert kv_cache.is_contiguous(), "the cache is one dense allocation"
         self._layers = {
             layer.layer_id: _make_layer(layer, place, kv_cache, place.span * block_size)
             for layer, place in zip(layers, layer_places, strict=True)
         }
         self._shapes = list(dict.fromkeys(layer.shape for layer in self._layers.values()))
-        self._dtype = kv_cache.dtype
+        self._dtype = dtype
         self._shared_memory = shared_memory(kv_cache.device)
         self._cascade_supports = {
             shape: support
@@ -291,7 +294,7 @@ class TritonBackend:
     ) -> Tensor:
         layer = self._layers[layer_id]
         spec, shape, cache, table = layer.spec, layer.shape, layer.cache, self._tables[layer.group]
-        _check(cache, query, key, value)
+        _check(self._dtype, query, key, value)
         if key.stride(0) != value.stride(0):  # the kernels have one stride for both
             key, value = key.contiguous(), value.contiguous()
         changes = _changes(rotary, head_norms)
@@ -308,6 +311,7 @@ class TritonBackend:
                 changes,
                 layer.scores,
                 work.config,
+                spec.kv_scales,
             )
         if shape in self._decodes:
             decodes, decode = self._decodes[shape]
@@ -324,13 +328,22 @@ class TritonBackend:
                 layer.scores,
                 spec.window,
                 decode,
+                spec.kv_scales,
             )
         if shape in self._prefills:
             assert self._tokens is not None, "staged with the prefills"
-            query = write_kv(query, key, value, self._tokens, table, cache, changes)
+            query = write_kv(query, key, value, self._tokens, table, cache, changes, spec.kv_scales)
             prefills, prefill = self._prefills[shape]
             prefill_attention(
-                query, cache, table, prefills, output, layer.scores, spec.window, prefill
+                query,
+                cache,
+                table,
+                prefills,
+                output,
+                layer.scores,
+                spec.window,
+                prefill,
+                kv_scales=spec.kv_scales,
             )
         return output
 
@@ -346,15 +359,16 @@ class TritonBackend:
     def write_encoded(self, layer_id: int, key: Tensor, value: Tensor) -> None:
         assert self._encoded is not None, "plan_encoded() comes before write_encoded()"
         layer, (tokens, tables) = self._layers[layer_id], self._encoded
-        _check(layer.cache, key, value)
+        _check(self._dtype, key, value)
         if key.stride(0) != value.stride(0):
             key, value = key.contiguous(), value.contiguous()
-        write_kv(key, key, value, tokens, tables[layer.group], layer.cache, _changes(None, None))
+        table, changes = tables[layer.group], _changes(None, None)
+        write_kv(key, key, value, tokens, table, layer.cache, changes, layer.spec.kv_scales)
 
     def attend_encoded(self, layer_id: int, query: Tensor) -> Tensor:
         layer = self._layers[layer_id]
         shape, cache, table = layer.shape, layer.cache, self._tables[layer.group]
-        _check(cache, query)
+        _check(self._dtype, query)
         output = query.new_empty((query.shape[0], query.shape[1] * query.shape[2]))
         if shape in self._decodes:
             # The items name no new token, so that key and value are not read.
@@ -371,11 +385,21 @@ class TritonBackend:
                 layer.scores,
                 None,
                 self._decodes[shape][1],
+                layer.spec.kv_scales,
             )
         if shape in self._prefills:
             items, config = self._prefills[shape]
             prefill_attention(
-                query, cache, table, items, output, layer.scores, None, config, is_causal=False
+                query,
+                cache,
+                table,
+                items,
+                output,
+                layer.scores,
+                None,
+                config,
+                is_causal=False,
+                kv_scales=layer.spec.kv_scales,
             )
         return output
 
@@ -386,10 +410,10 @@ class TritonBackend:
         return cells[:, 0, offset].clone(), cells[:, 1, offset].clone()
 
 
-def _check(cache: Tensor, *heads: Tensor) -> None:
+def _check(dtype: torch.dtype, *heads: Tensor) -> None:
     """Queries, keys or values are as the kernels take them."""
     for x in heads:
-        assert x.dtype == cache.dtype, f"{x.dtype} for a {cache.dtype} cache"
+        assert x.dtype == dtype, f"{x.dtype} for a backend of {dtype}"
         assert x.stride(2) == 1, "heads must be dense"
         assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
 
@@ -444,7 +468,8 @@ def _make_layer(spec: LayerSpec, place: LayerPlace, kv_cache: Tensor, block_size
         spec.reads_encoder,
     )
     block_shape = TritonBackend.kv_block_shape(block_size, spec.num_kv_heads, spec.head_dim)
-    scores = KernelScores.of(spec.scores, kv_cache.device)
+    key_scale = 1.0 if spec.kv_scales is None else spec.kv_scales.key
+    scores = KernelScores.of(spec.scores, kv_cache.device, key_scale)
     return _Layer(spec, shape, scores, place.group, place.blocks(kv_cache, block_shape))
 
 

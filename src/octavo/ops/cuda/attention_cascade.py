@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import KVScales
 from octavo.ops.cuda.attention_decode import Scratch
 from octavo.ops.cuda.attention_prefill import attend
 from octavo.ops.cuda.attention_scores import KernelScores, has_fast_tanh
@@ -39,7 +40,9 @@ from octavo.ops.cuda.paged import (
     ITEM_FIELDS,
     LOWEST,
     MEMBER_FIELDS,
+    in_float16,
     precision_of,
+    scale_arguments,
     tile_blocks,
 )
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
@@ -99,6 +102,7 @@ def _cascade_kernel(
     cap,
     slopes,
     biases,
+    key_inverse,  # of KVScales
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -140,6 +144,9 @@ def _cascade_kernel(
             query, heads, inside, position, cos, sin, query_weight, query_eps,
             HEAD_DIM, DIM_PAD, ROTARY_HALF, INTERLEAVED, HAS_NORM,
         )  # fmt: skip
+        up = None
+        if (key_inverse is not None) and (q.dtype == tl.bfloat16):
+            q, up = in_float16(q)
         keys = cache + head * (2 * BLOCK_SIZE * HEAD_DIM)
         values = keys + BLOCK_SIZE * HEAD_DIM
         last = tl.zeros([ROWS], tl.int32) + (end - 1)  # all rows see all keys of the segment
@@ -158,14 +165,14 @@ def _cascade_kernel(
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
-                top, total, acc, q, last, position, slope, bias,
+                top, total, acc, q, up, last, position, slope, bias,
                 keys, values, blocks, first, end, block_stride, scale, cap,
                 False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, MAX_DISTANCE, PRECISION,
             )  # fmt: skip
             blocks = next_blocks
         if whole < end:
             top, total, acc = attend(
-                top, total, acc, q, last, position, slope, bias,
+                top, total, acc, q, up, last, position, slope, bias,
                 keys, values, blocks, whole, end, block_stride, scale, cap,
                 True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, 0, FAST_TANH, MAX_DISTANCE, PRECISION,
             )  # fmt: skip
@@ -191,6 +198,7 @@ def cascade_attention(
     changes: HeadChanges,
     scores: KernelScores,
     config: CascadeConfig,
+    kv_scales: KVScales | None = None,
 ) -> None:
     """Attend to shared keys; partial results are splits that `decode_attention` combines.
 
@@ -205,6 +213,7 @@ def cascade_attention(
             members * group <= config.rows.
         members: int32, MEMBER_FIELDS each (token, its position, place of the segment's first
             partial result, place of the sequence's first partial result).
+        kv_scales: if the cache is e4m3.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
@@ -229,6 +238,7 @@ def cascade_attention(
         scores.cap,
         scores.slopes,
         scores.biases,
+        scale_arguments(kv_scales)[0],
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,

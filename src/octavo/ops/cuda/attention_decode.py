@@ -45,6 +45,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import KVScales
 from octavo.ops.cuda.attention_scores import (
     KernelScores,
     capped_scores,
@@ -53,11 +54,17 @@ from octavo.ops.cuda.attention_scores import (
 )
 from octavo.ops.cuda.kv_write import HeadChanges
 from octavo.ops.cuda.paged import (
+    FLOAT16_WEIGHT,
     ITEM_FIELDS,
     LOWEST,
+    halves,
+    in_float16,
     key_offsets,
     precision_of,
+    scale_arguments,
+    stored,
     tile_blocks,
+    unscaled,
 )
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.rotary import load_heads
@@ -122,6 +129,7 @@ def _combine(
     stats,
     place,
     num_splits,
+    value_scale,
     STRIDE: tl.constexpr,  # results from one split to the next
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -156,7 +164,7 @@ def _combine(
         total = total * old_weight + tl.sum(part * weight, 0)
         top = new_top
     total = tl.where(row < GROUP, total, 1.0)
-    out = (acc / total[:, None]).to(output.dtype.element_ty)
+    out = unscaled(acc / total[:, None], value_scale).to(output.dtype.element_ty)
     tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=inside)
 
 
@@ -187,6 +195,9 @@ def _decode_kernel(
     slopes,
     sinks,
     biases,
+    key_inverse,  # these three: KVScales
+    value_inverse,
+    value_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
@@ -203,9 +214,14 @@ def _decode_kernel(
     FAST_TANH: tl.constexpr,
     MAX_DISTANCE: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAIRED: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """PAIRED: values of e4m3 are loaded as int16, two elements of a token in each. Tensor cores
+    take tokens in pairs, which Triton gathers byte by byte where elements have only 8 bits; of
+    int16, the lower and the upper halves are two matrices, each with every other element.
+    """
     allow_next(PDL)
     head = tl.program_id(0)
     # Items and tables are complete before a step's first kernel: they may be read before the wait.
@@ -254,6 +270,9 @@ def _decode_kernel(
             v_new = tl.load(value + from_token + dim[None, :], mask=new_inside, other=0.0)
             block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
             slot = block * block_stride + position % BLOCK_SIZE * HEAD_DIM
+            # Attended to as it is cached: the result is that of any later query.
+            k_new = stored(k_new, key_inverse)
+            v_new = stored(v_new, value_inverse)
             tl.store(keys + slot + dim[None, :], k_new, mask=new_inside)
             tl.store(values + slot + dim[None, :], v_new, mask=new_inside)
             product = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1)
@@ -269,6 +288,15 @@ def _decode_kernel(
                 total = weight + tl.exp2(sink - new_top)
                 acc = acc * weight[:, None]
                 top = new_top
+        up = None
+        if (key_inverse is not None) and (q.dtype == tl.bfloat16):
+            q, up = in_float16(q)
+        EXPONENT: tl.constexpr = FLOAT16_WEIGHT if up is not None else 0.0
+        upper = 0.0
+        if PAIRED:
+            acc, upper = tl.split(tl.reshape(acc, [ROWS, DIM_PAD // 2, 2]))
+            pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
+            pair = tl.arange(0, DIM_PAD // 2)
         for first in tl.range(begin, end, TILE):
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
@@ -276,14 +304,24 @@ def _decode_kernel(
             places = offsets[:, None] + dim[None, :]
             written = first + lane < end
             # Values never written may be NaN, which a weight of 0 does not remove.
+            in_head = dim[None, :] < HEAD_DIM
             if DIM_PAD == HEAD_DIM:
                 k = tl.load(keys + places)
+            else:
+                k = tl.load(keys + places, mask=in_head, other=0.0)
+            if PAIRED:
+                places = (offsets // 2)[:, None] + pair[None, :]
+                inside = written[:, None]
+                if DIM_PAD != HEAD_DIM:
+                    inside = inside & (pair < HEAD_DIM // 2)[None, :]
+                v = tl.load(pairs + places, mask=inside, other=0)
+            elif DIM_PAD == HEAD_DIM:
                 v = tl.load(values + places, mask=written[:, None], other=0.0)
             else:
-                in_head = dim[None, :] < HEAD_DIM
-                k = tl.load(keys + places, mask=in_head, other=0.0)
                 v = tl.load(values + places, mask=written[:, None] & in_head, other=0.0)
-            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+            if up is not None:
+                products *= up[:, None]
             distance = (first + lane - position)[None, :]
             scores = log2_scores(
                 products, scale, cap, slope, bias, distance, FAST_TANH, MAX_DISTANCE
@@ -292,19 +330,28 @@ def _decode_kernel(
             if WINDOW > 0:
                 visible = written & (first + lane > position - WINDOW)
             scores = tl.where(visible[None, :], scores, -float("inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
+            new_top = tl.maximum(top, tl.max(scores, 1) - EXPONENT)
             weights = tl.exp2(scores - new_top[:, None])
             old_weight = tl.exp2(top - new_top)
             total = total * old_weight + tl.sum(weights, 1)
             acc = acc * old_weight[:, None]
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            weights = weights.to(q.dtype)
+            if PAIRED:
+                upper = upper * old_weight[:, None]
+                low, high = halves(v, q.dtype)
+                acc = tl.dot(weights, low, acc, input_precision=PRECISION)
+                upper = tl.dot(weights, high, upper, input_precision=PRECISION)
+            else:
+                acc = tl.dot(weights, v.to(q.dtype), acc, input_precision=PRECISION)
             top = new_top
             blocks = next_blocks
+        if PAIRED:
+            acc = tl.interleave(acc, upper)
 
         output += token.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM) + head * (GROUP * HEAD_DIM)
         if num_splits <= 1:
             total = tl.where(total == 0.0, 1.0, total)  # padding
-            out = (acc / total[:, None]).to(output.dtype.element_ty)
+            out = unscaled(acc / total[:, None], value_scale).to(output.dtype.element_ty)
             tl.store(output + row[:, None] * HEAD_DIM + dim[None, :], out, mask=in_query)
         else:
             place = (first_place * NUM_KV_HEADS + head) * GROUP
@@ -324,6 +371,7 @@ def _decode_kernel(
                     stats,
                     place,
                     num_splits,
+                    value_scale,
                     NUM_KV_HEADS * GROUP,
                     GROUP,
                     GROUP_PAD,
@@ -347,6 +395,7 @@ def decode_attention(
     scores: KernelScores,
     window: int | None,
     config: DecodeConfig,
+    kv_scales: KVScales | None = None,
 ) -> None:
     """Write K and V of the tokens that `items` names, attend, and write their rows of `output`.
 
@@ -361,6 +410,7 @@ def decode_attention(
             The keys are the cached ones, before the position; the first is a multiple of
             `tile_alignment(config.tile, block_size)`.
         output: [num_tokens, num_heads * head_dim], dense.
+        kv_scales: if the cache is e4m3.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
@@ -389,6 +439,7 @@ def decode_attention(
         scores.slopes,
         scores.sinks,
         scores.biases,
+        *scale_arguments(kv_scales),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PAD=group_pad,
@@ -405,6 +456,7 @@ def decode_attention(
         FAST_TANH=has_fast_tanh(query.dtype, query.device),
         MAX_DISTANCE=scores.max_distance,
         PRECISION=precision_of(query.dtype),
+        PAIRED=kv_scales is not None and head_dim % 2 == 0,
         FIELDS=ITEM_FIELDS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -25,17 +25,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.base import KVScales
 from octavo.ops.cuda.attention_scores import (
     KernelScores,
     has_fast_tanh,
     log2_scores,
 )
 from octavo.ops.cuda.paged import (
+    FLOAT16_WEIGHT,
     ITEM_FIELDS,
     LOWEST,
+    in_float16,
     key_offsets,
     precision_of,
+    scale_arguments,
     tile_blocks,
+    unscaled,
 )
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2
@@ -79,6 +84,7 @@ def attend(
     total,
     acc,
     q,
+    up,
     last,
     position,
     slope,
@@ -103,8 +109,8 @@ def attend(
 ):
     """Add one tile of keys to the rows' online softmax.
 
-    last, position [ROWS]: the last key that a row may see, and where its query is. slope, bias: see
-    `log2_scores`.
+    q, up: queries, and their factors if they are `in_float16`. last, position [ROWS]: the last key
+    that a row may see, and where its query is. slope, bias: see `log2_scores`.
     """
     dim = tl.arange(0, DIM_PAD)
     lane = tl.arange(0, TILE)
@@ -115,7 +121,10 @@ def attend(
         k = tl.load(keys + places)
     else:
         k = tl.load(keys + places, mask=in_head, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    EXPONENT: tl.constexpr = FLOAT16_WEIGHT if up is not None else 0.0
+    if up is not None:
+        scores *= up[:, None]
     if (cap is not None) or (slope is not None) or (bias is not None):
         distance = first + lane[None, :] - position[:, None]
         scores = log2_scores(scores, scale, cap, slope, bias, distance, FAST_TANH, MAX_DISTANCE)
@@ -126,7 +135,7 @@ def attend(
         if WINDOW > 0:
             visible = visible & (first + lane[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale - EXPONENT)
     weights = tl.exp2(scores * scale - new_top[:, None])
     old_weight = tl.exp2(top - new_top)
     total = total * old_weight + tl.sum(weights, 1)
@@ -138,7 +147,7 @@ def attend(
         v = tl.load(values + places)
     else:
         v = tl.load(values + places, mask=in_head, other=0.0)
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
     return new_top, total, acc
 
 
@@ -157,6 +166,8 @@ def _prefill_kernel(
     slopes,
     sinks,
     biases,
+    key_inverse,  # these two: KVScales
+    value_scale,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -195,6 +206,9 @@ def _prefill_kernel(
     q = tl.load(
         query + (place * query_stride + member)[:, None] + dim[None, :], mask=inside, other=0.0
     )
+    up = None
+    if (key_inverse is not None) and (q.dtype == tl.bfloat16):
+        q, up = in_float16(q)
     position = first_position + row // GROUP
     last = position
     if not CAUSAL:
@@ -220,7 +234,7 @@ def _prefill_kernel(
             # One tile ahead, so that loading keys never waits for the table.
             next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
             top, total, acc = attend(
-                top, total, acc, q, last, position, slope, bias,
+                top, total, acc, q, up, last, position, slope, bias,
                 keys, values, blocks, first, end, block_stride, scale, cap,
                 False, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, MAX_DISTANCE,
                 PRECISION,
@@ -230,7 +244,7 @@ def _prefill_kernel(
     for first in tl.range(begin, end, TILE):
         next_blocks = tile_blocks(table, first + TILE, end, TILE, BLOCK_SIZE)
         top, total, acc = attend(
-            top, total, acc, q, last, position, slope, bias,
+            top, total, acc, q, up, last, position, slope, bias,
             keys, values, blocks, first, end, block_stride, scale, cap,
             True, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, WINDOW, FAST_TANH, MAX_DISTANCE, PRECISION,
         )  # fmt: skip
@@ -238,7 +252,7 @@ def _prefill_kernel(
 
     ROW_SIZE: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
     total = tl.where(total == 0.0, 1.0, total)  # rows past the last token
-    out = (acc / total[:, None]).to(output.dtype.element_ty)
+    out = unscaled(acc / total[:, None], value_scale).to(output.dtype.element_ty)
     output += token.to(tl.int64) * ROW_SIZE
     tl.store(output + (place * ROW_SIZE + member)[:, None] + dim[None, :], out, mask=inside)
 
@@ -253,6 +267,7 @@ def prefill_attention(
     window: int | None,
     config: PrefillConfig,
     is_causal: bool = True,
+    kv_scales: KVScales | None = None,
 ) -> None:
     """Attend for the tokens that `items` names, and write their rows of `output`.
 
@@ -266,6 +281,7 @@ def prefill_attention(
             tokens * group <= config.rows.
         output: [num_tokens, num_heads * head_dim], dense.
         is_causal: whether a query sees no key behind its position; otherwise all up to the end.
+        kv_scales: if the cache is e4m3.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, _, block_size, _ = layer_cache.shape[1:]
@@ -284,6 +300,7 @@ def prefill_attention(
             scores.slopes,
             scores.sinks,
             scores.biases,
+            *scale_arguments(kv_scales)[::2],
             NUM_KV_HEADS=num_kv_heads,
             GROUP=num_heads // num_kv_heads,
             HEAD_DIM=head_dim,

@@ -31,11 +31,15 @@ class KernelScores:
     biases: Tensor | None
 
     @classmethod
-    def of(cls, function: ScoreFunction, device: torch.device) -> KernelScores:
-        """Its tensors are on `device`, at the same addresses for as long as it lives."""
-        scale, cap = function.scale * LOG2_E, None
+    def of(
+        cls, function: ScoreFunction, device: torch.device, key_scale: float = 1.0
+    ) -> KernelScores:
+        """Its tensors are on `device`, at the same addresses for as long as it lives. key_scale: of
+        cached keys (KVScales)."""
+        scale, cap = key_scale * function.scale * LOG2_E, None
         if function.softcap is not None:
-            scale, cap = function.scale / function.softcap, function.softcap * LOG2_E
+            scale = key_scale * function.scale / function.softcap
+            cap = function.softcap * LOG2_E
         slopes, sinks, bias = function.alibi_slopes, function.sinks, function.relative_bias
         biases = None
         if bias is not None:

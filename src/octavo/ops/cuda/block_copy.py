@@ -51,15 +51,17 @@ def copy_blocks(cache: Tensor, copies: Tensor) -> None:
     assert cache.is_contiguous(), "the cache is one dense allocation"
     assert copies.is_contiguous(), "copies are dense"
     block_size, size = cache.shape[-2:]
-    # Copied in words of 4 bytes if a token's elements are a multiple of that.
-    word = torch.int32 if size * cache.itemsize % 4 == 0 else torch.int16
+    # Copied in words of 4 bytes if a token's elements are a multiple of that, or else of 2 or 1.
+    token_bytes = size * cache.itemsize
+    words_of = (torch.int32, torch.int16, torch.int8)
+    word = next(word for word in words_of if token_bytes % word.itemsize == 0)
     words = cache.view(len(cache), -1).view(word)
     _copy_kernel[(len(copies), -(-words.shape[1] // _CHUNK))](
         words,
         copies,
         words.shape[1],
         FIELDS=COPY_FIELDS,
-        TOKEN=size * cache.itemsize // word.itemsize,
+        TOKEN=token_bytes // word.itemsize,
         TOKENS=block_size,
         CHUNK=_CHUNK,
         num_warps=8,

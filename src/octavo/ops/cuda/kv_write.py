@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.base import RotaryTable
+from octavo.ops.base import KVScales, RotaryTable
+from octavo.ops.cuda.paged import scale_arguments, stored
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.rotary import load_heads
 from octavo.ops.cuda.tile_sizes import power_of_2
@@ -64,6 +65,8 @@ def _write_kernel(
     key_weight,
     query_eps,
     key_eps,
+    key_inverse,  # these two: KVScales
+    value_inverse,
     query_stride,
     kv_stride,
     table_stride,
@@ -111,7 +114,8 @@ def _write_kernel(
             block = tl.load(table + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
             slot = cache + block * block_stride + position % BLOCK_SIZE * HEAD_DIM
             key_place = slot + head[:, None] * (2 * BLOCK_SIZE * HEAD_DIM) + dim[None, :]
-            tl.store(key_place, k, mask=inside)
+            tl.store(key_place, stored(k, key_inverse), mask=inside)
+            v = stored(v, value_inverse)
             tl.store(key_place + BLOCK_SIZE * HEAD_DIM, v, mask=inside)
 
 
@@ -123,6 +127,7 @@ def write_kv(
     table: Tensor,
     layer_cache: Tensor,
     changes: HeadChanges,
+    kv_scales: KVScales | None = None,
 ) -> Tensor:
     """Write K and V of new tokens into their slots; return the query with its changes.
 
@@ -132,6 +137,7 @@ def write_kv(
         tokens: int32 [num_tokens * 2], each table row and position; position -1: not this token.
         table: int32 [num_rows, max_blocks].
         layer_cache: [num_blocks, num_kv_heads, 2, block_size, head_dim], blocks strided.
+        kv_scales: if the cache is e4m3.
 
     Returns:
         The query as it is where there are no changes; otherwise a new dense tensor, unwritten
@@ -152,6 +158,7 @@ def write_kv(
         table,
         tokens,
         *changes.arguments(query),
+        *scale_arguments(kv_scales)[:2],
         query.stride(0),
         key.stride(0),
         table.stride(0),

@@ -10,9 +10,105 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.ops.base import KVScales
+
 ITEM_FIELDS = 8  # int32s per work item
 MEMBER_FIELDS = 4  # int32s per member of a cascade segment
+# Weights are at most 2**15 where they are multiplied as float16, whose smallest number is 2**-24.
+FLOAT16_WEIGHT = tl.constexpr(15.0)
 LOWEST = tl.constexpr(-1.0e30)  # finite, so that rows which see no key yet make no NaN
+
+
+@triton.jit
+def stored(x, inverse_scale):
+    """K or V as the cache holds it: itself, or e4m3 where there is a scale (KVScales).
+
+    Written out in integers, since Triton's interpreter rounds to e4m3 in another way.
+    """
+    if inverse_scale is None:
+        return x
+    else:
+        scaled = x.to(tl.float32) * inverse_scale
+        bits = scaled.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # From 2**-6 on: the upper 3 bits of the mantissa, rounded to even, and another bias.
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+        # Below, multiples of 2**-9: an addition to 2**14 rounds to them.
+        shifted = tl.abs(scaled) + 16384.0
+        subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0x3C800000, subnormal, normal)
+        code = tl.where(size >= 0x43E00000, 0x7E, code)  # 448, and all that is larger
+        code = tl.where(size > 0x7F800000, 0x7F, code)  # NaN
+        code = code | ((bits >> 24) & 0x80)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def in_float16(q):
+    """bfloat16 queries [ROWS, DIM] in float16, and what their products with cached keys are then to
+    be multiplied by, [ROWS].
+
+    Every e4m3 number is a float16, into which a GPU converts two by one instruction; into bfloat16
+    it takes several for each. So queries become float16, too, after each row is scaled by a power
+    of 2, such that its largest element has the largest exponent but one. What is lost are bits of
+    elements below 2**-29 of that one.
+    """
+    wide = q.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 1)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = tl.minimum(tl.maximum(exponent, 15), 252)
+    # From 2**(exponent - 127) to 2**14, and back; NaN stays NaN.
+    down = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (wide * down[:, None]).to(tl.float16), up
+
+
+# Bytes 0, 2, 1 and 3 of two int16; then two numbers at once.
+_HALVES = tl.constexpr("""
+{
+    .reg .b32 ordered;
+    .reg .b16 low, high;
+    prmt.b32 ordered, $2, 0, 0x3120;
+    mov.b32 {low, high}, ordered;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}
+""")
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def halves(words, DTYPE: tl.constexpr):
+    """The two e4m3 numbers of each int16, the one in the lower bits first, as DTYPE."""
+    if (tl.float16 == DTYPE) and (not _IS_INTERPRETED):
+        return tl.inline_asm_elementwise(
+            _HALVES, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        low = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        high = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return low.to(DTYPE), high.to(DTYPE)
+
+
+@triton.jit
+def unscaled(x, value_scale):
+    """A weighted mean of cached values, as one of the values themselves."""
+    if value_scale is None:
+        return x
+    else:
+        return x * value_scale
+
+
+def scale_arguments(
+    scales: KVScales | None,
+) -> tuple[float, float, float] | tuple[None, None, None]:
+    """The inverse scales of keys and values, and the scale of values, as kernels take them.
+
+    The scale of keys is a part of KernelScores.
+    """
+    if scales is None:
+        return None, None, None
+    return 1 / scales.key, 1 / scales.value, scales.value
 
 
 def precision_of(dtype: torch.dtype) -> str:

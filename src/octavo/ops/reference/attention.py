@@ -9,9 +9,11 @@ from torch import Tensor
 
 from octavo.ops.base import (
     CROSS_ATTENTION,
+    FP8_KV_CACHE,
     AttentionBatch,
     EncodedInputs,
     HeadNorm,
+    KVScales,
     LayerPlace,
     LayerSpec,
     RotaryTable,
@@ -23,7 +25,7 @@ class ReferenceBackend:
     """Keeps K and V inside a block as [2, block_size, num_kv_heads, head_dim]."""
 
     score_features = frozenset(
-        {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION}
+        {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION, FP8_KV_CACHE}
     )
 
     def __init__(
@@ -32,6 +34,7 @@ class ReferenceBackend:
         layer_places: Sequence[LayerPlace],
         kv_cache: Tensor,
         block_size: int,
+        dtype: torch.dtype,
     ) -> None:
         self._kv_cache = kv_cache
         self._layers = {
@@ -67,9 +70,7 @@ class ReferenceBackend:
             positions = batch.positions.to(query.device)
             query, key = rotary.apply(query, positions), rotary.apply(key, positions)
 
-        slots = batch.slots[group].to(query.device)
-        k_cache[slots // size, slots % size] = key
-        v_cache[slots // size, slots % size] = value
+        self._write(layer_id, batch.slots[group], key, value)
 
         outputs = []
         for i, context_len in enumerate(batch.context_lens.tolist()):
@@ -98,10 +99,8 @@ class ReferenceBackend:
 
     def write_encoded(self, layer_id: int, key: Tensor, value: Tensor) -> None:
         assert self._encoded is not None, "plan_encoded() comes before write_encoded()"
-        _, group, (k_cache, v_cache) = self._layers[layer_id]
-        slots, size = self._encoded.slots[group].to(key.device), k_cache.shape[1]
-        k_cache[slots // size, slots % size] = key
-        v_cache[slots // size, slots % size] = value
+        _, group, _ = self._layers[layer_id]
+        self._write(layer_id, self._encoded.slots[group], key, value)
 
     def attend_encoded(self, layer_id: int, query: Tensor) -> Tensor:
         batch = self._batch
@@ -129,6 +128,15 @@ class ReferenceBackend:
             )
         return torch.cat(outputs).flatten(1) if outputs else query.flatten(1)
 
+    def _write(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        layer, _, (k_cache, v_cache) = self._layers[layer_id]
+        slots, size = slots.to(key.device), k_cache.shape[1]
+        if layer.kv_scales is not None:
+            key = KVScales.quantize(key, layer.kv_scales.key)
+            value = KVScales.quantize(value, layer.kv_scales.value)
+        k_cache[slots // size, slots % size] = key
+        v_cache[slots // size, slots % size] = value
+
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
         _, _, (k_cache, v_cache) = self._layers[layer_id]
         block, offset = divmod(slot, k_cache.shape[1])
@@ -155,6 +163,8 @@ def _attend(
     ratio = layer.num_heads // layer.num_kv_heads
     k = key.float().repeat_interleave(ratio, dim=1)
     v = value.float().repeat_interleave(ratio, dim=1)
+    if layer.kv_scales is not None:
+        k, v = k * layer.kv_scales.key, v * layer.kv_scales.value
     products = torch.einsum("qhd,khd->hqk", query.float(), k)
     distance = query_positions[:, None] - key_positions[None, :]
     visible = distance >= 0
