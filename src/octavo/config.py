@@ -17,6 +17,7 @@ LoadFormat = Literal["auto", "dummy"]
 QuantizationName = Literal["fp8", "int8", "int4"]
 ModelImpl = Literal["auto", "native", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
+KVCacheDType = Literal["auto", "fp8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -96,6 +97,10 @@ class CacheConfig:
     swap_space: int = 1 * GIB
     """Bytes of host memory for swapped-out blocks, of all ranks on a host together; 0: preempted
     requests are computed again."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """Type of cached keys and values: that of the model ("auto"), or 8-bit floats ("fp8", e4m3),
+    so that a block takes half the bytes of bfloat16, with the scales of the checkpoint, if it has
+    any. The loss is in docs/kv_cache.md."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
     memory_policy: str = "paged"
@@ -125,6 +130,15 @@ class CacheConfig:
             "enable_prefix_caching",
             f"memory_policy {self.memory_policy} shares no blocks; only paged can reuse prefixes",
         )
+
+
+    def dtype_for(self, dtype: str) -> str:
+        """The dtype of cached elements of a model that is computed in `dtype`, as torch calls it."""
+        return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else dtype
+
+    def element_bytes(self, dtype: str) -> int:
+        """Bytes of a cached element of a model that is computed in `dtype`."""
+        return 1 if self.kv_cache_dtype == "fp8" else DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True)

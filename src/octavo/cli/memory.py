@@ -51,6 +51,7 @@ DEFAULT_LENGTHS = "512,2048,8192"
     "block_size",
     "num_blocks",
     "kv_cache_memory",
+    "kv_cache_dtype",
     "swap_space",
     "tensor_parallel_size",
     "max_num_seqs",
@@ -85,6 +86,7 @@ class Budget:
         self._config = config
         self._model_config = model_config
         self._dtype = dtype
+        self._kv_dtype = config.cache.dtype_for(dtype)
         self._size = size = config.tensor_parallel_size
         dtype_bytes = DTYPE_BYTES[dtype]
         shard = model_config.sharded(Shard(0, size))
@@ -94,7 +96,7 @@ class Budget:
             config.cache.block_size,
             shard.num_kv_heads,
             shard.head_dim,
-            dtype_bytes,
+            config.cache.element_bytes(dtype),
             model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
         )
         fixed = FixedMemory(
@@ -145,7 +147,7 @@ class Budget:
             (
                 "KV per token",
                 f"{shape.bytes_per_token:,} bytes ({format_bytes(shape.bytes_per_token)}): "
-                f"{shape.layout}",
+                f"{shape.layout}, {self._kv_dtype}",
             ),
             (
                 "KV slots",
@@ -216,6 +218,7 @@ class Budget:
             "active_parameters": self._model_config.num_active_parameters(),
             "expert_bytes": self._expert_bytes,
             "dtype": self._dtype,
+            "kv_cache_dtype": self._kv_dtype,
             "tensor_parallel_size": self._size,
             "max_model_len": self._model_config.max_model_len,
             "max_encoder_len": self._shape.encoder_len,

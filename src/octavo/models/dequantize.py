@@ -57,7 +57,9 @@ class Format(NamedTuple):
     joint: str = "."  # between a weight's module and these names
     dense: str = ".weight"  # what the weight is called behind the module
     is_transposed: bool = False  # dense checkpoints have it as [..., in_features, out_features]
-    ignored: str = r".*\.(input_scale|input_zero_point|output_scale|[qkv]_scale|[kv]_zero_point)"
+    ignored: str = (
+        r".*\.(input_scale|input_zero_point|output_scale|(q|k|v|kv)_scale|[kv]_zero_point)"
+    )
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM, FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias, joined
+from octavo.models.kv_scales import find_kv_scales
 from octavo.models.quantization import ON_LOAD_METHOD, Quantization
 from octavo.models.registry import FAMILIES
+from octavo.ops import KVScales
 from octavo.ops.communicator import Communicator
 from octavo.ops.quantized import FormError, GroupedInt, QuantizedWeight, ScaledFloat8
 
@@ -54,12 +56,14 @@ def load_model(
     communicator: Communicator,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    fp8_kv_cache: bool = False,
 ) -> CausalLM:
     """Load a model with its weights, cast to `dtype`, on `device`.
 
     `config` is of the communicator's shard (ModelDescription.sharded).
 
-    With load_format "dummy" the weights are random, from `seed`, and no file is read.
+    With load_format "dummy" the weights are random, from `seed`, and no file is read. With
+    fp8_kv_cache the attention layers have the checkpoint's scales (KVScales).
     Raises ModelError if the weights do not fit the configuration.
     """
     model = build_model(config, dtype, device, communicator)
@@ -71,6 +75,13 @@ def load_model(
         if isinstance(module, WeightOwner):
             module.finalize()
     model.check()
+    if fp8_kv_cache:
+        scales = [KVScales()] * len(model.attention_layers)
+        if load_format != "dummy":
+            with ExitStack() as files:
+                scales = find_kv_scales(config, _read_tensors(config.directory, files))
+        layers = zip(model.attention_layers, scales, strict=True)
+        model.attention_layers = [replace(layer, kv_scales=each) for layer, each in layers]
     return model
 
 

@@ -27,6 +27,7 @@ from octavo.ops.base import (
     ScoreFunction,
     Sinks,
     Staging,
+    cached_dtype,
 )
 from octavo.registry import ATTENTION_BACKENDS
 
@@ -94,6 +95,7 @@ __all__ = [
     "ScoreFunction",
     "Sinks",
     "Staging",
+    "cached_dtype",
     "check_score_features",
     "load_backend",
     "make_backend",

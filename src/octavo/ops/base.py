@@ -162,6 +162,12 @@ class LayerSpec:
         return self.scores.features | {name for name, is_used in optional.items() if is_used}
 
 
+def cached_dtype(layers: Sequence[LayerSpec], dtype: torch.dtype) -> torch.dtype:
+    """What the KV cache of these layers of a model in `dtype` holds: all layers share its blocks."""
+    (is_scaled,) = {layer.kv_scales is not None for layer in layers}
+    return torch.float8_e4m3fn if is_scaled else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
     """Where a layer's KV lives: its KV group, and its index among the group's layers.

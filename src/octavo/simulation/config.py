@@ -80,19 +80,20 @@ class SimulationConfig:
                     "num_gpus", f"{num_heads} heads cannot be divided among {self.num_gpus}"
                 )
         dtype = model.dtype if self.dtype == "auto" else self.dtype
-        size = ModelSize.of(model, dtype)
+        size = ModelSize.of(model, dtype, self.cache.element_bytes(dtype))
         return Machine(
             model,
             CostModel(size, gpu, self.num_gpus, self.cache.block_size, self.coefficients),
-            self._capacity(model, gpu.memory, DTYPE_BYTES[dtype]),
+            self._capacity(model, gpu.memory, dtype),
         )
 
-    def _capacity(self, model: ModelConfig, gpu_memory: int, dtype_bytes: int) -> KVCapacity:
+    def _capacity(self, model: ModelConfig, gpu_memory: int, dtype: str) -> KVCapacity:
+        dtype_bytes, kv_bytes = DTYPE_BYTES[dtype], self.cache.element_bytes(dtype)
         layout = group_layers(model.kv_specs())
         # Where there are fewer KV heads than devices, several keep the same ones.
         num_kv_heads = max(model.num_kv_heads, self.num_gpus)
         shape = KVShape.dense(
-            layout, self.cache.block_size, num_kv_heads, model.head_dim, dtype_bytes
+            layout, self.cache.block_size, num_kv_heads, model.head_dim, kv_bytes
         )
         fixed = FixedMemory(
             model.num_parameters() * dtype_bytes,

@@ -113,10 +113,11 @@ class ModelSize:
     num_layers: int
 
     @classmethod
-    def of(cls, model: ModelConfig, dtype: str) -> ModelSize:
+    def of(cls, model: ModelConfig, dtype: str, kv_bytes: int | None = None) -> ModelSize:
+        """kv_bytes: of a cached element; None: as many as `dtype` has."""
         dtype_bytes = DTYPE_BYTES[dtype]
         embeddings = model.head.num_parameters
-        layer_bytes = 2 * model.num_kv_heads * model.head_dim * dtype_bytes
+        layer_bytes = 2 * model.num_kv_heads * model.head_dim * (kv_bytes or dtype_bytes)
         read = model.num_parameters() - model.num_lookup_parameters()
         query_sizes = [layer.attention.output.in_features for layer in model.layers]
         return cls(

@@ -82,7 +82,8 @@ class StepRecorder:
             raise ConfigError("engine", "steps can be recorded only from an idle engine on")
         model = engine.model_config
         dtype = computing_dtype(engine.config, model)
-        size = asdict(ModelSize.of(model, dtype))
+        kv_bytes = engine.config.cache.element_bytes(dtype)
+        size = asdict(ModelSize.of(model, dtype, kv_bytes))
         num_gpus = engine.executor.capacity.num_ranks
         setting = Setting(size, gpu, num_gpus, engine.kv.block_size)
         self._path = Path(path)

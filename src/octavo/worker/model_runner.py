@@ -29,7 +29,14 @@ from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.errors import RequestFailed
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
-from octavo.ops import AttentionBackend, CascadeSegments, LayerPlace, PaddedSizes, make_backend
+from octavo.ops import (
+    AttentionBackend,
+    CascadeSegments,
+    LayerPlace,
+    PaddedSizes,
+    cached_dtype,
+    make_backend,
+)
 from octavo.ops.communicator import Communicator
 from octavo.ops.vocabulary import VocabularyShard
 from octavo.structured.constraint import ConstraintLibrary, Words
@@ -136,7 +143,7 @@ class ModelRunner:
         self.kv_cache = KVCache(
             *num_blocks,
             (layout.layers_per_block, *block_shape),
-            dtype,
+            cached_dtype(layers, dtype),
             device,
             copies_whole_blocks=max(block_sizes) > block_size,
         )
@@ -146,6 +153,7 @@ class ModelRunner:
             places,
             self.kv_cache.blocks,
             block_size,
+            dtype,
         )
         vocab_size = model_config.vocab_size
 

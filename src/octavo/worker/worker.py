@@ -16,7 +16,7 @@ from octavo.errors import OutOfMemory
 from octavo.memory_budget import KVShape, MemoryBudget
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
-from octavo.ops import check_score_features
+from octavo.ops import FP8_KV_CACHE, check_score_features
 from octavo.ops.communicator import Communicator
 from octavo.worker.device.base import Demand, Device
 from octavo.worker.graphs import Graphs
@@ -51,8 +51,11 @@ class Worker:
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
         backend_class = device.resolve_backend(config.attention_backend)
+        kv_dtype = device.resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
+        has_fp8 = kv_dtype == torch.float8_e4m3fn
         for layer_id, attention in enumerate(model_config.attentions):
-            check_score_features(backend_class, layer_id, attention.score_features)
+            features = attention.score_features | (frozenset({FP8_KV_CACHE}) if has_fp8 else set())
+            check_score_features(backend_class, layer_id, features)
         self.layout = group_layers(model_config.kv_specs())
         block_size = config.cache.block_size
         block_shape = backend_class.kv_block_shape(
@@ -61,7 +64,7 @@ class Worker:
         shape = KVShape(
             self.layout,
             block_size,
-            math.prod(block_shape) * dtype.itemsize,
+            math.prod(block_shape) * kv_dtype.itemsize,
             model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
         )
         with device.computing:
@@ -77,6 +80,7 @@ class Worker:
                     communicator,
                     config.load_format,
                     config.seed,
+                    has_fp8,
                 )
                 communicator.reserve(
                     config.scheduler.max_num_batched_tokens,

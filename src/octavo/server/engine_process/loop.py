@@ -205,6 +205,7 @@ def engine_info(engine: Engine) -> m.EngineInfo:
         enable_prefix_caching=engine.kv.enable_prefix_caching,
         policy=config.scheduler.policy,
         dtype=config.dtype_for(engine.model_config.dtype),
+        kv_cache_dtype=config.cache.dtype_for(config.dtype_for(engine.model_config.dtype)),
         device=config.device,
         num_ranks=capacity.num_ranks,
         budget=capacity.budget,

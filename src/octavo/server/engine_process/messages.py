@@ -110,6 +110,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     enable_prefix_caching: bool
     policy: str
     dtype: str  # as configured, or that of the weights' files
+    kv_cache_dtype: str  # of cached keys and values
     device: str
     num_ranks: int  # devices that share the model
     budget: MemoryBudget  # of each of them

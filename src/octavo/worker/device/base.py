@@ -131,6 +131,14 @@ class Device(ABC):
             ConfigError: the device does not compute in what was asked for.
         """
 
+    def resolve_kv_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
+        """What keys and values of a model that is computed in `dtype` are cached in.
+
+        Raises:
+            ConfigError: the device does not compute with what was asked for.
+        """
+        return torch.float8_e4m3fn if asked == "fp8" else dtype
+
     @abstractmethod
     def resolve_backend(self, name: str) -> type[AttentionBackend]:
         """The attention backend of that name; "auto" is the device's fastest.

@@ -34,6 +34,9 @@ from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.staging import UploadStaging
 
 
+FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
+
+
 class CudaDevice(Device):
     """An NVIDIA GPU of this machine."""
 
@@ -56,6 +59,19 @@ class CudaDevice(Device):
 
     def resolve_dtype(self, asked: str, stored: str) -> torch.dtype:
         return DTYPES[stored if asked == "auto" else asked]
+
+    def resolve_kv_dtype(self, asked: str, dtype: torch.dtype) -> torch.dtype:
+        """See Device.resolve_kv_dtype. GPUs before Ada and Hopper have no FP8."""
+        if asked == "fp8" and self._is_gpu:
+            capability = torch.cuda.get_device_capability(self.torch_device)
+            if capability < FP8_CAPABILITY:
+                needed, own = (".".join(map(str, each)) for each in (FP8_CAPABILITY, capability))
+                raise ConfigError(
+                    "kv_cache_dtype",
+                    f"fp8 needs a GPU of compute capability {needed} (Ada, Hopper) or more; this "
+                    f"one has {own}",
+                )
+        return super().resolve_kv_dtype(asked, dtype)
 
     def resolve_backend(self, name: str) -> type[AttentionBackend]:
         backend = load_backend("triton" if name == "auto" else name)

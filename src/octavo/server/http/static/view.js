@@ -234,7 +234,7 @@
   feed.onFrame(() => {
     const { model: name, num_ranks } = model.hello;
     setText(byId("model"), num_ranks > 1 ? `${name}, shared by ${num_ranks} devices` : name);
-    byId("model").title = `KV cache: ${model.hello.kv_groups}`;
+    byId("model").title = `KV cache: ${model.hello.kv_groups}, ${model.hello.kv_cache_dtype}`;
     showPool();
     showRequests();
     light();
