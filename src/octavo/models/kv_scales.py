@@ -1,0 +1,91 @@
+"""The scales of an FP8 KV cache that a checkpoint brings with it.
+
+Quantizers write one number for the keys and one for the values of each layer (compressed-tensors'
+kv_cache_scheme, AutoFP8, ModelOpt). They are beside the weights, whatever those are stored as.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from octavo.errors import ModelError
+from octavo.json_fields import Fields, read_json
+from octavo.models.base import FileTensor
+from octavo.models.config import ModelConfig
+from octavo.models.dequantize import StoredTensor
+from octavo.ops import KVScales
+
+# The number of the layer; what is scaled: k, v or both.
+_NAME = re.compile(
+    r"(?:.*\.)?(?P<layer>\d+)\.\w+\."
+    r"(?:(?:(?:attn|[kv]_proj|qkv_proj)\.)?(?P<scaled>k|v|kv)_scale|(?P<projected>[kv])_proj\.output_scale)"
+)
+
+
+def find_kv_scales(config: ModelConfig, tensors: Iterable[FileTensor]) -> list[KVScales]:
+    """The scales of each attention layer: the checkpoint's, or 1 if it has none.
+
+    Args:
+        config: of the model, or of one rank's part; its directory has the config.json.
+        tensors: those in the weight files.
+
+    Raises:
+        ModelError: a scale is missing, is not one positive number, or is of another kind of cache;
+            names the tensor, or the field of config.json.
+    """
+    _check_scheme(config)
+    found: dict[int, dict[str, float]] = {}
+    for path, name, tensor in tensors:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        layer = int(match["layer"])
+        if config.encoder is not None or layer >= config.num_layers:
+            raise ModelError(
+                f"{path}: {name}: scales of a KV cache are read for the {config.num_layers} layers "
+                "of models without an encoder"
+            )
+        value = _number(tensor, f"{path}: {name}")
+        for each in match["scaled"] or match["projected"]:
+            found.setdefault(layer, {})[each] = value
+    if not found:
+        return [KVScales()] * len(config.attentions)
+    for layer in range(config.num_layers):
+        for each in "kv":
+            if each not in found.get(layer, {}):
+                raise ModelError(
+                    f"{config.directory}: the weights have no {each}_scale of layer {layer}, but "
+                    "other scales of a KV cache"
+                )
+    return [KVScales(found[layer]["k"], found[layer]["v"]) for layer in range(config.num_layers)]
+
+
+def _number(tensor: StoredTensor, where: str) -> float:
+    if math.prod(tensor.shape) != 1:
+        raise ModelError(
+            f"{where} has shape {list(tensor.shape)}; octavo takes one scale for each layer's keys, "
+            "and one for its values"
+        )
+    value = float(tensor.read(tuple(slice(0, size) for size in tensor.shape)).float().reshape(()))
+    try:
+        KVScales(value, value)
+    except ValueError as error:
+        raise ModelError(f"{where} is {value}; a scale must be positive and finite") from error
+    return value
+
+
+def _check_scheme(config: ModelConfig) -> None:
+    """That scales, if there are any, are meant for e4m3."""
+    fields = read_json(config.directory / "config.json")
+    for name in ("quantization_config", "compression_config"):
+        if fields.get(name, None) is not None and _has_scheme(fields.part(name)):
+            scheme = fields.part(name).part("kv_cache_scheme")
+            if (scheme.get("type", "float"), scheme.get("num_bits", 8)) != ("float", 8):
+                raise scheme.error("type", "an FP8 KV cache takes scales for floats of 8 bits")
+            return
+
+
+def _has_scheme(quantization: Fields) -> bool:
+    return quantization.get("kv_cache_scheme", None) is not None
