@@ -131,13 +131,12 @@ class CacheConfig:
             f"memory_policy {self.memory_policy} shares no blocks; only paged can reuse prefixes",
         )
 
-
     def dtype_for(self, dtype: str) -> str:
-        """The dtype of cached elements of a model that is computed in `dtype`, as torch calls it."""
+        """The dtype, by torch's name, of cached elements of a model that computes in `dtype`."""
         return "float8_e4m3fn" if self.kv_cache_dtype == "fp8" else dtype
 
     def element_bytes(self, dtype: str) -> int:
-        """Bytes of a cached element of a model that is computed in `dtype`."""
+        """Bytes of a cached element of a model that computes in `dtype`."""
         return 1 if self.kv_cache_dtype == "fp8" else DTYPE_BYTES[dtype]
 
 

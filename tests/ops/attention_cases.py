@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -230,6 +231,26 @@ class Bench:
         generator = torch.Generator().manual_seed(1000 * cached + new)
         inputs = torch.randn(shape, generator=generator).to(case.dtype)[begin : begin + count]
         return torch.full_like(inputs, torch.nan) if seq == self.unsound else inputs
+
+
+def e4m3_probes(scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(numbers [n, 1, 64], those as torch caches them in an FP8 KV cache): all numbers of e4m3,
+    those halfway between two, their neighbours, and numbers of every size."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    halfway = (numbers[1:] + numbers[:-1]) / 2
+    near = [halfway * (1 + sign * 2**-20) for sign in (-1, 1)]
+    spread = torch.arange(-(2**31), 2**31, 2_097_143).int().view(torch.float32).double()
+    special = torch.tensor([math.inf, -math.inf, math.nan, 448.5, 464, 465, 1e38]).double()
+    x = (torch.cat([special, numbers, halfway, *near, spread]) * scale).to(dtype)
+    x = x[: len(x) // 64 * 64].view(-1, 1, 64)
+    return x, KVScales.quantize(x, scale)
+
+
+def assert_same_e4m3(got: Tensor, expected: Tensor) -> None:
+    """To the bit, but for the sign of NaN."""
+    is_nan = expected.float().isnan()
+    assert got[is_nan].float().isnan().all()
+    assert torch.equal(got.view(torch.uint8)[~is_nan], expected.view(torch.uint8)[~is_nan])
 
 
 def check_that_nan_stays_alone(backend: str, case: Case, device: str = "cpu") -> None:

@@ -9,12 +9,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from attention_cases import Bench, Case, check_that_nan_stays_alone
+from attention_cases import (
+    Bench,
+    Case,
+    assert_same_e4m3,
+    check_that_nan_stays_alone,
+    e4m3_probes,
+)
 from torch import Tensor
 
-from octavo.ops import LayerPlace, LayerSpec, ScoreFunction, load_backend
+from octavo.ops import KVScales, LayerPlace, LayerSpec, ScoreFunction, load_backend
 from octavo.ops.base import AttentionBackend
 from octavo.ops.cpu import threads as cpu_threads
 from octavo.registry import ATTENTION_BACKENDS
@@ -23,6 +30,7 @@ from octavo.registry import ATTENTION_BACKENDS
 # spans of 64 tokens.
 MIXED = ((0, 1), (5, 1), (0, 37), (40, 30), (100, 1), (127, 1), (64, 65), (15, 2), (0, 64))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SCALES = KVScales(0.02, 0.005)  # a few values are beyond 448 times theirs
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 CASES = [
@@ -71,10 +79,22 @@ def test_cpu_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("window", [None, 50])
-def test_cpu_result_depends_on_the_sequence_alone(dtype: torch.dtype, window: int | None) -> None:
+@pytest.mark.parametrize("case", CASES[1:10:2], ids=describe)
+def test_cpu_agrees_with_the_reference_over_an_fp8_cache(case: Case, dtype: torch.dtype) -> None:
+    """Where heads are not rotated, what is cached is the same to the bit: rotated ones may have
+    been rounded to the other side of a step of e4m3 before."""
+    test_cpu_agrees_with_the_reference(replace(case, rotary_dim=None, kv_scales=SCALES), dtype)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("window", "kv_scales"), [(None, None), (50, None), (50, SCALES)])
+def test_cpu_result_depends_on_the_sequence_alone(
+    dtype: torch.dtype, window: int | None, kv_scales: KVScales | None
+) -> None:
     """To the bit: whatever else is in the batch, however the prompt is cut, whatever the blocks."""
-    case = Case(((0, 200), (150, 1), (90, 70)), dtype=dtype, window=window, rotary_dim=64)
+    sequences = ((0, 200), (150, 1), (90, 70))
+    case = Case(sequences, dtype=dtype, window=window, rotary_dim=64, kv_scales=kv_scales)
     crowd = Bench("cpu", case).run()
     for index, expected in enumerate(crowd):
         for block_size in (8, 16, 64):
@@ -89,14 +109,38 @@ def test_cpu_result_depends_on_the_sequence_alone(dtype: torch.dtype, window: in
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("block_size", [5, 8, 16])
 @pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kv_scales", [None, SCALES], ids=["plain", "fp8"])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_sequence_of_nan_stays_alone(
-    backend: str, window: int | None, block_size: int, dtype: torch.dtype
+    backend: str,
+    kv_scales: KVScales | None,
+    window: int | None,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> None:
     sequences = ((20, 1), (0, 9), (3, 4), (12, 1), (70, 1), (5, 1))
-    check_that_nan_stays_alone(
-        backend, Case(sequences, block_size, head_dim=20, window=window, dtype=dtype)
-    )
+    case = Case(sequences, block_size, head_dim=20, window=window, dtype=dtype, kv_scales=kv_scales)
+    check_that_nan_stays_alone(backend, case)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_number_is_cached_as_the_nearest_e4m3(scale: float, dtype: torch.dtype) -> None:
+    x, expected = e4m3_probes(scale, dtype)
+    scaled = (x.float() * np.float32(1 / scale)).double().clamp(-448, 448)
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    nearest = (scaled[..., None] - numbers[~numbers.isnan()]).abs().min(-1).values
+    is_nan = x.isnan()
+    assert torch.equal((expected.double() - scaled).abs()[~is_nan], nearest[~is_nan])
+    assert expected[is_nan].float().isnan().all()
+
+    scales = KVScales(scale, scale)
+    bench = Bench("cpu", Case(((0, len(x)),), 16, 1, 1, 64, dtype=dtype, kv_scales=scales))
+    bench._tokens = lambda *_: x.expand(-1, 3, -1)  # type: ignore[method-assign]
+    bench.run()
+    for token, wanted in enumerate(expected):
+        for got in bench.read(0, token):
+            assert_same_e4m3(got, wanted)
 
 
 def test_cpu_without_a_bf16_dot_product_is_as_exact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_cases import make_paged
+from attention_cases import assert_same_e4m3, e4m3_probes
+from paged_cases import NO_CHANGES, make_paged
 from torch import Tensor
 
-from octavo.ops import RotaryTable
+from octavo.ops import KVScales, RotaryTable
 from octavo.ops.cuda.kv_write import HeadChanges, write_kv
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -107,3 +108,20 @@ def test_write_kv(device: torch.device, interleaved: bool) -> None:
                 assert torch.equal(slot[:, 1], value[token])
             filled = (~paged.layer_cache.isnan()).sum()
             assert filled == sum(written) * kv_heads * 2 * dim, "only these slots are written"
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter, which is NumPy
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_number_is_written_as_the_nearest_e4m3(
+    device: torch.device, scale: float, dtype: torch.dtype
+) -> None:
+    x, expected = (each.to(device) for each in e4m3_probes(scale, dtype))
+    cache = torch.zeros(len(x) + 1, 1, 2, 1, 64).to(torch.float8_e4m3fn).to(device)
+    table = torch.arange(1, len(x) + 1, dtype=torch.int32, device=device).view(1, -1)
+    tokens = torch.stack((torch.zeros(len(x)), torch.arange(len(x))), 1).int().flatten().to(device)
+    changes = HeadChanges(*NO_CHANGES)
+    write_kv(x, x, x, tokens, table, cache, changes, KVScales(scale, scale))
+    for side in range(2):
+        assert_same_e4m3(cache[1:, :, side, 0], expected)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_cases import FEATURES, Bench, Case, check_that_nan_stays_alone, some_scores
 
-from octavo.ops import CROSS_ATTENTION, ScoreFunction, load_backend
+from octavo.ops import CROSS_ATTENTION, FP8_KV_CACHE, ScoreFunction, load_backend
 from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_decode
 
@@ -116,7 +116,7 @@ def test_every_backend_computes_every_feature() -> None:
     names = {each.name for each in fields(ScoreFunction)} - {"scale"}
     assert names == set(FEATURES)
     for backend in ("reference", "cpu", "triton"):
-        assert load_backend(backend).score_features == names | {CROSS_ATTENTION}
+        assert load_backend(backend).score_features == names | {CROSS_ATTENTION, FP8_KV_CACHE}
 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)

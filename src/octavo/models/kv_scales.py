@@ -65,8 +65,8 @@ def find_kv_scales(config: ModelConfig, tensors: Iterable[FileTensor]) -> list[K
 def _number(tensor: StoredTensor, where: str) -> float:
     if math.prod(tensor.shape) != 1:
         raise ModelError(
-            f"{where} has shape {list(tensor.shape)}; octavo takes one scale for each layer's keys, "
-            "and one for its values"
+            f"{where} has shape {list(tensor.shape)}; octavo takes one scale for the keys of each "
+            "layer, and one for its values"
         )
     value = float(tensor.read(tuple(slice(0, size) for size in tensor.shape)).float().reshape(()))
     try:

@@ -163,7 +163,7 @@ class LayerSpec:
 
 
 def cached_dtype(layers: Sequence[LayerSpec], dtype: torch.dtype) -> torch.dtype:
-    """What the KV cache of these layers of a model in `dtype` holds: all layers share its blocks."""
+    """What the KV cache of these layers of a model in `dtype` holds; they share its blocks."""
     (is_scaled,) = {layer.kv_scales is not None for layer in layers}
     return torch.float8_e4m3fn if is_scaled else dtype
 

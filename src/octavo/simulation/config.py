@@ -92,9 +92,7 @@ class SimulationConfig:
         layout = group_layers(model.kv_specs())
         # Where there are fewer KV heads than devices, several keep the same ones.
         num_kv_heads = max(model.num_kv_heads, self.num_gpus)
-        shape = KVShape.dense(
-            layout, self.cache.block_size, num_kv_heads, model.head_dim, kv_bytes
-        )
+        shape = KVShape.dense(layout, self.cache.block_size, num_kv_heads, model.head_dim, kv_bytes)
         fixed = FixedMemory(
             model.num_parameters() * dtype_bytes,
             estimate_activations(model, self.scheduler, dtype_bytes)

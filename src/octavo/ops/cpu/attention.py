@@ -27,10 +27,12 @@ from torch import Tensor
 
 from octavo.ops.base import (
     CROSS_ATTENTION,
+    FP8_KV_CACHE,
     LOG2_E,
     AttentionBatch,
     EncodedInputs,
     HeadNorm,
+    KVScales,
     LayerPlace,
     LayerSpec,
     RotaryTable,
@@ -56,12 +58,13 @@ Key = TypeVar("Key", bound=Hashable)
 class CpuBackend:
     """Owns the arguments of a kernel call per layer; a block is [num_kv_heads, K or V, ...] tiles.
 
-    Limits: float32 and bfloat16; any head size, block size and ratio of heads. Block sizes that are
-    not a multiple of 16 work, but cost a copy of each block that is read.
+    Limits: float32 and bfloat16, cached as they are or as e4m3; any head size, block size and ratio
+    of heads. Block sizes that are not a multiple of 16 work, but cost a copy of each block that is
+    read; so does e4m3.
     """
 
     score_features = frozenset(
-        {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION}
+        {"softcap", "alibi_slopes", "sinks", "relative_bias", CROSS_ATTENTION, FP8_KV_CACHE}
     )
 
     def __init__(
@@ -72,10 +75,11 @@ class CpuBackend:
         block_size: int,
         dtype: torch.dtype,
     ) -> None:
-        if kv_cache.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the cpu attention backend has no kernels for {kv_cache.dtype}")
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"the cpu attention backend has no kernels for {dtype}")
         assert kv_cache.is_contiguous(), "the cache is one dense allocation"
         self._kv_cache = kv_cache
+        self._dtype = dtype
         self._layers = list(layers)
         self._block_sizes = [place.span * block_size for place in layer_places]
         self._caches = [  # by layer: [num_blocks, num_kv_heads, 2, tokens, padded_dim]
@@ -98,7 +102,7 @@ class CpuBackend:
         self._groups = [place.group for place in layer_places]
         self._encoded: tuple[EncodedInputs, NDArray[np.int32]] | None = None
         self._runners = {
-            is_general: _layer_runner(kv_cache.dtype, is_general)
+            is_general: _layer_runner(dtype, kv_cache.dtype, is_general)
             for is_general in set(self._is_general)
         }
         self._held: list[object] = []  # keeps alive what the addresses of this step point to
@@ -186,7 +190,7 @@ class CpuBackend:
 
     def _check_heads(self, *heads: Tensor) -> None:
         for x in heads:
-            assert x.dtype == self._kv_cache.dtype, f"{x.dtype} for a {self._kv_cache.dtype} cache"
+            assert x.dtype == self._dtype, f"{x.dtype} for a backend of {self._dtype}"
             assert x.stride(2) == 1, "heads must be dense"
             assert x.stride(1) == x.shape[2] or x.shape[1] == 1, "heads must be dense"
 
@@ -202,7 +206,9 @@ class CpuBackend:
         self._counters.fill(0)
         run = self._runners.get(is_general)
         if run is None:
-            run = self._runners[is_general] = _layer_runner(self._kv_cache.dtype, is_general)
+            run = self._runners[is_general] = _layer_runner(
+                self._dtype, self._kv_cache.dtype, is_general
+            )
         run(step.ctypes.data, torch.get_num_threads())
 
     def read_slot(self, layer_id: int, slot: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +220,7 @@ class CpuBackend:
         if block_size % LANES:
             k, v = cells[:, 0, offset], cells[:, 1, offset]
         else:
-            pair = 4 // cells.element_size()
+            pair = 4 // self._dtype.itemsize
             tile, t = divmod(offset, LANES)
             k, v = cells.view(heads, 2, -1, LANES * padded)[:, :, tile].unbind(1)
             k = k.view(heads, padded // pair, LANES, pair)[:, :, t].flatten(1)
@@ -237,8 +243,12 @@ class CpuBackend:
         changed = bool(scores.features - {"sinks"})
         step["changes_scores"] = changed
         step["reads_encoder"] = layer.reads_encoder
-        step["scale"] = LOG2_E if changed else scores.scale * LOG2_E
-        step["product_scale"] = scores.scale
+        scales = layer.kv_scales or KVScales()
+        product_scale = scores.scale * scales.key
+        step["scale"] = LOG2_E if changed else product_scale * LOG2_E
+        step["product_scale"] = product_scale
+        step["key_inverse"], step["value_inverse"] = 1 / scales.key, 1 / scales.value
+        step["value_scale"] = scales.value
         step["softcap"] = scores.softcap or 0
         if scores.alibi_slopes is not None:
             step["slopes"] = self._address(np.array(scores.alibi_slopes, np.float32))
@@ -324,6 +334,6 @@ def _max_rows(items: NDArray[np.int32], group: int) -> int:
 
 
 @cache
-def _layer_runner(dtype: torch.dtype, is_general: bool) -> Runner:
-    """The kernel for one dtype: compiled on first use, then cached on disk."""
-    return make_runner(compile_layer(dtype == torch.bfloat16, is_general))
+def _layer_runner(dtype: torch.dtype, cached: torch.dtype, is_general: bool) -> Runner:
+    """The kernel for a dtype and its cache's: compiled on first use, then cached on disk."""
+    return make_runner(compile_layer(dtype == torch.bfloat16, cached != dtype, is_general))

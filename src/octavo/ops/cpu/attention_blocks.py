@@ -2,7 +2,8 @@
 
 Tokens are taken 16 at a time (a tile). When the block size is a multiple of 16, a tile lies in one
 block and is read where it is; otherwise 64 tokens at a time are first copied to scratch memory
-in the same layout. In words of one fp32 or two bf16 numbers (`pair` is 1 or 2), a tile is
+in the same layout. An FP8 KV cache has the elements in the same order, which are widened to scratch
+memory, too. In words of one fp32 or two bf16 numbers (`pair` is 1 or 2), a tile is
   K  [head_dim / pair, 16 tokens]     the scores of 16 tokens add up in one vector
   V  [16 tokens / pair, padded_dim]   padded_dim is head_dim rounded up to 16
 """
@@ -18,7 +19,15 @@ from numba import carray, float32, int64
 
 from octavo.ops.cpu.attention_tiles import SPAN
 from octavo.ops.cpu.jit import jit
-from octavo.ops.cpu.vectors import LANES, from_float, pointer_to, size_of, to_float
+from octavo.ops.cpu.vectors import (
+    LANES,
+    from_cached,
+    from_float,
+    pointer_to,
+    size_of,
+    to_cached,
+    to_float,
+)
 
 SPAN_TOKENS = SPAN * LANES
 
@@ -40,7 +49,7 @@ _NUMBERS = (
     ),
     *("max_rows", "num_writes", "num_items", "changes_scores", "max_distance", "reads_encoder"),
 )
-_FLOATS = ("scale", "product_scale", "softcap")
+_FLOATS = ("scale", "product_scale", "softcap", "key_inverse", "value_inverse", "value_scale")
 STEP = np.dtype(
     [(name, np.int64) for name in _ADDRESSES + _NUMBERS] + [(name, np.float32) for name in _FLOATS],
     align=True,
@@ -51,6 +60,8 @@ STEP = np.dtype(
 `changes_scores` is set (attention_scores.py). `softcap`, `slopes`, `sinks` and `biases` are 0 where
 there are none; sinks are in powers of 2, and biases [num_heads, max_distance + 1]. Where
 `reads_encoder` is set, `context_lens` are those of the encoder inputs, and nothing is written.
+The last three are of an FP8 KV cache (KVScales), or 1; the scale of keys is a part of `scale` or of
+`product_scale`.
 """
 
 
@@ -87,18 +98,18 @@ def rotate(step: Any, elements: Any, general: Any, source: Any, position: int, t
 
 @jit
 def write_token(
-    step: Any, elements: Any, general: Any, token: int, head: int, rotated: Any
+    step: Any, elements: Any, cached: Any, general: Any, token: int, head: int, rotated: Any
 ) -> None:
     """Write one token's K (rotated) and V of one KV head to its slot."""
-    itemsize = size_of(elements)
+    itemsize, cached_size = size_of(elements), size_of(cached)
     pair = 4 // itemsize
     dim, padded, size = step.head_dim, step.padded_dim, step.block_size
     slot = carray(pointer_to(step.slots, int64), token + 1)[token]
     position = carray(pointer_to(step.positions, int64), token + 1)[token]
     block, offset = slot // size, slot % size
-    home = step.kv + (block * step.block_stride + head * 2 * size * padded) * itemsize
-    k_block = carray(pointer_to(home, elements), size * padded)
-    v_block = carray(pointer_to(home + size * padded * itemsize, elements), size * padded)
+    home = step.kv + (block * step.block_stride + head * 2 * size * padded) * cached_size
+    k_block = carray(pointer_to(home, cached), size * padded)
+    v_block = carray(pointer_to(home + size * padded * cached_size, cached), size * padded)
     k_from = step.key + (token * step.key_stride + head * dim) * itemsize
     v_from = step.value + (token * step.value_stride + head * dim) * itemsize
     source = carray(pointer_to(k_from, elements), dim)
@@ -107,16 +118,17 @@ def write_token(
     if size % LANES:
         k_block, v_block = k_block[offset * padded :], v_block[offset * padded :]
         for i in range(dim):
-            k_block[i], v_block[i] = rotated[i], value[i]
+            k_block[i] = to_cached(rotated[i], step.key_inverse, cached)
+            v_block[i] = to_cached(value[i], step.value_inverse, cached)
         return
     tile, t = offset // LANES * LANES * padded, offset % LANES
     k_tile, v_tile = k_block[tile:], v_block[tile:]
     for i in range(dim):
-        k_tile[_k_index(i, t, pair)] = rotated[i]
+        k_tile[_k_index(i, t, pair)] = to_cached(rotated[i], step.key_inverse, cached)
     for i in range(dim, dim + dim % pair):
         k_tile[_k_index(i, t, pair)] = 0
     for i in range(dim):
-        v_tile[_v_index(i, t, pair, padded)] = value[i]
+        v_tile[_v_index(i, t, pair, padded)] = to_cached(value[i], step.value_inverse, cached)
     if pair == 2 and t % 2 == 0:
         # The other halves of these words are not written yet: they may hold another sequence's NaN.
         for i in range(dim):
@@ -125,7 +137,14 @@ def write_token(
 
 @jit
 def stage(
-    step: Any, elements: Any, table: Any, kv_head: int, begin: int, end: int, tiles: Any
+    step: Any,
+    elements: Any,
+    cached: Any,
+    table: Any,
+    kv_head: int,
+    begin: int,
+    end: int,
+    tiles: Any,
 ) -> None:
     """Copy the tokens [begin, end) of one span to `tiles`: 4 tiles of K, then 4 of V."""
     pair = 4 // size_of(elements)
@@ -141,29 +160,47 @@ def stage(
     for token in range(begin, end):
         place = kv_head * 2 * size + token % size
         home = step.kv + (table[token // size] * step.block_stride + place * padded) * size_of(
-            elements
+            cached
         )
-        key = carray(pointer_to(home, elements), dim)
-        value = carray(pointer_to(home + size * padded * size_of(elements), elements), dim)
+        key = carray(pointer_to(home, cached), dim)
+        value = carray(pointer_to(home + size * padded * size_of(cached), cached), dim)
         tile, t = token % SPAN_TOKENS // LANES * LANES * padded, token % LANES
         k_tile, v_tile = tiles[tile:], tiles[SPAN_TOKENS * padded + tile :]
         for i in range(dim):
-            k_tile[_k_index(i, t, pair)] = key[i]
+            k_tile[_k_index(i, t, pair)] = from_cached(key[i], elements)
         for i in range(dim):
-            v_tile[_v_index(i, t, pair, padded)] = value[i]
+            v_tile[_v_index(i, t, pair, padded)] = from_cached(value[i], elements)
+
+
+@jit
+def widen(
+    step: Any, elements: Any, cached: Any, first: int, end: int, places: Any, tiles: Any
+) -> None:
+    """Widen cached tiles [first, end) of K, at `places`, and of V to `tiles`, in the same layout: 4
+    tiles of K, then 4 of V. From here on `places` has their addresses there."""
+    count = LANES * step.padded_dim
+    for j in range(first, end):
+        for side in range(2):
+            home = places[j] + side * step.block_size * step.padded_dim * size_of(cached)
+            source = carray(pointer_to(home, cached), count)
+            target = tiles[(side * SPAN + j) * count :]
+            for i in range(count):
+                target[i] = from_cached(source[i], elements)
+    for j in range(SPAN):
+        places[j] = tiles.ctypes.data + j * count * size_of(elements)
 
 
 @jit
 def locate(
-    step: Any, elements: Any, table: Any, kv_head: int, begin: int, end: int, places: Any
+    step: Any, cached: Any, table: Any, kv_head: int, begin: int, end: int, places: Any
 ) -> None:
     """Addresses of the 4 K tiles of a span of which the tokens [begin, end) are read."""
-    size, head_size = step.block_size, step.padded_dim * size_of(elements)
+    size, head_size = step.block_size, step.padded_dim * size_of(cached)
     span = begin // SPAN_TOKENS * SPAN_TOKENS
     first, last = (begin - span) // LANES, (end - 1 - span) // LANES
     for j in range(first, last + 1):
         token = span + j * LANES
-        block = step.kv + table[token // size] * step.block_stride * size_of(elements)
+        block = step.kv + table[token // size] * step.block_stride * size_of(cached)
         places[j] = block + (kv_head * 2 * size + token % size) * head_size
     for j in range(SPAN):
         if j < first or j > last:

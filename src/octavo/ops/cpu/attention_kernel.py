@@ -19,7 +19,15 @@ from octavo.ops.cpu import attention_blocks as cpu_blocks
 from octavo.ops.cpu import attention_scores as cpu_scores
 from octavo.ops.cpu import attention_tiles as cpu_tiles
 from octavo.ops.cpu import vectors as cpu_vectors
-from octavo.ops.cpu.attention_blocks import SPAN_TOKENS, STEP, locate, rotate, stage, write_token
+from octavo.ops.cpu.attention_blocks import (
+    SPAN_TOKENS,
+    STEP,
+    locate,
+    rotate,
+    stage,
+    widen,
+    write_token,
+)
 from octavo.ops.cpu.attention_scores import change_scores
 from octavo.ops.cpu.attention_tiles import (
     SPAN,
@@ -40,7 +48,9 @@ NEXT_WRITE, WRITTEN, NEXT_ITEM = 0, 64, 128
 
 
 @inlined
-def _attend(step: Any, words: Any, elements: Any, general: Any, item: Any, scratch: Any) -> None:
+def _attend(
+    step: Any, words: Any, elements: Any, cached: Any, general: Any, item: Any, scratch: Any
+) -> None:
     """Queries [q_begin, q_end) of a sequence, for the query heads of some KV heads."""
     seq, q_begin, q_end, head_begin, head_end = item
     places, staged = scratch.places, scratch.staged
@@ -56,7 +66,7 @@ def _attend(step: Any, words: Any, elements: Any, general: Any, item: Any, scrat
         first, pace = context_len - 1, 0  # all queries see all keys
     elif starts[1] - starts[0] == 1:
         for head in range(head_begin, head_end):
-            write_token(step, elements, general, token, head, scratch.rotated)
+            write_token(step, elements, cached, general, token, head, scratch.rotated)
     else:
         while fetch_add(step.counters + WRITTEN, 0) < step.num_writes:
             yield_core()  # another thread is still writing keys that these queries may see
@@ -64,12 +74,14 @@ def _attend(step: Any, words: Any, elements: Any, general: Any, item: Any, scrat
     key_end = first + (q_end - q_begin - 1) * pace + 1
     key_begin = max(0, first - step.window + 1)
     in_place = size % LANES == 0
-    head_bytes = 2 * size * padded * size_of(elements)
-    v_distance = (size if in_place else SPAN_TOKENS) * padded * size_of(elements)
+    is_widened = size_of(cached) < size_of(elements)
+    head_bytes = 2 * size * padded * size_of(cached)
+    is_staged = is_widened or not in_place
+    v_distance = (SPAN_TOKENS if is_staged else size) * padded * size_of(elements)
     if in_place:
         locate(
             step,
-            elements,
+            cached,
             table,
             head_begin,
             key_begin,
@@ -87,9 +99,13 @@ def _attend(step: Any, words: Any, elements: Any, general: Any, item: Any, scrat
                         places[SPAN + j] += head_bytes
                 elif span_end < key_end:
                     next_end = min(span_end + SPAN_TOKENS, key_end)
-                    locate(step, elements, table, head_begin, span_end, next_end, places[SPAN:])
+                    locate(step, cached, table, head_begin, span_end, next_end, places[SPAN:])
+                if is_widened:
+                    first_tile = (span_begin - span) // LANES
+                    end_tile = (span_end - span + LANES - 1) // LANES
+                    widen(step, elements, cached, first_tile, end_tile, places, staged)
             else:
-                stage(step, elements, table, head, span_begin, span_end, staged)
+                stage(step, elements, cached, table, head, span_begin, span_end, staged)
                 for j in range(SPAN):
                     places[j] = staged.ctypes.data + j * LANES * padded * size_of(elements)
                     places[SPAN + j] = places[j]
@@ -233,17 +249,18 @@ def _store_output(
         place = step.output + ((token + q) * step.num_heads + head) * dim * size_of(elements)
         target = carray(pointer_to(place, elements), dim)
         row = scratch.sums[r * padded : (r + 1) * padded]
-        inverse = np.float32(1.0) / scratch.totals[r]
+        inverse = step.value_scale / scratch.totals[r]
         for i in range(dim):
             target[i] = from_float(row[i] * inverse, elements)
 
 
 @inlined
-def run_layer(steps: Any, words: Any, elements: Any, general: Any) -> None:
+def run_layer(steps: Any, words: Any, elements: Any, cached: Any, general: Any) -> None:
     """Compute work items of a layer until none is left; any number of threads may run this.
 
-    `words` and `elements` are empty arrays: their dtypes choose the arithmetic
-    (attention_tiles.py). `general` is a tuple, whose length is known to the compiler: empty where
+    `words`, `elements` and `cached` are empty arrays: the dtypes of the first two choose the
+    arithmetic (attention_tiles.py), that of the last is the cache's, bytes if it holds e4m3.
+    `general` is a tuple, whose length is known to the compiler: empty where
     scores are multiples of dot products, without sinks, and rotary pairs are not interleaved. Even
     branches that are never taken would cost a short decode a fifth of its time.
     """
@@ -251,11 +268,10 @@ def run_layer(steps: Any, words: Any, elements: Any, general: Any) -> None:
     next_write, next_item = step.counters + NEXT_WRITE, step.counters + NEXT_ITEM
     num_kv_heads, max_rows, padded = step.num_kv_heads, step.max_rows, step.padded_dim
 
+    is_staged = step.block_size % LANES != 0 or size_of(cached) < size_of(elements)
     scratch = Scratch(
         places=np.empty(2 * SPAN, np.int64),  # a span's tiles of K, and those read next
-        staged=np.zeros(
-            0 if step.block_size % LANES == 0 else 2 * SPAN_TOKENS * padded, elements.dtype
-        ),
+        staged=np.zeros(2 * SPAN_TOKENS * padded if is_staged else 0, elements.dtype),
         scores=np.empty(TILE_ROWS * SPAN_TOKENS, np.float32),  # then weights
         queries=np.empty(max_rows * padded, elements.dtype),
         sums=np.empty(max_rows * padded, np.float32),  # weighted sums of V
@@ -269,21 +285,23 @@ def run_layer(steps: Any, words: Any, elements: Any, general: Any) -> None:
         begin, end = writes[work]
         for head in range(num_kv_heads):
             for token in range(begin, end):
-                write_token(step, elements, general, token, head, scratch.rotated)
+                write_token(step, elements, cached, general, token, head, scratch.rotated)
         fetch_add(step.counters + WRITTEN, 1)
         work = fetch_add(next_write, 1)
 
     items = carray(pointer_to(step.items, int32), (step.num_items, 5))
     work = fetch_add(next_item, 1)
     while work < step.num_items:
-        _attend(step, words, elements, general, items[work], scratch)
+        _attend(step, words, elements, cached, general, items[work], scratch)
         work = fetch_add(next_item, 1)
 
 
-def compile_layer(bf16: bool, is_general: bool) -> Any:
-    """`run_layer` for one dtype as a C function of the address of a STEP."""
+def compile_layer(bf16: bool, is_fp8: bool, is_general: bool) -> Any:
+    """`run_layer` for one dtype, and perhaps an FP8 KV cache, as a C function of the address of a
+    STEP."""
     general = (1,) if is_general else ()
     elements: Any = np.dtype(np.uint16 if bf16 else np.float32)
+    cached: Any = np.dtype(np.uint8) if is_fp8 else elements
     words: Any = np.dtype(np.float32)
     if bf16:
         words = np.dtype(np.uint32 if host_has("avx512bf16") else np.int32)
@@ -292,6 +310,6 @@ def compile_layer(bf16: bool, is_general: bool) -> Any:
     def layer(address):
         sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)
         steps = carray(pointer_to(address, STEP), 1)
-        run_layer(steps, np.empty(0, words), np.empty(0, elements), general)
+        run_layer(steps, np.empty(0, words), np.empty(0, elements), np.empty(0, cached), general)
 
     return compile_kernel(layer)

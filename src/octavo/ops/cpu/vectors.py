@@ -18,7 +18,8 @@ from numba.extending import intrinsic
 
 LANES = 16
 
-I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64 = (ir.IntType(size) for size in (8, 16, 32, 64))
+F32 = ir.FloatType()
 VI16, VI32, VF32 = (ir.VectorType(t, LANES) for t in (I16, I32, F32))
 PTR = ir.PointerType()
 
@@ -121,11 +122,15 @@ def to_float(typingctx, element):
     signature = types.float32(element)
 
     def codegen(context, b, sig, args):
-        if sig.args[0] == types.float32:
-            return args[0]
-        return b.bitcast(b.shl(b.zext(args[0], I32), ir.Constant(I32, 16)), F32)
+        return _widened(b, sig.args[0], args[0])
 
     return signature, codegen
+
+
+def _widened(b: ir.IRBuilder, element: types.Type, value: Any) -> Any:
+    if element == types.float32:
+        return value
+    return b.bitcast(b.shl(b.zext(value, I32), ir.Constant(I32, 16)), F32)
 
 
 @intrinsic
@@ -141,6 +146,64 @@ def from_float(typingctx, number, like):
         odd = b.and_(b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
         rounded = b.lshr(b.add(bits, b.add(odd, ir.Constant(I32, 0x7FFF))), ir.Constant(I32, 16))
         return b.trunc(rounded, I16)
+
+    return signature, codegen
+
+
+@intrinsic
+def to_cached(typingctx, element, inverse_scale, like):
+    """An element as an array like `like` caches it: itself, or for bytes the e4m3 of its product
+    with a float32, rounded to nearest even; at most 448 in size, and NaN if it is NaN."""
+    signature = like.dtype(element, types.float32, like)
+
+    def codegen(context, b, sig, args):
+        if sig.args[0] == like.dtype:
+            return args[0]
+
+        def const(value: int) -> ir.Constant:
+            return ir.Constant(I32, value)
+
+        bits = b.bitcast(b.fmul(_widened(b, sig.args[0], args[0]), args[1]), I32)
+        size = b.and_(bits, const(0x7FFFFFFF))
+        # From 2**-6 on: the upper 3 bits of the mantissa, rounded, and another bias.
+        odd = b.and_(b.lshr(size, const(20)), const(1))
+        rounded = b.lshr(b.add(size, b.add(odd, const(0x7FFFF))), const(20))
+        normal = b.sub(rounded, const((127 - 7) << 3))
+        # Below, multiples of 2**-9: an addition to 2**14 rounds to them.
+        shifted = b.fadd(b.bitcast(size, F32), ir.Constant(F32, 16384.0))
+        subnormal = b.sub(b.bitcast(shifted, I32), const(0x46800000))
+        code = b.select(b.icmp_unsigned("<", size, const(0x3C800000)), subnormal, normal)
+        code = b.select(b.icmp_unsigned(">=", size, const(0x43E00000)), const(0x7E), code)
+        code = b.select(b.icmp_unsigned(">", size, const(0x7F800000)), const(0x7F), code)
+        return b.trunc(b.or_(code, b.and_(b.lshr(bits, const(24)), const(0x80))), I8)
+
+    return signature, codegen
+
+
+@intrinsic
+def from_cached(typingctx, cached, like):
+    """What is cached as an element of `like`: itself, or an e4m3 number (a byte) widened; LLVM can
+    vectorise loops over it."""
+    element = like.dtype
+    signature = element(cached, like)
+
+    def codegen(context, b, sig, args):
+        if sig.args[0] == element:
+            return args[0]
+
+        def const(value: int) -> ir.Constant:
+            return ir.Constant(I32, value)
+
+        code = b.zext(args[0], I32)
+        size = b.and_(code, const(0x7F))
+        normal = b.add(b.shl(size, const(20)), const((127 - 7) << 23))
+        small = b.fmul(b.sitofp(size, F32), ir.Constant(F32, 2.0**-9))
+        bits = b.select(b.icmp_unsigned("<", size, const(8)), b.bitcast(small, I32), normal)
+        bits = b.select(b.icmp_unsigned("==", size, const(0x7F)), const(0x7FC00000), bits)
+        bits = b.or_(bits, b.shl(b.and_(code, const(0x80)), const(24)))
+        if element == types.float32:
+            return b.bitcast(bits, F32)
+        return b.trunc(b.lshr(bits, const(16)), I16)
 
     return signature, codegen
 

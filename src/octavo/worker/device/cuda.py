@@ -33,7 +33,6 @@ from octavo.worker.device.cuda_sampling import CudaDrawer
 from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.staging import UploadStaging
 
-
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
 
 
