@@ -196,3 +196,15 @@ def test_a_request_that_is_not_finite_fails_alone(ranks: RanksOf) -> None:
     assert found[1].error is not None
     for place in (0, 2):
         assert found[place].outputs[0].token_ids == expected[place].outputs[0].token_ids
+
+
+def test_ranks_round_their_own_keys_and_values_to_fp8(ranks: RanksOf) -> None:
+    """Each has the same scales, whatever heads it holds."""
+    prompts, beams = PROMPTS * 2, BeamSearchParams(beam_width=3, max_tokens=8)
+    results = []
+    for given in (None, ranks(2)):
+        options = {"kv_cache_dtype": "fp8", "num_blocks": 14, "preemption_mode": "swap"}
+        with engine("llama3", 2, given, **options) as llm:
+            outputs = llm.generate(prompts, params(temperature=0), use_tqdm=False)
+            results.append(outputs + llm.beam_search(PROMPTS[1], beams, use_tqdm=False))
+    compare(results[1], results[0])

@@ -75,7 +75,8 @@ class CudaExecutor:
         model_config: ModelConfig,
         graphs: Graphs | Literal["many"] | None = "many",
     ) -> None:
-        model = load_model(model_config, torch.float32, DEVICE, SingleRank())
+        has_fp8 = config.cache.kv_cache_dtype == "fp8"
+        model = load_model(model_config, torch.float32, DEVICE, SingleRank(), fp8_kv_cache=has_fp8)
         if graphs == "many":
             most = config.scheduler.max_num_seqs
             mixed = [PaddedSizes(n, min(n, most), 16) for n in (4, 16, 24)]
@@ -141,7 +142,7 @@ def engines(name: str, num_blocks: int, mode: str) -> tuple[Engine, Engine]:
 
 
 def engines_of(
-    directory: Path, num_blocks: int, mode: str, model_impl: str = "auto"
+    directory: Path, num_blocks: int, mode: str, model_impl: str = "auto", **options: str
 ) -> tuple[Engine, Engine]:
     """Of a model in a directory."""
     config = make_config(
@@ -155,6 +156,7 @@ def engines_of(
         max_num_batched_tokens=CHUNK,
         preemption_mode=mode,
         watermark=0.0,
+        **options,
     )
     plain = load_engine(config)
     overlapped = Engine(config, plain.model_config, CudaExecutor(config, plain.model_config))
@@ -220,6 +222,30 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
     assert theirs is not None
     assert [entry.logprob for entry in mine] == pytest.approx([e.logprob for e in theirs], rel=1e-4)
     assert sum(overlapped.scheduler.num_preemptions.values()) > 0
+    assert overlapped.kv.pool.num_held == 0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_an_fp8_kv_cache_is_swapped_copied_and_read_by_every_kernel(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, decodes, samples and beams that share blocks, cascades; blocks hold NaN before."""
+    monkeypatch.setattr(cascade, "MIN_KEYS", 16)
+    directory = model_zoo.model_directory("llama3")
+    overlapped, plain = engines_of(directory, 14, mode, kv_cache_dtype="fp8")
+    kv_cache = overlapped.executor.runner.kv_cache  # type: ignore[attr-defined]
+    assert kv_cache.blocks.dtype == kv_cache.swapped.dtype == torch.float8_e4m3fn
+    for tier in (kv_cache.blocks, kv_cache.swapped):
+        tier.view(torch.uint8).fill_(0x7F)
+    asks = [
+        (prompt(30, 1), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)),
+        (prompt(12, 3), SamplingParams(temperature=1, seed=4, n=2, max_tokens=6, top_p=0.9)),
+        (prompt(19, 4), BeamSearchParams(beam_width=2, max_tokens=5)),
+        (prompt(25, 5), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
+    ]
+    assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
+    assert overlapped.scheduler.num_preemptions[mode] > 0
     assert overlapped.kv.pool.num_held == 0
 
 
