@@ -1,4 +1,4 @@
-"""The time of a decode step at context 1,024, compared with the roofline.
+"""The time of a decode step at context 1,024 (--context), compared with the roofline.
 
 The roofline is the bytes of weights and KV divided by the copy bandwidth of all GPUs; of mixtures
 of experts, those of the experts that were hit, which are counted. The whole engine is timed:
@@ -27,7 +27,7 @@ import torch
 from gpu_harness import make_engine, peak_rates, report
 
 from octavo import SamplingParams
-from octavo.config import ModelImpl
+from octavo.config import KVCacheDType, ModelImpl
 from octavo.core.scheduler import Progress
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
@@ -38,6 +38,7 @@ from octavo.executor.ranks import RankGroup
 
 CONTEXT = 1024
 ENCODER_INPUT = 512
+MAX_TOKENS = 400  # that a sequence may draw
 WARM_UP, STEPS = 12, 48
 BATCHES = {
     "llama-3-8b": (1, 8, 64, 256),
@@ -74,6 +75,8 @@ def main() -> None:
         help="what computes the model; several are measured one after the other",
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a sequence")
     arguments = parser.parse_args()
     if arguments.profile:
         os.environ[step_profile.REQUEST] = arguments.profile
@@ -93,6 +96,8 @@ def main() -> None:
             overlap=not arguments.no_overlap,
             swap_space=0,
             tensor_parallel_size=size,
+            kv_cache_dtype=arguments.kv_cache_dtype,
+            max_model_len=max(2048, arguments.context + MAX_TOKENS),
         )
         for batch in arguments.batches or BATCHES[model]:
             walls, device, encoding, num_hit = step_times(
@@ -100,12 +105,13 @@ def main() -> None:
                 batch,
                 TEMPERATURES.get(model, 0.0),
                 arguments.profile and f"{arguments.profile}.{model}",
+                arguments.context,
             )
             wall = statistics.fmean(walls)
             hit, expected = experts_per_layer(engine, batch, num_hit)
             num_bytes = weight_bytes(engine, batch, hit, expected)
             num_bytes -= 2 * engine.model_config.num_encoding_parameters()
-            num_bytes += batch * kv_bytes_read(engine)
+            num_bytes += batch * kv_bytes_read(engine, arguments.context)
             share = num_bytes / bandwidth / wall
             name = model if model_impl == "auto" else f"{model}, {model_impl}"
             if encoding:
@@ -128,13 +134,14 @@ def main() -> None:
                 flush=True,
             )
         engine.executor.shutdown()
-    report("decode_step", **card, context=CONTEXT, gpus=size, steps=results)
+    facts = {"context": arguments.context, "kv_cache_dtype": arguments.kv_cache_dtype}
+    report("decode_step", **card, **facts, gpus=size, steps=results)
 
 
-def first_context(engine: Engine) -> int:
-    """Tokens of a sequence before the warm-up; at the middle of the steps there are CONTEXT, or in
-    a decoder that reads an encoder few."""
-    return 1 if engine.model_config.encoder else CONTEXT - WARM_UP - STEPS // 2
+def first_context(engine: Engine, context: int) -> int:
+    """Tokens of a sequence before the warm-up; at the middle of the steps there are `context`, or
+    in a decoder that reads an encoder few."""
+    return 1 if engine.model_config.encoder else context - WARM_UP - STEPS // 2
 
 
 def experts_per_layer(engine: Engine, batch: int, num_hit: float) -> tuple[float, float]:
@@ -162,12 +169,12 @@ def weight_bytes(engine: Engine, batch: int, hit: float, expected: float) -> flo
     return size + per_expert * (hit - expected) * sum(model.mixtures().values())
 
 
-def kv_bytes_read(engine: Engine) -> int:
+def kv_bytes_read(engine: Engine, context: int) -> int:
     """Bytes of K and V that one sequence's step reads in all layers."""
     capacity, block_size = engine.executor.capacity, engine.config.cache.block_size
     per_token = capacity.block_bytes // (block_size * capacity.layout.layers_per_block)
-    windows, context = engine.model_config.layer_windows, first_context(engine)
-    context += WARM_UP + STEPS // 2
+    windows = engine.model_config.layer_windows
+    context = first_context(engine, context) + WARM_UP + STEPS // 2
     num_tokens = sum(min(context, window or context) for window in windows)
     if engine.model_config.encoder:
         num_tokens += ENCODER_INPUT * engine.model_config.num_layers
@@ -188,16 +195,16 @@ def encoder_row(engine: Engine, model: str, batch: int, seconds: list[float]) ->
 
 
 def step_times(
-    engine: Engine, batch: int, temperature: float, profile: str | None
+    engine: Engine, batch: int, temperature: float, profile: str | None, context: int
 ) -> tuple[list[float], float, list[float], float]:
     """Wall-clock seconds of each step; mean seconds of the device's work per step; seconds of the
     device's work in each step that ran an encoder; and how many experts a step hits in all layers.
     """
     vocab_size = engine.model_config.vocab_size
     rng = random.Random(batch)
-    length = ENCODER_INPUT if engine.model_config.encoder else first_context(engine)
+    length = ENCODER_INPUT if engine.model_config.encoder else first_context(engine, context)
     params = SamplingParams(
-        temperature=temperature, max_tokens=400, ignore_eos=True, detokenize=False, seed=1
+        temperature=temperature, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False, seed=1
     )
     client = LocalClient(engine)
     encoding: list[float] = []

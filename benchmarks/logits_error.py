@@ -47,7 +47,15 @@ from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
 from octavo.models.loader import build_model, weight_targets
 from octavo.models.registry import read_model_config
-from octavo.ops import AttentionBatch, LayerPlace, LayerSpec, load_backend, make_backend
+from octavo.ops import (
+    AttentionBatch,
+    KVScales,
+    LayerPlace,
+    LayerSpec,
+    cached_dtype,
+    load_backend,
+    make_backend,
+)
 from octavo.ops.communicator import SingleRank
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 
@@ -338,21 +346,27 @@ class Octavo:
     """Owns octavo's model, packed as for serving, and a paged KV cache."""
 
     def __init__(
-        self, model: CausalLM, config: ModelConfig, backend: str, max_num_seqs: int
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        backend: str,
+        max_num_seqs: int,
+        kv_scales: KVScales | None = None,
     ) -> None:
+        """kv_scales: of an FP8 KV cache."""
         self._model = copy.deepcopy(model)
         for module in self._model.modules():
             if isinstance(module, LinearMethod):
                 module.finalize()
         self._device = model.embedding.weight.device
-        layers = model.attention_layers
+        layers = [replace(layer, kv_scales=kv_scales) for layer in model.attention_layers]
         backend_class = load_backend(backend)
         blocks_per_seq = -(-config.max_model_len // BLOCK_SIZE)
         shape = backend_class.kv_block_shape(BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         size = (1 + max_num_seqs * blocks_per_seq, len(layers), *shape)
-        cache = torch.zeros(size, dtype=BF16, device=self._device)
+        cache = torch.zeros(size, dtype=cached_dtype(layers, BF16), device=self._device)
         places = [LayerPlace(0, i) for i in range(len(layers))]
-        self._attention = make_backend(backend_class, layers, places, cache, BLOCK_SIZE)
+        self._attention = make_backend(backend_class, layers, places, cache, BLOCK_SIZE, BF16)
         tables = 1 + torch.arange(max_num_seqs * blocks_per_seq, dtype=torch.int32)
         self._tables = tables.view(max_num_seqs, blocks_per_seq)
         self._length = 0

@@ -226,14 +226,13 @@ def test_tokens_equal_the_cpus_while_requests_come_and_go(name: str, mode: str) 
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_an_fp8_kv_cache_is_swapped_copied_and_read_by_every_kernel(
-    mode: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts, decodes, samples and beams that share blocks, cascades; blocks hold NaN before."""
     monkeypatch.setattr(cascade, "MIN_KEYS", 16)
     directory = model_zoo.model_directory("llama3")
-    overlapped, plain = engines_of(directory, 14, mode, kv_cache_dtype="fp8")
+    overlapped, plain = engines_of(directory, 11, "swap", kv_cache_dtype="fp8")
     kv_cache = overlapped.executor.runner.kv_cache  # type: ignore[attr-defined]
     assert kv_cache.blocks.dtype == kv_cache.swapped.dtype == torch.float8_e4m3fn
     for tier in (kv_cache.blocks, kv_cache.swapped):
@@ -245,7 +244,7 @@ def test_an_fp8_kv_cache_is_swapped_copied_and_read_by_every_kernel(
         (prompt(25, 5), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
     ]
     assert tokens(run(overlapped, asks)) == tokens(run(plain, asks))
-    assert overlapped.scheduler.num_preemptions[mode] > 0
+    assert overlapped.scheduler.num_preemptions["swap"] > 0
     assert overlapped.kv.pool.num_held == 0
 
 
