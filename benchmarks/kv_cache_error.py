@@ -1,10 +1,10 @@
 """What an FP8 KV cache costs in accuracy: logits beside those of the same model with bfloat16 KV.
 
 The demo model reads texts of its corpus that it was not trained on; models of random weights, those
-of logits_error.py, read random tokens, which is harder on them than any text, since their
-attention is nearly even. Everything but the cache is the same. For each model: the KL divergence
-from the distribution with bfloat16 KV to that with FP8 KV (mean and 99th percentile, in nats), how
-often the likeliest token is the same, and by how much the loss on the text grows.
+of logits_error.py, read random tokens. Everything but the cache is the same. For each model: the mean difference
+of the logits, in percent of their standard deviation; the KL divergence from the distribution with
+bfloat16 KV to that with FP8 KV (mean and 99th percentile, in nats); how often the likeliest token
+is the same; and by how much the loss on the texts grows.
 
     PYTHONPATH=src:demo python benchmarks/kv_cache_error.py                # on this machine's CPU
     PYTHONPATH=src:demo python benchmarks/kv_cache_error.py --device cuda
@@ -18,8 +18,8 @@ from itertools import islice
 
 import torch
 import torch.nn.functional as F
-from logits_error import BF16, FAMILIES, SCALES, VOCAB_SIZE, Octavo, model_config, random_model
-from octavo_demo.corpus import documents, text_of
+from logits_error import BF16, FAMILIES, VOCAB_SIZE, Octavo, model_config, random_model
+from logits_error import SCALES as SIZES
 from torch import Tensor
 
 from octavo.engine.tokenizer import Tokenizer
@@ -28,8 +28,10 @@ from octavo.models.loader import build_model, load_weights
 from octavo.models.registry import read_model_config
 from octavo.ops import KVScales
 from octavo.ops.communicator import SingleRank
+from octavo_demo.corpus import documents, text_of
 
-NUM_TEXTS, TEXT_TOKENS = 16, 512
+SKILLS = ("stories", "translation")
+NUM_TEXTS, TEXT_TOKENS = 32, 512
 NUM_SEEDS = 4
 
 
@@ -38,6 +40,7 @@ def compare(plain: Tensor, fp8: Tensor, ids: Tensor | None) -> dict[str, float]:
     expected, got = plain.double().log_softmax(-1), fp8.double().log_softmax(-1)
     divergence = F.kl_div(got, expected, reduction="none", log_target=True).sum(-1)
     found = {
+        "error": float((plain - fp8).abs().mean() / plain.std()),
         "kl_mean": float(divergence.mean()),
         "kl_p99": float(divergence.quantile(0.99)),
         "same_token": float((expected.argmax(-1) == got.argmax(-1)).float().mean()),
@@ -48,31 +51,27 @@ def compare(plain: Tensor, fp8: Tensor, ids: Tensor | None) -> dict[str, float]:
     return found
 
 
-def demo_model(device: torch.device, backend: str) -> dict[str, float]:
-    """The demo model on held-out texts."""
+def demo_model(skill: str, device: torch.device, backend: str) -> dict[str, float]:
+    """The demo model on held-out documents of one kind."""
     directory = resolve_model("demo")
-    tokenizer = Tokenizer(directory)
-    texts = (text_of(each) for each in documents("KV cache", held_out=True))
-    ids: list[int] = []
-    for text in islice(texts, 64 * NUM_TEXTS):
-        ids += tokenizer.encode(text)
-    assert len(ids) >= NUM_TEXTS * TEXT_TOKENS, "the corpus has more"
+    tokenizer = Tokenizer.from_directory(directory)
     config = read_model_config(directory).with_max_model_len(TEXT_TOKENS)
     model = build_model(config, BF16, device, SingleRank())
     load_weights(model, config)
     pair = [Octavo(model, config, backend, 1, scales) for scales in (None, KVScales())]
     results = []
-    for part in torch.tensor(ids[: NUM_TEXTS * TEXT_TOKENS]).view(NUM_TEXTS, 1, -1):
+    for document in islice(documents("KV cache", skill, held_out=True), NUM_TEXTS):
+        ids = torch.tensor(tokenizer.encode(text_of(document))[:TEXT_TOKENS], device=device)
         for each in pair:
             each.forget()
-        plain, fp8 = (each.logits(part.to(device))[0] for each in pair)
-        results.append(compare(plain, fp8, part[0].to(device)))
+        plain, fp8 = (each.logits(ids[None])[0] for each in pair)
+        results.append(compare(plain, fp8, ids))
     return _mean(results)
 
 
 def random_weights(family: str, device: torch.device, backend: str) -> dict[str, float]:
     """Models of random weights on random tokens, in one prompt."""
-    scale = SCALES[device.type]
+    scale = SIZES[device.type]
     config, results = model_config(family, scale), []
     for seed in range(NUM_SEEDS):
         model = random_model(config, device, seed, cancels=True)
@@ -94,18 +93,22 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     backend = "triton" if args.device == "cuda" else "cpu"
-    found = {"demo": demo_model(device, backend)}
+    found = {f"demo, {skill}": demo_model(skill, device, backend) for skill in SKILLS}
     found |= {f"random {name}": random_weights(name, device, backend) for name in FAMILIES}
-    print("| model | KL, mean | KL, 99th percentile | same token | growth of the loss |")
-    print("|---|---|---|---|---|")
+    print("| model | logits | KL, mean | KL, 99th percentile | same token | loss |")
+    print("|---|---|---|---|---|---|")
     for name, values in found.items():
         growth = ""
         if "loss" in values:
-            growth = f"{values['loss']:.4f} + {values['loss_growth']:.4f}"
-        print(
-            f"| {name} | {values['kl_mean']:.5f} | {values['kl_p99']:.5f} | "
-            f"{values['same_token']:.1%} | {growth} |"
+            growth = f"{values['loss']:.4f} + {values['loss_growth']:.5f}"
+        cells = (
+            f"{values['error']:.2%}",
+            f"{values['kl_mean']:.1e}",
+            f"{values['kl_p99']:.1e}",
+            f"{values['same_token']:.1%}",
+            growth,
         )
+        print(f"| {name} | {' | '.join(cells)} |")
     print(json.dumps({"benchmark": "kv_cache_error", "device": args.device, "results": found}))
 
 

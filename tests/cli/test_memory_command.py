@@ -31,6 +31,20 @@ def test_the_paper_s_opt_13b(octavo: Octavo) -> None:
     assert "7 sequences at once" in text
 
 
+def test_an_fp8_kv_cache_has_twice_the_slots_in_the_same_memory(octavo: Octavo) -> None:
+    args = ("memory", OPT_13B, "--device-memory", "40GiB", "--json")
+    plain, fp8 = (
+        json.loads(octavo(*args, "--kv-cache-dtype", each).stdout) for each in ("auto", "fp8")
+    )
+    assert (plain["kv_cache_dtype"], fp8["kv_cache_dtype"]) == ("float16", "float8_e4m3fn")
+    assert plain["kv_bytes_per_token"] == 2 * fp8["kv_bytes_per_token"]
+    assert plain["budget"]["block_bytes"] == 2 * fp8["budget"]["block_bytes"]
+    assert plain["budget"]["weights"] == fp8["budget"]["weights"]
+    assert fp8["budget"]["num_blocks"] - 2 * plain["budget"]["num_blocks"] in (1, 2)
+    shown = octavo(*args[:-1], "--kv-cache-dtype", "fp8").stdout
+    assert "409,600 bytes (400.00 KiB): 40 x full attention, float8_e4m3fn" in shown
+
+
 def test_it_needs_neither_weights_nor_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"

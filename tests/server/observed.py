@@ -40,6 +40,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "enable_prefix_caching": True,
         "policy": "fcfs",
         "dtype": "float32",
+        "kv_cache_dtype": "float32",
         "device": "cpu",
         "num_ranks": 2,
         "budget": MemoryBudget(1000, 300, 200, 100, 350, 25, BLOCK_SIZE, NUM_BLOCKS, 100, 4),

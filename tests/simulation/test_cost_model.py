@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.config import CacheConfig
 from octavo.errors import ConfigError, ModelError
+from octavo.simulation.config import SimulationConfig
 from octavo.simulation.cost_model import PAPER_2023, Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GPU, GPUS, find_gpu
 from octavo.simulation.models import find_model, model_names
@@ -134,6 +136,24 @@ def test_the_paper_s_models() -> None:
     assert size.pair_flops == 4 * 40 * 5120
     assert ModelSize.of(find_model("opt-175b"), "float16").kv_token_bytes == 4_718_592
     assert {"opt-13b", "opt-66b", "opt-175b", "llama-13b"} <= set(model_names())
+
+
+def test_an_fp8_kv_cache_is_half_as_long_read_and_moved() -> None:
+    gpu = find_gpu("h200")
+    plain, fp8 = (
+        SimulationConfig("opt-13b", "h200", cache=CacheConfig(kv_cache_dtype=each)).prepare()
+        for each in ("auto", "fp8")
+    )
+    sizes = [machine.cost_model.size for machine in (plain, fp8)]
+    halved = {
+        name: getattr(sizes[0], name) // 2 for name in ("kv_token_bytes", "block_token_bytes")
+    }
+    assert sizes[1] == replace(sizes[0], **halved)
+    step = replace(NOTHING, kv_tokens=10_000, num_copied_blocks=3, num_swapped_blocks=5)
+    seconds = [CostModel(size, gpu, coefficients=IDEAL).seconds(step) for size in sizes]
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+    assert plain.capacity.block_bytes == 2 * fp8.capacity.block_bytes
+    assert fp8.capacity.num_blocks >= 2 * plain.capacity.num_blocks
 
 
 def test_tied_embeddings_are_read_once() -> None:
