@@ -1,10 +1,10 @@
 """What an FP8 KV cache costs in accuracy: logits beside those of the same model with bfloat16 KV.
 
 The demo model reads texts of its corpus that it was not trained on; models of random weights, those
-of logits_error.py, read random tokens. Everything but the cache is the same. For each model: the mean difference
-of the logits, in percent of their standard deviation; the KL divergence from the distribution with
-bfloat16 KV to that with FP8 KV (mean and 99th percentile, in nats); how often the likeliest token
-is the same; and by how much the loss on the texts grows.
+of logits_error.py, read random tokens. Everything but the cache is the same. For each model: the
+mean difference of the logits, in percent of their standard deviation; the KL divergence from the
+distribution with bfloat16 KV to that with FP8 KV (mean and 99th percentile, in nats); how often the
+likeliest token is the same; and by how much the loss on the texts grows.
 
     PYTHONPATH=src:demo python benchmarks/kv_cache_error.py                # on this machine's CPU
     PYTHONPATH=src:demo python benchmarks/kv_cache_error.py --device cuda
