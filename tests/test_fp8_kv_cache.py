@@ -191,6 +191,7 @@ def setting(value: Tensor) -> Callable[[dict[str, Tensor]], object]:
     [
         (without("1.self_attn.v_scale"), "no v_scale of layer 1"),
         (without("k_scale"), "no k_scale of layer 0"),
+        (without("_scale"), "no k_scale of layer 0"),
         (setting(torch.tensor(float("nan"))), "layers.1.self_attn.v_scale is nan"),
         (setting(torch.tensor(0.0)), "layers.1.self_attn.v_scale is 0.0"),
         (setting(torch.tensor(-1.0)), "layers.1.self_attn.v_scale is -1.0"),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_triton_backend import GPU, TOLERANCE
 
-from octavo.ops import CascadeSegments
+from octavo.ops import CascadeSegments, KVScales
 from octavo.ops.cuda import attention as triton_backend
 from octavo.ops.cuda import attention_cascade, attention_decode
 from octavo.ops.cuda.attention_work_items import (
@@ -208,6 +208,7 @@ def test_segments_of_odd_sizes_that_lie_in_each_other() -> None:
 SHARED_CASES = [
     Case(((90, 1), (150, 1), (81, 1), (97, 1), (20, 1)), group=1, head_dim=16, block_size=8),
     Case(((130, 1), (150, 1), (200, 1), (96, 1)), num_kv_heads=1, head_dim=20, rotary_dim=12),
+    Case(((130, 1), (150, 1), (96, 1)), num_kv_heads=1, head_dim=20, kv_scales=KVScales(0.02, 0.1)),
     Case(
         ((100, 1), (70, 7), (90, 1), (113, 1)), group=2, head_dim=16, rotary_dim=16, head_norm=True
     ),
@@ -225,6 +226,7 @@ GPU_CASES = [
         (7, 64, False),
     )
 ]
+GPU_CASES.append(replace(GPU_CASES[0], group=4, kv_scales=KVScales(0.02, 0.1)))
 
 
 def check(case: Case, prefix: int, device: str) -> None:

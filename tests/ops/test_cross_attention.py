@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,9 +16,11 @@ from octavo.errors import ConfigError
 from octavo.ops import (
     AttentionBatch,
     EncodedInputs,
+    KVScales,
     LayerPlace,
     LayerSpec,
     ScoreFunction,
+    cached_dtype,
     load_backend,
     make_backend,
 )
@@ -40,20 +42,27 @@ class Crossed:
     head_dim: int = 64
     dtype: torch.dtype = torch.float32
     softcap: float | None = None
+    kv_scales: KVScales | None = None
 
     def run(self, name: str, device: str) -> tuple[list[Tensor], list[Tensor]]:
         """What the backend attends to in a cache full of NaN, and what torch does."""
         heads, size = self.num_kv_heads * self.group, self.block_size
         scores = ScoreFunction(0.3, self.softcap)
-        self_layer = LayerSpec(0, heads, self.num_kv_heads, self.head_dim, ScoreFunction(1.0))
-        cross = LayerSpec(1, heads, self.num_kv_heads, self.head_dim, scores, reads_encoder=True)
+        cross = LayerSpec(
+            *(1, heads, self.num_kv_heads, self.head_dim, scores),
+            reads_encoder=True,
+            kv_scales=self.kv_scales,
+        )
+        self_layer = replace(cross, layer_id=0, scores=ScoreFunction(1.0), reads_encoder=False)
         kind = load_backend(name)
         width = -(-max(self.encoder_lens) // size)
         count = len(self.encoder_lens)
         shape = kind.kv_block_shape(size, self.num_kv_heads, self.head_dim)
-        cache = torch.full((1 + count * width, 1, *shape), torch.nan, dtype=self.dtype)
+        stored = cached_dtype([self_layer, cross], self.dtype)
+        cache = torch.full((1 + count * width, 1, *shape), torch.nan, dtype=stored)
         places = [LayerPlace(0, 0), LayerPlace(1, 0)]
-        backend = make_backend(kind, [self_layer, cross], places, cache.to(device), size)
+        layers = [self_layer, cross]
+        backend = make_backend(kind, layers, places, cache.to(device), size, self.dtype)
         order = torch.randperm(count * width, generator=seeded(1)) + 1
         tables = order.view(count, width).int()
 
@@ -90,7 +99,11 @@ class Crossed:
         query = torch.randn((num_queries, heads, self.head_dim), generator=seeded(3))
         query = query.to(self.dtype)
         got = backend.attend_encoded(1, query.to(device)).cpu().split(list(self.query_lens))
-        keys, values = (each.float().split(list(self.encoder_lens)) for each in fused.unbind(1))
+        rounded = list(fused.float().unbind(1))
+        if self.kv_scales is not None:
+            for side, scale in enumerate((self.kv_scales.key, self.kv_scales.value)):
+                rounded[side] = KVScales.quantize(rounded[side], scale).float() * scale
+        keys, values = (each.split(list(self.encoder_lens)) for each in rounded)
         wanted = [
             self._expected(q.float(), k, v)
             for q, k, v in zip(query.split(list(self.query_lens)), keys, values, strict=True)
@@ -127,6 +140,7 @@ CASES = [
     Crossed((33, 5), (7, 40), group=2, head_dim=80),
     Crossed((48, 1, 70), (1, 20, 3), block_size=48, num_kv_heads=1, group=3),
     Crossed((40, 9), (1, 5), block_size=8, softcap=1.5, num_kv_heads=1),
+    Crossed((33, 5), (1, 40), group=2, kv_scales=KVScales(0.02, 0.005)),
 ]
 
 

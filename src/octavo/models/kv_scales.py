@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from octavo.errors import ModelError
-from octavo.json_fields import Fields, read_json
+from octavo.json_fields import read_json
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import StoredTensor
@@ -35,7 +35,7 @@ def find_kv_scales(config: ModelConfig, tensors: Iterable[FileTensor]) -> list[K
         ModelError: a scale is missing, is not one positive number, or is of another kind of cache;
             names the tensor, or the field of config.json.
     """
-    _check_scheme(config)
+    are_promised = _promises_scales(config)
     found: dict[int, dict[str, float]] = {}
     for path, name, tensor in tensors:
         match = _NAME.fullmatch(name)
@@ -50,14 +50,14 @@ def find_kv_scales(config: ModelConfig, tensors: Iterable[FileTensor]) -> list[K
         value = _number(tensor, f"{path}: {name}")
         for each in match["scaled"] or match["projected"]:
             found.setdefault(layer, {})[each] = value
-    if not found:
+    if not found and not are_promised:
         return [KVScales()] * len(config.attentions)
     for layer in range(config.num_layers):
         for each in "kv":
             if each not in found.get(layer, {}):
                 raise ModelError(
-                    f"{config.directory}: the weights have no {each}_scale of layer {layer}, but "
-                    "other scales of a KV cache"
+                    f"{config.directory}: the weights have no {each}_scale of layer {layer}, "
+                    "although the KV cache of this model has scales"
                 )
     return [KVScales(found[layer]["k"], found[layer]["v"]) for layer in range(config.num_layers)]
 
@@ -76,16 +76,14 @@ def _number(tensor: StoredTensor, where: str) -> float:
     return value
 
 
-def _check_scheme(config: ModelConfig) -> None:
-    """That scales, if there are any, are meant for e4m3."""
+def _promises_scales(config: ModelConfig) -> bool:
+    """Whether config.json says that there are scales. Raises ModelError if they are not for e4m3."""
     fields = read_json(config.directory / "config.json")
     for name in ("quantization_config", "compression_config"):
-        if fields.get(name, None) is not None and _has_scheme(fields.part(name)):
-            scheme = fields.part(name).part("kv_cache_scheme")
-            if (scheme.get("type", "float"), scheme.get("num_bits", 8)) != ("float", 8):
-                raise scheme.error("type", "an FP8 KV cache takes scales for floats of 8 bits")
-            return
-
-
-def _has_scheme(quantization: Fields) -> bool:
-    return quantization.get("kv_cache_scheme", None) is not None
+        if fields.get(name, None) is None or not fields.part(name).get("kv_cache_scheme", None):
+            continue
+        scheme = fields.part(name).part("kv_cache_scheme")
+        if (scheme.get("type", "float"), scheme.get("num_bits", 8)) != ("float", 8):
+            raise scheme.error("type", "an FP8 KV cache takes scales for floats of 8 bits")
+        return not scheme.flag("dynamic", False)
+    return False
