@@ -77,7 +77,7 @@ def _number(tensor: StoredTensor, where: str) -> float:
 
 
 def _promises_scales(config: ModelConfig) -> bool:
-    """Whether config.json says that there are scales. Raises ModelError if they are not for e4m3."""
+    """Whether config.json says that there are scales; ModelError if they are not for e4m3."""
     fields = read_json(config.directory / "config.json")
     for name in ("quantization_config", "compression_config"):
         if fields.get(name, None) is None or not fields.part(name).get("kv_cache_scheme", None):
