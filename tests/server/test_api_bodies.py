@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from octavo.core.step import Grammar
+from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.engine_process.client import EngineClient
@@ -26,6 +27,7 @@ from octavo.server.http.conversations import ChatMessage, conversation_prompt
 from octavo.server.http.endpoints.chat import ChatBody, chat_params
 from octavo.server.http.endpoints.completions import CompletionBody, completion_params
 from octavo.server.http.errors import ApiError, ClientGone, as_api_error
+from octavo.server.http.generation import truncated
 from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
 from octavo.server.http.settings import Listening, ServerSettings
 from octavo.server.http.token_texts import TokenTexts
@@ -139,6 +141,7 @@ class Echoing:
     """A tokenizer whose template shows the messages as JSON, and whose tokens are characters."""
 
     special_tokens: Mapping[str, str] = {}
+    template_variables = frozenset({"messages"})
 
     def __init__(self) -> None:
         self.threads: set[threading.Thread] = set()
@@ -223,6 +226,56 @@ def test_the_messages_of_other_servers_can_be_sent_back() -> None:
         {"role": "assistant", "content": "hi"},
         {"role": "assistant", "content": ""},
     ]
+
+
+@pytest.mark.parametrize("given", [None, 1, -1, 3, 100])
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_prompts_are_truncated(given: int | None, side: str | None) -> None:
+    body = completion(truncate_prompt_tokens=given, truncation_side=side, max_tokens=6)
+    prompts: list[Any] = [[1, 2, 3, 4, 5], {"prompt": [6], "decoder_input_ids": [7]}]
+    if given is None and side is not None:
+        with pytest.raises(ApiError, match="truncation_side: it needs"):
+            truncated(prompts, body, 10)
+    elif given == 100:
+        with pytest.raises(ApiError, match="truncate_prompt_tokens: 100 is more than the context"):
+            truncated(prompts, body, 10)
+    else:
+        count = {None: 5, -1: 4}.get(given, given)  # type: ignore[call-overload]
+        kept = [1, 2, 3, 4, 5][:count] if side == "right" else [1, 2, 3, 4, 5][-count:]
+        assert truncated(prompts, body, 10) == [kept, prompts[1]]
+
+
+@pytest.mark.parametrize(("given", "max_tokens"), [(0, 1), (-1, 10)])
+def test_truncation_that_leaves_nothing_is_refused(given: int, max_tokens: int) -> None:
+    body = completion(truncate_prompt_tokens=given, max_tokens=max_tokens)
+    with pytest.raises(ApiError, match="truncate_prompt_tokens: it leaves nothing"):
+        truncated([[1]], body, 10)
+
+
+def test_documents_go_to_templates_that_show_them() -> None:
+    body = chat(documents=[{"title": "t", "text": "Cats purr."}])
+    tokenizer = Echoing()
+    with pytest.raises(ApiError, match="documents: the chat template does not show them"):
+        run(
+            conversation_prompt(echoing_context(tokenizer), body.messages, documents=body.documents)
+        )
+    source = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    template = ChatTemplate(source, {})
+    assert template.variables == {"documents", "messages"}
+    tokenizer.template_variables = template.variables
+    context = echoing_context(tokenizer)
+    tokenizer.render_chat = lambda messages, begins, **variables: template.render(  # type: ignore[method-assign]
+        messages, begins, variables
+    )
+    ids = run(conversation_prompt(context, body.messages, documents=body.documents))
+    assert "".join(map(chr, ids)) == "Cats purr.hi"
+
+
+def test_only_the_assistants_message_is_echoed() -> None:
+    answered = [*HI, {"role": "assistant", "content": "Once"}]
+    assert chat_params(chat(messages=answered, echo=True), {})
+    with pytest.raises(ApiError, match="echo: the last message is not the assistant's"):
+        chat_params(chat(echo=True), {})
 
 
 def test_a_conversation_has_at_most_as_many_messages_as_the_context_has_tokens() -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ CONTEXT_TOKENS = 5  # prompt tokens that the output's text may depend on; charac
 MANY_TOKENS = 1_024  # they take about a millisecond to decode
 SPACE_MARK = "\u2581"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+DEFAULT_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json that comes without a class
 ANY_BYTE_PIECE = "<0x61>"  # "a"; a vocabulary that has one byte has them all
 
 
@@ -75,14 +76,20 @@ class Tokenizer:
     """Owns the vocabulary of one model, and its chat template if it has one."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], template: str | None
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        template: str | None,
+        class_name: str = DEFAULT_CLASS,
     ) -> None:
-        """`special_tokens`: role (such as "eos_token") -> token; templates may use them all."""
+        """`special_tokens`: role (such as "eos_token") -> token; templates may use them all.
+        `class_name`: the class of transformers that reads the same files."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self.chat_template = template  # its source
+        self.class_name = class_name
         self._template = None if template is None else ChatTemplate(template, self._special_tokens)
         self._special_ids = frozenset(
             token_id
@@ -127,7 +134,11 @@ class Tokenizer:
             raise ModelError(f"{file} cannot be read: {error}") from error
         config_file = directory / "tokenizer_config.json"
         config = read_json(config_file) if config_file.exists() else Fields("", {})
-        return cls(backend, _special_tokens(config), find_template(directory, config))
+        class_name = config.get("tokenizer_class", None)
+        if not isinstance(class_name, str):
+            class_name = DEFAULT_CLASS
+        template = find_template(directory, config)
+        return cls(backend, _special_tokens(config), template, class_name)
 
     @classmethod
     def find(cls, path: str | Path) -> Tokenizer | None:
@@ -202,6 +213,10 @@ class Tokenizer:
             self._token_bytes[token_id] = known
         return known
 
+    def piece(self, token_id: int) -> str:
+        """The token as the vocabulary writes it, with marks for spaces and bytes; "" outside it."""
+        return self._backend.id_to_token(token_id) or ""
+
     def is_special(self, token_id: int) -> bool:
         """Whether it is a special token, such as BOS, which is left out of texts."""
         return token_id in self._special_ids
@@ -251,6 +266,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def template_variables(self) -> Set[str]:
+        """What the chat template shows, by the names of its variables."""
+        return frozenset() if self._template is None else self._template.variables
 
     def render_chat(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
@@ -91,6 +91,7 @@ async def conversation_prompt(
     continue_final_message: bool | None = None,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
     add_special_tokens: bool = False,
     any_length: bool = False,
 ) -> list[int]:
@@ -115,7 +116,11 @@ async def conversation_prompt(
         raise RequestTooLong(
             "messages", f"{len(messages)} messages do not fit into a context of {limit} tokens"
         )
-    render = _renderer(context, template)
+    render, shown = _renderer(context, template)
+    if documents is not None:
+        if "documents" not in shown:
+            raise refused("documents", "the chat template does not show them")
+        variables = {**(variables or {}), "documents": documents}
     begins_answer = not continue_final_message and add_generation_prompt is not False
 
     def rendered() -> str:
@@ -125,8 +130,8 @@ async def conversation_prompt(
         return render(plain, begins_answer, variables or {})
 
     size = sum(map(_cost, messages))
-    if template is not None:
-        size = max(size, LONG_TEXT)  # one from a request may take any time
+    if template is not None or documents is not None:
+        size = max(size, LONG_TEXT)  # a template from a request may take any time
     text = await context.client.offload.text(size, rendered)
     if continue_final_message:
         text, mark, _ = text.rpartition(END_MARK)
@@ -138,12 +143,13 @@ async def conversation_prompt(
     return token_ids
 
 
-def _renderer(context: Context, template: str | None) -> Render:
+def _renderer(context: Context, template: str | None) -> tuple[Render, Set[str]]:
+    """What renders a conversation, and the names of the variables that its template shows."""
     tokenizer = context.tokenizer("messages")
     if template is None:
         return lambda messages, begins, variables: tokenizer.render_chat(
             messages, begins, **variables
-        )
+        ), tokenizer.template_variables
     if not context.settings.trust_request_chat_template:
         raise refused(
             "chat_template",
@@ -154,7 +160,7 @@ def _renderer(context: Context, template: str | None) -> Render:
         compiled = ChatTemplate(template, tokenizer.special_tokens)
     except ModelError as error:
         raise InvalidRequest("chat_template", str(error)) from error
-    return compiled.render
+    return compiled.render, compiled.variables
 
 
 def _cost(message: ChatMessage) -> int:
@@ -167,13 +173,14 @@ def _cost(message: ChatMessage) -> int:
 
 def _plain(message: ChatMessage, path: str) -> Plain:
     """The message at `path` as templates expect it: its content as one text. Raises ApiError."""
-    plain = {"role": message.role, "content": _text(message, path)}
+    plain = {"role": message.role, "content": message_text(message, path)}
     if message.name is not None:
         plain["name"] = message.name
     return plain
 
 
-def _text(message: ChatMessage, path: str) -> str:
+def message_text(message: ChatMessage, path: str) -> str:
+    """The content of the message at `path` as one text. Raises ApiError if it must not be empty."""
     content = message.content
     if content is None:
         if message.role == ASSISTANT:

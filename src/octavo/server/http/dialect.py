@@ -19,7 +19,7 @@ from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.context import Context, context_of, reply, request_id_of
 from octavo.server.http.errors import as_api_error
-from octavo.server.http.generation import GenerationBody, Params
+from octavo.server.http.generation import GenerationBody, Params, truncated
 from octavo.server.http.replies import Choice, FinishReason, PromptTokensDetails, Usage
 from octavo.server.http.streams import (
     DONE,
@@ -49,12 +49,18 @@ class Writer(ABC, Generic[BodyT, ChoiceT]):
         self, request: Request, body: BodyT, model: str, streams: Sequence[RequestStream]
     ) -> None:
         self.request = request
-        self.texts = context_of(request).texts
+        context = context_of(request)
+        self.texts = context.token_ids if body.return_tokens_as_token_ids else context.texts
         self.body = body
         self.streams = streams
         self.id = f"{self.id_prefix}-{request_id_of(request)}"
         # The fields of `Reply`.
-        self.head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
+        self.head: dict[str, Any] = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": context.fingerprint,
+        }
         self.num_samples = body.n or 1  # of each prompt
         self.num_output_tokens = 0
 
@@ -149,13 +155,17 @@ class Dialect(Generic[BodyT]):
         """Answer a request. Raises ApiError or InvalidRequest, which name the field, before
         anything is computed."""
         body = await context_of(request).body(request, self.body)
+        if body.request_id is not None:
+            request.state.request_id = body.request_id
         return await while_connected(request.receive, self._answer(request, body))
 
     async def _answer(self, request: Request, body: BodyT) -> Response:
         context = context_of(request)
         model = context.model_name(body.model)
         params = self.params(body, context.client.model_config.sampling_defaults)
-        prompts = await self.prompts(context, body)
+        prompts = truncated(
+            await self.prompts(context, body), body, context.client.info.max_model_len
+        )
         streams = await open_streams(request, body, prompts, params, self.client_names)
         writer = self.writer(request, body, model, streams)
         if body.stream:

@@ -99,8 +99,9 @@ class _Passage:
         self._status: int | None = None
         self._start = time.monotonic()
         given = Headers(scope=scope).get("x-request-id", "")
-        self._request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = self._request_id
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        # A body may bring another one.
+        scope.setdefault("state", {})["request_id"] = request_id
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -112,7 +113,7 @@ class _Passage:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+            MutableHeaders(scope=message)["x-request-id"] = self._scope["state"]["request_id"]
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
@@ -124,7 +125,7 @@ class _Passage:
         logger.info(
             "request",
             extra={
-                "request_id": self._request_id,
+                "request_id": self._scope["state"]["request_id"],
                 "method": self._scope.get("method"),
                 "path": self._scope["path"],
                 "status": self._status,

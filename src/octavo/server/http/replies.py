@@ -48,6 +48,9 @@ class Reply(msgspec.Struct, kw_only=True):
     id: str
     created: int
     model: str
+    system_fingerprint: Annotated[
+        str, Meta(description="Changes with whatever may change outputs: version, model, devices.")
+    ]
 
 
 class ScoredToken(msgspec.Struct):

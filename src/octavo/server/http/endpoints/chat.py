@@ -15,7 +15,12 @@ from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.bodies import Integer, Refused
 from octavo.server.http.context import Context
-from octavo.server.http.conversations import Messages, conversation_prompt
+from octavo.server.http.conversations import (
+    ASSISTANT,
+    Messages,
+    conversation_prompt,
+    message_text,
+)
 from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order, note_end
 from octavo.server.http.errors import refused
 from octavo.server.http.generation import GenerationBody, NonNegative, Params, generation_params
@@ -55,6 +60,12 @@ class ChatBody(GenerationBody):
     """End the prompt where the assistant begins; not given: true."""
     continue_final_message: bool | None = None
     """Continue the last message instead of answering it."""
+    add_special_tokens: bool | None = None
+    """Put what the model expects, such as BOS, before what the template writes; it often has it."""
+    echo: bool | None = None
+    """Begin the answer with the last message, which must be the assistant's."""
+    documents: list[dict[str, Any]] | None = None
+    """For templates that show documents: objects such as {"title": ..., "text": ...}."""
     chat_template: str | None = None
     """A Jinja template for this request; only where the server allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -73,13 +84,9 @@ class ChatBody(GenerationBody):
     ] = None
     verbosity: Annotated[object, Refused(_UNSUPPORTED, ("medium",))] = None
     web_search_options: Annotated[object, Refused(_UNSUPPORTED)] = None
-    documents: Annotated[
-        object, Refused("use chat_template_kwargs, if the model's template knows them")
-    ] = None
     # SGLang's: without a reasoning parser, they change nothing there either.
     separate_reasoning: Annotated[object, Refused(_NO_REASONING, (True, False))] = None
     stream_reasoning: Annotated[object, Refused(_NO_REASONING, (True, False))] = None
-    echo: Annotated[object, Refused("octavo does not echo conversations", (False,))] = None
     prompt: Annotated[object, Refused("prompts go to /v1/completions")] = None
 
 
@@ -104,7 +111,7 @@ class ChatCompletion(Reply, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(msgspec.Struct):
@@ -133,6 +140,8 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> Params:
     """
     if body.top_logprobs is not None and not body.logprobs and body.top_logprobs != 0:
         raise refused("top_logprobs", "it needs logprobs: true")
+    if body.echo and body.messages[-1].role != ASSISTANT:
+        raise refused("echo", f"the last message is not the {ASSISTANT}'s")
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens
@@ -153,6 +162,9 @@ async def _prompts(context: Context, body: ChatBody) -> list[list[int]]:
         continue_final_message=body.continue_final_message,
         template=body.chat_template,
         variables=body.chat_template_kwargs,
+        documents=body.documents,
+        add_special_tokens=bool(body.add_special_tokens),
+        any_length=body.truncate_prompt_tokens is not None,
     )
     if not prompt:
         raise InvalidRequest("messages", "the chat template makes nothing of them")
@@ -170,6 +182,8 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         super().__init__(request, body, model, streams)
         self._begun: set[int] = set()  # choices
         self._shows_prompt = bool(body.return_token_ids)  # in the next chunk
+        # What each choice begins with.
+        self._echo = message_text(body.messages[-1], "messages[-1]") if body.echo else ""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         [output] = outputs
@@ -220,11 +234,11 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         if index in self._begun:
             return []
         self._begun.add(index)
-        return [ChatChunkChoice(index=index, delta=ChatDelta("", "assistant"))]
+        return [ChatChunkChoice(index=index, delta=ChatDelta(self._echo, "assistant"))]
 
     def _whole_choice(self, index: int, output: SequenceOutput) -> ChatChoice:
         logprobs = self._logprobs(output.logprobs or [])
-        message = AssistantMessage(output.text)
+        message = AssistantMessage(self._echo + output.text)
         return self._ended(ChatChoice(index=index, message=message, logprobs=logprobs), output)
 
     def _ended(self, choice: ChoiceT, output: SequenceOutput) -> ChoiceT:

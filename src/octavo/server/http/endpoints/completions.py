@@ -71,7 +71,7 @@ class CompletionBody(GenerationBody):
 class CompletionChoice(Choice, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # left out of streams
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -119,7 +119,8 @@ async def _token_ids(context: Context, body: CompletionBody) -> list[list[int]]:
     texts = [each for each in prompts if isinstance(each, str)]
     if texts:  # and then all are
         add_special = body.add_special_tokens is not False
-        return await context.client.encode(texts, "prompt", add_special)
+        any_length = body.truncate_prompt_tokens is not None
+        return await context.client.encode(texts, "prompt", add_special, any_length)
     return [each for each in prompts if isinstance(each, list)]
 
 
@@ -180,6 +181,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         index = prompt * self.num_samples + place
         choice = self._choice(index, prompt, output.text, output.token_ids, output.logprobs or [])
         note_end(choice, output)
+        choice.prompt_logprobs = None
         if self.body.prompt_logprobs is not None:
             scores = self.streams[prompt].prompt_logprobs or []
             choice.prompt_logprobs = self.texts.prompt_logprobs(scores, self.body.prompt_logprobs)
@@ -228,7 +230,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
     def _echo(self, prompt: int) -> str:
         """The prompt as it was given, or the text of its token ids."""
         given = _prompt_list(self.body)[prompt]
-        if isinstance(given, str):
+        if isinstance(given, str) and self.body.truncate_prompt_tokens is None:
             return given
         tokenizer = context_of(self.request).client.tokenizer
         if tokenizer is None:
