@@ -213,6 +213,12 @@ class EngineClient:
             self._delivery.notify("request_refused", error)
             raise
 
+    def abort(self, request_id: str) -> None:
+        """End an open request, if there is one of this id, as its stream's `abort` does."""
+        stream = self._delivery.streams.get(request_id)
+        if stream is not None:
+            stream.abort()
+
     async def encode(
         self,
         texts: Sequence[str],
@@ -273,6 +279,11 @@ class EngineClient:
 
     def list_prefixes(self) -> list[PinnedPrefix]:
         return [_pinned(pin) for pin in self._journal.pins.values() if pin.computed.done()]
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, in all replicas, except pinned ones."""
+        self._check_open()
+        await self._fleet.reset_prefix_caches()
 
     # ---------------------------------------------------------------- looking inside
 

@@ -76,6 +76,12 @@ class Unpin(msgspec.Struct, tag=True):
     name: str
 
 
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Forget all cached prefixes except pinned ones. The reply is Reply."""
+
+    ticket: int
+
+
 class Look(msgspec.Struct, tag=True):
     """Take a snapshot. The reply is Seen. With `request_id`: of this request, with its tokens."""
 
@@ -89,7 +95,7 @@ class Watch(msgspec.Struct, tag=True):
     on: bool
 
 
-Command = Start | Add | Abort | FinishSample | Pin | Unpin | Look | Watch
+Command = Start | Add | Abort | FinishSample | Pin | Unpin | ResetPrefixCache | Look | Watch
 
 
 # ---------------------------------------------------------------- from the engine process

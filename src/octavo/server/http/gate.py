@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.server.http.errors import ApiError, as_api_error
 from octavo.server.http.settings import ServerSettings
 
-OPEN_PATHS = frozenset({"/health", "/version"})
-ADMIN_PATHS = "/admin/"
+OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+ADMIN_PATHS = ("/admin/", "/abort_requests", "/reset_prefix_cache")  # and what begins so
 PORT = re.compile(r":[0-9]+$")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 

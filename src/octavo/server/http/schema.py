@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
+from pprint import pformat
 from typing import Any
 
 import msgspec
@@ -94,8 +96,11 @@ def describe(app: FastAPI, model_name: str, needs_key: bool) -> dict[str, Any]:
             url = f"{EXAMPLE_ORIGIN}{path.format_map(path_examples)}"
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             has_key = needs_key and path not in OPEN_PATHS
-            source = _curl(method, url, body.get("example"), has_key)
-            operation["x-codeSamples"] = [{"lang": "Shell", "label": "curl", "source": source}]
+            example = method, url, body.get("example"), has_key
+            operation["x-codeSamples"] = [
+                {"lang": "Shell", "label": "curl", "source": _curl(*example)},
+                {"lang": "Python", "label": "Python", "source": _python(*example)},
+            ]
     components = whole.setdefault("components", {})
     own = components.get("schemas", {})
     components["schemas"] = {k: v for k, v in own.items() if k not in FASTAPI_OWN} | _schemas()
@@ -103,20 +108,33 @@ def describe(app: FastAPI, model_name: str, needs_key: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         whole["security"] = [{"key": []}]
         for path in OPEN_PATHS:
-            whole["paths"][path]["get"]["security"] = []
+            for operation in whole["paths"][path].values():
+                operation["security"] = []
     return whole
 
 
 def _curl(method: str, url: str, body: dict[str, Any] | None, has_key: bool) -> str:
     """A command line that asks for an example."""
     words = ["curl", url]
-    if method not in ("get", "post"):  # which curl chooses by itself
+    if method != ("get" if body is None else "post"):  # which curl chooses by itself
         words[1:1] = ["-X", method.upper()]
     if has_key:
         words += ["-H", "Authorization: Bearer KEY"]
     if body is not None:
         words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
     return shlex.join(words)
+
+
+def _python(method: str, url: str, body: dict[str, Any] | None, has_key: bool) -> str:
+    """A program that asks for an example."""
+    arguments = [repr(url)]
+    if has_key:
+        arguments.append(f"headers={ {'Authorization': 'Bearer KEY'} }")
+    if body is not None:
+        arguments.append(f"json={pformat(body, sort_dicts=False)}")
+    call = ",\n".join(textwrap.indent(each, "    ") for each in [*arguments, "timeout=60"])
+    lines = ["import httpx", "", f"reply = httpx.{method}(\n{call},\n)", "print(reply.text)"]
+    return "\n".join(lines)
 
 
 def _ref(kind: type) -> dict[str, str]:

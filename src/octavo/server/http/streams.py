@@ -197,12 +197,17 @@ async def _until_gone(receive: Receive) -> None:
 def _engine_ids(request: Request, count: int) -> list[str]:
     """The engine's ids of a request's prompts; clients may use one request id twice at a time."""
     request_id = request_id_of(request)
-    names = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
+    names = [request_id] if count == 1 else [f"{request_id}~{i}" for i in range(count)]
     context = context_of(request)
     if context.opening.isdisjoint(names) and context.client.open_requests.keys().isdisjoint(names):
         return names
     mark = uuid.uuid4().hex[:8]
-    return [f"{name}-{mark}" for name in names]
+    return [f"{name}~{mark}" for name in names]
+
+
+def client_id_of(engine_id: str) -> str:
+    """What a client calls the request that has this id in the engine. No client's id has a "~"."""
+    return engine_id.partition("~")[0]
 
 
 def _in_clients_words(

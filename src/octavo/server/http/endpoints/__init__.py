@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from octavo.server.http.endpoints import admin, chat, completions, models, prefixes, tokens
+from octavo.server.http.endpoints import (
+    admin,
+    chat,
+    completions,
+    invocations,
+    models,
+    prefixes,
+    tokens,
+)
 
 ROUTERS: tuple[APIRouter, ...] = (
     completions.router,
@@ -13,5 +21,6 @@ ROUTERS: tuple[APIRouter, ...] = (
     tokens.router,
     prefixes.router,
     models.router,
+    invocations.router,
     admin.router,
 )
