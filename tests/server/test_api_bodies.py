@@ -37,6 +37,7 @@ from server.clients import run
 OFFLOAD = Offload()
 
 HI = [{"role": "user", "content": "hi"}]
+CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -80,7 +81,7 @@ def test_a_bad_completion_is_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": 5}, "response_format"),
         ({"messages": []}, "messages"),
         ({"messages": [5]}, "messages[0]"),
@@ -191,8 +192,27 @@ def rendered(*messages: Any) -> Any:
             )
             for kind in ("image_url", "input_audio", "file", "video_url", "x")
         ],
-        ({"role": "tool", "content": "a", "tool_call_id": "1"}, "tool_call_id", "tool calls"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls", "tool calls"),
+        ({"role": "tool", "content": "a"}, "tool_call_id", "it is missing"),
+        ({"role": "tool", "content": "a", "tool_call_id": ""}, "tool_call_id", "it is missing"),
+        ({"role": "user", "content": "a", "tool_call_id": "1"}, "tool_call_id", "role tool"),
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "tool_calls", "assistant"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls[0].function", "missing"),
+        (
+            {"role": "assistant", "tool_calls": [CALL, CALL | {"type": "x"}]},
+            "tool_calls[1].type",
+            "'function'",
+        ),
+        *[
+            (
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": bad}}],
+                },
+                "tool_calls[0].function.arguments",
+                "JSON object",
+            )
+            for bad in ("{", "5", "[" * 100_000)
+        ],
     ],
 )
 def test_a_bad_message_is_refused_by_name(message: Any, param: str, words: str) -> None:
@@ -223,8 +243,26 @@ def test_the_messages_of_other_servers_can_be_sent_back() -> None:
         {"role": "assistant", "content": None, "reasoning_content": "hm"},
     ) == [
         {"role": "user", "content": "aa"},
-        {"role": "assistant", "content": "hi"},
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "hi", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+    ]
+
+
+def test_calls_and_their_answers_go_to_the_template_with_arguments_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert rendered(
+        {"role": "assistant", "tool_calls": [CALL, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "{}"},
+    ) == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
+                call | {"function": {"name": "f", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "{}", "tool_call_id": "1"},
     ]
 
 
@@ -320,7 +358,7 @@ def test_refused_fields_are_refused_unless_they_ask_for_nothing(kind: type[BaseM
     else:
         send, path = lambda **fields: chat(messages=[*HI, HI[0] | fields]), "messages[1]."  # type: ignore[assignment]
     found = refused_fields(kind)
-    assert len(found) >= 6
+    assert len(found) >= 4
     for name, refusal in found.items():
         for value in (None, *refusal.harmless):
             send(**{name: value})

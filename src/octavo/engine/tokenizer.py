@@ -81,15 +81,18 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         template: str | None,
         class_name: str = DEFAULT_CLASS,
+        response_template: object = None,
     ) -> None:
         """`special_tokens`: role (such as "eos_token") -> token; templates may use them all.
-        `class_name`: the class of transformers that reads the same files."""
+        `class_name`: the class of transformers that reads the same files. `response_template`: how
+        the model writes its answers, if it says so (`octavo.parsing.template`)."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self.chat_template = template  # its source
         self.class_name = class_name
+        self.response_template = response_template
         self._template = None if template is None else ChatTemplate(template, self._special_tokens)
         self._special_ids = frozenset(
             token_id
@@ -138,7 +141,8 @@ class Tokenizer:
         if not isinstance(class_name, str):
             class_name = DEFAULT_CLASS
         template = find_template(directory, config)
-        return cls(backend, _special_tokens(config), template, class_name)
+        answers = config.get("response_template", None)
+        return cls(backend, _special_tokens(config), template, class_name, answers)
 
     @classmethod
     def find(cls, path: str | Path) -> Tokenizer | None:

@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from octavo import __version__
 from octavo.server.engine_process.client import EngineClient
+from octavo.server.http.answers import format_of
 from octavo.server.http.context import Context
 from octavo.server.http.endpoints import ROUTERS
 from octavo.server.http.errors import add_error_handlers
@@ -36,7 +37,12 @@ def create_app(
         openapi_url="/openapi.json",
         redirect_slashes=False,
     )
-    app.state.context = Context(client, settings, TokenTexts(client.tokenizer))
+    answer_format = format_of(
+        client.tokenizer, settings.tool_call_parser, settings.reasoning_parser
+    )
+    app.state.context = Context(
+        client, settings, TokenTexts(client.tokenizer), answer_format=answer_format
+    )
     add_error_handlers(app)
     for router in (*ROUTERS, *routers):
         app.include_router(router)

@@ -13,6 +13,7 @@ from fastapi import Request, Response
 from octavo import __version__
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest
+from octavo.parsing.formats import AnswerFormat, find_format
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.http.bodies import B, read_body
 from octavo.server.http.errors import ApiError
@@ -33,6 +34,7 @@ class Context:
     created: int = field(
         default_factory=lambda: int(time.time())
     )  # when the model was, for clients
+    answer_format: AnswerFormat = field(default_factory=lambda: find_format(None))  # of the model
     opening: set[str] = field(default_factory=set)  # ids of requests that are being queued
     token_ids: TokenTexts = field(init=False)  # `texts`, for those who want ids instead
 

@@ -17,6 +17,7 @@ from fastapi import Request, Response
 from octavo.engine.validation import Prompt
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.server.engine_process.stream import RequestStream
+from octavo.server.http.answers import PLAIN, AnswerReader
 from octavo.server.http.context import Context, context_of, reply, request_id_of
 from octavo.server.http.errors import as_api_error
 from octavo.server.http.generation import GenerationBody, Params, truncated
@@ -44,6 +45,7 @@ class Writer(ABC, Generic[BodyT, ChoiceT]):
     """
 
     id_prefix: str
+    reader: AnswerReader = PLAIN  # of the outputs; the dialect's `reading` chooses another one
 
     def __init__(
         self, request: Request, body: BodyT, model: str, streams: Sequence[RequestStream]
@@ -143,6 +145,8 @@ class Dialect(Generic[BodyT]):
         prompts: each prompt of a body, in token ids.
         writer: writes its replies.
         client_names: the engine's name of a field -> the client's, where that is another one.
+        reading: from the parameters and the prompts to parameters that keep the outputs to a
+            format, and a reader of them. None: they are plain text.
     """
 
     body: type[BodyT]
@@ -150,6 +154,10 @@ class Dialect(Generic[BodyT]):
     prompts: Callable[[Context, BodyT], Awaitable[Sequence[Prompt]]]
     writer: type[Writer[BodyT, Any]]
     client_names: Mapping[str, str] = field(default_factory=dict)
+    reading: (
+        Callable[[Context, BodyT, Params, Sequence[Prompt]], Awaitable[tuple[Params, AnswerReader]]]
+        | None
+    ) = None
 
     async def respond(self, request: Request) -> Response:
         """Answer a request. Raises ApiError or InvalidRequest, which name the field, before
@@ -166,8 +174,12 @@ class Dialect(Generic[BodyT]):
         prompts = truncated(
             await self.prompts(context, body), body, context.client.info.max_model_len
         )
+        reader = PLAIN
+        if self.reading is not None:
+            params, reader = await self.reading(context, body, params, prompts)
         streams = await open_streams(request, body, prompts, params, self.client_names)
         writer = self.writer(request, body, model, streams)
+        writer.reader = reader
         if body.stream:
             ping_seconds = context.settings.ping_seconds
             return EventStream(writer.events(), ping_seconds, lambda: close(streams))

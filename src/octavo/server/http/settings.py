@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from octavo.errors import ConfigError
+from octavo.parsing.formats import AUTO, CALL_FORMAT_NAMES, REASONING_NAMES
 from octavo.server.http.keys import ApiKeys
 
 MIB = 1 << 20
@@ -78,6 +79,10 @@ class ServerSettings:
     """Ignore fields that octavo does not know, instead of refusing the request."""
     trust_request_chat_template: bool = False
     """Run chat templates that requests bring along (sandboxed, but they can take long)."""
+    tool_call_parser: str = AUTO
+    """How the model writes calls of tools; "auto": as its files say."""
+    reasoning_parser: str = AUTO
+    """How the model marks reasoning; "auto": as its files say."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server; "*": all."""
     allowed_hosts: tuple[str, ...] = ()
@@ -90,6 +95,12 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise ConfigError("served_model_name", "a name is empty")
+        for name, known in (
+            ("tool_call_parser", CALL_FORMAT_NAMES),
+            ("reasoning_parser", REASONING_NAMES),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
         for name in ("max_body_bytes", "max_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"{getattr(self, name)} is less than 1")
