@@ -27,8 +27,8 @@ from octavo.server.http.conversations import ChatMessage, conversation_prompt
 from octavo.server.http.endpoints.chat import ChatBody, chat_params
 from octavo.server.http.endpoints.completions import CompletionBody, completion_params
 from octavo.server.http.errors import ApiError, ClientGone, as_api_error
-from octavo.server.http.generation import truncated
 from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
+from octavo.server.http.prompts import truncated
 from octavo.server.http.settings import Listening, ServerSettings
 from octavo.server.http.token_texts import TokenTexts
 from octavo.server.offload import Offload
@@ -273,21 +273,21 @@ def test_prompts_are_truncated(given: int | None, side: str | None) -> None:
     prompts: list[Any] = [[1, 2, 3, 4, 5], {"prompt": [6], "decoder_input_ids": [7]}]
     if given is None and side is not None:
         with pytest.raises(ApiError, match="truncation_side: it needs"):
-            truncated(prompts, body, 10)
+            truncated(prompts, body, 10, 6)
     elif given == 100:
         with pytest.raises(ApiError, match="truncate_prompt_tokens: 100 is more than the context"):
-            truncated(prompts, body, 10)
+            truncated(prompts, body, 10, 6)
     else:
         count = {None: 5, -1: 4}.get(given, given)  # type: ignore[call-overload]
         kept = [1, 2, 3, 4, 5][:count] if side == "right" else [1, 2, 3, 4, 5][-count:]
-        assert truncated(prompts, body, 10) == [kept, prompts[1]]
+        assert truncated(prompts, body, 10, 6) == [kept, prompts[1]]
 
 
 @pytest.mark.parametrize(("given", "max_tokens"), [(0, 1), (-1, 10)])
 def test_truncation_that_leaves_nothing_is_refused(given: int, max_tokens: int) -> None:
     body = completion(truncate_prompt_tokens=given, max_tokens=max_tokens)
     with pytest.raises(ApiError, match="truncate_prompt_tokens: it leaves nothing"):
-        truncated([[1]], body, 10)
+        truncated([[1]], body, 10, max_tokens)
 
 
 def test_documents_go_to_templates_that_show_them() -> None:

@@ -1,4 +1,4 @@
-"""What a request is told of its own prompt: the tokens' log-probabilities, or a pooled hidden state.
+"""What a request is told of its own prompt: log-probabilities of its tokens, or an embedding.
 
 The worker reads the hidden states of each chunk of a prompt as it computes them. A reading puts the
 parts together. Chunks come in order; after a preemption some positions may be computed again.
@@ -50,6 +50,6 @@ class PooledPrompt:
 
 def reading_of(sampling: SamplingSpec) -> PromptScores | PooledPrompt | None:
     """A new reading for a request's prompt; None if nothing of it is read."""
-    if sampling.pooling is not None:
+    if sampling.pools_prompt:
         return PooledPrompt(sampling.first_read)
     return None if sampling.num_prompt_logprobs is None else PromptScores(sampling.first_read)

@@ -55,7 +55,17 @@ class SamplingSpec:
     end_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
     num_prompt_logprobs: int | None = None
+    pools_prompt: bool = False  # return the sum of hidden states of the prompt
+    # With either: the positions whose hidden states are read, to the end of the prompt if None.
+    # What is before them may come from the prefix cache.
+    first_read: int = 0
+    end_read: int | None = None
     num_candidates: int = 0  # beam search: return this many best tokens instead of drawing one
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether hidden states of the prompt are read, beside the last one to draw a token."""
+        return self.num_prompt_logprobs is not None or self.pools_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +217,11 @@ class StepResult:
     candidates: Candidates | None = None  # a row per entry of plan.expanded, if it has any
     # One entry per draw.
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # For the positions of this step's chunk: entry i scores token (first computed + 1 + i).
-    # The last prompt position's successor is not a prompt token and is left out.
+    # For the positions of this step's chunk that are read: entry i scores token (first read + 1 +
+    # i). The last prompt position's successor is not a prompt token and is left out.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # The sum of the chunk's hidden states that are pooled: float32 [hidden_size].
+    pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     # Rows that could not be computed, which end their requests. What else is said of them has no
     # meaning; the other rows are as they would be without them.
     errors: dict[int, RequestFailed] = field(default_factory=dict)

@@ -428,6 +428,11 @@ class Room:
         )
 
     @classmethod
+    def whole(cls, context_len: int) -> Room:
+        """In a context, without room for output."""
+        return cls(context_len, f"do not fit into a context of {context_len} tokens")
+
+    @classmethod
     def of_encoder(cls, num_tokens: int) -> Room:
         """In a model's encoder."""
         return cls(

@@ -196,4 +196,4 @@ def pack_results(results: StepResults[TokenLogprobs]) -> StepResults[bytes]:
         [*map(pack_logprobs, scores)] if scores else () for scores in results.tokens.logprobs
     ]
     tokens: Any = results.tokens._replace(logprobs=packed)
-    return StepResults(results.prompt_scores, tokens, results.finished)
+    return StepResults(results.prompt_scores, tokens, results.finished, results.embeddings)

@@ -20,7 +20,8 @@ from octavo.server.engine_process.stream import RequestStream
 from octavo.server.http.answers import PLAIN, AnswerReader
 from octavo.server.http.context import Context, context_of, reply, request_id_of
 from octavo.server.http.errors import as_api_error
-from octavo.server.http.generation import GenerationBody, Params, truncated
+from octavo.server.http.generation import GenerationBody, Params
+from octavo.server.http.prompts import truncated
 from octavo.server.http.replies import Choice, FinishReason, PromptTokensDetails, Usage
 from octavo.server.http.streams import (
     DONE,
@@ -171,9 +172,9 @@ class Dialect(Generic[BodyT]):
         context = context_of(request)
         model = context.model_name(body.model)
         params = self.params(body, context.client.model_config.sampling_defaults)
-        prompts = truncated(
-            await self.prompts(context, body), body, context.client.info.max_model_len
-        )
+        length = context.client.info.max_model_len
+        reserved = max(1, params.max_tokens or 1)
+        prompts = truncated(await self.prompts(context, body), body, length, reserved)
         reader = PLAIN
         if self.reading is not None:
             params, reader = await self.reading(context, body, params, prompts)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import (
     MAX_LENGTH_PENALTY,
@@ -69,11 +68,28 @@ class StreamOptions(Body):
     """Send the usage so far with every chunk; needs include_usage."""
 
 
-class GenerationBody(Body):
-    """The fields that every endpoint that generates text has."""
+class PromptBody(Body):
+    """The fields that every endpoint has which takes prompts."""
 
     model: str | None = None
     """A name in /v1/models; not given: the model served."""
+    truncate_prompt_tokens: Annotated[int, Integer(-1)] | None = None
+    """Use so many tokens of a longer prompt; -1: what leaves room for the output."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a prompt that is too long loses tokens; not given: "left", its beginning."""
+    priority: Int64 | None = None
+    """Smaller runs first; for the priority policy."""
+    cache_salt: ShortText | None = None
+    """Share cached prefixes only with requests of the same salt."""
+    user: ShortText | None = None
+    """Your name for the end user; goes to the request log, if it is on."""
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = None
+    """Names the request, as the header X-Request-Id does, over which it takes precedence."""
+
+
+class GenerationBody(PromptBody):
+    """The fields that every endpoint that generates text has."""
+
     max_tokens: NonNegative | None = None
     """The longest output, in tokens."""
     min_tokens: NonNegative | None = None
@@ -125,22 +141,10 @@ class GenerationBody(Body):
     stream: bool | None = None
     """Send the output as server-sent events."""
     stream_options: StreamOptions | None = None
-    priority: Int64 | None = None
-    """Smaller runs first; for the priority policy."""
-    cache_salt: ShortText | None = None
-    """Share cached prefixes only with requests of the same salt."""
-    truncate_prompt_tokens: Annotated[int, Integer(-1)] | None = None
-    """Use so many tokens of a longer prompt; -1: what leaves room for max_tokens."""
-    truncation_side: Literal["left", "right"] | None = None
-    """Where a prompt that is too long loses tokens; not given: "left", its beginning."""
     return_token_ids: bool | None = None
     """Also give the token ids of prompt and output."""
     return_tokens_as_token_ids: bool | None = None
     """Write tokens in log-probabilities as token_id:ID."""
-    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = None
-    """Names the request, as the header X-Request-Id does, over which it takes precedence."""
-    user: ShortText | None = None
-    """Your name for the end user; goes to the request log, if it is on."""
     response_format: ResponseFormat | None = None
     """The form of the output: a JSON object, or JSON that keeps to a schema, strict or not."""
     structured_outputs: StructuredOutputs | None = None
@@ -193,38 +197,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "prompt_logprobs": (),
 }
-
-
-def truncated(
-    prompts: Sequence[Prompt], body: GenerationBody, max_model_len: int
-) -> Sequence[Prompt]:
-    """The prompts without what `truncate_prompt_tokens` takes away from them.
-
-    Raises ApiError if it leaves nothing, or more than a context of `max_model_len` tokens has.
-    """
-    limit, side = body.truncate_prompt_tokens, body.truncation_side or "left"
-    if limit is None:
-        if body.truncation_side is not None:
-            raise refused("truncation_side", "it needs truncate_prompt_tokens")
-        return prompts
-    if limit > max_model_len:
-        raise refused(
-            "truncate_prompt_tokens", f"{limit} is more than the context of {max_model_len} tokens"
-        )
-    if limit < 0:
-        limit = max_model_len - max(1, body.max_tokens or 1)
-    if limit < 1:
-        raise refused("truncate_prompt_tokens", "it leaves nothing of the prompt")
-
-    def cut(prompt: Prompt) -> Prompt:
-        if isinstance(prompt, dict):
-            return {**prompt, "prompt": cut_ids(prompt["prompt"])}
-        return cut_ids(prompt)
-
-    def cut_ids(token_ids: str | list[int]) -> str | list[int]:
-        return token_ids[-limit:] if side == "left" else token_ids[:limit]
-
-    return [cut(prompt) for prompt in prompts]
 
 
 def generation_params(

@@ -9,15 +9,19 @@ from octavo.server.http.endpoints import (
     admin,
     chat,
     completions,
+    embeddings,
     invocations,
     models,
     prefixes,
+    score,
     tokens,
 )
 
 ROUTERS: tuple[APIRouter, ...] = (
     completions.router,
     chat.router,
+    embeddings.router,
+    score.router,
     tokens.router,
     prefixes.router,
     models.router,

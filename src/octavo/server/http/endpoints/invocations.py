@@ -16,6 +16,7 @@ from octavo.server.http.endpoints.completions import (
     CompletionBody,
     create_completion,
 )
+from octavo.server.http.endpoints.embeddings import create_embeddings
 from octavo.server.http.errors import ApiError
 from octavo.server.http.schema import documented
 
@@ -27,12 +28,14 @@ class _Kind(msgspec.Struct):
 
     messages: Raw | UnsetType = UNSET
     prompt: Raw | UnsetType = UNSET
+    input: Raw | UnsetType = UNSET
 
 
 # In the order in which they are looked for.
 ENDPOINTS: dict[str, Callable[[Request], Awaitable[Response]]] = {
     "messages": create_chat_completion,
     "prompt": create_completion,
+    "input": create_embeddings,
 }
 
 
@@ -41,8 +44,8 @@ ENDPOINTS: dict[str, Callable[[Request], Awaitable[Response]]] = {
     **documented(CompletionBody, Completion, example=EXAMPLE, streams=Completion),
 )
 async def invoke(request: Request) -> Response:
-    """A chat if there are messages, a completion if there is a prompt; bodies and replies are those
-    of their endpoints."""
+    """A chat if there are messages, a completion if there is a prompt, embeddings if there is an
+    input; bodies and replies are those of their endpoints."""
     data = await request.body()
     try:
         kind = await context_of(request).client.offload.body(
