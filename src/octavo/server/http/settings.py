@@ -75,6 +75,12 @@ class ServerSettings:
     """Largest body."""
     max_prompts: int = 256
     """Most prompts in one request."""
+    files_dir: str | None = None
+    """Directory of /v1/files and /v1/batches, which need one; no other server may use it."""
+    max_file_bytes: int = 128 * MIB
+    """Largest uploaded file."""
+    max_files: int = 1_000
+    """Most files at once, with what batches have written."""
     ignore_unknown_fields: bool = False
     """Ignore fields that octavo does not know, instead of refusing the request."""
     trust_request_chat_template: bool = False
@@ -101,7 +107,7 @@ class ServerSettings:
         ):
             if getattr(self, name) not in known:
                 raise ConfigError(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
-        for name in ("max_body_bytes", "max_prompts"):
+        for name in ("max_body_bytes", "max_prompts", "max_file_bytes", "max_files"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"{getattr(self, name)} is less than 1")
         if not 0 <= self.ping_seconds <= DAY:

@@ -7,9 +7,11 @@ from fastapi import APIRouter
 
 from octavo.server.http.endpoints import (
     admin,
+    batches,
     chat,
     completions,
     embeddings,
+    files,
     invocations,
     models,
     prefixes,
@@ -28,3 +30,5 @@ ROUTERS: tuple[APIRouter, ...] = (
     invocations.router,
     admin.router,
 )
+# Only where the server has a directory for files.
+STORAGE_ROUTERS: tuple[APIRouter, ...] = (files.router, batches.router)
