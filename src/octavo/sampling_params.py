@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
 from numbers import Integral, Real
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import numpy as np
 
-from octavo.core.step import Grammar, SamplingSpec
+from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
 from octavo.errors import InvalidRequest, shown
 from octavo.structured.output import StructuredOutput
 
@@ -193,6 +193,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "prompt_logprobs": _optional(partial(integer_in, low=0)),
     "prompt_logprobs_start": partial(integer_in, low=0),
     "skip_special_tokens": _boolean,
+    "kept_special_tokens": _token_ids,
     "detokenize": _boolean,
     "beam_width": partial(integer_in, low=1, high=MAX_SEQUENCES),
     "length_penalty": partial(_real_in, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY),
@@ -228,6 +229,46 @@ class _Parameters:
     def _check_together(self) -> None:
         """Check what one field alone does not show."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingLimit:
+    """How long a model may think: after `num_tokens` tokens, the end of its reasoning is forced.
+
+    Raises:
+        InvalidRequest: a value that cannot be.
+
+    Example:
+        >>> ThinkingLimit(500, is_open=True)
+    """
+
+    num_tokens: int
+    """Tokens of reasoning, without its delimiters."""
+    begin: str = "<think>"
+    """What the model writes before it."""
+    end: str = "</think>"
+    """What the model writes after it."""
+    is_open: bool = False
+    """The prompt has the beginning already."""
+
+    def __post_init__(self) -> None:
+        integer_in("thinking.num_tokens", self.num_tokens, 0)
+        for name in ("begin", "end"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise InvalidRequest(f"thinking.{name}", "it is not a text")
+        _boolean("thinking.is_open", self.is_open)
+
+
+def _thinking(field: str, value: object) -> ThinkingLimit:
+    if isinstance(value, ThinkingLimit):
+        return value
+    names = [each.name for each in fields(ThinkingLimit)]
+    if not isinstance(value, Mapping) or not {"num_tokens"} <= set(value) <= set(names):
+        raise InvalidRequest(field, f"{shown(value)} is not a ThinkingLimit: {', '.join(names)}")
+    return ThinkingLimit(**value)
+
+
+_CHECKS["thinking"] = _optional(_thinking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +336,10 @@ class SamplingParams(_Parameters):
     from the prefix cache, so the end of a prompt is scored at less cost."""
     skip_special_tokens: bool = True
     """Leave special tokens (such as end of sequence) out of the text."""
+    kept_special_tokens: Sequence[int] = ()
+    """Special tokens that are in the text even so."""
+    thinking: ThinkingLimit | Mapping[str, Any] | None = None
+    """How long the model may think, such as {"num_tokens": 500} (see ThinkingLimit)."""
     detokenize: bool = True
     """Make text of the tokens; without, `text` stays empty."""
 
@@ -335,6 +380,7 @@ class SamplingParams(_Parameters):
         _check_vocabulary("logit_bias", self.logit_bias or (), vocab_size)
         _check_vocabulary("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
         _check_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
+        _check_vocabulary("kept_special_tokens", self.kept_special_tokens, vocab_size)
         for field in ("logprobs", "prompt_logprobs"):
             number = getattr(self, field)
             if number is not None and number > max_logprobs:
@@ -343,13 +389,17 @@ class SamplingParams(_Parameters):
                 raise InvalidRequest(field, f"{number} is more than the vocabulary ({vocab_size})")
 
     def to_spec(
-        self, eos_ids: Sequence[int], bad_word_ids: Sequence[Sequence[int]] = ()
+        self,
+        eos_ids: Sequence[int],
+        bad_word_ids: Sequence[Sequence[int]] = (),
+        thinking: ThinkingSpec | None = None,
     ) -> SamplingSpec:
         """The parameters that the worker needs.
 
         Args:
             eos_ids: tokens that end a sequence.
             bad_word_ids: `bad_words` as token ids; a word may have several spellings.
+            thinking: `thinking` in token ids.
 
         Raises:
             InvalidRequest: the bad words have too many tokens, or no token is left to draw.
@@ -380,6 +430,7 @@ class SamplingParams(_Parameters):
             bad_words=tuple(tuple(word) for word in bad_word_ids if word),
             min_tokens=self.min_tokens,
             grammar=grammar,
+            thinking=thinking,
             end_token_ids=ends if self.min_tokens or grammar else (),
             num_logprobs=self.logprobs,
             num_prompt_logprobs=self.prompt_logprobs,

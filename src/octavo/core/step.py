@@ -24,9 +24,22 @@ if TYPE_CHECKING:
 class Grammar:
     """What an output must look like, as text that a library compiles (`octavo.structured`)."""
 
-    kind: Literal["json_schema", "regex", "choice", "lark"]
-    source: str  # of "choice": a JSON list of strings
+    # A lenient schema is kept to as far as the library knows its keywords.
+    kind: Literal["json_schema", "lenient_schema", "regex", "choice", "lark", "parts"]
+    # Of "choice": a JSON list of strings. Of "parts": a JSON list of [name, kind, source], of which
+    # the first is the grammar, and names the others.
+    source: str
     field: str = field(default="structured", compare=False)  # what errors about it name
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingSpec:
+    """After `num_tokens` tokens of reasoning, the tokens that end it are forced."""
+
+    num_tokens: int
+    begin_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    is_open: bool  # the prompt ends within reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,7 @@ class SamplingSpec:
     forced_tokens: tuple[tuple[int, int], ...] = ()
     min_tokens: int = 0
     grammar: Grammar | None = None
+    thinking: ThinkingSpec | None = None
     # End-of-sequence and stop ids, if min_tokens or a grammar forbids them for a while.
     end_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only

@@ -245,7 +245,9 @@ class OutputStream(ABC, Generic[Scores]):
         if self._tokenizer is None or isinstance(params, PoolingParams):
             return None
         detokenizer = self._tokenizer.detokenizer(
-            self._request.prompt_token_ids, params.skip_special_tokens
+            self._request.prompt_token_ids,
+            params.skip_special_tokens,
+            params.kept_special_tokens if isinstance(params, SamplingParams) else (),
         )
         if not isinstance(params, SamplingParams):
             return OutputText(detokenizer)

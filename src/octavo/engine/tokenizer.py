@@ -94,10 +94,10 @@ class Tokenizer:
         self.class_name = class_name
         self.response_template = response_template
         self._template = None if template is None else ChatTemplate(template, self._special_tokens)
+        added = backend.get_added_tokens_decoder()
+        self._added = {token.content: token_id for token_id, token in added.items()}
         self._special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+            token_id for token_id, token in added.items() if token.special
         )
         vocabulary = backend.get_vocab(with_added_tokens=True)
         # The largest token id plus 1. The model's vocabulary may be larger (padding).
@@ -221,19 +221,28 @@ class Tokenizer:
         """The token as the vocabulary writes it, with marks for spaces and bytes; "" outside it."""
         return self._backend.id_to_token(token_id) or ""
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that are never part of a text, by what they are written as."""
+        return dict(self._added)
+
     def is_special(self, token_id: int) -> bool:
         """Whether it is a special token, such as BOS, which is left out of texts."""
         return token_id in self._special_ids
 
     def detokenizer(
-        self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        kept: Sequence[int] = (),
     ) -> Detokenizer:
-        """A detokenizer for one output that continues `prompt_ids`.
+        """A detokenizer for one output that continues `prompt_ids`; special tokens that are `kept`
+        have text in any case.
 
         The text of a word's first token depends on whether anything stands before it: in
         vocabularies that mark spaces in front of words, a prompt keeps the output's first space.
         """
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = self._special_ids.difference(kept) if skip_special_tokens else frozenset()
         has_text = (i for i in reversed(prompt_ids) if i not in skipped and self.has_piece(i))
         ending = list(islice(has_text, CONTEXT_TOKENS))[::-1]
         return self._detokenizer(self, skipped, ending)

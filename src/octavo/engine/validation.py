@@ -14,7 +14,7 @@ from typing import NotRequired, TypedDict
 from octavo.config import EngineConfig
 from octavo.core.decoding import BeamSearch, PromptReader, Sampling
 from octavo.core.sequence import DecodingMethod
-from octavo.core.step import Grammar, SamplingSpec
+from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
 from octavo.engine.tokenizer import Room, Tokenizer
 from octavo.errors import InvalidRequest, shown
 from octavo.models.config import ModelConfig
@@ -23,6 +23,7 @@ from octavo.sampling_params import (
     BeamSearchParams,
     PoolingParams,
     SamplingParams,
+    ThinkingLimit,
     integer_in,
     valid_text,
 )
@@ -196,12 +197,14 @@ class RequestPreparer:
         n, seed, beam = 1, 0, None
         if isinstance(params, BeamSearchParams):
             beam = replace(params, structured=None)  # which the spec has
+            spec = params.to_spec(self._eos_ids)
         else:
             n = params.n
             seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
             if params.stop_strings and self._tokenizer is None:
                 raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
-        spec = params.to_spec(self._eos_ids, self._bad_word_ids(params))
+            bad_words, thinking = self._bad_word_ids(params), self._thinking(params)
+            spec = params.to_spec(self._eos_ids, bad_words, thinking)
         if spec.first_read:
             spec = replace(spec, first_read=min(spec.first_read, len(token_ids) - 1))
         if self.has_encoder:
@@ -347,9 +350,25 @@ class RequestPreparer:
             bad_words=spec.bad_words + rules.bad_words,
         )
 
-    def _bad_word_ids(self, params: SamplingParams | BeamSearchParams) -> Sequence[Sequence[int]]:
+    def _thinking(self, params: SamplingParams) -> ThinkingSpec | None:
+        """The limit of reasoning in tokens."""
+        limit = params.thinking
+        if limit is None:
+            return None
+        assert isinstance(limit, ThinkingLimit), "__post_init__ makes it one"
+        if self._tokenizer is None:
+            raise InvalidRequest("thinking", "the model has no tokenizer to encode the end with")
+        begin, end = (
+            tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            for text in (limit.begin, limit.end)
+        )
+        if max(*begin, *end) >= self._vocab_size:
+            raise InvalidRequest("thinking", "its delimiters are not in the model's vocabulary")
+        return ThinkingSpec(limit.num_tokens, begin, end, limit.is_open)
+
+    def _bad_word_ids(self, params: SamplingParams) -> Sequence[Sequence[int]]:
         """Bad words as tokens, each as at the beginning of a text and as after a space."""
-        if isinstance(params, BeamSearchParams) or not params.bad_words:
+        if not params.bad_words:
             return []
         if self._tokenizer is None:
             raise InvalidRequest("bad_words", "the model has no tokenizer to encode them with")

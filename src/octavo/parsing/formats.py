@@ -8,7 +8,7 @@ answer to it. A model's own template, in tokenizer_config.json, goes before all 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -422,9 +422,3 @@ def _syntax_of(region: Region) -> CallSyntax | None:
 def named(syntax: CallSyntax, name: str) -> str:
     """What stands before the arguments of a call of this name."""
     return syntax.begin.replace(_NAME, name)
-
-
-def special_tokens_in(format_: AnswerFormat, tokens: Sequence[str]) -> list[str]:
-    """Those of these tokens that the format's delimiters contain: their text must not be lost."""
-    text = format_.delimiters
-    return [each for each in tokens if each in text]

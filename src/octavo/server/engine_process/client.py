@@ -23,7 +23,7 @@ from octavo.engine.validation import (
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
-from octavo.sampling_params import PoolingParams
+from octavo.sampling_params import PoolingParams, SamplingParams
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
 from octavo.server.engine_process.draining import Drainer
@@ -38,6 +38,7 @@ from octavo.server.engine_process.stream import RequestStream
 from octavo.server.engine_process.supervision import Health, Supervision
 from octavo.server.offload import Offload
 from octavo.structured.checker import GrammarChecker
+from octavo.structured.output import StructuredOutput
 
 MAX_RETRY_SECONDS = 60.0
 
@@ -220,6 +221,12 @@ class EngineClient:
         stream = self._delivery.streams.get(request_id)
         if stream is not None:
             stream.abort()
+
+    async def check_structured(self, structured: StructuredOutput) -> None:
+        """Raises InvalidRequest if an output cannot be kept to a form; compiles its grammar, but
+        not on the event loop."""
+        params = SamplingParams(structured=structured)
+        await self.offload.grammar(lambda: self._preparer.check_structured(params))
 
     async def encode(
         self,

@@ -98,12 +98,14 @@ class ToolUse:
         callable: those that may be called.
         is_required: the answer is a call.
         is_parallel: it may have several.
+        field: what the client calls the tools.
     """
 
     shown: Sequence[Mapping[str, Any]]
     callable: Sequence[CallableTool]
     is_required: bool
     is_parallel: bool
+    field: str
 
 
 def tool_use(
@@ -144,7 +146,7 @@ def tool_use(
         if not able:
             raise refused("tool_choice.function.name", f"there is no tool {name[:MAX_NAME]!r}")
     shown = [each.model_dump(exclude_none=True) for each in tools]
-    return ToolUse(shown, able, is_required, parallel is not False)
+    return ToolUse(shown, able, is_required, parallel is not False, field)
 
 
 def _callable(function: FunctionTool, field: str) -> CallableTool:

@@ -23,7 +23,7 @@ from octavo.parsing.events import (
 )
 from octavo.parsing.parser import ResponseParser
 from octavo.server.engine_process.stream import RequestStream
-from octavo.server.http.answers import AnswerReader, answer_reader
+from octavo.server.http.answers import AnswerReader, answer_params, answer_reader
 from octavo.server.http.bodies import UNSUPPORTED, Integer, Refused
 from octavo.server.http.context import Context
 from octavo.server.http.conversations import (
@@ -363,7 +363,8 @@ async def _reading(
     """Parameters that keep the outputs to what the model writes for calls, and their reader."""
     [prompt] = prompts
     assert isinstance(prompt, list), "_prompts makes token ids"
-    return params, answer_reader(context, prompt, _tools(body))
+    reader = answer_reader(context, prompt, _tools(body))
+    return await answer_params(context, params, reader, body.thinking_token_budget), reader
 
 
 def _tools(body: ChatBody) -> ToolUse | None:
