@@ -101,9 +101,10 @@ class ResponseParser:
     def finish(self) -> list[Event]:
         """The text has ended."""
         self._read(is_end=True)
+        self._say_spaces()
         if self._open is not None and not self._open.is_implicit:
             self._close("")
-        self._say_spaces()
+            self._say_spaces()
         return self._taken()
 
     # ---------------------------------------------------------------- delimiters
