@@ -169,7 +169,12 @@ def test_any_cut_of_an_answer_gives_the_same_events(
 
 # Parts of delimiters, JSON and text in any order: what a model may say, and what it should not.
 FRAGMENTS = st.sampled_from(
-    ['<tool_call>', '</tool_call>', '<think>', '</think>', '<tool', '_call>', '</', '\n', ' ', 'a', '{"name": "f", "arguments": ', '{"x": 1}', '}', '"', '\\', '{', '[', ']', ',', ':', '1', 'é', '[TOOL_CALLS]', '[ARGS]', 'f', ';', '<function=f>', '</function>', '<parameter=x>', '(', ')']
+    [
+        *("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool", "_call>", "</", "\n", " "),
+        *('{"name": "f", "arguments": ', '{"x": 1}', "}", '"', "\\", "{", "[", "]", ",", ":", "1"),
+        *("[TOOL_CALLS]", "[ARGS]", "f", ";", "<function=f>", "</function>", "<parameter=x>", "é"),
+        *("(", ")"),
+    ]
 )
 
 
