@@ -36,13 +36,20 @@ INSTRUCTIONS = (
 
 # Every user's turn that the model was trained on begins with a capital letter and has no white
 # space around it; to "hello" it would answer nonsense, to "Hello" it says hello. So the template
-# writes turns as the model knows them.
+# writes turns as the model knows them. It has not been trained on tools: they are written as in the
+# format of Hermes, so that calls can be demanded of it by a grammar.
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}"
+    "{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}{% set text = message['content'] %}"
     "{% if message['role'] == 'user' %}"
     "{% set text = text.strip() %}{% set text = text[:1] | upper + text[1:] %}"
     "{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + text + '<|im_end|>\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + text }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% set json = {'name': call.function.name, 'arguments': call.function.arguments} | tojson %}"
+    "{{ '<tool_call>\n' + json + '\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _SYSTEM = (

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.errors import OctavoError, RequestFailed
     from octavo.llm import LLM
     from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
-    from octavo.sampling_params import BeamSearchParams, SamplingParams
+    from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
     from octavo.structured.output import StructuredOutput
 
 __version__ = "0.1.0"
@@ -22,6 +22,7 @@ _HOMES = {
     "LLM": "octavo.llm",
     "SamplingParams": "octavo.sampling_params",
     "BeamSearchParams": "octavo.sampling_params",
+    "PoolingParams": "octavo.sampling_params",
     "StructuredOutput": "octavo.structured.output",
     "RequestOutput": "octavo.outputs",
     "SequenceOutput": "octavo.outputs",
@@ -35,6 +36,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "OctavoError",
+    "PoolingParams",
     "RequestFailed",
     "RequestOutput",
     "SamplingParams",

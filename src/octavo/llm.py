@@ -17,10 +17,10 @@ from octavo.errors import InvalidRequest, shown
 from octavo.models.hub import resolve_model
 from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.outputs import RequestOutput, SequenceDelta
-from octavo.sampling_params import BeamSearchParams, SamplingParams
+from octavo.sampling_params import BeamSearchParams, PoolingParams, SamplingParams
 
 Message = Mapping[str, Any]
-P = TypeVar("P", SamplingParams, BeamSearchParams)
+P = TypeVar("P", SamplingParams, BeamSearchParams, PoolingParams)
 
 
 class LLM:
@@ -152,6 +152,44 @@ class LLM:
             >>> output.outputs[0].text, output.outputs[0].score
         """
         streams = self._prepare(BeamSearchParams, prompts, params, priority, tenant, cache_salt)
+        return self._finish(streams, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Make one vector of each prompt, from the model's last hidden states.
+
+        Args:
+            prompts: one prompt or a list of prompts, as for `generate`; each may fill the context.
+            params: which hidden states become the vector: for all prompts, or a list with one for
+                each. None: the last one's, normalised.
+            use_tqdm: show a progress bar on stderr.
+            priority: with the "priority" policy, smaller runs first: for all prompts, or a list.
+            tenant: with the "fair" policy, whose share of the service it counts against: for all
+                prompts, or a list.
+            cache_salt: prompts reuse only what was cached under an equal salt; a mean reuses
+                nothing, because it needs the hidden states of all tokens.
+
+        Returns:
+            One output for each prompt, in their order, with its `embedding` and no samples.
+
+        Raises:
+            InvalidRequest, RequestTooLong, EngineFailed, EngineClosed: as `generate`;
+                InvalidRequest also if the model has an encoder.
+
+        Example:
+            >>> cat, dog = llm.embed(["A cat is an animal.", "A dog is an animal."])
+            >>> sum(x * y for x, y in zip(cat.embedding, dog.embedding))  # their cosine
+        """
+        params = PoolingParams() if params is None else params
+        streams = self._prepare(PoolingParams, prompts, params, priority, tenant, cache_salt)
         return self._finish(streams, use_tqdm)
 
     def chat(
@@ -464,7 +502,11 @@ def _params_for_each(value: object, count: int, kind: type[P]) -> Sequence[P]:
     return _for_each(value, count, "params")
 
 
-_METHODS: dict[type, str] = {SamplingParams: "generate", BeamSearchParams: "beam_search"}
+_METHODS: dict[type, str] = {
+    SamplingParams: "generate",
+    BeamSearchParams: "beam_search",
+    PoolingParams: "embed",
+}
 
 
 def _check_conversation(messages: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from octavo.core.step import TokenLogprobs
@@ -69,6 +70,8 @@ class RequestOutput:
     """When it ended."""
     error: str | None = None
     """Why it could not be computed to its end. None: it was."""
+    embedding: array[float] | None = None
+    """What `embed` asked for: float32, as many as the model's hidden size, or as `dimensions`."""
 
 
 @dataclass(slots=True)

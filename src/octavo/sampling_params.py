@@ -7,14 +7,17 @@ depends on the model (its vocabulary, the engine's `max_logprobs`) is checked by
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from octavo.core.step import Grammar, SamplingSpec
+import numpy as np
+
+from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
 from octavo.errors import InvalidRequest, shown
 from octavo.structured.output import StructuredOutput
 
@@ -28,6 +31,10 @@ MAX_BAD_WORD_TOKENS = 1_024  # in all bad words together
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 32.0  # length ** penalty is a finite float up to 2 ** 31 tokens
 INT64_MAX = (1 << 63) - 1
+SMALLEST_NORM = 1e-12  # of an embedding; the zero vector stays what it is
+
+# Which hidden states of a prompt become its embedding.
+Pooling = Literal["mean", "last", "cls"]
 
 T = TypeVar("T")
 
@@ -116,6 +123,12 @@ def _early_stopping(field: str, value: object) -> bool | str:
     return value
 
 
+def _pooling(field: str, value: object) -> str:
+    if value not in get_args(Pooling):
+        raise InvalidRequest(field, f"{shown(value)} is none of {', '.join(get_args(Pooling))}")
+    return str(value)
+
+
 def valid_text(field: str, value: object, limit: int | None = None) -> str:
     """`value`, if it is text that UTF-8 can write, of at most `limit` characters."""
     if not isinstance(value, str):
@@ -178,13 +191,18 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "seed": _optional(partial(integer_in, low=-INT64_MAX - 1)),
     "logprobs": _optional(partial(integer_in, low=0)),
     "prompt_logprobs": _optional(partial(integer_in, low=0)),
+    "prompt_logprobs_start": partial(integer_in, low=0),
     "skip_special_tokens": _boolean,
+    "kept_special_tokens": _token_ids,
     "detokenize": _boolean,
     "beam_width": partial(integer_in, low=1, high=MAX_SEQUENCES),
     "length_penalty": partial(_real_in, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY),
     "early_stopping": _early_stopping,
     "structured": _optional(_structured),
     "num_return_sequences": _optional(partial(integer_in, low=1)),
+    "pooling": _pooling,
+    "dimensions": _optional(partial(integer_in, low=1)),
+    "normalize": _boolean,
 }
 
 
@@ -211,6 +229,46 @@ class _Parameters:
     def _check_together(self) -> None:
         """Check what one field alone does not show."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingLimit:
+    """How long a model may think: after `num_tokens` tokens, the end of its reasoning is forced.
+
+    Raises:
+        InvalidRequest: a value that cannot be.
+
+    Example:
+        >>> ThinkingLimit(500, is_open=True)
+    """
+
+    num_tokens: int
+    """Tokens of reasoning, without its delimiters."""
+    begin: str = "<think>"
+    """What the model writes before it."""
+    end: str = "</think>"
+    """What the model writes after it."""
+    is_open: bool = False
+    """The prompt has the beginning already."""
+
+    def __post_init__(self) -> None:
+        integer_in("thinking.num_tokens", self.num_tokens, 0)
+        for name in ("begin", "end"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise InvalidRequest(f"thinking.{name}", "it is not a text")
+        _boolean("thinking.is_open", self.is_open)
+
+
+def _thinking(field: str, value: object) -> ThinkingLimit:
+    if isinstance(value, ThinkingLimit):
+        return value
+    names = [each.name for each in fields(ThinkingLimit)]
+    if not isinstance(value, Mapping) or not {"num_tokens"} <= set(value) <= set(names):
+        raise InvalidRequest(field, f"{shown(value)} is not a ThinkingLimit: {', '.join(names)}")
+    return ThinkingLimit(**value)
+
+
+_CHECKS["thinking"] = _optional(_thinking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +331,15 @@ class SamplingParams(_Parameters):
     position (0: of the drawn token only); at most the engine's `max_logprobs`. None: none."""
     prompt_logprobs: int | None = None
     """Likewise for each token of the prompt except the first."""
+    prompt_logprobs_start: int = 0
+    """The first token of the prompt that `prompt_logprobs` is about. What is before it may come
+    from the prefix cache, so the end of a prompt is scored at less cost."""
     skip_special_tokens: bool = True
     """Leave special tokens (such as end of sequence) out of the text."""
+    kept_special_tokens: Sequence[int] = ()
+    """Special tokens that are in the text even so."""
+    thinking: ThinkingLimit | Mapping[str, Any] | None = None
+    """How long the model may think, such as {"num_tokens": 500} (see ThinkingLimit)."""
     detokenize: bool = True
     """Make text of the tokens; without, `text` stays empty."""
 
@@ -295,6 +360,8 @@ class SamplingParams(_Parameters):
             raise InvalidRequest(
                 "min_tokens", f"{self.min_tokens} is more than max_tokens ({self.max_tokens})"
             )
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise InvalidRequest("prompt_logprobs_start", "it needs prompt_logprobs")
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop", "stop strings are found in text; they need detokenize")
 
@@ -313,6 +380,7 @@ class SamplingParams(_Parameters):
         _check_vocabulary("logit_bias", self.logit_bias or (), vocab_size)
         _check_vocabulary("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
         _check_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
+        _check_vocabulary("kept_special_tokens", self.kept_special_tokens, vocab_size)
         for field in ("logprobs", "prompt_logprobs"):
             number = getattr(self, field)
             if number is not None and number > max_logprobs:
@@ -321,13 +389,17 @@ class SamplingParams(_Parameters):
                 raise InvalidRequest(field, f"{number} is more than the vocabulary ({vocab_size})")
 
     def to_spec(
-        self, eos_ids: Sequence[int], bad_word_ids: Sequence[Sequence[int]] = ()
+        self,
+        eos_ids: Sequence[int],
+        bad_word_ids: Sequence[Sequence[int]] = (),
+        thinking: ThinkingSpec | None = None,
     ) -> SamplingSpec:
         """The parameters that the worker needs.
 
         Args:
             eos_ids: tokens that end a sequence.
             bad_word_ids: `bad_words` as token ids; a word may have several spellings.
+            thinking: `thinking` in token ids.
 
         Raises:
             InvalidRequest: the bad words have too many tokens, or no token is left to draw.
@@ -358,9 +430,11 @@ class SamplingParams(_Parameters):
             bad_words=tuple(tuple(word) for word in bad_word_ids if word),
             min_tokens=self.min_tokens,
             grammar=grammar,
+            thinking=thinking,
             end_token_ids=ends if self.min_tokens or grammar else (),
             num_logprobs=self.logprobs,
             num_prompt_logprobs=self.prompt_logprobs,
+            first_read=max(0, self.prompt_logprobs_start - 1),
         )
 
 
@@ -431,6 +505,58 @@ class BeamSearchParams(_Parameters):
             grammar=grammar,
             end_token_ids=ends if grammar else (),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams(_Parameters):
+    """How the hidden states of a prompt become one vector, its embedding.
+
+    The hidden states are those of the model's last layer, after its last norm, from which logits
+    are computed.
+
+    Example:
+        >>> [output] = llm.embed("A cat is a small animal.", PoolingParams(pooling="mean"))
+        >>> len(output.embedding)
+    """
+
+    pooling: Pooling = "last"
+    """"mean": the mean over all tokens. "last": the state of the last token, which has seen all.
+    "cls": that of the first one, for models that were trained so."""
+    dimensions: int | None = None
+    """Keep so many of the first elements, for models that were trained for it (Matryoshka). None:
+    all."""
+    normalize: bool = True
+    """Divide the vector by its length, so that scalar products are cosines."""
+
+    def _check_together(self) -> None:
+        """The fields have nothing to do with each other."""
+
+    def check_against(self, hidden_size: int) -> None:
+        """Check what depends on the model.
+
+        Raises:
+            InvalidRequest: it has fewer dimensions than are asked for.
+        """
+        if self.dimensions is not None and self.dimensions > hidden_size:
+            raise InvalidRequest(
+                "dimensions", f"{self.dimensions} is more than the model's {hidden_size}"
+            )
+
+    def to_spec(self, num_tokens: int) -> SamplingSpec:
+        """What the worker reads of a prompt of `num_tokens`; nothing is drawn."""
+        first = num_tokens - 1 if self.pooling == "last" else 0
+        end = 1 if self.pooling == "cls" else None
+        return SamplingSpec(temperature=0.0, pools_prompt=True, first_read=first, end_read=end)
+
+    def finish(self, values: bytes, num_tokens: int) -> array[float]:
+        """The embedding, float32, from the sum of the hidden states that were read, float64, of a
+        prompt of `num_tokens`."""
+        vector = np.frombuffer(values)[: self.dimensions]
+        if self.pooling == "mean":
+            vector = vector / num_tokens
+        if self.normalize:
+            vector = vector / max(float(np.linalg.norm(vector)), SMALLEST_NORM)
+        return array("f", vector.astype(np.float32).tobytes())
 
 
 def _end_token_ids(

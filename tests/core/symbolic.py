@@ -21,13 +21,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.core.block_table import NULL_BLOCK
-from octavo.core.decoding import BeamSearch, PinPrefix, Sampling
+from octavo.core.decoding import BeamSearch, PinPrefix, PromptReader, Sampling
 from octavo.core.kv.specs import KVSpec, Source
 from octavo.core.sequence import DecodingMethod, Request
 from octavo.core.step import Candidates, SamplingSpec, StepPlan, StepResult, TokenLogprobs
 from octavo.errors import LogitsNotFinite
+from octavo.sampling_params import Pooling, PoolingParams
 
 VOCABULARY = 7
 EOS = 6
@@ -61,6 +63,11 @@ def scores_of(token_ids: list[int], encoder_token_ids: Seq[int] = ()) -> list[To
     """What log-probabilities are asked for here: of each token, a name for all up to it."""
     pairs = zip(token_ids, symbols_of(token_ids, encoder_token_ids), strict=True)
     return [TokenLogprobs(token_id, -float(symbol), 1) for token_id, symbol in pairs]
+
+
+def sum_of(symbols: Seq[int]) -> NDArray[np.float64]:
+    """What is pooled of tokens here: the sum of small vectors that name them."""
+    return np.sum([[symbol % 1009, symbol % 997] for symbol in symbols], axis=0, dtype=np.float64)
 
 
 def drawn_token(symbol: int, seed: int, sample_index: int) -> int:
@@ -136,14 +143,18 @@ class SymbolicExecutor:
             if not self._read(row, start, end) or is_harmed:
                 self._spoil(row, start, end)
                 unsound.add(seq_id)
-            if row.sampling.num_prompt_logprobs is not None and start + 1 < row.num_prompt:
-                last = min(end + 1, row.num_prompt)
+            spec = row.sampling
+            first, last = max(start, spec.first_read), min(end + 1, row.num_prompt)
+            if spec.num_prompt_logprobs is not None and first + 1 < last:
                 scores = scores_of(row.token_ids[:last], row.encoder_token_ids)
-                result.prompt_logprobs[seq_id] = scores[start + 1 :]
+                result.prompt_logprobs[seq_id] = scores[first + 1 :]
+            if spec.pools_prompt and first < (pooled_end := min(end, spec.end_read or end)):
+                symbols = symbols_of(row.token_ids[:pooled_end])[first:]
+                result.pooled[seq_id] = sum_of(symbols).astype(np.float32)
             row.num_computed = end
             self.num_computed += count
         self._sample(plan, result)
-        noticed = unsound & {*plan.ending, *result.prompt_logprobs}
+        noticed = unsound & {*plan.ending, *result.prompt_logprobs, *result.pooled}
         result.errors = {seq_id: LogitsNotFinite("they are not") for seq_id in noticed}
         return result
 
@@ -303,6 +314,8 @@ class Ask:
     length_penalty: float = 1.0
     stop_id: int | None = None  # ends a sample, besides EOS; beams know EOS alone
     wants_logprobs: bool = False  # of the prompt and of the output
+    start: int = 0  # the first token of the prompt of which they are wanted
+    pooling: Pooling = "mean"  # of a "read"
     encoder_input: tuple[int, ...] = ()
 
     @property
@@ -322,21 +335,33 @@ class Ask:
             )
         if self.kind == "pin":
             return PinPrefix(self.name, len(self.prompt))
+        if self.kind == "read":
+            return PromptReader(len(self.prompt))
         return Sampling(self.width, length, frozenset({EOS}), self.ending_ids - {EOS})
 
-    def request(self, now: float) -> Request:
+    @property
+    def first_read(self) -> int:
+        return min(max(0, self.start - 1), len(self.prompt) - 1)
+
+    def spec(self) -> SamplingSpec:
+        if self.kind == "read":
+            return PoolingParams(pooling=self.pooling).to_spec(len(self.prompt))
         method = self.method()
         candidates = method.num_candidates if isinstance(method, BeamSearch) else 0
         num_logprobs = 0 if self.wants_logprobs else None
+        return SamplingSpec(
+            num_candidates=candidates,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_logprobs,
+            first_read=self.first_read if self.wants_logprobs else 0,
+        )
+
+    def request(self, now: float) -> Request:
         return Request(
             self.name,
             list(self.prompt),
-            method,
-            SamplingSpec(
-                num_candidates=candidates,
-                num_logprobs=num_logprobs,
-                num_prompt_logprobs=num_logprobs,
-            ),
+            self.method(),
+            self.spec(),
             seed=self.seed,
             arrival_time=now,
             priority=self.priority,

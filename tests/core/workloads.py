@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
+from typing import get_args
 
 from core.symbolic import (
     HARMFUL,
@@ -14,6 +15,8 @@ from core.symbolic import (
     expected_beams,
     expected_samples,
     scores_of,
+    sum_of,
+    symbols_of,
 )
 from octavo.config import SchedulerConfig
 from octavo.core.invariants import check_scheduler
@@ -22,10 +25,12 @@ from octavo.core.kv.prefix_cache import sha256_128
 from octavo.core.kv.prefix_matcher import PrefixHit
 from octavo.core.kv.specs import CrossAttention, FullAttention, SlidingWindow
 from octavo.core.policies import FairShare
+from octavo.core.prompt_reading import PooledPrompt, PromptScores
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Request, Sequence
 from octavo.core.step import StepPlan, StepResult, TokenLogprobs
 from octavo.errors import RequestTooLong
+from octavo.sampling_params import Pooling
 
 STOP = "a stop string"
 NUM_REQUESTS = 12
@@ -122,10 +127,11 @@ class Workload:
         own = [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 1, 5, 12]))]
         if self.is_harmful and rng.random() < 0.15:
             own.insert(rng.randint(0, len(own)), HARMFUL)
-        kind = rng.choices(["sample", "beam", "pin"], [6, 3, 0.5])[0]
+        kind = rng.choices(["sample", "beam", "pin", "read"], [6, 3, 0.5, 1])[0]
         encoder_input: tuple[int, ...] = ()
         if self.has_encoder:
-            kind = "sample" if kind == "pin" else kind  # prefixes of the decoder are not pinned
+            # Prefixes of the decoder are neither pinned nor read.
+            kind = "sample" if kind in ("pin", "read") else kind
             encoder_input = rng.choice(self.inputs)
             if self.is_harmful and rng.random() < 0.1:
                 encoder_input = (*encoder_input, HARMFUL)
@@ -133,8 +139,8 @@ class Workload:
             name=f"r{number}",
             prompt=tuple([*prefix, *own] or [0]),
             kind=kind,
-            width=1 if kind == "pin" else rng.choice([1, 1, 2, 3, 4]),
-            max_tokens=0 if kind == "pin" else rng.choice([1, 2, 5, 20, 20]),
+            width=1 if kind in ("pin", "read") else rng.choice([1, 1, 2, 3, 4]),
+            max_tokens=0 if kind in ("pin", "read") else rng.choice([1, 2, 5, 20, 20]),
             seed=rng.randrange(5),
             salt=rng.choice(["", "", "tenant"]),
             priority=rng.choice([0, 0, 1, 5]),
@@ -143,6 +149,8 @@ class Workload:
             length_penalty=rng.choice([0.0, 1.0, 2.0, -1.0]),
             stop_id=rng.choice([None, None, 5]),
             wants_logprobs=kind == "sample" and rng.random() < 0.2,
+            start=rng.choice([0, 0, 1, 7, 100]),
+            pooling=rng.choice(get_args(Pooling)),
             encoder_input=encoder_input,
         )
 
@@ -267,15 +275,18 @@ class Workload:
             "harm in the encoder's input went unnoticed"
         )
         got = [seq.output_token_ids for seq in request.finished]
-        if ask.kind == "pin":
+        if ask.kind in ("pin", "read"):
             assert got == [[]]
         elif ask.kind == "beam":
             assert got == expected_beams(ask), f"{ask} got other beams than alone"
         else:
             self.check_samples(ask, request)
+        if ask.kind == "read":
+            check_pooled(ask, request)
         for seq in request.finished:
             ended = seq.stop_reason == STOP or not ask.ending_ids.isdisjoint(seq.token_ids[-1:])
-            reason = "pinned" if ask.kind == "pin" else "stop" if ended else "length"
+            reason = "stop" if ended or ask.kind == "read" else "length"
+            reason = "pinned" if ask.kind == "pin" else reason
             assert seq.finish_reason == reason, f"{ask} ended for another reason"
 
     def check_samples(self, ask: Ask, request: Request) -> None:
@@ -292,7 +303,17 @@ class Workload:
                 scores = scores_of(seq.token_ids, ask.encoder_input)
                 assert self.scores[seq] == scores[len(ask.prompt) :]
         if ask.wants_logprobs:
-            assert request.prompt_logprobs == scores_of(list(ask.prompt), ask.encoder_input)[1:]
+            assert isinstance(request.reading, PromptScores)
+            scores = scores_of(list(ask.prompt), ask.encoder_input)
+            assert request.reading.entries == scores[ask.first_read + 1 :]
+
+
+def check_pooled(ask: Ask, request: Request) -> None:
+    assert isinstance(request.reading, PooledPrompt)
+    symbols = symbols_of(list(ask.prompt))
+    read = {"mean": symbols, "last": symbols[-1:], "cls": symbols[:1]}[ask.pooling]
+    assert request.reading.total is not None
+    assert request.reading.total.tolist() == sum_of(read).tolist()
 
 
 def is_harmful(ask: Ask) -> bool:

@@ -17,6 +17,8 @@ import httpx
 import openai
 import pytest
 
+from octavo.demo import demo_model_path
+from octavo.engine.tokenizer import Tokenizer
 from octavo.llm import LLM
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from server.live_server import TIMEOUT, LiveServer
@@ -313,6 +315,67 @@ def test_chat_whole_and_streamed(client: openai.OpenAI) -> None:
     assert [delta.role for delta in deltas[1:]] == [None] * (len(deltas) - 1)
     assert "".join(delta.content or "" for delta in deltas) == message.content
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_what_other_servers_clients_rely_on(server: LiveServer, client: openai.OpenAI) -> None:
+    whole = client.completions.create(
+        model="demo",
+        prompt=STORY,
+        max_tokens=4,
+        temperature=0,
+        logprobs=2,
+        extra_body={"return_tokens_as_token_ids": True, "request_id": "mine"},
+    )
+    assert whole.id == "cmpl-mine"
+    assert whole.system_fingerprint
+    choice = whole.choices[0]
+    assert choice.model_extra is not None
+    assert choice.model_extra["prompt_logprobs"] is None
+    assert choice.logprobs is not None
+    tokens = choice.logprobs.tokens or []
+    ids = [int(token.removeprefix("token_id:")) for token in tokens]
+    assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": choice.text}
+    tops = choice.logprobs.top_logprobs or []
+    assert all(len(top) == 2 for top in tops), "no two tokens look alike"
+    reply = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": "b:1"})
+    assert reply.headers["x-request-id"] == "b:1"
+
+    kept = server.complete(STORY, max_tokens=4, truncate_prompt_tokens=3, return_token_ids=True)
+    all_ids = server.post("/tokenize", {"prompt": STORY}).json()["tokens"]
+    assert kept["choices"][0]["prompt_token_ids"] == all_ids[-3:]
+    echoed = server.complete(STORY, max_tokens=0, truncate_prompt_tokens=3, echo=True)
+    assert STORY.endswith(echoed["choices"][0]["text"])
+    long = server.complete("word " * 30_000, max_tokens=4, truncate_prompt_tokens=-1)
+    context = client.models.retrieve("demo").model_extra["max_model_len"]  # type: ignore[index]
+    assert long["usage"]["prompt_tokens"] == context - 4
+
+
+def test_tokens_are_written_as_the_vocabulary_writes_them(server: LiveServer) -> None:
+    reply = server.post("/tokenize", {"prompt": "Once upon é", "return_token_strs": True}).json()
+    tokenizer = Tokenizer.from_directory(demo_model_path())
+    assert reply["token_strs"] == [tokenizer.piece(token) for token in reply["tokens"]]
+    assert any("Ġ" in piece for piece in reply["token_strs"])
+    assert server.get("/tokenizer_info").json()["tokenizer_class"] == tokenizer.class_name
+
+
+def test_a_chat_can_echo_what_it_continues(server: LiveServer) -> None:
+    body = {
+        "messages": [
+            {"role": "user", "content": "What is a cat?"},
+            {"role": "assistant", "content": "A cat is"},
+        ],
+        "continue_final_message": True,
+        "max_tokens": 6,
+        "temperature": 0,
+    }
+    plain = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    echoed = server.post("/v1/chat/completions", body | {"echo": True}).json()
+    assert echoed["choices"][0]["message"]["content"] == f"A cat is{plain}"
+    chunks = events_of(server, "/v1/chat/completions", body | {"echo": True})
+    deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(deltas) == f"A cat is{plain}"
+    special = server.post("/v1/chat/completions", body | {"add_special_tokens": True})
+    assert special.status_code == 200
 
 
 def test_many_clients_at_once(server: LiveServer) -> None:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from octavo.core.step import Grammar
+from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import ConfigError, InvalidRequest, RequestTooLong
 from octavo.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.engine_process.client import EngineClient
@@ -27,6 +28,7 @@ from octavo.server.http.endpoints.chat import ChatBody, chat_params
 from octavo.server.http.endpoints.completions import CompletionBody, completion_params
 from octavo.server.http.errors import ApiError, ClientGone, as_api_error
 from octavo.server.http.keys import ApiKeys, Tenant, read_key_file
+from octavo.server.http.prompts import truncated
 from octavo.server.http.settings import Listening, ServerSettings
 from octavo.server.http.token_texts import TokenTexts
 from octavo.server.offload import Offload
@@ -35,6 +37,7 @@ from server.clients import run
 OFFLOAD = Offload()
 
 HI = [{"role": "user", "content": "hi"}]
+CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -78,7 +81,7 @@ def test_a_bad_completion_is_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": 5}, "response_format"),
         ({"messages": []}, "messages"),
         ({"messages": [5]}, "messages[0]"),
@@ -139,6 +142,7 @@ class Echoing:
     """A tokenizer whose template shows the messages as JSON, and whose tokens are characters."""
 
     special_tokens: Mapping[str, str] = {}
+    template_variables = frozenset({"messages"})
 
     def __init__(self) -> None:
         self.threads: set[threading.Thread] = set()
@@ -188,8 +192,27 @@ def rendered(*messages: Any) -> Any:
             )
             for kind in ("image_url", "input_audio", "file", "video_url", "x")
         ],
-        ({"role": "tool", "content": "a", "tool_call_id": "1"}, "tool_call_id", "tool calls"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls", "tool calls"),
+        ({"role": "tool", "content": "a"}, "tool_call_id", "it is missing"),
+        ({"role": "tool", "content": "a", "tool_call_id": ""}, "tool_call_id", "it is missing"),
+        ({"role": "user", "content": "a", "tool_call_id": "1"}, "tool_call_id", "role tool"),
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "tool_calls", "assistant"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls[0].function", "missing"),
+        (
+            {"role": "assistant", "tool_calls": [CALL, CALL | {"type": "x"}]},
+            "tool_calls[1].type",
+            "'function'",
+        ),
+        *[
+            (
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": bad}}],
+                },
+                "tool_calls[0].function.arguments",
+                "JSON object",
+            )
+            for bad in ("{", "5", "[" * 100_000)
+        ],
     ],
 )
 def test_a_bad_message_is_refused_by_name(message: Any, param: str, words: str) -> None:
@@ -220,9 +243,77 @@ def test_the_messages_of_other_servers_can_be_sent_back() -> None:
         {"role": "assistant", "content": None, "reasoning_content": "hm"},
     ) == [
         {"role": "user", "content": "aa"},
-        {"role": "assistant", "content": "hi"},
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "hi", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
     ]
+
+
+def test_calls_and_their_answers_go_to_the_template_with_arguments_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert rendered(
+        {"role": "assistant", "tool_calls": [CALL, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "{}"},
+    ) == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
+                call | {"function": {"name": "f", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "{}", "tool_call_id": "1"},
+    ]
+
+
+@pytest.mark.parametrize("given", [None, 1, -1, 3, 100])
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_prompts_are_truncated(given: int | None, side: str | None) -> None:
+    body = completion(truncate_prompt_tokens=given, truncation_side=side, max_tokens=6)
+    prompts: list[Any] = [[1, 2, 3, 4, 5], {"prompt": [6], "decoder_input_ids": [7]}]
+    if given is None and side is not None:
+        with pytest.raises(ApiError, match="truncation_side: it needs"):
+            truncated(prompts, body, 10, 6)
+    elif given == 100:
+        with pytest.raises(ApiError, match="truncate_prompt_tokens: 100 is more than the context"):
+            truncated(prompts, body, 10, 6)
+    else:
+        count = {None: 5, -1: 4}.get(given, given)  # type: ignore[call-overload]
+        kept = [1, 2, 3, 4, 5][:count] if side == "right" else [1, 2, 3, 4, 5][-count:]
+        assert truncated(prompts, body, 10, 6) == [kept, prompts[1]]
+
+
+@pytest.mark.parametrize(("given", "max_tokens"), [(0, 1), (-1, 10)])
+def test_truncation_that_leaves_nothing_is_refused(given: int, max_tokens: int) -> None:
+    body = completion(truncate_prompt_tokens=given, max_tokens=max_tokens)
+    with pytest.raises(ApiError, match="truncate_prompt_tokens: it leaves nothing"):
+        truncated([[1]], body, 10, max_tokens)
+
+
+def test_documents_go_to_templates_that_show_them() -> None:
+    body = chat(documents=[{"title": "t", "text": "Cats purr."}])
+    tokenizer = Echoing()
+    with pytest.raises(ApiError, match="documents: the chat template does not show them"):
+        run(
+            conversation_prompt(echoing_context(tokenizer), body.messages, documents=body.documents)
+        )
+    source = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    template = ChatTemplate(source, {})
+    assert template.variables == {"documents", "messages"}
+    tokenizer.template_variables = template.variables
+    context = echoing_context(tokenizer)
+    tokenizer.render_chat = lambda messages, begins, **variables: template.render(  # type: ignore[method-assign]
+        messages, begins, variables
+    )
+    ids = run(conversation_prompt(context, body.messages, documents=body.documents))
+    assert "".join(map(chr, ids)) == "Cats purr.hi"
+
+
+def test_only_the_assistants_message_is_echoed() -> None:
+    answered = [*HI, {"role": "assistant", "content": "Once"}]
+    assert chat_params(chat(messages=answered, echo=True), {})
+    with pytest.raises(ApiError, match="echo: the last message is not the assistant's"):
+        chat_params(chat(echo=True), {})
 
 
 def test_a_conversation_has_at_most_as_many_messages_as_the_context_has_tokens() -> None:
@@ -267,7 +358,7 @@ def test_refused_fields_are_refused_unless_they_ask_for_nothing(kind: type[BaseM
     else:
         send, path = lambda **fields: chat(messages=[*HI, HI[0] | fields]), "messages[1]."  # type: ignore[assignment]
     found = refused_fields(kind)
-    assert len(found) >= 6
+    assert len(found) >= 4
     for name, refusal in found.items():
         for value in (None, *refusal.harmless):
             send(**{name: value})

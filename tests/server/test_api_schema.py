@@ -43,7 +43,7 @@ def test_every_curl_line_of_the_description_works(server: LiveServer) -> None:
     assert "POST" not in json.dumps(description["paths"]["/health"]["get"]["x-codeSamples"])
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
-            [sample] = operation["x-codeSamples"]
+            sample, _ = operation["x-codeSamples"]
             program, *words = shlex.split(sample["source"].replace(EXAMPLE_ORIGIN, server.url))
             headers, body, asked, url = {}, None, None, None
             while words:
@@ -63,6 +63,20 @@ def test_every_curl_line_of_the_description_works(server: LiveServer) -> None:
             reply = httpx.request(asked, url, headers=headers, content=body, timeout=60)
             assert reply.is_success, (method, path, reply.text)
             while path == "/admin/drain" and httpx.get(url).json()["is_draining"]:
+                time.sleep(0.05)
+
+
+def test_every_program_of_the_description_works(server: LiveServer) -> None:
+    named = {"X-Request-Id": "my-request"}
+    server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, **named).raise_for_status()
+    description = server.get("/openapi.json").json()
+    for path, methods in description["paths"].items():
+        for method, operation in methods.items():
+            _, sample = operation["x-codeSamples"]
+            replies: dict[str, Any] = {}
+            exec(sample["source"].replace(EXAMPLE_ORIGIN, server.url), replies)
+            assert replies["reply"].is_success, (method, path, replies["reply"].text)
+            while path == "/admin/drain" and server.get(path).json()["is_draining"]:
                 time.sleep(0.05)
 
 

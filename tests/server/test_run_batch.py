@@ -102,7 +102,7 @@ def test_a_bad_line_gets_an_error_reply_of_its_own(tmp_path: Path) -> None:
         b'{"custom_id": "\xff"}',
         b'{"custom_id": "deep", "url": "/v1/completions", "body": ' + b"[" * 100_000,
         json.dumps({"custom_id": "half", "url": 5}).encode(),
-        json.dumps(request("other", "/v1/embeddings")).encode(),
+        json.dumps(request("other", "/v1/models")).encode(),
         json.dumps(request("stream", CHAT, stream=True)).encode(),
         json.dumps(request("list", CHAT) | {"body": [1]}).encode(),
     ]
@@ -121,7 +121,7 @@ def test_a_bad_line_gets_an_error_reply_of_its_own(tmp_path: Path) -> None:
             ("line 4: it is not a request (", None),
             ("line 5: it is not a request (", None),
             ("line 6: it is not a request (", "half"),
-            ("line 7: POST /v1/embeddings is not POST to", "other"),
+            ("line 7: POST /v1/models is not POST to", "other"),
             ("line 8: a batch has no streams", "stream"),
             ("the body: input should be an object", "list"),
         ],

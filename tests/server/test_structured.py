@@ -49,6 +49,14 @@ def server() -> Iterator[LiveServer]:
         yield running
 
 
+SLOW = {"type": "integer", "multipleOf": 999_983}
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 def check(text: str) -> None:
     value = json.loads(text)
     assert set(value) == {"name", "kind", "legs"}
@@ -114,10 +122,22 @@ def test_what_cannot_be_enforced_is_a_400_and_nobody_waits(server: LiveServer) -
         ({"structured_outputs": {"regex": "(a" * 900}}, "structured_outputs.regex"),
         ({"structured_outputs": {"json": {"title": "x" * 4_000_000}}}, "structured_outputs.json"),
         (  # the library takes a minute
-            {"structured_outputs": {"json": {"type": "integer", "multipleOf": 999_983}}},
+            {"structured_outputs": {"json": SLOW}},
             "structured_outputs.json",
         ),
         ({"structured_outputs": {"json": CHAIN}}, "structured_outputs.json"),
+        *[
+            (
+                {"prompt": None, "messages": HELLO, "tools": tools},
+                field,
+            )
+            for tools, field in (
+                ([tool({"properties": {"a": SLOW}})], "tools[0].function.parameters"),
+                ([tool({"title": "x" * 4_000_000})], "tools[0].function.parameters"),
+                ([tool({}, f"f{i}") for i in range(10_000)], "tools"),
+                ([tool({}, f"f{i % 500}") for i in range(512)], "tools[0].function.name"),
+            )
+        ],
     ]
     gaps: list[float] = []
 
@@ -132,32 +152,58 @@ def test_what_cannot_be_enforced_is_a_400_and_nobody_waits(server: LiveServer) -
     reader = threading.Thread(target=read)
     reader.start()
     for fields, param in refused:
-        response = server.post("/v1/completions", {**ASK, **fields})
+        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+        response = server.post(path, {**ASK, **fields})
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == param, response.text
     reader.join()
     assert len(gaps) > 400
 
 
-def test_kills_in_the_middle_of_a_stream_change_no_token() -> None:
-    body = {**ASK, "n": 2, "response_format": FORMAT, "max_tokens": 150}
-    body["response_format"] = {
-        "type": "json_schema",
-        "json_schema": {"schema": {"type": "array", "items": SCHEMA, "minItems": 4, "maxItems": 4}},
-    }
+FOUR = {"type": "array", "items": SCHEMA, "minItems": 4, "maxItems": 4}
+CALL_FOUR = tool({"properties": {"a": FOUR}, "required": ["a"], "additionalProperties": False})
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (
+            "/v1/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": FOUR}}},
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "prompt": None,
+                "messages": HELLO,
+                "tools": [CALL_FOUR],
+                "tool_choice": "required",
+                "parallel_tool_calls": False,
+            },
+        ),
+    ],
+)
+def test_kills_in_the_middle_of_a_stream_change_no_token(path: str, asked: dict[str, Any]) -> None:
+    body = {**ASK, "n": 2, "max_tokens": 400, "return_token_ids": True, **asked}
     with live_server("--log-level", "error") as server:
-        wanted = [choice["text"] for choice in server.complete(**body)["choices"]]
-        pieces, num_kills = ["", ""], 0
+        reply = server.post(path, body).raise_for_status().json()
+        wanted = [choice["token_ids"] for choice in reply["choices"]]
+        pieces: list[list[int]] = [[], []]
+        num_kills = 0
         with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=120
+            "POST", f"{server.url}{path}", json={**body, "stream": True}, timeout=120
         ) as response:
             for count, line in enumerate(response.iter_lines()):
                 if not line.startswith("data: {"):
                     continue
                 for choice in json.loads(line[6:])["choices"]:
-                    pieces[choice["index"]] += choice["text"]
+                    pieces[choice["index"]] += choice.get("token_ids", [])
                 if count in (60, 200):
                     os.kill(engine_of(server), signal.SIGKILL)
                     num_kills += 1
         assert num_kills == 2
         assert pieces == wanted
+        if "tools" in asked:
+            for choice in reply["choices"]:
+                [call] = choice["message"]["tool_calls"]
+                assert len(json.loads(call["function"]["arguments"])["a"]) == 4

@@ -15,6 +15,7 @@ from octavo.core.invariants import check_scheduler
 from octavo.core.step import Grammar
 from octavo.engine.validation import Params
 from octavo.errors import InvalidRequest
+from octavo.sampling_params import ThinkingLimit
 from octavo.structured import guidance
 from octavo.structured.output import MAX_GRAMMAR_BYTES, StructuredOutput
 
@@ -135,6 +136,61 @@ def test_neither_preemption_nor_prefixes_nor_company_change_a_token(mode: str) -
         assert got == wanted
         assert llm.engine.scheduler.num_preemptions[mode] > 0
         assert any(o is not None and o.num_cached_tokens for o in outputs)
+
+
+def test_reasoning_is_ended_at_its_limit_and_a_form_may_follow_it(llm: LLM) -> None:
+    """By the text of its end, which has several tokens here; samples share the limit, not its
+    place."""
+    assert llm.tokenizer is not None
+    end = llm.tokenizer.encode("</think>", add_special_tokens=False)
+    assert len(end) > 2
+    for is_open, begin in ((True, "<think>"), (False, "a")):
+        limit = {"num_tokens": 5, "is_open": is_open, "begin": begin}
+        params = SamplingParams(n=3, seed=1, max_tokens=30, thinking=limit, ignore_eos=True)
+        for sample in say(llm, params).outputs:
+            ids = sample.token_ids
+            if is_open:
+                assert ids[5 : 5 + len(end)] == end or "</think>" in sample.text[:40]
+    lark = 'start: end /[0-9]{2}/\nend[lazy]: /(.|\\n)*/ "</think>"'
+    parts = [{"name": "answer", "kind": "lark", "source": lark}]
+    params = SamplingParams(
+        seed=1,
+        max_tokens=60,
+        thinking=ThinkingLimit(4, is_open=True),
+        structured={"parts": parts},
+    )
+    [sample] = say(llm, params).outputs
+    assert sample.token_ids[4 : 4 + len(end)] == end
+    assert re.fullmatch("</think>[0-9]{2}", sample.text[sample.text.index("</think>") :])
+
+
+@pytest.mark.parametrize(
+    ("thinking", "words"),
+    [
+        (5, "not a ThinkingLimit"),
+        ({"tokens": 5}, "not a ThinkingLimit"),
+        ({"num_tokens": -1}, "num_tokens: -1"),
+        ({"num_tokens": 1, "end": ""}, "end: it is not a text"),
+        ({"num_tokens": 1, "is_open": 1}, "is_open"),
+    ],
+)
+def test_a_limit_that_cannot_be_is_refused(thinking: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        SamplingParams(thinking=thinking)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([], "not a list of grammars"),
+        ([5], "has not name, kind and source"),
+        ([{"name": "a", "kind": "yaml", "source": "b"}], "'yaml' is not one of lark"),
+        ([{"name": "a", "kind": "lark", "source": ""}], "is not a text"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(parts: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        SamplingParams(structured={"parts": parts})
 
 
 def test_two_ranks_say_what_one_says(llm: LLM) -> None:

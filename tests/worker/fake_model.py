@@ -84,6 +84,10 @@ class FakeModel:
 
     def expected_logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 [num_tokens, VOCAB_SIZE], computed densely without any cache."""
+        return self.logits(self.expected_hidden(token_ids))
+
+    def expected_hidden(self, token_ids: Sequence[int]) -> Tensor:
+        """What the logits are computed from: float32 [num_tokens, hidden_size]."""
         length = len(token_ids)
         hidden = self.embedding[torch.tensor(token_ids)] + self.positions[:length]
         places = torch.arange(length, device=self.device)
@@ -98,7 +102,7 @@ class FakeModel:
             probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             attended = torch.einsum("hqk,khd->qhd", probs, value).reshape(length, -1)
             hidden = torch.tanh(hidden + attended)
-        return self.logits(hidden)
+        return hidden
 
 
 def make_runner(

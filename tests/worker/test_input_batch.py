@@ -23,6 +23,10 @@ SPECS = [
     SamplingSpec(temperature=0.0),
     SamplingSpec(temperature=0.5, top_k=3, top_p=0.5, min_p=0.25, num_logprobs=2),
     SamplingSpec(presence_penalty=1.0, num_prompt_logprobs=1),
+    SamplingSpec(num_prompt_logprobs=0, first_read=3),
+    SamplingSpec(pools_prompt=True),
+    SamplingSpec(pools_prompt=True, first_read=2),
+    SamplingSpec(pools_prompt=True, end_read=1),
     SamplingSpec(min_tokens=3, end_token_ids=(1,)),
     SamplingSpec(num_candidates=4),
 ]
@@ -250,13 +254,21 @@ def check_prompt_chunks(batch: InputBatch, naive: NaiveRows, plan: StepPlan) -> 
     start = 0
     for seq_id, n in zip(plan.seq_ids, plan.num_scheduled_tokens, strict=True):
         row = naive.rows[seq_id]
-        first = row.num_computed + 1
-        targets = row.tokens[first : min(first + n, row.num_prompt)]
-        if row.spec.num_prompt_logprobs is not None and targets:
-            expected[seq_id] = (start, targets)
+        spec, end = row.spec, min(row.num_computed + n, row.num_prompt)
+        read = range(max(row.num_computed, spec.first_read), end)
+        if spec.pools_prompt:
+            read = [i for i in read if spec.end_read is None or i < spec.end_read]
+        else:
+            read = [i for i in read if i + 1 < row.num_prompt]
+        if spec.reads_prompt and read:
+            targets = None if spec.pools_prompt else [row.tokens[i + 1] for i in read]
+            expected[seq_id] = (start + read[0] - row.num_computed, len(read), targets)
         start += n
     chunks = batch.prompt_chunks(plan)
-    assert {c.seq_id: (c.start, c.targets.tolist()) for c in chunks} == expected
+    assert {
+        c.seq_id: (c.start, c.num_read, None if c.targets is None else c.targets.tolist())
+        for c in chunks
+    } == expected
 
 
 @pytest.mark.parametrize("seed", range(40))

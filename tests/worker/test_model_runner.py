@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from octavo.core.step import (
     TableWrite,
     TokenWrites,
 )
+from octavo.sampling_params import PoolingParams
 from octavo.worker import logprobs
 from worker.fake_model import GREEDY, VOCAB_SIZE, Driver, FakeModel, make_runner
 
@@ -208,6 +210,29 @@ def test_prompt_logprobs_score_every_prompt_token_but_the_first(
     (drawn,) = result.logprobs[1]
     assert drawn.token_id == result.token_ids[0] == int(expected[-1].argmax())
     assert drawn.top[0] == (drawn.token_id, drawn.logprob)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9, 100])
+def test_hidden_states_of_prompts_are_summed(chunk: int) -> None:
+    model = FakeModel()
+    driver = Driver(make_runner(model)[0])
+    tokens = prompt(19, 9)
+    specs = [PoolingParams(pooling=kind).to_spec(19) for kind in ("mean", "last", "cls")]
+    opened = [driver.opened(i, tokens, spec) for i, spec in enumerate(specs)]
+    opened.append(driver.opened(3, tokens, SamplingSpec(num_prompt_logprobs=0, first_read=15)))
+    sums = [np.zeros(model.config.hidden_size) for _ in specs]
+    targets = []
+    while driver.computed.get(0, 0) < 19:
+        n = min(chunk, 19 - driver.computed[0])
+        result = driver.step(dict.fromkeys(range(4), n), opened)
+        opened = []
+        for i, part in result.pooled.items():
+            sums[i] += part
+        targets += [entry.token_id for entry in result.prompt_logprobs.get(3, [])]
+    hidden = model.expected_hidden(tokens).double().numpy()
+    for total, expected in zip(sums, (hidden.sum(0), hidden[-1], hidden[0]), strict=True):
+        assert total == pytest.approx(expected, abs=1e-4)
+    assert targets == tokens[16:]
 
 
 def test_sampled_tokens_do_not_depend_on_the_crowd_or_on_a_recompute() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from octavo.core.step import Grammar, SamplingSpec
+from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
 from octavo.structured.constraint import clear_bits, num_words, set_bits, words_of
 from octavo.worker.row_masks import MaskedRow, Masks, RowMasks
 from worker.fake_constraints import no_grammars, rising_masks
@@ -89,6 +89,32 @@ def test_a_bad_word_does_not_begin_in_the_prompt() -> None:
 def test_bad_words_give_way_when_no_token_would_be_left() -> None:
     assert mask_of(SamplingSpec(bad_words=tuple((i,) for i in range(SIZE))), []) == [*range(SIZE)]
     assert mask_of(SamplingSpec(bad_words=((1,),), allowed_token_ids=(1,)), []) == [1]
+
+
+@pytest.mark.parametrize(
+    ("output", "forced"),
+    [
+        ([3, 7], None),
+        ([3, 7, 7], 8),  # the limit
+        ([3, 7, 7, 8], 9),
+        ([3, 7, 7, 8, 9], None),
+        ([3, 7, 7, 8, 9, 7, 7, 7], None),
+        ([3, 8, 9, 7, 7, 7], None),  # ended by itself
+        ([3, 7, 8], 9),  # about to end
+        ([3, 7, 8, 8], 9),
+        ([3, 8, 8], 9),
+        ([7] * 9, None),  # no reasoning
+        ([7] * 12 + [3, 7, 7], None),  # it is what an output begins with
+    ],
+)
+def test_reasoning_ends_at_its_limit(output: list[int], forced: int | None) -> None:
+    for begin, prompt_is_open in ((3, False), (5, True)):
+        if prompt_is_open and output[0] != 3:
+            continue
+        thinking = ThinkingSpec(2, (begin,), (8, 9), prompt_is_open)
+        said = output[1:] if prompt_is_open else output
+        spec = SamplingSpec(thinking=thinking, end_token_ids=(0,))
+        assert mask_of(spec, said, [3]) == (list(range(SIZE)) if forced is None else [forced])
 
 
 def test_a_grammar_follows_the_output_and_ends_where_it_may() -> None:

@@ -53,8 +53,11 @@ SAMPLING_HELP = {
         *("ignore_eos", "seed", "logprobs"),
     )
 }
-SIZES = {"kv_cache_memory", "swap_space", "max_body_bytes"}
-FLAGS = {"max_body_bytes": "--max-body"}  # of options that are not called as their fields are
+SIZES = {"kv_cache_memory", "swap_space", "max_body_bytes", "max_file_bytes"}
+FLAGS = {
+    "max_body_bytes": "--max-body",
+    "max_file_bytes": "--max-file",
+}  # of options that are not called as their fields are
 # Options whose values are names of implementations; plugins add to these.
 NAMED = {
     "attention_backend": ("auto", *ATTENTION_BACKENDS.builtin),

@@ -172,6 +172,7 @@ class PinPrefix:
 
     wants: Literal["kv"] = "kv"
     max_sequences = 1
+    keeps_blocks = True
 
     def __init__(self, name: str, num_tokens: int) -> None:
         self.max_length = num_tokens
@@ -179,3 +180,17 @@ class PinPrefix:
 
     def computed(self, seq: Sequence, verbs: SequenceVerbs) -> None:
         verbs.pin(seq, self._name)
+
+
+class PromptReader:
+    """Compute a prompt for what is read of it on the way (core/prompt_reading.py)."""
+
+    wants: Literal["kv"] = "kv"
+    max_sequences = 1
+    keeps_blocks = False
+
+    def __init__(self, num_tokens: int) -> None:
+        self.max_length = num_tokens
+
+    def computed(self, seq: Sequence, verbs: SequenceVerbs) -> None:
+        verbs.finish(seq, "stop")

@@ -62,7 +62,7 @@ class StepInFlight:
         # Sequences that fill a block, or whose windows leave one behind, with their table and the
         # number of tokens computed then.
         self.filled: list[tuple[Sequence, BlockTable, int]] = []
-        # Requests whose prompt is scored, with the first position of the chunk, by sequence id.
+        # Requests whose prompt is read, with the first position of the chunk, by sequence id.
         self.prompts: dict[int, tuple[Request, int]] = {}
 
     def owners(self) -> dict[int, Request]:
@@ -151,7 +151,7 @@ class PlanBuilder:
     def add(self, seq: Sequence, num_tokens: int) -> None:
         """Compute a sequence's next `num_tokens`; it has room for them."""
         request, step = seq.request, self.in_flight
-        if request.sampling.num_prompt_logprobs is not None:
+        if request.reading is not None:
             step.prompts[seq.seq_id] = (request, seq.num_computed_tokens)
         seq.num_computed_tokens += num_tokens
         self.budget -= num_tokens

@@ -58,7 +58,7 @@ class RequestLimits:
                 f"the pool has {available}; lower max_tokens, n or the beam width, or enlarge the "
                 "KV cache",
             )
-        if method.wants == "kv":
+        if _keeps_blocks(request):
             self._check_leaves_room(request, available - needed, leave)
 
     def _check_encoder_input(self, request: Request) -> None:
@@ -74,11 +74,11 @@ class RequestLimits:
 
     def note(self, request: Request) -> None:
         """A checked request has been queued."""
-        if request.method.wants == "kv":
+        if _keeps_blocks(request):
             self._pinning = [r for r in self._pinning if not r.is_finished] + [request]
 
     def _check_leaves_room(self, pin: Request, left: int, leave: int) -> None:
-        others = [r for r in self._queued.values() if r.method.wants != "kv"]
+        others = [r for r in self._queued.values() if not _keeps_blocks(r)]
         needed = max([leave, *map(self.worst_case_blocks, others)])
         if left < needed:
             raise RequestTooLong(
@@ -86,6 +86,10 @@ class RequestLimits:
                 f"pinning {pin.num_prompt_tokens} tokens would leave {left} KV blocks, but a "
                 f"request may need {needed}; enlarge the KV cache or lower max_model_len",
             )
+
+
+def _keeps_blocks(request: Request) -> bool:
+    return request.method.wants == "kv" and request.method.keeps_blocks
 
 
 def _beside(request: Request) -> str:

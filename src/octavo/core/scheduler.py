@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from octavo.config import SchedulerConfig
 from octavo.core.beam_search import rank
@@ -498,12 +498,13 @@ class Scheduler:
         leader, *others = request.sequences
         prepare_rebuild(request)
         goal = rebuild_goal(leader, request.sequences) if others else leader.num_tokens
-        if request.sampling.num_prompt_logprobs is not None:
+        num_unread = goal if request.reading is None else request.sampling.first_read
+        if num_unread == 0:
             hit = kv.no_hit(leader)  # every position of the prompt must be computed
         else:
             # If nothing runs, hashing keeps no request waiting.
             max_hashes = builder.num_hashes_left if self.running else None
-            hit = kv.lookup(leader, goal, max_hashes)
+            hit = kv.lookup(leader, min(goal, num_unread), max_hashes)
             builder.num_hashes_left -= hit.num_hashes
         num_blocks = kv.num_blocks_to_admit(hit, leader.num_tokens, chunk)
         for seq in others:
@@ -540,8 +541,8 @@ class Scheduler:
         self._settle(step)
         if result.errors:
             self._end_failed(step, result.errors)
-        if result.prompt_logprobs:
-            self._add_prompt_logprobs(step, result)
+        if step.prompts:
+            _take_readings(step, result)
         self._append_drawn(step, result)
         if step.searching:
             self._advance_searches(step, result.candidates)
@@ -571,12 +572,6 @@ class Scheduler:
                 seq.request.error = error
                 self.kv.forget(seq)
                 self._lifecycle.finish(seq, "error")
-
-    def _add_prompt_logprobs(self, step: StepInFlight, result: StepResult) -> None:
-        for seq_id, scores in result.prompt_logprobs.items():
-            request, start = step.prompts[seq_id]
-            # After a preemption the same positions are computed again.
-            request.prompt_logprobs += scores[len(request.prompt_logprobs) - start :]
 
     def _append_drawn(self, step: StepInFlight, result: StepResult) -> None:
         """Append the sampled tokens."""
@@ -647,6 +642,14 @@ class Scheduler:
         lifecycle.append(children, token_ids)
         for child, logprob in zip(children, logprobs, strict=True):
             child.cumulative_logprob = logprob
+
+
+def _take_readings(step: StepInFlight, result: StepResult) -> None:
+    """Give requests what was read of their prompts."""
+    for seq_id, (request, start) in step.prompts.items():
+        part: Any = result.prompt_logprobs.get(seq_id, result.pooled.get(seq_id))
+        if part is not None and request.reading is not None:
+            request.reading.take(start, part)
 
 
 def _is_complete(seq: Sequence) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from octavo.core.block_table import BlockTable
 from octavo.core.prefix_node import TOKEN_BYTES, PrefixNode, pack_tokens
+from octavo.core.prompt_reading import reading_of
 from octavo.core.step import SamplingSpec, TokenLogprobs
 from octavo.errors import RequestFailed
 
@@ -125,8 +126,8 @@ class Request:
         "order",
         "packed_prompt",
         "priority",
-        "prompt_logprobs",
         "prompt_token_ids",
+        "reading",
         "refused_with_free",
         "request_id",
         "sampling",
@@ -169,7 +170,7 @@ class Request:
         self.sequences: list[Sequence] = []  # alive, in the order in which they were forked
         self.finished: list[Sequence] = []
         self.error: RequestFailed | None = None  # why it could not be computed
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.reading = reading_of(sampling)
         self.first_token_time: float | None = None
         self.num_preemptions = 0
         # Of the encoder's input and the prompt, found in the prefix cache at first admission.
@@ -284,6 +285,7 @@ class Computing(Protocol):
     wants: Literal["kv"]
     max_sequences: int
     max_length: int
+    keeps_blocks: bool  # whether its blocks stay taken when it has ended
 
     def computed(self, seq: Sequence, verbs: SequenceVerbs) -> None:
         """All tokens have been computed."""

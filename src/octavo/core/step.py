@@ -24,9 +24,22 @@ if TYPE_CHECKING:
 class Grammar:
     """What an output must look like, as text that a library compiles (`octavo.structured`)."""
 
-    kind: Literal["json_schema", "regex", "choice", "lark"]
-    source: str  # of "choice": a JSON list of strings
+    # A lenient schema is kept to as far as the library knows its keywords.
+    kind: Literal["json_schema", "lenient_schema", "regex", "choice", "lark", "parts"]
+    # Of "choice": a JSON list of strings. Of "parts": a JSON list of [name, kind, source], of which
+    # the first is the grammar, and names the others.
+    source: str
     field: str = field(default="structured", compare=False)  # what errors about it name
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingSpec:
+    """After `num_tokens` tokens of reasoning, the tokens that end it are forced."""
+
+    num_tokens: int
+    begin_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+    is_open: bool  # the prompt ends within reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +64,22 @@ class SamplingSpec:
     forced_tokens: tuple[tuple[int, int], ...] = ()
     min_tokens: int = 0
     grammar: Grammar | None = None
+    thinking: ThinkingSpec | None = None
     # End-of-sequence and stop ids, if min_tokens or a grammar forbids them for a while.
     end_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
     num_prompt_logprobs: int | None = None
+    pools_prompt: bool = False  # return the sum of hidden states of the prompt
+    # With either: the positions whose hidden states are read, to the end of the prompt if None.
+    # What is before them may come from the prefix cache.
+    first_read: int = 0
+    end_read: int | None = None
     num_candidates: int = 0  # beam search: return this many best tokens instead of drawing one
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether hidden states of the prompt are read, beside the last one to draw a token."""
+        return self.num_prompt_logprobs is not None or self.pools_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +231,11 @@ class StepResult:
     candidates: Candidates | None = None  # a row per entry of plan.expanded, if it has any
     # One entry per draw.
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # For the positions of this step's chunk: entry i scores token (first computed + 1 + i).
-    # The last prompt position's successor is not a prompt token and is left out.
+    # For the positions of this step's chunk that are read: entry i scores token (first read + 1 +
+    # i). The last prompt position's successor is not a prompt token and is left out.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # The sum of the chunk's hidden states that are pooled: float32 [hidden_size].
+    pooled: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     # Rows that could not be computed, which end their requests. What else is said of them has no
     # meaning; the other rows are as they would be without them.
     errors: dict[int, RequestFailed] = field(default_factory=dict)

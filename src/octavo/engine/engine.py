@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 
 from octavo.config import EngineConfig
+from octavo.core import prompt_reading
 from octavo.core.decoding import PinPrefix
 from octavo.core.kv.memory_policy import make_kv_cache_manager
 from octavo.core.scheduler import Progress, Scheduler
@@ -16,6 +17,7 @@ from octavo.core.step import PendingStep, SamplingSpec, StepPlan, StepResult, To
 from octavo.engine.garbage import collecting_later
 from octavo.engine.results import (
     Beam,
+    Embedding,
     Finished,
     NewTokens,
     PromptScores,
@@ -73,7 +75,7 @@ class Engine:
         self.scheduler = Scheduler(config.scheduler, self.kv, clock)
         self._numbers = count()  # of requests that come without an id
         self._pinning: dict[str, str] = {}  # prefixes being computed -> ids of their requests
-        self._unscored: set[str] = set()  # whose prompt's log-probabilities were not reported yet
+        self._unread: set[str] = set()  # of whose prompt was not reported yet what was read
         self._failure: str | None = None
         self._is_closed = False
         overlap = executor.is_asynchronous if config.overlap is None else config.overlap
@@ -147,8 +149,8 @@ class Engine:
             )
         request.arrival_time = self.clock() if arrival_time is None else arrival_time
         self.scheduler.resume(request, outputs or {})
-        if request.sampling.num_prompt_logprobs is not None:
-            self._unscored.add(request.request_id)
+        if request.reading is not None:
+            self._unread.add(request.request_id)
 
     def finish_sample(self, request_id: str, index: int, stop: str) -> bool:
         """End a sample whose text has come to the stop string `stop`; nothing happens if it has
@@ -260,32 +262,43 @@ class Engine:
             [seq.stop_reason for seq in sampled],
             [() if seq.last_logprobs is None else (seq.last_logprobs,) for seq in sampled],
         )
-        results = StepResults([], tokens, [])
-        if self._unscored:
+        embeddings: list[Embedding] = []
+        results = StepResults([], tokens, [], embeddings)
+        if self._unread:
             for seq in sampled:
-                if seq.request.request_id in self._unscored:
-                    self._report_prompt_scores(seq.request, results)
+                if seq.request.request_id in self._unread:
+                    self._report_reading(seq.request, results, embeddings)
         for request in progress.finished:
             if request.first_token_time is None and any(
                 seq.num_output_tokens for seq in request.finished
             ):
                 request.first_token_time = now  # beams that ended with their first token
-            if request.request_id in self._unscored:  # it has failed
-                self._report_prompt_scores(request, results)
+            if request.request_id in self._unread:  # it has no tokens
+                self._report_reading(request, results, embeddings)
             beams = [_beam(seq) for seq in request.finished if request.method.wants == "candidates"]
             error = None if request.error is None else report_of(request.error)
             results.finished.append(Finished(request.request_id, beams, error))
             self._forget(request)
         return results
 
-    def _report_prompt_scores(self, request: Request, results: StepResults[TokenLogprobs]) -> None:
-        scores = PromptScores(request.request_id, list(request.prompt_logprobs))
-        results.prompt_scores.append(scores)
-        self._unscored.discard(request.request_id)
+    def _report_reading(
+        self,
+        request: Request,
+        results: StepResults[TokenLogprobs],
+        embeddings: list[Embedding],
+    ) -> None:
+        """Report what was read of a request's prompt."""
+        reading = request.reading
+        if isinstance(reading, prompt_reading.PromptScores):
+            scores = PromptScores(request.request_id, list(reading.entries))
+            results.prompt_scores.append(scores)
+        elif reading is not None and reading.total is not None:
+            embeddings.append(Embedding(request.request_id, reading.total.tobytes()))
+        self._unread.discard(request.request_id)
 
     def _forget(self, request: Request) -> None:
         """A request is over, and all has been reported that will be."""
-        self._unscored.discard(request.request_id)
+        self._unread.discard(request.request_id)
         # A request and its sequences know each other. Parted, they go at once, not when the garbage
         # collector looks through everything, which would keep a step waiting.
         request.finished.clear()

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from octavo.core.step import TokenLogprobs
 from octavo.engine.output_text import OutputText
-from octavo.engine.results import Beam, Finished, PromptScores, Scores, StepResults, error_of
+from octavo.engine.results import (
+    Beam,
+    Embedding,
+    Finished,
+    PromptScores,
+    Scores,
+    StepResults,
+    error_of,
+)
 from octavo.engine.tokenizer import Tokenizer
 from octavo.engine.validation import Params
 from octavo.errors import OctavoError
 from octavo.outputs import RequestOutput, SequenceOutput
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import PoolingParams, SamplingParams
 
 # What new tokens have added to a sample, one field of `SequenceDelta` after the other: text, token
 # ids, finish reason and stop reason. A plain tuple, because it is made for every token.
@@ -92,8 +101,10 @@ class OutputStream(ABC, Generic[Scores]):
         self._request = request
         self._params = params
         self._prompt = prompt
-        self._tokenizer = tokenizer if params.detokenize else None
+        wants_text = not isinstance(params, PoolingParams) and params.detokenize
+        self._tokenizer = tokenizer if wants_text else None
         self._prompt_scores: list[TokenLogprobs] | None = None
+        self._pooled: bytes | None = None
         if isinstance(params, SamplingParams):
             self.samples = [Sample(index, self._new_text()) for index in range(params.n)]
         # Samples that have not ended; a beam search counts as one.
@@ -107,13 +118,20 @@ class OutputStream(ABC, Generic[Scores]):
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         """If asked for, known before the first delta is. Entry i scores prompt token i; the first
-        has no predecessor and is None."""
+        has no predecessor and is None, and so are those before `prompt_logprobs_start`."""
         scores = self._prompt_scores
-        return None if scores is None else [None, *scores]
+        if scores is None:
+            return None
+        num_unscored = len(self._request.prompt_token_ids) - len(scores)
+        return [*[None] * num_unscored, *scores]
 
     def take_prompt_scores(self, result: PromptScores) -> None:
         """Take in the prompt's log-probabilities, which come before the first token."""
         self._prompt_scores = result.scores
+
+    def take_embedding(self, result: Embedding) -> None:
+        """Take in what was pooled of the prompt, which comes with the end of the request."""
+        self._pooled = result.values
 
     def take_tokens(
         self,
@@ -202,6 +220,7 @@ class OutputStream(ABC, Generic[Scores]):
             request.first_token_time,
             now,
             None if error is None else str(error),
+            self._embedding() if error is None else None,
         )
         return self.output
 
@@ -216,12 +235,19 @@ class OutputStream(ABC, Generic[Scores]):
             outputs.append(replace(each, logprobs=scores, cumulative_logprob=total))
         return replace(output, outputs=outputs)
 
-    def _new_text(self) -> OutputText | None:
-        if self._tokenizer is None:
+    def _embedding(self) -> array[float] | None:
+        if self._pooled is None or not isinstance(self._params, PoolingParams):
             return None
+        return self._params.finish(self._pooled, len(self._request.prompt_token_ids))
+
+    def _new_text(self) -> OutputText | None:
         params = self._params
+        if self._tokenizer is None or isinstance(params, PoolingParams):
+            return None
         detokenizer = self._tokenizer.detokenizer(
-            self._request.prompt_token_ids, params.skip_special_tokens
+            self._request.prompt_token_ids,
+            params.skip_special_tokens,
+            params.kept_special_tokens if isinstance(params, SamplingParams) else (),
         )
         if not isinstance(params, SamplingParams):
             return OutputText(detokenizer)
@@ -271,6 +297,9 @@ def take_results(
         added = stream.take_tokens(index, token_ids, reason, stop_reason, logprobs)
         if added is not None:
             on_tokens(stream, index, added, added[2] is not None and reason is None)
+    for embedding in results.embeddings:
+        if (stream := find(embedding.request_id)) is not None:
+            stream.take_embedding(embedding)
     for finished in results.finished:
         if (stream := find(finished.request_id)) is not None:
             stream.take_end(finished)

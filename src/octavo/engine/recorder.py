@@ -105,8 +105,8 @@ class Recorder:
         end: str = hit.ended_by
         if not kv.enable_prefix_caching:
             end = "off"
-        elif request.sampling.num_prompt_logprobs is not None:
-            end = "prompt_logprobs"
+        elif request.reading is not None and hit.num_tokens == request.sampling.first_read:
+            end = "read"
         self._on_admission(
             Admitted(
                 self._engine.clock(),

@@ -34,6 +34,13 @@ class PromptScores(NamedTuple):
     scores: list[TokenLogprobs]
 
 
+class Embedding(NamedTuple):
+    """The sum of hidden states of a prompt."""
+
+    request_id: str
+    values: bytes  # float64, in the machine's own order
+
+
 class NewTokens(NamedTuple, Generic[Scores]):
     """What a step added to samples, as columns with one entry per sample: most of what is reported
     is this, and a column costs less than a value for each sample."""
@@ -81,6 +88,7 @@ class StepResults(NamedTuple, Generic[Scores]):
     prompt_scores: list[PromptScores]
     tokens: NewTokens[Scores]
     finished: list[Finished]
+    embeddings: Sequence[Embedding] = ()  # whose requests are among the finished
 
     @property
     def has_any(self) -> bool:

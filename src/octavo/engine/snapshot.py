@@ -48,7 +48,7 @@ class RequestView:
 
     request_id: str
     status: str  # "waiting", "running", "swapped" or "finished"
-    method: str  # "sampling", "beam_search" or "pin_prefix"
+    method: str  # "sampling", "beam_search", "pin_prefix" or "reading"
     max_sequences: int  # n, or the beam width
     max_length: int  # tokens, prompt included
     priority: int
@@ -109,7 +109,7 @@ def view_request(request: Request, with_tokens: bool = False) -> RequestView:
     return RequestView(
         request.request_id,
         request.status.value,
-        METHOD_NAMES[request.method.wants],
+        "reading" if request.sampling.pools_prompt else METHOD_NAMES[request.method.wants],
         request.method.max_sequences,
         request.method.max_length,
         request.priority,

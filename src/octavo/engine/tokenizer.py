@@ -10,7 +10,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ CONTEXT_TOKENS = 5  # prompt tokens that the output's text may depend on; charac
 MANY_TOKENS = 1_024  # they take about a millisecond to decode
 SPACE_MARK = "\u2581"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+DEFAULT_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json that comes without a class
 ANY_BYTE_PIECE = "<0x61>"  # "a"; a vocabulary that has one byte has them all
 
 
@@ -75,19 +76,28 @@ class Tokenizer:
     """Owns the vocabulary of one model, and its chat template if it has one."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], template: str | None
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        template: str | None,
+        class_name: str = DEFAULT_CLASS,
+        response_template: object = None,
     ) -> None:
-        """`special_tokens`: role (such as "eos_token") -> token; templates may use them all."""
+        """`special_tokens`: role (such as "eos_token") -> token; templates may use them all.
+        `class_name`: the class of transformers that reads the same files. `response_template`: how
+        the model writes its answers, if it says so (`octavo.parsing.template`)."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self.chat_template = template  # its source
+        self.class_name = class_name
+        self.response_template = response_template
         self._template = None if template is None else ChatTemplate(template, self._special_tokens)
+        added = backend.get_added_tokens_decoder()
+        self._added = {token.content: token_id for token_id, token in added.items()}
         self._special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+            token_id for token_id, token in added.items() if token.special
         )
         vocabulary = backend.get_vocab(with_added_tokens=True)
         # The largest token id plus 1. The model's vocabulary may be larger (padding).
@@ -127,7 +137,12 @@ class Tokenizer:
             raise ModelError(f"{file} cannot be read: {error}") from error
         config_file = directory / "tokenizer_config.json"
         config = read_json(config_file) if config_file.exists() else Fields("", {})
-        return cls(backend, _special_tokens(config), find_template(directory, config))
+        class_name = config.get("tokenizer_class", None)
+        if not isinstance(class_name, str):
+            class_name = DEFAULT_CLASS
+        template = find_template(directory, config)
+        answers = config.get("response_template", None)
+        return cls(backend, _special_tokens(config), template, class_name, answers)
 
     @classmethod
     def find(cls, path: str | Path) -> Tokenizer | None:
@@ -202,19 +217,32 @@ class Tokenizer:
             self._token_bytes[token_id] = known
         return known
 
+    def piece(self, token_id: int) -> str:
+        """The token as the vocabulary writes it, with marks for spaces and bytes; "" outside it."""
+        return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that are never part of a text, by what they are written as."""
+        return dict(self._added)
+
     def is_special(self, token_id: int) -> bool:
         """Whether it is a special token, such as BOS, which is left out of texts."""
         return token_id in self._special_ids
 
     def detokenizer(
-        self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        kept: Sequence[int] = (),
     ) -> Detokenizer:
-        """A detokenizer for one output that continues `prompt_ids`.
+        """A detokenizer for one output that continues `prompt_ids`; special tokens that are `kept`
+        have text in any case.
 
         The text of a word's first token depends on whether anything stands before it: in
         vocabularies that mark spaces in front of words, a prompt keeps the output's first space.
         """
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        skipped = self._special_ids.difference(kept) if skip_special_tokens else frozenset()
         has_text = (i for i in reversed(prompt_ids) if i not in skipped and self.has_piece(i))
         ending = list(islice(has_text, CONTEXT_TOKENS))[::-1]
         return self._detokenizer(self, skipped, ending)
@@ -251,6 +279,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def template_variables(self) -> Set[str]:
+        """What the chat template shows, by the names of its variables."""
+        return frozenset() if self._template is None else self._template.variables
 
     def render_chat(
         self,
@@ -402,6 +435,11 @@ class Room:
         return cls(
             context_len - 1, f"leave no room for output in a context of {context_len} tokens"
         )
+
+    @classmethod
+    def whole(cls, context_len: int) -> Room:
+        """In a context, without room for output."""
+        return cls(context_len, f"do not fit into a context of {context_len} tokens")
 
     @classmethod
     def of_encoder(cls, num_tokens: int) -> Room:

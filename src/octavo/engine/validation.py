@@ -12,16 +12,18 @@ from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict
 
 from octavo.config import EngineConfig
-from octavo.core.decoding import BeamSearch, Sampling
+from octavo.core.decoding import BeamSearch, PromptReader, Sampling
 from octavo.core.sequence import DecodingMethod
-from octavo.core.step import Grammar, SamplingSpec
+from octavo.core.step import Grammar, SamplingSpec, ThinkingSpec
 from octavo.engine.tokenizer import Room, Tokenizer
 from octavo.errors import InvalidRequest, shown
 from octavo.models.config import ModelConfig
 from octavo.sampling_params import (
     INT64_MAX,
     BeamSearchParams,
+    PoolingParams,
     SamplingParams,
+    ThinkingLimit,
     integer_in,
     valid_text,
 )
@@ -40,7 +42,7 @@ class PromptParts(TypedDict):
 
 
 Prompt = str | list[int] | PromptParts
-Params = SamplingParams | BeamSearchParams
+Params = SamplingParams | BeamSearchParams | PoolingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class PreparedRequest:
 
     def method(self) -> DecodingMethod:
         """A new decoding method for one run of the request."""
+        if self.sampling.pools_prompt:
+            return PromptReader(len(self.prompt_token_ids))
         eos_ids, stop_ids = frozenset(self.eos_ids), frozenset(self.stop_ids)
         if self.beam is None:
             return Sampling(self.n, self.max_length, eos_ids, stop_ids)
@@ -165,13 +169,18 @@ class RequestPreparer:
 
         Raises InvalidRequest (RequestTooLong if the prompt leaves no room), naming the field.
         """
-        if not isinstance(params, SamplingParams | BeamSearchParams):
+        if not isinstance(params, Params):
             raise InvalidRequest(
-                "params", f"{shown(params)} is neither SamplingParams nor BeamSearchParams"
+                "params",
+                f"{shown(params)} is neither SamplingParams, BeamSearchParams nor PoolingParams",
             )
         priority = integer_in("priority", priority, -INT64_MAX - 1)
         check_cache_salt(cache_salt)
         valid_text("tenant", tenant, MAX_TENANT)
+        if isinstance(params, PoolingParams):
+            return self._prepare_reading(
+                prompt, params, max_model_len, priority, cache_salt, tenant
+            )
         params.check_against(self._vocab_size, self._max_logprobs)
         given, decoder_input_ids = parts_of(prompt)
         token_ids = self.tokenize(given, self.room(max_model_len))
@@ -188,12 +197,16 @@ class RequestPreparer:
         n, seed, beam = 1, 0, None
         if isinstance(params, BeamSearchParams):
             beam = replace(params, structured=None)  # which the spec has
+            spec = params.to_spec(self._eos_ids)
         else:
             n = params.n
             seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
             if params.stop_strings and self._tokenizer is None:
                 raise InvalidRequest("stop", "the model has no tokenizer to find strings with")
-        spec = params.to_spec(self._eos_ids, self._bad_word_ids(params))
+            bad_words, thinking = self._bad_word_ids(params), self._thinking(params)
+            spec = params.to_spec(self._eos_ids, bad_words, thinking)
+        if spec.first_read:
+            spec = replace(spec, first_read=min(spec.first_read, len(token_ids) - 1))
         if self.has_encoder:
             spec = self._with_rules(spec, len(token_ids), max_tokens)
         if spec.grammar is not None:
@@ -215,7 +228,30 @@ class RequestPreparer:
             encoder_token_ids,
         )
 
-    def check_structured(self, params: Params) -> None:
+    def _prepare_reading(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        max_model_len: int,
+        priority: int,
+        cache_salt: str,
+        tenant: str,
+    ) -> PreparedRequest:
+        """Check a request for an embedding; its prompt may fill the whole context."""
+        if self.has_encoder:
+            raise InvalidRequest("prompt", "a model with an encoder has no embeddings of prompts")
+        params.check_against(self._model_config.hidden_size)
+        given, decoder_input_ids = parts_of(prompt)
+        if decoder_input_ids is not None:
+            raise InvalidRequest("decoder_input_ids", "the model has no encoder")
+        token_ids = self.tokenize(given, Room.whole(max_model_len))
+        spec = params.to_spec(len(token_ids))
+        length = len(token_ids)
+        return PreparedRequest(
+            token_ids, spec, length, 1, 0, (), (), None, priority, cache_salt, tenant
+        )
+
+    def check_structured(self, params: SamplingParams | BeamSearchParams) -> None:
         """Find out whether what `params.structured` asks for can be enforced, so that `prepare`
         knows: it may take seconds. May be called in any thread. Raises InvalidRequest."""
         grammar = params.to_spec(self._eos_ids).grammar
@@ -314,9 +350,25 @@ class RequestPreparer:
             bad_words=spec.bad_words + rules.bad_words,
         )
 
-    def _bad_word_ids(self, params: Params) -> Sequence[Sequence[int]]:
+    def _thinking(self, params: SamplingParams) -> ThinkingSpec | None:
+        """The limit of reasoning in tokens."""
+        limit = params.thinking
+        if limit is None:
+            return None
+        assert isinstance(limit, ThinkingLimit), "__post_init__ makes it one"
+        if self._tokenizer is None:
+            raise InvalidRequest("thinking", "the model has no tokenizer to encode the end with")
+        begin, end = (
+            tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            for text in (limit.begin, limit.end)
+        )
+        if max(*begin, *end) >= self._vocab_size:
+            raise InvalidRequest("thinking", "its delimiters are not in the model's vocabulary")
+        return ThinkingSpec(limit.num_tokens, begin, end, limit.is_open)
+
+    def _bad_word_ids(self, params: SamplingParams) -> Sequence[Sequence[int]]:
         """Bad words as tokens, each as at the beginning of a text and as after a space."""
-        if isinstance(params, BeamSearchParams) or not params.bad_words:
+        if not params.bad_words:
             return []
         if self._tokenizer is None:
             raise InvalidRequest("bad_words", "the model has no tokenizer to encode them with")

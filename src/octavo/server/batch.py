@@ -13,7 +13,7 @@ import hashlib
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -24,10 +24,14 @@ from starlette.types import ASGIApp, Message
 
 from octavo.errors import InvalidRequest
 from octavo.server.http.errors import ApiError, refused
+from octavo.server.http.gate import TENANT
+from octavo.server.http.keys import Tenant
 
 T = TypeVar("T")
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score")
+RETRY_SECONDS = 1.0  # until a patient batch asks again, where it is not told when
+BUSY = (429, 503)
 ID_PREFIX = "batch_req_"
 MAX_SHOWN = 64  # characters of the input in an error message
 
@@ -150,9 +154,23 @@ def _digest_in(reply_id: str) -> str:
 
 
 async def run_batch(
-    app: ASGIApp, batch: Batch, max_inflight: int, show: Callable[[Tally], None]
+    app: ASGIApp,
+    batch: Batch,
+    max_inflight: int,
+    show: Callable[[Tally], None],
+    urls: Sequence[str] = URLS,
+    tenant: Tenant | None = None,
+    is_patient: bool = False,
 ) -> Tally:
-    """Answer what is not answered yet, at most `max_inflight` requests at a time."""
+    """Answer what is not answered yet.
+
+    Args:
+        max_inflight: requests at a time.
+        show: is called with how far it has come.
+        urls: the endpoints that requests may go to.
+        tenant: in whose name they are sent; None: as the application says.
+        is_patient: a request for which there is no room is sent again later.
+    """
     tally = Tally(num_requests=batch.num_requests)
     slots = asyncio.Semaphore(max_inflight)
     before = batch.answered.copy()
@@ -161,7 +179,7 @@ async def run_batch(
 
         async def answer(line: Line) -> None:
             try:
-                reply = await _answer(app, line)
+                reply = await _answer(app, line, urls, tenant, is_patient)
                 try:
                     _write(output, reply)
                 except OSError as error:
@@ -194,27 +212,33 @@ def _write(output: FileIO, reply: BatchReply) -> None:
         data = data[output.write(data) :]
 
 
-async def _answer(app: ASGIApp, line: Line) -> BatchReply:
+async def _answer(
+    app: ASGIApp, line: Line, urls: Sequence[str], tenant: Tenant | None, is_patient: bool
+) -> BatchReply:
     """The reply to a line; one that is not a request is refused like any bad request."""
     try:
-        request = _request(line)
-        status, request_id, data = await post(app, request.url, bytes(request.body))
+        request = _request(line, urls)
+        body = bytes(request.body)
+        status, request_id, data = await post(app, request.url, body, tenant)
+        while is_patient and status in BUSY:
+            await asyncio.sleep(RETRY_SECONDS)
+            status, request_id, data = await post(app, request.url, body, tenant)
     except ApiError as error:
         status, request_id, data = error.status, "", msgspec.json.encode(error.reply)
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(data)}
     return BatchReply(_reply_id(line), _custom_id(line), response)
 
 
-def _request(line: Line) -> BatchRequest:
+def _request(line: Line, urls: Sequence[str]) -> BatchRequest:
     """Raises ApiError, which names the line."""
     where = f"line {line.number}"
     try:
         request = msgspec.json.decode(line.data, type=BatchRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise refused(where, f"it is not a request ({error})") from error
-    if request.method != "POST" or request.url not in URLS:
+    if request.method != "POST" or request.url not in urls:
         asked = f"{request.method[:MAX_SHOWN]} {request.url[:MAX_SHOWN]}"
-        raise refused(where, f"{asked} is not POST to {' or '.join(URLS)}")
+        raise refused(where, f"{asked} is not POST to {' or '.join(urls)}")
     if _in(request.body, _Options, _Options()).stream is True:
         raise refused(where, "a batch has no streams")
     return request
@@ -243,9 +267,14 @@ def _in(data: bytes | msgspec.Raw, kind: type[T], default: T) -> T:
         return default
 
 
-async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
-    """POST JSON to an application in this process: status, request id and body of its reply."""
-    scope = {
+async def post(
+    app: ASGIApp, path: str, body: bytes, tenant: Tenant | None = None
+) -> tuple[int, str, bytes]:
+    """POST JSON to an application in this process: status, request id and body of its reply.
+
+    `tenant`: in whose name, without a key; None: like any client.
+    """
+    scope: dict[str, Any] = {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
@@ -257,6 +286,8 @@ async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
         "query_string": b"",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }
+    if tenant is not None:
+        scope[TENANT] = tenant
     incoming: list[Message] = [{"type": "http.request", "body": body}]
     outgoing: list[Message] = []
 

@@ -24,6 +24,7 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.app import create_app
+from octavo.server.http.context import Storage
 from octavo.server.http.listener import RESERVED_FILES, HttpServer
 from octavo.server.http.settings import ConnectionLimits, Listening, ServerSettings
 from octavo.server.http.streams import unless
@@ -181,6 +182,9 @@ async def _serve(
         try:
             if await unless(stop.wait(), client.start()) is None:
                 return
+            storage: Storage | None = app.state.context.storage
+            if storage is not None:
+                storage.batches.start(app)
             server = HttpServer(app, listener, listening, limits)
             listen(listener, listening)
             server.start()
@@ -189,6 +193,8 @@ async def _serve(
                 ready(url_of(listening, listener.getsockname()[1]))
                 await unless(stop.wait(), asyncio.shield(watching))
                 stop.clear()
+                if storage is not None:
+                    await storage.batches.stop()
                 if client.open_requests:
                     logger.info("draining; a second signal ends all requests at once")
                 await unless(stop.wait(), client.drain(listening.drain_seconds))

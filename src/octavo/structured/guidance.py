@@ -156,21 +156,20 @@ class Guidance:
         from llguidance import LLMatcher, LLParserLimits
 
         schema: Any = None
-        if grammar.kind == "json_schema":
-            schema = json.loads(grammar.source)
-            reason = refusal(schema)
-            if reason is not None:
-                raise InvalidRequest(grammar.field, reason)
-            options: Any = {"whitespace_pattern": WHITE_SPACE}
-            source = "{}" if schema is True else grammar.source
-            text = LLMatcher.grammar_from_json_schema(source, overrides=options)
-        elif grammar.kind == "regex":
-            text = LLMatcher.grammar_from_regex(grammar.source)
-        elif grammar.kind == "choice":
-            choices = json.loads(grammar.source)
-            text = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
-        else:
-            text = LLMatcher.grammar_from_lark(grammar.source)
+        parts = [["grammar", grammar.kind, grammar.source]]
+        if grammar.kind == "parts":
+            parts = json.loads(grammar.source)
+        grammars = []
+        for name, kind, source in parts:
+            if kind in ("json_schema", "lenient_schema"):
+                schema = json.loads(source)
+                reason = refusal(schema)
+                if reason is not None:
+                    raise InvalidRequest(grammar.field, reason)
+            grammars.append({"name": name, **_in_library_form(kind, source)})
+        if len(parts) > 1:
+            schema = None  # which of them is meant is not known
+        text = json.dumps({"grammars": grammars})
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
@@ -180,6 +179,22 @@ class Guidance:
             place = "" if schema is None else place_of(schema, message)
             raise InvalidRequest(grammar.field, f"{place}{message}")
         return GuidanceConstraint(matcher)
+
+
+def _in_library_form(kind: str, source: str) -> dict[str, Any]:
+    """A grammar as llguidance has it in a list of grammars."""
+    from llguidance import LLMatcher
+
+    if kind == "regex":
+        [grammar] = json.loads(LLMatcher.grammar_from_regex(source))["grammars"]
+        return {"lark_grammar": grammar["lark_grammar"]}
+    if kind == "choice":
+        return {"lark_grammar": "start: " + " | ".join(map(json.dumps, json.loads(source)))}
+    if kind == "lark":
+        return {"lark_grammar": source}
+    schema = json.loads(source)
+    options = {"whitespace_pattern": WHITE_SPACE, "lenient": kind == "lenient_schema"}
+    return {"json_schema": {**({} if schema is True else schema), "x-guidance": options}}
 
 
 def constraint_library(

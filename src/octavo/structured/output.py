@@ -37,6 +37,10 @@ class StructuredOutput:
     """The texts among which the output is one; at most 4,096."""
     grammar: str | None = None
     """A context-free grammar in the Lark syntax of llguidance."""
+    parts: Sequence[Mapping[str, str]] | None = None
+    """Several grammars, each with a name, a kind ("lark", "json_schema", "lenient_schema", "regex",
+    "choice") and a source. The first is the grammar; it may name the others: @name. Lenient schemas
+    are kept to as far as llguidance knows their keywords."""
     field: str = "structured"
     """What the client calls this, for errors about it."""
 
@@ -114,6 +118,19 @@ class StructuredOutput:
     def _grammar(self, value: object) -> tuple[str, str]:
         return "lark", self._text("grammar", value)
 
+    def _parts(self, value: object) -> tuple[str, str]:
+        if not isinstance(value, list | tuple) or not value:
+            raise self._error("parts", f"{shown(value)} is not a list of grammars")
+        parts = []
+        for each in value:
+            if not isinstance(each, Mapping) or set(each) != {"name", "kind", "source"}:
+                raise self._error("parts", f"{shown(each)} has not name, kind and source")
+            if each["kind"] not in _PART_KINDS:
+                known = ", ".join(_PART_KINDS)
+                raise self._error("parts", f"{shown(each['kind'])} is not one of {known}")
+            parts.append([self._text("parts", each[key]) for key in ("name", "kind", "source")])
+        return "parts", json.dumps(parts)
+
     def _text(self, name: str, value: object) -> str:
         if not isinstance(value, str) or not value:
             raise self._error(name, f"{shown(value)} is not a text")
@@ -129,4 +146,5 @@ class StructuredOutput:
         return InvalidRequest(where, reason)
 
 
+_PART_KINDS = ("lark", "json_schema", "lenient_schema", "regex", "choice")
 _SOURCES = tuple(each.name for each in fields(StructuredOutput) if each.name != "field")

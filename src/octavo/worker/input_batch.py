@@ -31,7 +31,7 @@ Int64s = NDArray[np.int64]
 
 PENDING = -1  # a token that the device has drawn, or will draw, and the host does not know yet
 # Bits of `flags`.
-_EDITS, _LOGPROBS, _PROMPT_LOGPROBS, _FIRST_MASKS, _TEXT, _MASK = 1, 2, 4, 8, 16, 32
+_EDITS, _LOGPROBS, _READ, _FIRST_MASKS, _TEXT, _MASK = 1, 2, 4, 8, 16, 32
 
 # A row's scalars are one record, so that a fork copies them all at once.
 _ROW = np.dtype(
@@ -75,11 +75,13 @@ class EncoderInput:
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Positions of a step that are followed by prompt tokens to be scored."""
+    """Positions of a step whose hidden states are read."""
 
     seq_id: int
     start: int  # the first position's place in the step's tokens
-    targets: Tensor  # int64 [n]: the prompt tokens that follow
+    num_read: int
+    # int64 [num_read]: the prompt tokens that follow, to be scored; None: the states are pooled.
+    targets: Tensor | None
     num_top: int
 
 
@@ -237,21 +239,26 @@ class InputBatch:
         )
 
     def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
-        """The plan's chunks of prompts whose log-probabilities were requested."""
+        """The plan's chunks of prompts that are read."""
         rows = self.rows_of(plan.seq_ids)
         chunks = []
-        for index in np.flatnonzero(self._rows["flags"][rows] & _PROMPT_LOGPROBS).tolist():
+        for index in np.flatnonzero(self._rows["flags"][rows] & _READ).tolist():
             row, state = rows[index], self._rows[rows[index]]
-            spec = self._spec(row)
-            first = int(state["num_computed"]) + 1
-            end = min(first + plan.num_scheduled_tokens[index], int(state["num_prompt"]))
-            if first < end:
-                targets = self._token_ids[row, first:end].astype(np.int64)
-                start = sum(plan.num_scheduled_tokens[:index])
-                num_top = spec.num_prompt_logprobs or 0
-                chunks.append(
-                    PromptChunk(plan.seq_ids[index], start, torch.from_numpy(targets), num_top)
-                )
+            spec, num_computed = self._spec(row), int(state["num_computed"])
+            first = max(num_computed, spec.first_read)
+            # The prompt's last token has none behind it that could be scored.
+            num_prompt = int(state["num_prompt"]) - (not spec.pools_prompt)
+            last = num_prompt if spec.end_read is None else spec.end_read
+            end = min(num_computed + plan.num_scheduled_tokens[index], num_prompt, last)
+            if first >= end:
+                continue
+            start = sum(plan.num_scheduled_tokens[:index]) + first - num_computed
+            targets = None
+            if not spec.pools_prompt:
+                following = self._token_ids[row, first + 1 : end + 1]
+                targets = torch.from_numpy(following.astype(np.int64))
+            num_top = spec.num_prompt_logprobs or 0
+            chunks.append(PromptChunk(plan.seq_ids[index], start, end - first, targets, num_top))
         return chunks
 
     def awaits_tokens(self, plan: StepPlan) -> bool:
@@ -366,7 +373,7 @@ class InputBatch:
         flags |= _MASK if has_mask(spec) else 0
         flags |= _TEXT if follows_text(spec) or mask_follows_text(spec) else 0
         flags |= _LOGPROBS if spec.num_logprobs is not None else 0
-        flags |= _PROMPT_LOGPROBS if spec.num_prompt_logprobs is not None else 0
+        flags |= _READ if spec.reads_prompt else 0
         flags |= _FIRST_MASKS if has_first_masks(spec) else 0
         # Any int is a seed: it is taken modulo 2 ** 64.
         seed = (opened.seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from octavo.config import EngineConfig
 from octavo.core.kv.specs import CrossAttention, FullAttention, group_layers
-from octavo.core.step import StepPlan, StepResult, TokenLogprobs
+from octavo.core.step import StepPlan, StepResult
 from octavo.errors import RequestFailed
 from octavo.models.base import CausalLM
 from octavo.models.config import ModelConfig
@@ -46,7 +46,7 @@ from octavo.worker.device.base import Device, Moment
 from octavo.worker.graphs import Graphs
 from octavo.worker.input_batch import Drawn, InputBatch, Int32s, Int64s, ModelInput
 from octavo.worker.kv_cache import KVCache
-from octavo.worker.prompt_scores import not_finite, score_prompts
+from octavo.worker.prompt_reading import NOTHING, not_finite, read_prompts
 from octavo.worker.row_masks import MaskedRow, RowMasks
 from octavo.worker.sampler import (
     Choice,
@@ -207,8 +207,8 @@ class ModelRunner:
                     hidden = self._forward(staged)
                 else:
                     hidden = self._replay(staged.captured, staged)
-                step.prompt_logprobs = score_prompts(
-                    self._model, hidden, chunks, self._sampler.vocabulary
+                step.read = read_prompts(
+                    self._model, hidden, chunks, self._sampler.vocabulary, device.to_host
                 )
                 if self._model.num_hit_experts is not None:
                     step.num_hit_experts = device.to_host(self._model.num_hit_experts)
@@ -472,7 +472,7 @@ class StepInFlight:
     def __init__(self, plan: StepPlan, batch: InputBatch, started: Moment, swapped: Moment) -> None:
         """`started`, `swapped`: before blocks are swapped, and after that."""
         self.plan = plan
-        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.read = NOTHING  # of prompts
         self.errors: dict[int, RequestFailed] = {}  # rows for which nothing could be drawn
         self.drawn: Drawn | None = None
         self.num_hit_experts: Tensor | None = None  # so far, in all steps
@@ -513,14 +513,16 @@ class StepInFlight:
         ids = plan.ending
         failed = [ids[row] for row in rows_not_finite(first, candidates)]
         swaps = bool(plan.swap_out or plan.swap_in)
+        scores, pooled = self.read.scores, self.read.pooled()
         return StepResult(
             plan.step_id,
             first.tolist(),
             draws={ids[row]: tokens for row, tokens in choice.draws().items()},
             candidates=candidates,
             logprobs={ids[row]: entries for row, entries in choice.logprobs.items()},
-            prompt_logprobs=self.prompt_logprobs,
-            errors=logits_not_finite([*not_finite(self.prompt_logprobs), *failed]) | self.errors,
+            prompt_logprobs=scores,
+            pooled=pooled,
+            errors=logits_not_finite([*not_finite(scores, pooled), *failed]) | self.errors,
             num_hit_experts=0 if self.num_hit_experts is None else int(self.num_hit_experts),
             compute_seconds=ended.seconds_since(swapped) if plan.seq_ids else 0.0,
             swap_seconds=swapped.seconds_since(started) if swaps else 0.0,

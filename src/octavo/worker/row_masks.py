@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.step import SamplingSpec
+from octavo.core.step import SamplingSpec, ThinkingSpec
 from octavo.errors import NoTokenLeft, OctavoError, RequestFailed
 from octavo.structured.constraint import (
     ConstraintLibrary,
@@ -33,11 +33,12 @@ from octavo.structured.constraint import (
 Int32s = NDArray[np.int32]
 
 COMPILING_THREADS = 2
+MAX_BEFORE_THINKING = 8  # tokens, such as line ends
 
 
 def has_mask(spec: SamplingSpec) -> bool:
     """Whether a row has a mask at every token."""
-    rules = spec.bad_words or spec.no_repeat_ngram_size
+    rules = spec.bad_words or spec.no_repeat_ngram_size or spec.thinking
     return bool(rules or spec.allowed_token_ids or spec.grammar)
 
 
@@ -57,7 +58,7 @@ def has_mask_at(spec: SamplingSpec, num_output_tokens: int) -> bool:
 def mask_follows_text(spec: SamplingSpec) -> bool:
     """Whether a row's mask depends on the tokens so far, rather than on their number alone."""
     has_words = any(len(word) > 1 for word in spec.bad_words)
-    return bool(has_words or spec.no_repeat_ngram_size or spec.grammar)
+    return bool(has_words or spec.no_repeat_ngram_size or spec.grammar or spec.thinking)
 
 
 class MaskedRow(NamedTuple):
@@ -171,6 +172,9 @@ class RowMasks:
                 bad += repeating(texts[place], state.spec.no_repeat_ngram_size)
             if bad:
                 _take_out(words[place], bad)
+            ending = end_of_thinking(state.spec.thinking, output)
+            if ending is not None:
+                words[place] = words_of([ending], self._vocab_size)
             for number, token_id in state.spec.forced_tokens:
                 if number == len(output):
                     words[place] = words_of([token_id], self._vocab_size)
@@ -265,6 +269,40 @@ def bad_word_endings(spec: SamplingSpec, output: Int32s) -> list[int]:
         if start >= 0 and output[start:].tolist() == prefix:
             endings.append(last)
     return endings
+
+
+def end_of_thinking(spec: ThinkingSpec | None, output: Int32s) -> int | None:
+    """The token that must come next because the reasoning in an output has reached its limit.
+
+    Tokens of the end that the output has already, by itself or because they were forced, are not
+    repeated.
+    """
+    if spec is None:
+        return None
+    # Reasoning is what an output begins with.
+    first = output[: len(spec.begin_ids) + MAX_BEFORE_THINKING]
+    start = 0 if spec.is_open else _end_of(spec.begin_ids, first)
+    if start is None or len(output) < start + spec.num_tokens:
+        return None
+    # At the limit the end is forced, so it is in this part of the output, or in none.
+    size = len(spec.end_ids)
+    part = output[start : start + spec.num_tokens + 2 * size]
+    if _end_of(spec.end_ids, part) is not None:
+        return None
+    for num_there in range(min(size - 1, len(part)), -1, -1):
+        if part[len(part) - num_there :].tolist() == list(spec.end_ids[:num_there]):
+            return spec.end_ids[num_there]
+    raise AssertionError("no token is there, at least")
+
+
+def _end_of(token_ids: Sequence[int], output: Int32s) -> int | None:
+    """The place behind the first occurrence of some tokens; None if there is none."""
+    size = len(token_ids)
+    if len(output) < size:
+        return None
+    windows = np.lib.stride_tricks.sliding_window_view(output, size)
+    places = np.flatnonzero((windows == np.asarray(token_ids)).all(axis=1))
+    return int(places[0]) + size if len(places) else None
 
 
 def repeating(token_ids: Int32s, size: int) -> list[int]:

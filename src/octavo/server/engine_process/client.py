@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from octavo.config import EngineConfig
 from octavo.engine.events import Counters, Event, Gauges
 from octavo.engine.snapshot import RequestView, Snapshot
-from octavo.engine.tokenizer import Tokenizer
+from octavo.engine.tokenizer import Room, Tokenizer
 from octavo.engine.validation import (
     Params,
     PreparedRequest,
@@ -23,6 +23,7 @@ from octavo.engine.validation import (
 from octavo.errors import InvalidRequest, Overloaded, RequestTooLong, Unavailable
 from octavo.models.hub import resolve_model
 from octavo.models.registry import read_model_config
+from octavo.sampling_params import PoolingParams, SamplingParams
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.delivery import Delivery
 from octavo.server.engine_process.draining import Drainer
@@ -37,6 +38,7 @@ from octavo.server.engine_process.stream import RequestStream
 from octavo.server.engine_process.supervision import Health, Supervision
 from octavo.server.offload import Offload
 from octavo.structured.checker import GrammarChecker
+from octavo.structured.output import StructuredOutput
 
 MAX_RETRY_SECONDS = 60.0
 
@@ -189,11 +191,12 @@ class EngineClient:
             self._check_open()
             self._check_room(tenant)
             given, decoder_input_ids = parts_of(prompt)
-            token_ids = await self._tokenize(given, "prompt")
+            is_output = not isinstance(params, PoolingParams)
+            token_ids = await self._tokenize(given, "prompt", is_output)
             whole: Prompt = token_ids
             if decoder_input_ids is not None:
                 whole = {"prompt": token_ids, "decoder_input_ids": decoder_input_ids}
-            if params.structured is not None:
+            if not isinstance(params, PoolingParams) and params.structured is not None:
                 await self.offload.grammar(lambda: self._preparer.check_structured(params))
             self._check_open()  # both may have taken a while
             # The engine may hold less than the model could use.
@@ -213,23 +216,43 @@ class EngineClient:
             self._delivery.notify("request_refused", error)
             raise
 
+    def abort(self, request_id: str) -> None:
+        """End an open request, if there is one of this id, as its stream's `abort` does."""
+        stream = self._delivery.streams.get(request_id)
+        if stream is not None:
+            stream.abort()
+
+    async def check_structured(self, structured: StructuredOutput) -> None:
+        """Raises InvalidRequest if an output cannot be kept to a form; compiles its grammar, but
+        not on the event loop."""
+        params = SamplingParams(structured=structured)
+        await self.offload.grammar(lambda: self._preparer.check_structured(params))
+
     async def encode(
         self,
         texts: Sequence[str],
         field: str,
         add_special_tokens: bool = True,
         any_length: bool = False,
+        before_output: bool = True,
     ) -> list[list[int]]:
         """Token ids of each text; long ones, or many, do not hold up the other requests.
 
         Raises InvalidRequest about `field`, or `field[i]` where there are several texts, and
-        RequestTooLong unless `any_length` is allowed.
+        RequestTooLong unless `any_length` is allowed. `before_output`: with room for a token more.
         """
         try:
-            return await self._encode(texts, field, add_special_tokens, any_length)
+            return await self._encode(texts, field, add_special_tokens, any_length, before_output)
         except RequestTooLong as error:
             self._delivery.notify("request_refused", error)
             raise
+
+    def check_prompts(self, prompts: Sequence[Prompt], field: str) -> None:
+        """Raises InvalidRequest about `field[i]` if a prompt that is to be read whole cannot be."""
+        room = Room.whole(self.info.max_model_len)
+        for index, prompt in enumerate(prompts):
+            name = field if len(prompts) == 1 else f"{field}[{index}]"
+            self._preparer.tokenize(parts_of(prompt)[0], room, name)
 
     # ---------------------------------------------------------------- pinned prefixes
 
@@ -273,6 +296,11 @@ class EngineClient:
 
     def list_prefixes(self) -> list[PinnedPrefix]:
         return [_pinned(pin) for pin in self._journal.pins.values() if pin.computed.done()]
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, in all replicas, except pinned ones."""
+        self._check_open()
+        await self._fleet.reset_prefix_caches()
 
     # ---------------------------------------------------------------- looking inside
 
@@ -337,11 +365,14 @@ class EngineClient:
         field: str,
         add_special_tokens: bool = True,
         any_length: bool = False,
+        before_output: bool = True,
     ) -> list[list[int]]:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise InvalidRequest(field, "the model has no tokenizer; give token ids")
-        room = None if any_length else self._preparer.room(self.info.max_model_len)
+        room, limit = None, self.info.max_model_len
+        if not any_length:
+            room = self._preparer.room(limit) if before_output else Room.whole(limit)
         names = [field] if len(texts) == 1 else [f"{field}[{i}]" for i in range(len(texts))]
         named = list(zip(texts, names, strict=True))
         if room is not None:
@@ -356,11 +387,13 @@ class EngineClient:
 
         return await self.offload.text(sum(map(len, texts)), encode_all)
 
-    async def _tokenize(self, prompt: str | list[int], field: str) -> str | list[int]:
+    async def _tokenize(
+        self, prompt: str | list[int], field: str, before_output: bool = True
+    ) -> str | list[int]:
         """Encode text as token ids; any other prompt is returned unchanged and checked later."""
         if not isinstance(prompt, str):
             return prompt
-        [token_ids] = await self._encode([prompt], field)
+        [token_ids] = await self._encode([prompt], field, before_output=before_output)
         return token_ids
 
     def _check_open(self) -> None:

@@ -125,7 +125,7 @@ class Exchange:
         if self._process is not None:
             self._process.send(m.Watch(on))
 
-    async def ask(self, make: type[m.Look] | type[m.Unpin], **fields: Any) -> Any:
+    async def ask(self, make: type[m.Look | m.Unpin | m.ResetPrefixCache], **fields: Any) -> Any:
         """Send a command, and return the contents of Seen, or None. Raises the engine's error, and
         Unavailable if there is no engine or it dies meanwhile."""
         if self._process is None:

@@ -181,6 +181,18 @@ class Fleet:
 
     # ---------------------------------------------------------------- what a drain asks for
 
+    async def reset_prefix_caches(self) -> None:
+        """Have all processes forget what they have cached, except pinned prefixes; a replica
+        without a process has nothing cached."""
+        with_process = [replica for replica in self.replicas if replica.is_serving]
+        for replica in with_process:
+            self._router.forget(replica.number)
+        asked = [replica.exchange.ask(m.ResetPrefixCache) for replica in with_process]
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            # A process that has died meanwhile has forgotten everything.
+            if isinstance(answer, BaseException) and not isinstance(answer, Unavailable):
+                raise answer
+
     def vacate(self, replica: Replica) -> None:
         """See Mover.vacate."""
         self._take_all(replica)

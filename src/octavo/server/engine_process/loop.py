@@ -45,6 +45,7 @@ class EngineLoop:
             m.FinishSample: self._finish_sample,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
+            m.ResetPrefixCache: self._reset_prefix_cache,
             m.Look: self._look,
             m.Watch: self._watch,
         }
@@ -126,6 +127,9 @@ class EngineLoop:
                 self._send(m.Reply(unpin.ticket))
                 return
         self._answer(unpin.ticket, lambda: self._engine.unpin_prefix(unpin.name))
+
+    def _reset_prefix_cache(self, reset: m.ResetPrefixCache) -> None:
+        self._answer(reset.ticket, self._engine.kv.reset_prefix_cache)
 
     def _look(self, look: m.Look) -> None:
         if look.request_id is None:

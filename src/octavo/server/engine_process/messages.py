@@ -76,6 +76,12 @@ class Unpin(msgspec.Struct, tag=True):
     name: str
 
 
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    """Forget all cached prefixes except pinned ones. The reply is Reply."""
+
+    ticket: int
+
+
 class Look(msgspec.Struct, tag=True):
     """Take a snapshot. The reply is Seen. With `request_id`: of this request, with its tokens."""
 
@@ -89,7 +95,7 @@ class Watch(msgspec.Struct, tag=True):
     on: bool
 
 
-Command = Start | Add | Abort | FinishSample | Pin | Unpin | Look | Watch
+Command = Start | Add | Abort | FinishSample | Pin | Unpin | ResetPrefixCache | Look | Watch
 
 
 # ---------------------------------------------------------------- from the engine process
@@ -191,4 +197,4 @@ def pack_results(results: StepResults[TokenLogprobs]) -> StepResults[bytes]:
         [*map(pack_logprobs, scores)] if scores else () for scores in results.tokens.logprobs
     ]
     tokens: Any = results.tokens._replace(logprobs=packed)
-    return StepResults(results.prompt_scores, tokens, results.finished)
+    return StepResults(results.prompt_scores, tokens, results.finished, results.embeddings)

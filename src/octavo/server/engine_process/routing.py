@@ -90,6 +90,10 @@ class Router:
         self._indexes[number].max_blocks = min(num_blocks, MAX_BLOCKS)
         self._block_size = block_size
 
+    def forget(self, number: int) -> None:
+        """A replica's cache is empty."""
+        self._indexes[number].clear()
+
     def choose(self, request: PreparedRequest, candidates: Sequence[C]) -> tuple[C, int]:
         """Choose one of the candidates, of which there is at least one, and note what it gets.
 

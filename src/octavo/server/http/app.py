@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -10,10 +11,13 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from octavo import __version__
+from octavo.server.batches import Batches
 from octavo.server.engine_process.client import EngineClient
-from octavo.server.http.context import Context
-from octavo.server.http.endpoints import ROUTERS
+from octavo.server.http.answers import format_of
+from octavo.server.http.context import Context, Storage
+from octavo.server.http.endpoints import ROUTERS, STORAGE_ROUTERS
 from octavo.server.http.errors import add_error_handlers
+from octavo.server.http.file_store import FileStore, Shelf
 from octavo.server.http.gate import Gate
 from octavo.server.http.schema import describe
 from octavo.server.http.settings import ServerSettings
@@ -26,7 +30,8 @@ def create_app(
     """All endpoints, behind the gate that checks keys and limits.
 
     `routers` are further endpoints: metrics, pages, or some from outside the package. Endpoints
-    find the client and the settings by `octavo.server.http.context.context_of(request)`.
+    find the client and the settings by `octavo.server.http.context.context_of(request)`. Raises
+    ConfigError if `files_dir` cannot be used.
     """
     app = FastAPI(
         title="octavo",
@@ -36,7 +41,22 @@ def create_app(
         openapi_url="/openapi.json",
         redirect_slashes=False,
     )
-    app.state.context = Context(client, settings, TokenTexts(client.tokenizer))
+    storage = None
+    if settings.files_dir is not None:
+        directory = Path(settings.files_dir)
+        files = FileStore(directory, Shelf(settings.max_file_bytes, settings.max_files))
+        storage = Storage(files, Batches(files, directory))
+        routers = [*STORAGE_ROUTERS, *routers]
+    answer_format = format_of(
+        client.tokenizer, settings.tool_call_parser, settings.reasoning_parser
+    )
+    app.state.context = Context(
+        client,
+        settings,
+        TokenTexts(client.tokenizer),
+        answer_format=answer_format,
+        storage=storage,
+    )
     add_error_handlers(app)
     for router in (*ROUTERS, *routers):
         app.include_router(router)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -9,14 +10,27 @@ from typing import Any, cast
 import msgspec
 from fastapi import Request, Response
 
+from octavo import __version__
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest
+from octavo.parsing.formats import AnswerFormat, find_format
+from octavo.server.batches import Batches
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.http.bodies import B, read_body
 from octavo.server.http.errors import ApiError
+from octavo.server.http.file_store import FileStore
 from octavo.server.http.keys import Tenant
 from octavo.server.http.settings import ServerSettings
-from octavo.server.http.token_texts import TokenTexts
+from octavo.server.http.token_texts import TokenIds, TokenTexts
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What the server keeps on disk for its clients."""
+
+    files: FileStore
+    batches: Batches
+
 
 encode = msgspec.json.Encoder().encode
 
@@ -31,7 +45,32 @@ class Context:
     created: int = field(
         default_factory=lambda: int(time.time())
     )  # when the model was, for clients
+    answer_format: AnswerFormat = field(default_factory=lambda: find_format(None))  # of the model
     opening: set[str] = field(default_factory=set)  # ids of requests that are being queued
+    storage: Storage | None = None  # None: the server keeps no files
+    token_ids: TokenTexts = field(init=False)  # `texts`, for those who want ids instead
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", TokenIds(self.client.tokenizer))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what, beside a request, decides about its output."""
+        info = self.client.info
+        parts = __version__, info.model, info.dtype, info.device, str(info.num_ranks)
+        return f"fp_{hashlib.blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
+
+    @property
+    def files(self) -> FileStore:
+        """For endpoints that are there only where files are kept."""
+        assert self.storage is not None, "their routers are not included without it"
+        return self.storage.files
+
+    @property
+    def batches(self) -> Batches:
+        """For endpoints that are there only where files are kept."""
+        assert self.storage is not None, "their routers are not included without it"
+        return self.storage.batches
 
     async def body(self, request: Request, kind: type[B]) -> B:
         ignore_unknown = self.settings.ignore_unknown_fields

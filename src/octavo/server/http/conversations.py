@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+import json
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -21,11 +22,10 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
 END_MARK = "\ue0ff"
 # The one role whose turn may be empty: servers send null when all they have is its reasoning.
 ASSISTANT = "assistant"
+TOOL = "tool"
 MESSAGE_COST = 64  # characters: rendering a message takes about as long as handling that much text
 
 MAX_ROLE = 64  # characters
-
-_NO_TOOLS = "octavo does not support tool calls"
 
 
 def _check_is_text(kind: str) -> str:
@@ -59,6 +59,22 @@ class ContentPart(_Lenient):
     """The text."""
 
 
+class CalledFunction(_Lenient):
+    """The function of a call, and its arguments."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str | dict[str, Any] = ""
+    """A JSON object, or its text."""
+
+
+class MessageToolCall(_Lenient):
+    """A call of a tool that the assistant made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(_Lenient):
     """One message of a conversation. Fields that octavo does not know are ignored."""
 
@@ -66,12 +82,18 @@ class ChatMessage(_Lenient):
     """Which roles there are is for the model's chat template to say."""
     content: str | Annotated[list[ContentPart], Field(min_length=1), FAIL_FAST] | None = None
     """Text, or parts of type text; only an assistant's message may have none."""
+    reasoning_content: str | None = None
+    """The assistant's reasoning, for templates that show it."""
+    reasoning: str | None = None
+    """The same by its other name."""
+    tool_calls: Annotated[list[MessageToolCall], FAIL_FAST] | None = None
+    """The assistant's calls of tools."""
+    tool_call_id: str | None = None
+    """In a message of a tool: the call that it answers."""
     name: str | None = None
     """For templates that show it."""
 
-    tool_calls: Annotated[object, Refused(_NO_TOOLS, ([],))] = None
-    tool_call_id: Annotated[object, Refused(_NO_TOOLS)] = None
-    function_call: Annotated[object, Refused(_NO_TOOLS)] = None
+    function_call: Annotated[object, Refused("use tool_calls")] = None
     audio: Annotated[object, Refused("octavo reads text")] = None
     refusal: Annotated[object, Refused("octavo's models do not have it")] = None
     annotations: Annotated[object, Refused("octavo's models do not have it", ([],))] = None
@@ -91,6 +113,8 @@ async def conversation_prompt(
     continue_final_message: bool | None = None,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     add_special_tokens: bool = False,
     any_length: bool = False,
 ) -> list[int]:
@@ -115,7 +139,13 @@ async def conversation_prompt(
         raise RequestTooLong(
             "messages", f"{len(messages)} messages do not fit into a context of {limit} tokens"
         )
-    render = _renderer(context, template)
+    render, shown = _renderer(context, template)
+    for name, values in (("documents", documents), ("tools", tools)):
+        if values is None:
+            continue
+        if name not in shown:
+            raise refused(name, "the chat template does not show them", UNSUPPORTED)
+        variables = {**(variables or {}), name: values}
     begins_answer = not continue_final_message and add_generation_prompt is not False
 
     def rendered() -> str:
@@ -125,8 +155,8 @@ async def conversation_prompt(
         return render(plain, begins_answer, variables or {})
 
     size = sum(map(_cost, messages))
-    if template is not None:
-        size = max(size, LONG_TEXT)  # one from a request may take any time
+    if template is not None or documents is not None or tools is not None:
+        size = max(size, LONG_TEXT)  # a template from a request may take any time
     text = await context.client.offload.text(size, rendered)
     if continue_final_message:
         text, mark, _ = text.rpartition(END_MARK)
@@ -138,12 +168,13 @@ async def conversation_prompt(
     return token_ids
 
 
-def _renderer(context: Context, template: str | None) -> Render:
+def _renderer(context: Context, template: str | None) -> tuple[Render, Set[str]]:
+    """What renders a conversation, and the names of the variables that its template shows."""
     tokenizer = context.tokenizer("messages")
     if template is None:
         return lambda messages, begins, variables: tokenizer.render_chat(
             messages, begins, **variables
-        )
+        ), tokenizer.template_variables
     if not context.settings.trust_request_chat_template:
         raise refused(
             "chat_template",
@@ -154,26 +185,59 @@ def _renderer(context: Context, template: str | None) -> Render:
         compiled = ChatTemplate(template, tokenizer.special_tokens)
     except ModelError as error:
         raise InvalidRequest("chat_template", str(error)) from error
-    return compiled.render
+    return compiled.render, compiled.variables
 
 
 def _cost(message: ChatMessage) -> int:
     """What a message takes to render, in characters."""
     content = message.content or ""
+    called = sum(MESSAGE_COST + len(call.function.arguments) for call in message.tool_calls or ())
+    called += len(message.reasoning_content or message.reasoning or "")
     if isinstance(content, str):
-        return MESSAGE_COST + len(content)
-    return MESSAGE_COST * (1 + len(content)) + sum(len(part.text) for part in content)
+        return MESSAGE_COST + called + len(content)
+    return called + MESSAGE_COST * (1 + len(content)) + sum(len(part.text) for part in content)
 
 
 def _plain(message: ChatMessage, path: str) -> Plain:
-    """The message at `path` as templates expect it: its content as one text. Raises ApiError."""
-    plain = {"role": message.role, "content": _text(message, path)}
+    """The message at `path` as templates expect it: its content as one text, the arguments of calls
+    as objects. Raises ApiError."""
+    plain: Plain = {"role": message.role, "content": message_text(message, path)}
     if message.name is not None:
         plain["name"] = message.name
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        plain["reasoning_content"] = reasoning
+    if message.role == TOOL:
+        if not message.tool_call_id:
+            raise refused(f"{path}.tool_call_id", "it is missing", "missing_field")
+        plain["tool_call_id"] = message.tool_call_id
+    elif message.tool_call_id is not None:
+        raise refused(f"{path}.tool_call_id", f"only messages of the role {TOOL} have one")
+    if message.tool_calls:
+        if message.role != ASSISTANT:
+            raise refused(f"{path}.tool_calls", f"only the {ASSISTANT} calls tools")
+        plain["tool_calls"] = [
+            _plain_call(call, f"{path}.tool_calls[{i}]")
+            for i, call in enumerate(message.tool_calls)
+        ]
     return plain
 
 
-def _text(message: ChatMessage, path: str) -> str:
+def _plain_call(call: MessageToolCall, path: str) -> Plain:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = ""
+        if not isinstance(arguments, dict):
+            raise refused(f"{path}.function.arguments", "it is not the text of a JSON object")
+    plain = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return plain if call.id is None else {"id": call.id, **plain}
+
+
+def message_text(message: ChatMessage, path: str) -> str:
+    """The content of the message at `path` as one text. Raises ApiError if it must not be empty."""
     content = message.content
     if content is None:
         if message.role == ASSISTANT:

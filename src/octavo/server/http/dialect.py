@@ -17,9 +17,11 @@ from fastapi import Request, Response
 from octavo.engine.validation import Prompt
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.server.engine_process.stream import RequestStream
+from octavo.server.http.answers import PLAIN, AnswerReader
 from octavo.server.http.context import Context, context_of, reply, request_id_of
 from octavo.server.http.errors import as_api_error
 from octavo.server.http.generation import GenerationBody, Params
+from octavo.server.http.prompts import truncated
 from octavo.server.http.replies import Choice, FinishReason, PromptTokensDetails, Usage
 from octavo.server.http.streams import (
     DONE,
@@ -44,17 +46,24 @@ class Writer(ABC, Generic[BodyT, ChoiceT]):
     """
 
     id_prefix: str
+    reader: AnswerReader = PLAIN  # of the outputs; the dialect's `reading` chooses another one
 
     def __init__(
         self, request: Request, body: BodyT, model: str, streams: Sequence[RequestStream]
     ) -> None:
         self.request = request
-        self.texts = context_of(request).texts
+        context = context_of(request)
+        self.texts = context.token_ids if body.return_tokens_as_token_ids else context.texts
         self.body = body
         self.streams = streams
         self.id = f"{self.id_prefix}-{request_id_of(request)}"
         # The fields of `Reply`.
-        self.head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
+        self.head: dict[str, Any] = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": context.fingerprint,
+        }
         self.num_samples = body.n or 1  # of each prompt
         self.num_output_tokens = 0
 
@@ -137,6 +146,8 @@ class Dialect(Generic[BodyT]):
         prompts: each prompt of a body, in token ids.
         writer: writes its replies.
         client_names: the engine's name of a field -> the client's, where that is another one.
+        reading: from the parameters and the prompts to parameters that keep the outputs to a
+            format, and a reader of them. None: they are plain text.
     """
 
     body: type[BodyT]
@@ -144,20 +155,32 @@ class Dialect(Generic[BodyT]):
     prompts: Callable[[Context, BodyT], Awaitable[Sequence[Prompt]]]
     writer: type[Writer[BodyT, Any]]
     client_names: Mapping[str, str] = field(default_factory=dict)
+    reading: (
+        Callable[[Context, BodyT, Params, Sequence[Prompt]], Awaitable[tuple[Params, AnswerReader]]]
+        | None
+    ) = None
 
     async def respond(self, request: Request) -> Response:
         """Answer a request. Raises ApiError or InvalidRequest, which name the field, before
         anything is computed."""
         body = await context_of(request).body(request, self.body)
+        if body.request_id is not None:
+            request.state.request_id = body.request_id
         return await while_connected(request.receive, self._answer(request, body))
 
     async def _answer(self, request: Request, body: BodyT) -> Response:
         context = context_of(request)
         model = context.model_name(body.model)
         params = self.params(body, context.client.model_config.sampling_defaults)
-        prompts = await self.prompts(context, body)
+        length = context.client.info.max_model_len
+        reserved = max(1, params.max_tokens or 1)
+        prompts = truncated(await self.prompts(context, body), body, length, reserved)
+        reader = PLAIN
+        if self.reading is not None:
+            params, reader = await self.reading(context, body, params, prompts)
         streams = await open_streams(request, body, prompts, params, self.client_names)
         writer = self.writer(request, body, model, streams)
+        writer.reader = reader
         if body.stream:
             ping_seconds = context.settings.ping_seconds
             return EventStream(writer.events(), ping_seconds, lambda: close(streams))

@@ -17,8 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.server.http.errors import ApiError, as_api_error
 from octavo.server.http.settings import ServerSettings
 
-OPEN_PATHS = frozenset({"/health", "/version"})
-ADMIN_PATHS = "/admin/"
+OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+UPLOAD_PATH = "/v1/files"
+LARGEST_FORM = 65_536  # bytes, without the file
+ADMIN_PATHS = ("/admin/", "/abort_requests", "/reset_prefix_cache")  # and what begins so
+# The key of a scope under which code in this process names the tenant that it asks for; no request
+# from outside can set it.
+TENANT = "octavo.tenant"
 PORT = re.compile(r":[0-9]+$")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -36,7 +41,7 @@ class Gate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        passage = _Passage(scope, receive, send, self._settings.max_body_bytes)
+        passage = _Passage(scope, receive, send, self._max_bytes(scope))
         try:
             self._admit(scope)
             await self._app(scope, passage.receive, passage.send)
@@ -46,8 +51,14 @@ class Gate:
             passage.log()
 
     def _admit(self, scope: Scope) -> None:
-        """Note the tenant; ApiError 400 if it is not clear which host is meant, 403 if it is not
-        this one, 401 without a valid key, 413 if the body is too long."""
+        """Note the tenant; nothing is asked of code in this process.
+
+        ApiError 400 if it is not clear which host is meant, 403 if it is not this one, 401 without
+        a valid key, 413 if the body is too long.
+        """
+        if TENANT in scope:
+            scope["state"]["tenant"] = scope[TENANT]
+            return
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
@@ -70,8 +81,14 @@ class Gate:
             )
         scope["state"]["tenant"] = tenant
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._settings.max_body_bytes:
-            raise too_large(self._settings.max_body_bytes)
+        if length.isdecimal() and int(length) > self._max_bytes(scope):
+            raise too_large(self._max_bytes(scope))
+
+    def _max_bytes(self, scope: Scope) -> int:
+        """The largest body; a form with a file is a little larger than the file."""
+        if scope["path"] == UPLOAD_PATH:
+            return self._settings.max_file_bytes + LARGEST_FORM
+        return self._settings.max_body_bytes
 
     def _check_host(self, given: str) -> None:
         """A page from elsewhere may have its own name resolved to this machine (DNS rebinding): its
@@ -99,8 +116,9 @@ class _Passage:
         self._status: int | None = None
         self._start = time.monotonic()
         given = Headers(scope=scope).get("x-request-id", "")
-        self._request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = self._request_id
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        # A body may bring another one.
+        scope.setdefault("state", {})["request_id"] = request_id
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -112,7 +130,7 @@ class _Passage:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+            MutableHeaders(scope=message)["x-request-id"] = self._scope["state"]["request_id"]
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
@@ -124,7 +142,7 @@ class _Passage:
         logger.info(
             "request",
             extra={
-                "request_id": self._request_id,
+                "request_id": self._scope["state"]["request_id"],
                 "method": self._scope.get("method"),
                 "path": self._scope["path"],
                 "status": self._status,

@@ -21,6 +21,7 @@ from octavo.sampling_params import (
 )
 from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Body, Integer, Refused, same_json
 from octavo.server.http.errors import refused
+from octavo.server.http.gate import REQUEST_ID
 from octavo.server.http.keys import MAX_SALT
 from octavo.server.http.structured import ResponseFormat, StructuredOutputs, structured_output
 from octavo.structured.output import StructuredOutput
@@ -67,11 +68,28 @@ class StreamOptions(Body):
     """Send the usage so far with every chunk; needs include_usage."""
 
 
-class GenerationBody(Body):
-    """The fields that every endpoint that generates text has."""
+class PromptBody(Body):
+    """The fields that every endpoint has which takes prompts."""
 
     model: str | None = None
     """A name in /v1/models; not given: the model served."""
+    truncate_prompt_tokens: Annotated[int, Integer(-1)] | None = None
+    """Use so many tokens of a longer prompt; -1: what leaves room for the output."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a prompt that is too long loses tokens; not given: "left", its beginning."""
+    priority: Int64 | None = None
+    """Smaller runs first; for the priority policy."""
+    cache_salt: ShortText | None = None
+    """Share cached prefixes only with requests of the same salt."""
+    user: ShortText | None = None
+    """Your name for the end user; goes to the request log, if it is on."""
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = None
+    """Names the request, as the header X-Request-Id does, over which it takes precedence."""
+
+
+class GenerationBody(PromptBody):
+    """The fields that every endpoint that generates text has."""
+
     max_tokens: NonNegative | None = None
     """The longest output, in tokens."""
     min_tokens: NonNegative | None = None
@@ -123,14 +141,10 @@ class GenerationBody(Body):
     stream: bool | None = None
     """Send the output as server-sent events."""
     stream_options: StreamOptions | None = None
-    priority: Int64 | None = None
-    """Smaller runs first; for the priority policy."""
-    cache_salt: ShortText | None = None
-    """Share cached prefixes only with requests of the same salt."""
     return_token_ids: bool | None = None
     """Also give the token ids of prompt and output."""
-    user: ShortText | None = None
-    """Your name for the end user; goes to the request log, if it is on."""
+    return_tokens_as_token_ids: bool | None = None
+    """Write tokens in log-probabilities as token_id:ID."""
     response_format: ResponseFormat | None = None
     """The form of the output: a JSON object, or JSON that keeps to a schema, strict or not."""
     structured_outputs: StructuredOutputs | None = None
@@ -159,7 +173,6 @@ class GenerationBody(Body):
     guided_regex: Annotated[object, Refused(_STRUCTURED)] = None
     guided_choice: Annotated[object, Refused(_STRUCTURED)] = None
     guided_grammar: Annotated[object, Refused(_STRUCTURED)] = None
-    truncate_prompt_tokens: Annotated[object, Refused("send a prompt that fits")] = None
     spaces_between_special_tokens: Annotated[object, Refused(_UNSUPPORTED, (True,))] = None
     logits_processors: Annotated[object, Refused(_UNSUPPORTED)] = None
 

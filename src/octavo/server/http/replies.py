@@ -11,8 +11,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-FinishReason = Literal["stop", "length"]
-FINISH = "stop: an end or a stop string; length: max_tokens or the end of the context."
+FinishReason = Literal["stop", "length", "tool_calls"]
+FINISH = (
+    "stop: an end or a stop string; length: max_tokens or the end of the context; tool_calls: the "
+    "end of an output that calls tools."
+)
 STOPPED_BY = "The stop string or token id that ended the output; null for the model's own end."
 
 
@@ -48,6 +51,9 @@ class Reply(msgspec.Struct, kw_only=True):
     id: str
     created: int
     model: str
+    system_fingerprint: Annotated[
+        str, Meta(description="Changes with whatever may change outputs: version, model, devices.")
+    ]
 
 
 class ScoredToken(msgspec.Struct):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
+from pprint import pformat
 from typing import Any
 
 import msgspec
@@ -51,6 +53,7 @@ def documented(
     reply: type,
     *,
     example: dict[str, Any] | None = None,
+    form: dict[str, str] | None = None,
     streams: type | None = None,
     status: int = 200,
 ) -> dict[str, Any]:
@@ -58,18 +61,31 @@ def documented(
 
     Args:
         body: the pydantic model of its requests; None: they have no body.
-        reply: the msgspec structure or dataclass of its replies.
+        reply: the msgspec structure or dataclass of its replies; bytes: they are a file.
         example: a body that any model of the server answers.
+        form: the fields of a form that is sent instead of a body; "@NAME" is a file.
         streams: the structure of the events that it may send instead of `reply`.
         status: of its replies.
     """
-    content: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
+    content: dict[str, Any] = {
+        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+    }
+    if reply is not bytes:
+        content = {"application/json": {"schema": _ref(reply)}}
     if streams is not None:
         content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": _ref(streams)}
     responses = {status: {"description": "Done.", "content": content}}
     extra: dict[str, Any] = {}
     if body is not None:
         content = {"application/json": {"schema": _ref(body), "example": example}}
+        extra["requestBody"] = {"required": True, "content": content}
+    if form is not None:
+        fields = {
+            name: {"type": "string"} | ({"format": "binary"} if value[:1] == "@" else {})
+            for name, value in form.items()
+        }
+        schema = {"type": "object", "properties": fields, "required": list(form)}
+        content = {"multipart/form-data": {"schema": schema, "example": form}}
         extra["requestBody"] = {"required": True, "content": content}
     return {"responses": responses, "status_code": status, "openapi_extra": extra}
 
@@ -79,12 +95,14 @@ def describe(app: FastAPI, model_name: str, needs_key: bool) -> dict[str, Any]:
     whole = get_openapi(
         title="octavo", version=__version__, description=DESCRIPTION, routes=app.routes
     )
-    content = {"application/json": {"schema": _ref(ErrorReply)}}
-    errors = {str(code): {"description": text, "content": content} for code, text in ERRORS.items()}
+    reply = {"application/json": {"schema": _ref(ErrorReply)}}
+    errors = {str(code): {"description": text, "content": reply} for code, text in ERRORS.items()}
     path_examples = {
         "model": model_name,
         "name": PREFIX_EXAMPLE["name"],
         "request_id": "my-request",
+        "file_id": "file-ID",
+        "batch_id": "batch-ID",
     }
     for path, methods in whole["paths"].items():
         for method, operation in methods.items():
@@ -92,10 +110,15 @@ def describe(app: FastAPI, model_name: str, needs_key: bool) -> dict[str, Any]:
             operation["responses"].pop("422", None)
             operation["responses"] |= errors
             url = f"{EXAMPLE_ORIGIN}{path.format_map(path_examples)}"
-            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            content = operation.get("requestBody", {}).get("content", {})
+            body = content.get("application/json", {}).get("example")
+            form = content.get("multipart/form-data", {}).get("example")
             has_key = needs_key and path not in OPEN_PATHS
-            source = _curl(method, url, body.get("example"), has_key)
-            operation["x-codeSamples"] = [{"lang": "Shell", "label": "curl", "source": source}]
+            example = method, url, body, form, has_key
+            operation["x-codeSamples"] = [
+                {"lang": "Shell", "label": "curl", "source": _curl(*example)},
+                {"lang": "Python", "label": "Python", "source": _python(*example)},
+            ]
     components = whole.setdefault("components", {})
     own = components.get("schemas", {})
     components["schemas"] = {k: v for k, v in own.items() if k not in FASTAPI_OWN} | _schemas()
@@ -103,20 +126,51 @@ def describe(app: FastAPI, model_name: str, needs_key: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         whole["security"] = [{"key": []}]
         for path in OPEN_PATHS:
-            whole["paths"][path]["get"]["security"] = []
+            for operation in whole["paths"][path].values():
+                operation["security"] = []
     return whole
 
 
-def _curl(method: str, url: str, body: dict[str, Any] | None, has_key: bool) -> str:
+def _curl(
+    method: str,
+    url: str,
+    body: dict[str, Any] | None,
+    form: dict[str, str] | None,
+    has_key: bool,
+) -> str:
     """A command line that asks for an example."""
     words = ["curl", url]
-    if method not in ("get", "post"):  # which curl chooses by itself
+    if method != ("get" if body is form is None else "post"):  # which curl chooses by itself
         words[1:1] = ["-X", method.upper()]
     if has_key:
         words += ["-H", "Authorization: Bearer KEY"]
     if body is not None:
         words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    for name, value in (form or {}).items():
+        words += ["-F", f"{name}={value}"]
     return shlex.join(words)
+
+
+def _python(
+    method: str,
+    url: str,
+    body: dict[str, Any] | None,
+    form: dict[str, str] | None,
+    has_key: bool,
+) -> str:
+    """A program that asks for an example."""
+    arguments = [repr(url)]
+    if has_key:
+        arguments.append(f"headers={ {'Authorization': 'Bearer KEY'} }")
+    if body is not None:
+        arguments.append(f"json={pformat(body, sort_dicts=False)}")
+    if form is not None:
+        texts = {name: value for name, value in form.items() if value[:1] != "@"}
+        files = (f'{name!r}: open({v[1:]!r}, "rb")' for name, v in form.items() if v[:1] == "@")
+        arguments += [f"data={texts}", f"files={{{', '.join(files)}}}"]
+    call = ",\n".join(textwrap.indent(each, "    ") for each in [*arguments, "timeout=60"])
+    lines = ["import httpx", "", f"reply = httpx.{method}(\n{call},\n)", "print(reply.text)"]
+    return "\n".join(lines)
 
 
 def _ref(kind: type) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from octavo.errors import ConfigError
+from octavo.parsing.formats import AUTO, CALL_FORMAT_NAMES, REASONING_NAMES
 from octavo.server.http.keys import ApiKeys
 
 MIB = 1 << 20
@@ -74,10 +75,20 @@ class ServerSettings:
     """Largest body."""
     max_prompts: int = 256
     """Most prompts in one request."""
+    files_dir: str | None = None
+    """Directory of /v1/files and /v1/batches, which need one; no other server may use it."""
+    max_file_bytes: int = 128 * MIB
+    """Largest uploaded file."""
+    max_files: int = 1_000
+    """Most files at once, with what batches have written."""
     ignore_unknown_fields: bool = False
     """Ignore fields that octavo does not know, instead of refusing the request."""
     trust_request_chat_template: bool = False
     """Run chat templates that requests bring along (sandboxed, but they can take long)."""
+    tool_call_parser: str = AUTO
+    """How the model writes calls of tools; "auto": as its files say."""
+    reasoning_parser: str = AUTO
+    """How the model marks reasoning; "auto": as its files say."""
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server; "*": all."""
     allowed_hosts: tuple[str, ...] = ()
@@ -90,7 +101,13 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise ConfigError("served_model_name", "a name is empty")
-        for name in ("max_body_bytes", "max_prompts"):
+        for name, known in (
+            ("tool_call_parser", CALL_FORMAT_NAMES),
+            ("reasoning_parser", REASONING_NAMES),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
+        for name in ("max_body_bytes", "max_prompts", "max_file_bytes", "max_files"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"{getattr(self, name)} is less than 1")
         if not 0 <= self.ping_seconds <= DAY:

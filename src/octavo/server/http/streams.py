@@ -11,13 +11,13 @@ from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Message, Receive, Scope, Send
 
-from octavo.engine.validation import Prompt
+from octavo.engine.validation import Params, Prompt
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput
 from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.http.context import context_of, encode, request_id_of, tenant_of
 from octavo.server.http.errors import ApiError, ClientGone, refused
-from octavo.server.http.generation import GenerationBody, Params
+from octavo.server.http.generation import PromptBody
 
 T = TypeVar("T")
 
@@ -32,15 +32,15 @@ def event(value: Any) -> bytes:
 
 async def open_streams(
     request: Request,
-    body: GenerationBody,
+    body: PromptBody,
     prompts: Sequence[Prompt],
-    params: Params,
+    params: Params | Sequence[Params],
     names: Mapping[str, str],
 ) -> list[RequestStream]:
     """Queue one request for each prompt: all of them, or none if one is refused.
 
-    `names`: the engine's name of a field -> the client's, where that is another one. The caller
-    must `close` the streams.
+    `params`: for all prompts, or one for each. `names`: the engine's name of a field -> the
+    client's, where that is another one. The caller must `close` the streams.
     """
     context = context_of(request)
     if body.priority and context.client.info.policy != "priority":
@@ -48,18 +48,19 @@ async def open_streams(
     tenant = tenant_of(request)
     request_ids = _engine_ids(request, len(prompts))
     context.opening.update(request_ids)
+    each_params = params if isinstance(params, Sequence) else [params] * len(prompts)
     tasks = [
         asyncio.ensure_future(
             context.client.generate(
                 prompt,
-                params,
+                own_params,
                 request_id=request_id,
                 priority=body.priority or 0,
                 cache_salt=tenant.cache_salt(body.cache_salt),
                 tenant=tenant.name,
             )
         )
-        for prompt, request_id in zip(prompts, request_ids, strict=True)
+        for prompt, own_params, request_id in zip(prompts, each_params, request_ids, strict=True)
     ]
     try:
         await asyncio.wait(tasks)
@@ -119,9 +120,14 @@ async def results(streams: Sequence[RequestStream]) -> list[RequestOutput]:
 def check_ended(output: RequestOutput) -> None:
     """ApiError 503 if the request was aborted: a partial answer must not look like a whole one."""
     if any(each.finish_reason == "abort" for each in output.outputs) or not output.outputs:
-        raise ApiError(
-            503, "the request was ended by the server", code="aborted", retry_after=RETRY_SECONDS
-        )
+        raise aborted()
+
+
+def aborted() -> ApiError:
+    """Of a request that was ended before it was answered."""
+    return ApiError(
+        503, "the request was ended by the server", code="aborted", retry_after=RETRY_SECONDS
+    )
 
 
 class EventStream(EventSourceResponse):
@@ -197,12 +203,17 @@ async def _until_gone(receive: Receive) -> None:
 def _engine_ids(request: Request, count: int) -> list[str]:
     """The engine's ids of a request's prompts; clients may use one request id twice at a time."""
     request_id = request_id_of(request)
-    names = [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
+    names = [request_id] if count == 1 else [f"{request_id}~{i}" for i in range(count)]
     context = context_of(request)
     if context.opening.isdisjoint(names) and context.client.open_requests.keys().isdisjoint(names):
         return names
     mark = uuid.uuid4().hex[:8]
-    return [f"{name}-{mark}" for name in names]
+    return [f"{name}~{mark}" for name in names]
+
+
+def client_id_of(engine_id: str) -> str:
+    """What a client calls the request that has this id in the engine. No client's id has a "~"."""
+    return engine_id.partition("~")[0]
 
 
 def _in_clients_words(

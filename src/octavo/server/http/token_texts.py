@@ -73,6 +73,13 @@ class TokenTexts:
         }
 
 
+class TokenIds(TokenTexts):
+    """Token ids in place of the texts, as vLLM writes them; no two tokens look alike."""
+
+    def text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+
 class CompletionScores:
     """Collects the logprobs of one choice of a completion, piece by piece.
 

@@ -13,7 +13,7 @@ LOOKUP_ENDS = {
     "evicted": "the next block was cached once, and has been overwritten",
     "differs": "the next block is cached for other tokens; the equal ones were copied",
     "window": "the next block is cached, but blocks that a sliding window needs are gone",
-    "prompt_logprobs": "log-probabilities of the prompt need every position computed",
+    "read": "log-probabilities of the prompt, or an embedding, need what follows computed",
     "off": "prefix caching is off",
 }
 

@@ -5,13 +5,30 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from octavo.server.http.endpoints import admin, chat, completions, models, prefixes, tokens
+from octavo.server.http.endpoints import (
+    admin,
+    batches,
+    chat,
+    completions,
+    embeddings,
+    files,
+    invocations,
+    models,
+    prefixes,
+    score,
+    tokens,
+)
 
 ROUTERS: tuple[APIRouter, ...] = (
     completions.router,
     chat.router,
+    embeddings.router,
+    score.router,
     tokens.router,
     prefixes.router,
     models.router,
+    invocations.router,
     admin.router,
 )
+# Only where the server has a directory for files.
+STORAGE_ROUTERS: tuple[APIRouter, ...] = (files.router, batches.router)

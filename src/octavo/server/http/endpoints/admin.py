@@ -1,7 +1,10 @@
-"""GET and POST /admin/drain: replicas are restarted or stopped, and no request is lost."""
+"""What is asked for with the admin key: /admin/drain, by which replicas are restarted or stopped
+and no request is lost, /abort_requests and /reset_prefix_cache."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from typing import Annotated, Literal
 
 import msgspec
@@ -11,14 +14,17 @@ from pydantic import Field
 
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.draining import DrainOrder, DrainRunning
-from octavo.server.http.bodies import Body, Integer
+from octavo.server.http.bodies import FAIL_FAST, Body, Integer
 from octavo.server.http.context import context_of, reply
 from octavo.server.http.errors import ApiError
 from octavo.server.http.schema import documented
+from octavo.server.http.streams import client_id_of
 
-router = APIRouter(prefix="/admin", tags=["Server"])
+router = APIRouter(tags=["Server"])
 
 MAX_SECONDS = 86_400.0
+MAX_IDS = 4_096
+ID_PREFIXES = re.compile("^(cmpl|chatcmpl|embd|score|resp|msg)[-_]")  # of the ids in replies
 
 
 class DrainBody(Body):
@@ -49,13 +55,15 @@ class DrainState(msgspec.Struct, kw_only=True):
     replicas: list[ReplicaState]
 
 
-@router.get("/drain", **documented(None, DrainState))
+@router.get("/admin/drain", **documented(None, DrainState))
 async def drain_state(request: Request) -> Response:
     """How the replicas are, and whether a drain is under way."""
     return reply(_state(context_of(request).client))
 
 
-@router.post("/drain", **documented(DrainBody, DrainState, example={"replica": "all"}, status=202))
+@router.post(
+    "/admin/drain", **documented(DrainBody, DrainState, example={"replica": "all"}, status=202)
+)
 async def drain(request: Request) -> Response:
     """Restart or stop replicas; returns at once. Requests go on at the others, or wait."""
     context = context_of(request)
@@ -70,6 +78,48 @@ async def drain(request: Request) -> Response:
     except DrainRunning as error:
         raise ApiError(409, str(error), code="already_draining", retry_after=1.0) from error
     return reply(_state(client), 202)
+
+
+class AbortBody(Body):
+    """POST /abort_requests: which requests to end."""
+
+    request_ids: Annotated[list[str], Field(min_length=1, max_length=MAX_IDS), FAIL_FAST]
+    """As in X-Request-Id, or as the `id` of replies."""
+
+
+class Aborted(msgspec.Struct, kw_only=True):
+    aborted: Annotated[list[str], Meta(description="Those that were open.")]
+    unknown: Annotated[list[str], Meta(description="Those that were not.")]
+
+
+class Reset(msgspec.Struct, kw_only=True):
+    reset: Literal[True] = True
+
+
+@router.post(
+    "/abort_requests", **documented(AbortBody, Aborted, example={"request_ids": ["my-request"]})
+)
+async def abort_requests(request: Request) -> Response:
+    """End open requests; their clients get an error 503, "aborted"."""
+    context = context_of(request)
+    body = await context.body(request, AbortBody)
+    known = defaultdict(list)
+    for name in context.client.open_requests:
+        known[client_id_of(name)].append(name)
+    reached = Aborted(aborted=[], unknown=[])
+    for asked in dict.fromkeys(body.request_ids):
+        names = known.get(asked) or known.get(ID_PREFIXES.sub("", asked), [])
+        for name in names:
+            context.client.abort(name)
+        (reached.aborted if names else reached.unknown).append(asked)
+    return reply(reached)
+
+
+@router.post("/reset_prefix_cache", **documented(None, Reset))
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all cached prefixes, except pinned ones; running requests keep their blocks."""
+    await context_of(request).client.reset_prefix_cache()
+    return reply(Reset())
 
 
 def _state(client: EngineClient) -> DrainState:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from octavo.core.step import TokenLogprobs
+from octavo.engine.validation import Prompt
 from octavo.errors import InvalidRequest
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
+from octavo.parsing.events import (
+    Content,
+    Event,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallBegin,
+    joined,
+)
+from octavo.parsing.parser import ResponseParser
 from octavo.server.engine_process.stream import RequestStream
-from octavo.server.http.bodies import Integer, Refused
+from octavo.server.http.answers import AnswerReader, answer_params, answer_reader
+from octavo.server.http.bodies import UNSUPPORTED, Integer, Refused
 from octavo.server.http.context import Context
-from octavo.server.http.conversations import Messages, conversation_prompt
+from octavo.server.http.conversations import (
+    ASSISTANT,
+    Messages,
+    conversation_prompt,
+    message_text,
+)
 from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order, note_end
 from octavo.server.http.errors import refused
 from octavo.server.http.generation import GenerationBody, NonNegative, Params, generation_params
@@ -27,6 +43,7 @@ from octavo.server.http.replies import (
     Usage,
 )
 from octavo.server.http.schema import documented
+from octavo.server.http.tools import ToolChoice, Tools, ToolUse, tool_use
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -36,9 +53,10 @@ ChoiceT = TypeVar("ChoiceT", bound=Choice)
 CLIENT_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 EXAMPLE = {"messages": [{"role": "user", "content": "What is a cat?"}], "max_tokens": 40}
 
-_NO_TOOLS = "octavo does not support tool calls"
-_NO_REASONING = "octavo leaves reasoning in the text"
+_USE_TOOLS = "use tools"
 _UNSUPPORTED = "octavo does not support it"
+REASONING = "What the model thought; only if it did."
+SAME_REASONING = "The same as reasoning_content."
 
 
 class ChatBody(GenerationBody):
@@ -55,31 +73,39 @@ class ChatBody(GenerationBody):
     """End the prompt where the assistant begins; not given: true."""
     continue_final_message: bool | None = None
     """Continue the last message instead of answering it."""
+    add_special_tokens: bool | None = None
+    """Put what the model expects, such as BOS, before what the template writes; it often has it."""
+    echo: bool | None = None
+    """Begin the answer with the last message, which must be the assistant's."""
+    documents: list[dict[str, Any]] | None = None
+    """For templates that show documents: objects such as {"title": ..., "text": ...}."""
     chat_template: str | None = None
     """A Jinja template for this request; only where the server allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the template, such as enable_thinking."""
 
-    tools: Annotated[object, Refused(_NO_TOOLS, ([],))] = None
-    tool_choice: Annotated[object, Refused(_NO_TOOLS, ("none", "auto"))] = None
-    parallel_tool_calls: Annotated[object, Refused(_NO_TOOLS, (True, False))] = None
-    functions: Annotated[object, Refused(_NO_TOOLS, ([],))] = None
-    function_call: Annotated[object, Refused(_NO_TOOLS, ("none", "auto"))] = None
+    tools: Tools | None = None
+    """The functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """none: no tool is called, or shown to the model; auto, or not given: if the model wants to;
+    required: some tool is; or the one that is."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls; not given: true."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """How much the model thinks, if its chat template knows reasoning_effort or enable_thinking."""
+    thinking_token_budget: NonNegative | None = None
+    """The longest reasoning, in tokens: then it is ended."""
+
+    functions: Annotated[object, Refused(_USE_TOOLS, ([],))] = None
+    function_call: Annotated[object, Refused(_USE_TOOLS, ("none", "auto"))] = None
     modalities: Annotated[object, Refused("octavo answers in text", (["text"],))] = None
     audio: Annotated[object, Refused("octavo answers in text")] = None
     prediction: Annotated[object, Refused(_UNSUPPORTED)] = None
-    reasoning_effort: Annotated[
-        object, Refused("use chat_template_kwargs, if the model's template knows it")
-    ] = None
     verbosity: Annotated[object, Refused(_UNSUPPORTED, ("medium",))] = None
     web_search_options: Annotated[object, Refused(_UNSUPPORTED)] = None
-    documents: Annotated[
-        object, Refused("use chat_template_kwargs, if the model's template knows them")
-    ] = None
-    # SGLang's: without a reasoning parser, they change nothing there either.
-    separate_reasoning: Annotated[object, Refused(_NO_REASONING, (True, False))] = None
-    stream_reasoning: Annotated[object, Refused(_NO_REASONING, (True, False))] = None
-    echo: Annotated[object, Refused("octavo does not echo conversations", (False,))] = None
+    # SGLang's.
+    separate_reasoning: Annotated[object, Refused("it always is", (True,))] = None
+    stream_reasoning: Annotated[object, Refused("it always is", (True,))] = None
     prompt: Annotated[object, Refused("prompts go to /v1/completions")] = None
 
 
@@ -88,10 +114,24 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: Annotated[str, Meta(description="A JSON object, as the model wrote it.")]
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(msgspec.Struct):
-    content: str
+    content: Annotated[str | None, Meta(description="null: there are calls of tools alone.")]
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: Annotated[str | UnsetType, Meta(description=REASONING)] = UNSET
+    reasoning: Annotated[str | UnsetType, Meta(description=SAME_REASONING)] = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):
@@ -104,12 +144,29 @@ class ChatCompletion(Reply, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class FunctionCallDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(msgspec.Struct):
+    """The beginning of a call has its id, type and name; what follows, more of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCallDelta = msgspec.field(default_factory=FunctionCallDelta)
 
 
 class ChatDelta(msgspec.Struct):
     content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: Annotated[str | UnsetType, Meta(description=REASONING)] = UNSET
+    reasoning: Annotated[str | UnsetType, Meta(description=SAME_REASONING)] = UNSET
 
 
 class ChatChunkChoice(Choice, kw_only=True):
@@ -133,6 +190,8 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> Params:
     """
     if body.top_logprobs is not None and not body.logprobs and body.top_logprobs != 0:
         raise refused("top_logprobs", "it needs logprobs: true")
+    if body.echo and body.messages[-1].role != ASSISTANT:
+        raise refused("echo", f"the last message is not the {ASSISTANT}'s")
     max_tokens = body.max_completion_tokens
     if max_tokens is None:
         max_tokens = body.max_tokens
@@ -146,13 +205,18 @@ def chat_params(body: ChatBody, defaults: Mapping[str, Any]) -> Params:
 
 async def _prompts(context: Context, body: ChatBody) -> list[list[int]]:
     """The conversation's token ids, as the one prompt of a chat."""
+    tools = _tools(body)
     prompt = await conversation_prompt(
         context,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template=body.chat_template,
-        variables=body.chat_template_kwargs,
+        variables=_variables(context, body),
+        documents=body.documents,
+        tools=None if tools is None else tools.shown,
+        add_special_tokens=bool(body.add_special_tokens),
+        any_length=body.truncate_prompt_tokens is not None,
     )
     if not prompt:
         raise InvalidRequest("messages", "the chat template makes nothing of them")
@@ -168,8 +232,10 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         self, request: Request, body: ChatBody, model: str, streams: Sequence[RequestStream]
     ) -> None:
         super().__init__(request, body, model, streams)
-        self._begun: set[int] = set()  # choices
+        self._parsers: dict[int, ResponseParser] = {}  # of choices that have begun
         self._shows_prompt = bool(body.return_token_ids)  # in the next chunk
+        # What each choice begins with.
+        self._echo = message_text(body.messages[-1], "messages[-1]") if body.echo else ""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         [output] = outputs
@@ -193,46 +259,97 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
 
     def delta_choices(self, prompt: int, delta: SequenceDelta) -> list[ChatChunkChoice]:
         self.num_output_tokens += len(delta.token_ids)
-        piece = ChatChunkChoice(
-            index=delta.index,
-            delta=ChatDelta(delta.text) if delta.text else ChatDelta(),
-            logprobs=self._logprobs(delta.logprobs),
-            finish_reason=finish_reason(delta),
-        )
-        if piece.finish_reason is not None:
-            piece.stop_reason = delta.stop_reason
-        if self.body.return_token_ids:
-            piece.token_ids = delta.token_ids
-        is_empty = not delta.text and piece.logprobs is None and not self.body.return_token_ids
-        if is_empty and piece.finish_reason is None:
-            return self._opening(delta.index)
-        return [*self._opening(delta.index), piece]
+        opening = self._opening(delta.index)
+        parser = self._parsers[delta.index]
+        events = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events += parser.finish()
+        reason = self.reader.finish_reason(finish_reason(delta), parser)
+        logprobs = self._logprobs(delta.logprobs)
+        deltas = self._deltas(events)
+        has_more = reason is not None or logprobs is not None or self.body.return_token_ids
+        if not deltas and has_more:
+            deltas = [ChatDelta()]
+        pieces = [ChatChunkChoice(index=delta.index, delta=each) for each in deltas]
+        if pieces and has_more:
+            pieces[0].logprobs = logprobs
+            if self.body.return_token_ids:
+                pieces[0].token_ids = delta.token_ids
+            if reason is not None:
+                pieces[-1].finish_reason, pieces[-1].stop_reason = reason, delta.stop_reason
+        return opening + pieces
 
     def beam_choices(self, prompt: int, output: RequestOutput) -> list[ChatChunkChoice]:
         pieces = []
         for index, each in enumerate(in_order(output)):
-            piece = ChatChunkChoice(index=index, delta=ChatDelta(each.text))
-            pieces += [*self._opening(index), self._ended(piece, each)]
+            pieces += self._opening(index)
+            parser = self._parsers[index]
+            deltas = self._deltas(parser.feed(each.text) + parser.finish()) or [ChatDelta()]
+            added = [ChatChunkChoice(index=index, delta=delta) for delta in deltas]
+            self._ended(added[-1], each, parser)
+            pieces += added
         return pieces
 
     def _opening(self, index: int) -> list[ChatChunkChoice]:
         """The first piece of a choice says who speaks."""
-        if index in self._begun:
+        if index in self._parsers:
             return []
-        self._begun.add(index)
-        return [ChatChunkChoice(index=index, delta=ChatDelta("", "assistant"))]
+        self._parsers[index] = self.reader.parser()
+        return [ChatChunkChoice(index=index, delta=ChatDelta(self._echo, "assistant"))]
 
     def _whole_choice(self, index: int, output: SequenceOutput) -> ChatChoice:
         logprobs = self._logprobs(output.logprobs or [])
-        message = AssistantMessage(output.text)
-        return self._ended(ChatChoice(index=index, message=message, logprobs=logprobs), output)
+        parser = self.reader.parser()
+        message = self._message(parser.feed(output.text) + parser.finish())
+        choice = ChatChoice(index=index, message=message, logprobs=logprobs)
+        return self._ended(choice, output, parser)
 
-    def _ended(self, choice: ChoiceT, output: SequenceOutput) -> ChoiceT:
+    def _ended(self, choice: ChoiceT, output: SequenceOutput, parser: ResponseParser) -> ChoiceT:
         self.num_output_tokens += len(output.token_ids)
         if self.body.return_token_ids:
             choice.token_ids = output.token_ids
         note_end(choice, output)
+        choice.finish_reason = self.reader.finish_reason(choice.finish_reason, parser)
         return choice
+
+    def _deltas(self, events: Iterable[Event]) -> list[ChatDelta]:
+        """Events as pieces of a message."""
+        deltas = []
+        for event in joined(events):
+            match event:
+                case Content(text):
+                    deltas.append(ChatDelta(text))
+                case Reasoning(text):
+                    deltas.append(ChatDelta(reasoning_content=text, reasoning=text))
+                case ToolCallBegin(index, name):
+                    call_id, function = self.reader.new_call_id(), FunctionCallDelta(name)
+                    begun = ToolCallDelta(index, call_id, "function", function)
+                    deltas.append(ChatDelta(tool_calls=[begun]))
+                case ToolCallArguments(index, text):
+                    more = ToolCallDelta(index, function=FunctionCallDelta(arguments=text))
+                    deltas.append(ChatDelta(tool_calls=[more]))
+        return deltas
+
+    def _message(self, events: Iterable[Event]) -> AssistantMessage:
+        """Events as a whole message."""
+        contents, thoughts, calls = [self._echo], [], list[ToolCall]()
+        for event in events:
+            match event:
+                case Content(text):
+                    contents.append(text)
+                case Reasoning(text):
+                    thoughts.append(text)
+                case ToolCallBegin(_, name):
+                    calls.append(ToolCall(self.reader.new_call_id(), FunctionCall(name, "")))
+                case ToolCallArguments(index, text):
+                    calls[index].function.arguments += text
+        content = "".join(contents)
+        message = AssistantMessage(content if content or not calls else None)
+        if calls:
+            message.tool_calls = calls
+        if thoughts:
+            message.reasoning_content = message.reasoning = "".join(thoughts)
+        return message
 
     def _logprobs(self, scores: list[TokenLogprobs]) -> ChatLogprobs | None:
         if not self.body.logprobs or not scores:
@@ -240,7 +357,34 @@ class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
         return ChatLogprobs(self.texts.chat_logprobs(scores))
 
 
-DIALECT = Dialect(ChatBody, chat_params, _prompts, ChatWriter, CLIENT_NAMES)
+async def _reading(
+    context: Context, body: ChatBody, params: Params, prompts: Sequence[Prompt]
+) -> tuple[Params, AnswerReader]:
+    """Parameters that keep the outputs to what the model writes for calls, and their reader."""
+    [prompt] = prompts
+    assert isinstance(prompt, list), "_prompts makes token ids"
+    reader = answer_reader(context, prompt, _tools(body))
+    return await answer_params(context, params, reader, body.thinking_token_budget), reader
+
+
+def _tools(body: ChatBody) -> ToolUse | None:
+    return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+
+
+def _variables(context: Context, body: ChatBody) -> Mapping[str, Any] | None:
+    """What the chat template is told, beside the conversation. Raises ApiError."""
+    variables, effort = body.chat_template_kwargs, body.reasoning_effort
+    if effort is None:
+        return variables
+    known = context.tokenizer("messages").template_variables
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort, **(variables or {})}
+    if "enable_thinking" in known:
+        return {"enable_thinking": effort != "none", **(variables or {})}
+    raise refused("reasoning_effort", "the chat template does not know it", UNSUPPORTED)
+
+
+DIALECT = Dialect(ChatBody, chat_params, _prompts, ChatWriter, CLIENT_NAMES, _reading)
 
 
 @router.post(

@@ -15,7 +15,7 @@ from octavo.engine.validation import Prompt
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.stream import RequestStream
-from octavo.server.http.bodies import FAIL_FAST, WHOLE_FLOATS, Refused
+from octavo.server.http.bodies import WHOLE_FLOATS, Refused
 from octavo.server.http.context import Context, context_of
 from octavo.server.http.dialect import Dialect, Writer, finish_reason, in_order, note_end
 from octavo.server.http.errors import refused
@@ -24,10 +24,9 @@ from octavo.server.http.generation import (
     NonEmptyIds,
     NonNegative,
     Params,
-    Text,
-    Texts,
     generation_params,
 )
+from octavo.server.http.prompts import PromptField, prompt_ids, prompt_list
 from octavo.server.http.replies import Choice, CompletionLogprobs, PromptLogprobs, Reply, Usage
 from octavo.server.http.schema import documented
 from octavo.server.http.token_texts import CompletionScores, joined
@@ -36,13 +35,6 @@ router = APIRouter(tags=["OpenAI"])
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 EXAMPLE = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0.7}
-
-PromptField = (
-    Text
-    | NonEmptyIds
-    | Annotated[Texts, Field(min_length=1)]
-    | Annotated[list[NonEmptyIds], Field(min_length=1), FAIL_FAST]
-)
 
 
 class CompletionBody(GenerationBody):
@@ -71,7 +63,7 @@ class CompletionBody(GenerationBody):
 class CompletionChoice(Choice, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # left out of streams
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -104,33 +96,12 @@ async def _prompts(context: Context, body: CompletionBody) -> Sequence[Prompt]:
     """The token ids of each prompt, with the decoder's if they are given."""
     if body.echo and context.client.model_config.encoder is not None:
         raise refused("echo", "the output does not continue the input of an encoder")
-    prompts = await _token_ids(context, body)
+    prompts = await prompt_ids(
+        context, body, prompt_list(body.prompt), "prompt", body.add_special_tokens is not False
+    )
     if body.decoder_input_ids is None:
         return prompts
     return [{"prompt": each, "decoder_input_ids": body.decoder_input_ids} for each in prompts]
-
-
-async def _token_ids(context: Context, body: CompletionBody) -> list[list[int]]:
-    """The token ids of each prompt."""
-    prompts = _prompt_list(body)
-    limit = context.settings.max_prompts
-    if len(prompts) > limit:
-        raise refused("prompt", f"{len(prompts)} prompts are more than {limit}")
-    texts = [each for each in prompts if isinstance(each, str)]
-    if texts:  # and then all are
-        add_special = body.add_special_tokens is not False
-        return await context.client.encode(texts, "prompt", add_special)
-    return [each for each in prompts if isinstance(each, list)]
-
-
-def _prompt_list(body: CompletionBody) -> Sequence[str | list[int]]:
-    """All prompts of a body: either all text or all token ids."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [[each for each in prompt if isinstance(each, int)]]
-    return [each for each in prompt if not isinstance(each, int)]
 
 
 class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
@@ -180,6 +151,7 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
         index = prompt * self.num_samples + place
         choice = self._choice(index, prompt, output.text, output.token_ids, output.logprobs or [])
         note_end(choice, output)
+        choice.prompt_logprobs = None
         if self.body.prompt_logprobs is not None:
             scores = self.streams[prompt].prompt_logprobs or []
             choice.prompt_logprobs = self.texts.prompt_logprobs(scores, self.body.prompt_logprobs)
@@ -227,8 +199,8 @@ class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
 
     def _echo(self, prompt: int) -> str:
         """The prompt as it was given, or the text of its token ids."""
-        given = _prompt_list(self.body)[prompt]
-        if isinstance(given, str):
+        given = prompt_list(self.body.prompt)[prompt]
+        if isinstance(given, str) and self.body.truncate_prompt_tokens is None:
             return given
         tokenizer = context_of(self.request).client.tokenizer
         if tokenizer is None:

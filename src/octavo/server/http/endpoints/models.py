@@ -1,4 +1,5 @@
-"""GET /v1/models, /health and /version; and /server_info and /model_info, which routers ask."""
+"""How the server is and what it serves: /health, /ping, /load, /version and /v1/models; and what
+routers ask, /server_info and /model_info."""
 
 from __future__ import annotations
 
@@ -58,6 +59,12 @@ class Health(msgspec.Struct, kw_only=True):
     replicas: ReplicaCounts
 
 
+class Load(msgspec.Struct, kw_only=True):
+    server_load: Annotated[int, Meta(description="Requests that are open, of all replicas.")]
+    num_running: Annotated[int, Meta(description="Those that have blocks of the KV cache.")]
+    num_waiting: Annotated[int, Meta(description="Those that have not begun, or were swapped out.")]
+
+
 class Version(msgspec.Struct):
     version: str
 
@@ -109,6 +116,27 @@ async def health(request: Request) -> Response:
         raise ApiError(503, state.reason or state.state, code=code, retry_after=1.0)
     counts = Counter(COUNTED_AS[replica.state] for replica in client.replicas)
     return reply(Health(replicas=ReplicaCounts(**counts)))
+
+
+@router.get("/ping", **documented(None, Health))
+@router.post("/ping", **documented(None, Health))
+async def ping(request: Request) -> Response:
+    """The same, where Amazon SageMaker asks for it. Needs no key."""
+    return await health(request)
+
+
+@router.get("/load", **documented(None, Load))
+async def load(request: Request) -> Response:
+    """How much work there is."""
+    client = context_of(request).client
+    gauges = client.gauges
+    return reply(
+        Load(
+            server_load=len(client.open_requests),
+            num_running=gauges.num_running,
+            num_waiting=gauges.num_waiting + gauges.num_swapped,
+        )
+    )
 
 
 @router.get("/version", **documented(None, Version))

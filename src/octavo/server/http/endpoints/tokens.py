@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from octavo.errors import InvalidRequest
 from octavo.server.http.bodies import WHOLE_FLOATS, Body
@@ -31,7 +31,7 @@ class TokenizeBody(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-    """Also give each token as text."""
+    """Also give each token as the vocabulary writes it."""
 
 
 class DetokenizeBody(Body):
@@ -52,6 +52,7 @@ class Tokens(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
+    tokenizer_class: Annotated[str, Meta(description="The class of transformers for its files.")]
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None
@@ -76,8 +77,9 @@ async def tokenize(request: Request) -> Response:
     token_ids = await _token_ids(context, body)
     tokens = Tokens(token_ids, len(token_ids), context.client.info.max_model_len)
     if body.return_token_strs:
+        tokenizer = context.tokenizer("return_token_strs")
         tokens.token_strs = await context.client.offload.text(
-            len(token_ids), lambda: [context.texts.text(token_id) for token_id in token_ids]
+            len(token_ids), lambda: list(map(tokenizer.piece, token_ids))
         )
     return reply(tokens)
 
@@ -131,6 +133,7 @@ async def tokenizer_info(request: Request) -> Response:
     tokenizer = context.tokenizer("tokenizer")
     special = tokenizer.special_tokens
     info = TokenizerInfo(
+        tokenizer_class=tokenizer.class_name,
         bos_token=special.get("bos_token"),
         eos_token=special.get("eos_token"),
         pad_token=special.get("pad_token"),

@@ -86,8 +86,11 @@ function endpoint(api, path, method, operation) {
   const heading = make("h2");
   heading.append(make("span", method.toUpperCase(), "method"), make("code", path));
   section.append(heading, make("p", operation.description ?? operation.summary ?? ""));
-  for (const { source } of operation["x-codeSamples"] ?? []) {
-    section.append(make("pre", source.replace(EXAMPLE_ORIGIN, location.origin)));
+  for (const { label, source } of operation["x-codeSamples"] ?? []) {
+    const details = make("details");
+    details.open = label === "curl";
+    details.append(make("summary", label), make("pre", source.replace(EXAMPLE_ORIGIN, location.origin)));
+    section.append(details);
   }
   const body = operation.requestBody?.content?.["application/json"]?.schema;
   if (body) section.append(structure(api, "Body", body, false));

@@ -1,0 +1,260 @@
+"""The grammar of an answer in a format: reasoning, then calls of tools, or text of some form.
+
+It is a list of grammars (`StructuredOutput.parts`), of which the first names the others, in
+llguidance's form of Lark's syntax. A delimiter that is a token of the vocabulary by itself is
+demanded as that token, and free text has none of them; any other delimiter ends the text before it
+as soon as it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.parsing.formats import AnswerFormat, CallSyntax, Thinking, named
+
+Part = dict[str, str]  # name, kind and source
+
+EMPTY = '""'
+TEXT = r"/(.|\n)*/"
+_BREAK = r"/[ \t\r\n]{0,8}/"  # between reasoning and what follows it
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """A tool that may be called.
+
+    Attributes:
+        name: of the tool.
+        schema: of its arguments, an object.
+        is_strict: refuse the schema if a part of it cannot be enforced.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    is_strict: bool = False
+
+
+def answer_grammars(
+    format_: AnswerFormat,
+    token_ids: Mapping[str, int],
+    thinking: Thinking,
+    calls: Sequence[CallForm] = (),
+    is_required: bool = False,
+    is_parallel: bool = True,
+    form: tuple[str, str] | None = None,
+) -> list[Part]:
+    """The grammars of an answer.
+
+    Args:
+        format_: how the model answers. It has a syntax of calls if there are any.
+        token_ids: the tokens that are never part of a text, by what they are written as.
+        thinking: whether the answer begins with reasoning.
+        calls: the tools that may be called.
+        is_required: the answer is a call.
+        is_parallel: it may have several.
+        form: kind and source of the grammar of the answer's text, if it has one.
+    """
+    return _Writer(format_, token_ids).grammars(thinking, calls, is_required, is_parallel, form)
+
+
+class _Writer:
+    """Writes rules in Lark's syntax, as llguidance has it."""
+
+    def __init__(self, format_: AnswerFormat, token_ids: Mapping[str, int]) -> None:
+        self._format = format_
+        self._token_ids = token_ids
+        longest_first = sorted(token_ids, key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._rules = [f"TEXT: {TEXT}", f"BREAK: {_BREAK}"]
+        self._others: list[Part] = []
+
+    def grammars(
+        self,
+        thinking: Thinking,
+        calls: Sequence[CallForm],
+        is_required: bool,
+        is_parallel: bool,
+        form: tuple[str, str] | None,
+    ) -> list[Part]:
+        text = "TEXT"
+        if form is not None:
+            self._others.append(_part("form", *form))
+            text = "@form"
+        before_text = self._any_of(self._format.before_text)
+        if not calls:
+            body = f"{before_text} {text}"
+        elif is_required:
+            body = self._calls(calls, is_parallel)
+        else:
+            body = self._calls_or_text(calls, is_parallel, before_text, text, form is not None)
+        start = f"{self._reasoning(thinking)} {body}"
+        lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
+        return [_part("answer", "lark", lark), *self._others]
+
+    # ---------------------------------------------------------------- parts of an answer
+
+    def _reasoning(self, thinking: Thinking) -> str:
+        if thinking == "none" or self._format.thinking is None:
+            return ""
+        opening, closing = self._format.thinking
+        inside = f"{self._text_until('thought', closing)} BREAK"
+        if thinking == "open":
+            return inside
+        return f"({self._literal(opening)} {inside})?"
+
+    def _calls(self, calls: Sequence[CallForm], is_parallel: bool) -> str:
+        """Nothing but calls."""
+        syntax = self._syntax
+        self._add_calls(calls)
+        several = is_parallel and not syntax.is_single
+        more = f"({self._literal(syntax.between)} call)*" if several else ""
+        before = self._any_of(syntax.before)
+        return f"{before} call {more} {self._literal(syntax.after)}"
+
+    def _calls_or_text(
+        self,
+        calls: Sequence[CallForm],
+        is_parallel: bool,
+        before_text: str,
+        text: str,
+        has_form: bool,
+    ) -> str:
+        """Calls within a text or after it, where the model begins one."""
+        syntax = self._syntax
+        several = is_parallel and not syntax.is_single
+        if has_form:
+            return f"({self._calls(calls, is_parallel)} | {before_text} {text})"
+        if not syntax.trigger:
+            if self._format.before_text == ("",):
+                spaces = r" \t\r\n"
+                first = re.escape(syntax.first)
+                self._rules.append(f"PLAIN: /[{spaces}]*[^{first}{spaces}](.|\\n)*/")
+                text = "PLAIN"
+            return f"({self._calls(calls, is_parallel)} | {before_text} {text})?"
+        self._add_calls(calls, without=syntax.trigger)
+        head = self._text_until("head", syntax.trigger)
+        if syntax.before == ("",):  # each call has the trigger
+            group = f"{head} call_after"
+        else:
+            self._add_calls(calls)
+            rest = self._any_of([each.removeprefix(syntax.trigger) for each in syntax.before])
+            more = f"({self._literal(syntax.between)} call)*" if several else ""
+            group = f"{head} {rest} call {more} {self._literal(syntax.after)}"
+        return f"({group})* TEXT" if several else f"({group} | TEXT)"
+
+    def _text_until(self, name: str, delimiter: str) -> str:
+        """Free text up to a delimiter, and the delimiter."""
+        first, *rest = self._pieces(delimiter)
+        if first.startswith("<"):  # a token
+            return " ".join(["TEXT", first, *rest])
+        self._rules.append(f"{name}[lazy]: TEXT {first}")
+        return " ".join([name, *rest])
+
+    # ---------------------------------------------------------------- calls
+
+    @property
+    def _syntax(self) -> CallSyntax:
+        assert self._format.calls is not None, "there are no calls without a syntax"
+        return self._format.calls
+
+    def _add_calls(self, calls: Sequence[CallForm], without: str = "") -> None:
+        """A rule for any of the calls; in an answer's text, without the trigger that came first."""
+        rule = "call_after" if without else "call"
+        if without and self._syntax.before != ("",):
+            return
+        options = []
+        for i, call in enumerate(calls):
+            begin = named(self._syntax, call.name).removeprefix(without)
+            options.append(f"{rule}_{i}")
+            parts = [
+                self._literal(begin),
+                self._arguments(i, call),
+                self._literal(self._syntax.end),
+            ]
+            self._rules.append(f"{rule}_{i}: {' '.join(parts)}")
+        self._rules.append(f"{rule}: {' | '.join(options)}")
+
+    def _arguments(self, number: int, call: CallForm) -> str:
+        if self._syntax.notation == "json":
+            return self._json(f"arguments_{number}", call.schema, call.is_strict)
+        return self._members(number, call)
+
+    def _members(self, number: int, call: CallForm) -> str:
+        """The members of an object in their order, those that are not required or not."""
+        properties = call.schema.get("properties")
+        members = properties if isinstance(properties, dict) else {}
+        required = call.schema.get("required") or ()
+        is_python = self._syntax.notation == "python"
+        # What may follow when all before a member are left out, and when one was written.
+        rests = {True: EMPTY, False: EMPTY}
+        for place, (name, schema) in reversed(list(enumerate(members.items()))):
+            prefix = f"arguments_{number}_{place}"
+            definitions = {
+                key: call.schema[key] for key in ("$defs", "definitions") if key in call.schema
+            }
+            inner = schema if isinstance(schema, bool) else {**definitions, **schema}
+            written = self._member(prefix, name, inner, call.is_strict)
+            after: dict[bool, str] = {}
+            for is_first in (True, False):
+                comma = '", "' if is_python and not is_first else ""
+                options = [f"{comma} {written} {rests[False]}"]
+                if name not in required:
+                    options.append(rests[is_first])
+                after[is_first] = f"{prefix}_{'first' if is_first else 'next'}"
+                self._rules.append(f"{after[is_first]}: {' | '.join(options)}")
+            rests = after
+        return rests[True]
+
+    def _member(self, prefix: str, name: str, schema: Any, is_strict: bool) -> str:
+        if self._syntax.notation == "python":
+            return f"{self._literal(f'{name}=')} {self._json(prefix, schema, is_strict)}"
+        opening, closing = self._literal(f"<parameter={name}>\n"), "\n</parameter>\n"
+        if _may_be_text(schema):
+            return f"{opening} {self._text_until(f'{prefix}_text', closing)}"
+        return f"{opening} {self._json(prefix, schema, is_strict)} {self._literal(closing)}"
+
+    def _json(self, name: str, schema: Any, is_strict: bool) -> str:
+        """A reference to a grammar of JSON."""
+        kind = "json_schema" if is_strict else "lenient_schema"
+        self._others.append(_part(name, kind, json.dumps(schema)))
+        return f"@{name}"
+
+    # ---------------------------------------------------------------- literals
+
+    def _any_of(self, texts: Sequence[str]) -> str:
+        if len(texts) == 1:
+            return self._literal(texts[0])
+        return f"({' | '.join(self._literal(each) or EMPTY for each in texts)})"
+
+    def _literal(self, text: str) -> str:
+        return " ".join(self._pieces(text))
+
+    def _pieces(self, text: str) -> list[str]:
+        """A text as strings and tokens."""
+        pieces, place = [], 0
+        for match in self._tokens.finditer(text):
+            if match.start() > place:
+                pieces.append(json.dumps(text[place : match.start()]))
+            pieces.append(f"<[{self._token_ids[match[0]]}]>")
+            place = match.end()
+        if place < len(text):
+            pieces.append(json.dumps(text[place:]))
+        return pieces
+
+
+def _part(name: str, kind: str, source: str) -> Part:
+    return {"name": name, "kind": kind, "source": source}
+
+
+def _may_be_text(schema: Any) -> bool:
+    """Whether a value may be a string, which is written without quotes."""
+    if not isinstance(schema, dict):
+        return True
+    kinds = schema.get("type")
+    if kinds is None:
+        return not any(key in schema for key in ("$ref", "properties", "items"))
+    return "string" in (kinds if isinstance(kinds, list) else [kinds])

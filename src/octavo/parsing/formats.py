@@ -1,0 +1,424 @@
+# ruff: noqa: RUF001  (DeepSeek writes its delimiters with full-width bars)
+"""The formats in which models answer: those that come with octavo, and the one of a model.
+
+A format has a template, by which an answer is read, and what a grammar needs to know to keep an
+answer to it. A model's own template, in tokenizer_config.json, goes before all others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import regex
+
+from octavo.errors import ConfigError, ModelError
+from octavo.parsing.parser import ResponseParser, call_paths
+from octavo.parsing.template import (
+    CALLS,
+    CONTENT_KINDS,
+    OWN_KINDS,
+    REASONING,
+    Region,
+    ResponseTemplate,
+    read_template,
+)
+
+Properties = Mapping[str, Mapping[str, Any]]
+Notation = Literal["json", "python", "tags"]
+Thinking = Literal["none", "possible", "open"]  # at the beginning of an answer
+
+AUTO, NONE, OWN = "auto", "none", "model"
+_NAME = "{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How calls are written, so that a grammar can demand it.
+
+    Calls are one of `before`, calls with `between` between them, and `after`; a call is `begin`,
+    with its name for {name}, its arguments and `end`.
+    """
+
+    begin: str
+    end: str
+    before: tuple[str, ...] = ("",)
+    between: str = "\n"
+    after: str = ""
+    # What calls begin with after free text. "": they are all of the answer, or nothing of it, and
+    # begin with `first`, with which a text then does not begin.
+    trigger: str = ""
+    first: str = ""
+    notation: Notation = "json"
+    is_single: bool = False  # an answer has one call at most
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model answers.
+
+    Attributes:
+        name: of the format.
+        template: by which answers are read.
+        calls: how it writes calls. None: it has none, or they cannot be demanded.
+        thinking: the delimiters of its reasoning. None: it has none.
+        before_text: what it writes before the text of its answer, one of these.
+        call_id: makes the id of a call.
+    """
+
+    name: str
+    template: ResponseTemplate
+    calls: CallSyntax | None = None
+    thinking: tuple[str, str] | None = None
+    before_text: tuple[str, ...] = ("",)
+    short_ids: bool = False
+    reads_prefix: bool = False  # by its template, not by the delimiters of reasoning alone
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether it can write calls of tools at all."""
+        return self.template.region(CALLS) is not None
+
+    @property
+    def delimiters(self) -> str:
+        """The text of all delimiters, to find out which special tokens they have."""
+        regions = self.template.regions
+        both = [each for region in regions for each in (region.opening, region.closing) if each]
+        return "\n".join(
+            text
+            for each in both
+            for text in (each.literals or [re.sub(r"\\(.)", r"\1", each.pattern.pattern)])
+        )
+
+    def thinks(self, prompt: str) -> Thinking:
+        """Whether an answer to a prompt begins with reasoning."""
+        if self.thinking is None:
+            return "none"
+        opening, closing = self.thinking
+        prefix = self.template.prefix(prompt)
+        opened, closed = prefix.rfind(opening), prefix.rfind(closing)
+        if opened > closed:
+            return "open"
+        return "none" if closed >= 0 else "possible"
+
+    def parser(
+        self, prompt: str, properties: Properties | None = None, with_calls: bool = True
+    ) -> ResponseParser:
+        """A parser of one answer to a prompt.
+
+        Args:
+            prompt: its text, of which the end may be the beginning of the answer.
+            properties: of each tool's parameters, by the tool's name.
+            with_calls: False: calls are text like any other.
+        """
+        template = self.template
+        if not with_calls:
+            regions = tuple(each for each in template.regions if each.name != CALLS)
+            template = replace(template, regions=regions)
+        if self.reads_prefix:
+            prefix = template.prefix(prompt)
+        else:
+            prefix = self.thinking[0] if self.thinking and self.thinks(prompt) == "open" else ""
+        return ResponseParser(template, prefix, properties)
+
+
+def _calls(name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+_OBJECT = _calls("{content.name}", "{content.arguments}")
+_BODY = _calls("{name}", "{content}")
+_ENTRY = _calls("{name}", "{arguments}")
+
+# Regions of calls, as in a template's `fields`, and their syntax.
+CALL_FORMATS: dict[str, tuple[dict[str, Any], CallSyntax]] = {
+    # Hermes, Qwen 2.5 and 3
+    "hermes": (
+        {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "transform": _OBJECT,
+        },
+        CallSyntax(
+            '<tool_call>\n{"name": "{name}", "arguments": ',
+            "}\n</tool_call>",
+            trigger="<tool_call>",
+        ),
+    ),
+    # Qwen 3 Coder and 3.5
+    "qwen-tags": (
+        {
+            "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\s]+)>",
+            "close": "</function>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+            },
+            "transform": _BODY,
+        },
+        CallSyntax(
+            "<tool_call>\n<function={name}>\n",
+            "</function>\n</tool_call>",
+            trigger="<tool_call>",
+            notation="tags",
+        ),
+    ),
+    # Llama 3.1, 3.2 and 3.3
+    "llama3-json": (
+        {
+            "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:name|type)"\s*:)',
+            "content": "json-sequence",
+            "transform": _calls("{name}", "{parameters}"),
+        },
+        CallSyntax('{"name": "{name}", "parameters": ', "}", between="; ", first="{"),
+    ),
+    # Mistral, up to version 7 of its tokenizers
+    "mistral": (
+        {
+            "open": "[TOOL_CALLS]",
+            "content": "json",
+            "transform": _ENTRY,
+            "transform_each": True,
+        },
+        CallSyntax(
+            '{"name": "{name}", "arguments": ',
+            "}",
+            before=("[TOOL_CALLS] [", "[TOOL_CALLS]["),
+            between=", ",
+            after="]",
+            trigger="[TOOL_CALLS]",
+        ),
+    ),
+    # Mistral, from version 11
+    "mistral-args": (
+        {
+            "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{\s]+)\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            "content": "json",
+            "transform": _BODY,
+        },
+        CallSyntax("[TOOL_CALLS]{name}[ARGS]", "", between="", trigger="[TOOL_CALLS]"),
+    ),
+    # DeepSeek V3 and R1
+    "deepseek": (
+        {
+            "open_pattern": (
+                r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+                r"(?P<name>[^\s<]+)\n```json\n"
+            ),
+            "close": "\n```<｜tool▁call▁end｜>",
+            "content": "json",
+            "transform": _BODY,
+        },
+        CallSyntax(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+            "\n```<｜tool▁call▁end｜>",
+            before=("<｜tool▁calls▁begin｜>",),
+            after="<｜tool▁calls▁end｜>",
+            trigger="<｜tool▁calls▁begin｜>",
+        ),
+    ),
+    # DeepSeek V3.1
+    "deepseek-v31": (
+        {
+            "open_pattern": (
+                r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
+                r"(?P<name>[^\s<]+)<｜tool▁sep｜>"
+            ),
+            "close": "<｜tool▁call▁end｜>",
+            "content": "json",
+            "transform": _BODY,
+        },
+        CallSyntax(
+            "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            before=("<｜tool▁calls▁begin｜>",),
+            between="",
+            after="<｜tool▁calls▁end｜>",
+            trigger="<｜tool▁calls▁begin｜>",
+        ),
+    ),
+    # Llama 4 and others
+    "pythonic": (
+        {
+            "open_pattern": r"\A\s*(?:<\|python_start\|>\s*)?(?=\[\s*[A-Za-z_][\w.]*\()",
+            "close_pattern": r"<\|python_end\|>",
+            "content": "python-calls",
+            "transform": _ENTRY,
+            "transform_each": True,
+        },
+        CallSyntax("{name}(", ")", ("[",), between=", ", after="]", first="[", notation="python"),
+    ),
+    # gpt-oss
+    "harmony": (
+        {
+            "open_pattern": (
+                r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?"
+                r" to=functions\.(?P<name>[\w.-]+)(?:<\|channel\|>(?:commentary|analysis))?"
+                r"\s*(?:<\|constrain\|>)?\s*(?:json)?<\|message\|>"
+            ),
+            "close_pattern": r"<\|call\|>",
+            "content": "json",
+            "transform": _BODY,
+        },
+        CallSyntax(
+            "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+            "",
+            before=("", "<|start|>assistant"),
+            is_single=True,
+        ),
+    ),
+}
+
+THINKING: dict[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
+
+_HARMONY_FIELDS = {
+    "reasoning_content": {
+        "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
+        "close_pattern": r"<\|end\|>",
+    },
+    "content": {
+        "open_pattern": (
+            r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s*<\|message\|>"
+        ),
+        "close_pattern": r"<\|(?:end|return)\|>",
+    },
+}
+_HARMONY_THINKING = ("<|channel|>analysis<|message|>", "<|end|>")
+_HARMONY_TEXT = tuple(f"{start}<|channel|>final<|message|>" for start in ("", "<|start|>assistant"))
+
+# What may follow the last call, and means nothing: a region that ends with the next character. (An
+# optional end of a delimiter would depend on how the text is cut.)
+_AFTER_CALLS = {
+    "qwen-tags": "</tool_call>",
+    "deepseek": "<｜tool▁calls▁end｜>",
+    "deepseek-v31": "<｜tool▁calls▁end｜>",
+}
+
+# What shows in a chat template that its model writes calls so: the first that fits.
+_SIGNS: tuple[tuple[str, Callable[[str], bool]], ...] = (
+    ("harmony", lambda text: "<|channel|>" in text and "<|constrain|>" in text),
+    ("mistral-args", lambda text: "[TOOL_CALLS]" in text and "[ARGS]" in text),
+    ("mistral", lambda text: "[TOOL_CALLS]" in text),
+    ("deepseek", lambda text: "<｜tool▁call▁begin｜>" in text and "```json" in text),
+    ("deepseek-v31", lambda text: "<｜tool▁call▁begin｜>" in text),
+    ("qwen-tags", lambda text: "<function=" in text),
+    ("hermes", lambda text: "<tool_call>" in text),
+    ("pythonic", lambda text: "<|python_start|>" in text or "[func_name1(" in text),
+    ("llama3-json", lambda text: "<|python_tag|>" in text or '"parameters": ' in text),
+)
+
+CALL_FORMAT_NAMES = (AUTO, NONE, OWN, *CALL_FORMATS)
+REASONING_NAMES = (AUTO, NONE, *THINKING)
+
+
+def find_format(
+    chat_template: str | None,
+    own_template: object = None,
+    calls: str = AUTO,
+    reasoning: str = AUTO,
+    header: str = "",
+) -> AnswerFormat:
+    """How a model answers.
+
+    Args:
+        chat_template: its source.
+        own_template: the model's own response_template, as JSON.
+        calls: one of CALL_FORMAT_NAMES: "model" is its own one, "auto" that one, if there is one,
+            or the format that the chat template shows.
+        reasoning: one of REASONING_NAMES.
+        header: what the chat template writes before an answer.
+
+    Raises:
+        ConfigError: there is no such format.
+        ModelError: the model's own one is broken.
+    """
+    for option, name, known in (
+        ("tool_call_parser", calls, CALL_FORMAT_NAMES),
+        ("reasoning_parser", reasoning, REASONING_NAMES),
+    ):
+        if name not in known:
+            raise ConfigError(option, f"{name!r} is not one of {', '.join(known)}")
+    if calls == OWN and own_template is None:
+        raise ConfigError("tool_call_parser", "the model has no response_template")
+    if calls in (AUTO, OWN) and own_template is not None:
+        return _own_format(own_template)
+    text = chat_template or ""
+    if calls == AUTO:
+        calls = next((name for name, fits in _SIGNS if fits(text)), NONE)
+    if calls == "harmony":
+        return _harmony()
+    if reasoning == AUTO:
+        fits = (name for name, (_, closing) in THINKING.items() if closing in text)
+        reasoning = next(fits, NONE)
+    fields: dict[str, Any] = {"content": {}}
+    thinking = THINKING.get(reasoning)
+    if thinking is not None:
+        fields["reasoning_content"] = {"open": thinking[0], "close": thinking[1]}
+    syntax = None
+    if calls != NONE:
+        fields[CALLS], syntax = CALL_FORMATS[calls]
+    if calls in _AFTER_CALLS:
+        fields["after_calls"] = {"open": _AFTER_CALLS[calls], "close_pattern": "(?=.)"}
+    return AnswerFormat(
+        calls, _template(fields, header), syntax, thinking, short_ids=calls.startswith("mistral")
+    )
+
+
+def _harmony() -> AnswerFormat:
+    region, syntax = CALL_FORMATS["harmony"]
+    template = _template({**_HARMONY_FIELDS, CALLS: region}, "<|start|>assistant")
+    return AnswerFormat("harmony", template, syntax, _HARMONY_THINKING, _HARMONY_TEXT)
+
+
+def _template(fields: Mapping[str, Any], header: str) -> ResponseTemplate:
+    template = read_template({"fields": dict(fields)}, (*CONTENT_KINDS, *OWN_KINDS))
+    return replace(template, anchor=regex.compile(regex.escape(header)) if header else None)
+
+
+def _own_format(value: object) -> AnswerFormat:
+    template = read_template(value)
+    if template.anchor is None:
+        raise ModelError("response_template in tokenizer_config.json: start_anchor is missing")
+    calls, thinking = template.region(CALLS), template.region(*REASONING)
+    return AnswerFormat(
+        OWN,
+        template,
+        None if calls is None else _syntax_of(calls),
+        None if thinking is None else _literal_delimiters(thinking),
+        reads_prefix=True,
+    )
+
+
+def _literal_delimiters(region: Region) -> tuple[str, str] | None:
+    if region.opening is None or region.closing is None:
+        return None
+    if not region.opening.literals or not region.closing.literals:
+        return None
+    return region.opening.literals[0], region.closing.literals[0]
+
+
+def _syntax_of(region: Region) -> CallSyntax | None:
+    """The syntax of a region whose calls are JSON between literal delimiters; None for others."""
+    paths, delimiters = call_paths(region), _literal_delimiters(region)
+    if paths is None or delimiters is None or paths.layout == "sequence":
+        return None
+    if paths.name is None or len(paths.name) != 1 or len(paths.arguments) != 1:
+        return None
+    opening, closing = delimiters
+    name, arguments = paths.name[0], paths.arguments[0]
+    begin, end = f'{{"{name}": "{_NAME}", "{arguments}": ', "}"
+    if paths.layout == "list":
+        return CallSyntax(begin, end, (f"{opening}[",), ", ", f"]{closing}", opening)
+    return CallSyntax(opening + begin, end + closing, trigger=opening)
+
+
+def named(syntax: CallSyntax, name: str) -> str:
+    """What stands before the arguments of a call of this name."""
+    return syntax.begin.replace(_NAME, name)

@@ -1,0 +1,252 @@
+"""What the whole text of a region means, in the notations that a template may name."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import regex
+
+from octavo.parsing.template import Region, placeholder
+
+Arguments = Mapping[str, Any]
+# Characters that stand for strings while the rest of a text is made JSON.
+_MARKS = "\x01\x02"
+
+
+class Unreadable(ValueError):
+    """A text is not what its template says."""
+
+
+def region_value(region: Region, body: str, captures: Mapping[str, str]) -> Any:
+    """The value of a region with this text, arranged as its template says.
+
+    `captures`: named groups of the delimiter that opened it. Raises Unreadable.
+    """
+    value = parsed(region.content, body, region.content_args)
+    if region.transform is None:
+        return value
+    if not region.transform_each:
+        return _arranged(region.transform, {**captures, "content": value})
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise Unreadable("it is not a list of objects")
+    return [_arranged(region.transform, {**captures, **each}) for each in value]
+
+
+def parsed(kind: str, text: str, arguments: Arguments) -> Any:
+    """A text in a notation. Raises Unreadable."""
+    try:
+        return _KINDS[kind](text, arguments)
+    except (ValueError, RecursionError, SyntaxError) as error:
+        raise Unreadable(str(error)) from None
+
+
+def _arranged(transform: Any, scope: Mapping[str, Any]) -> Any:
+    if isinstance(transform, dict):
+        return {name: _arranged(each, scope) for name, each in transform.items()}
+    if isinstance(transform, list):
+        return [_arranged(each, scope) for each in transform]
+    path = placeholder(transform)
+    if path is None:
+        return transform
+    value: Any = scope
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            raise Unreadable(f"there is no {'.'.join(path)}")
+        value = value[name]
+    return value
+
+
+def _text(text: str, arguments: Arguments) -> str:
+    return text.strip() if arguments.get("strip", True) else text
+
+
+def _json(text: str, arguments: Arguments) -> Any:
+    """JSON, and what models write instead: strings in other quotes, keys without any."""
+    strings: list[str] = []
+
+    def mark(match: regex.Match[str]) -> str:
+        strings.append(match[1])
+        return f"{_MARKS[0]}{len(strings) - 1}{_MARKS[1]}"
+
+    plain = text
+    delimiters = arguments.get("string_delims", [])
+    if delimiters and any(each in text for each in _MARKS):
+        raise Unreadable("it has control characters")
+    for opening, closing in delimiters:
+        quoted = f"{regex.escape(opening)}(.*?){regex.escape(closing)}"
+        plain = regex.sub(quoted, mark, plain, flags=regex.DOTALL)
+    if arguments.get("unquoted_keys"):
+        plain = regex.sub(r"(?<=[{,])(\w+):", r'"\1":', plain)
+    for number, each in enumerate(strings):
+        plain = plain.replace(f"{_MARKS[0]}{number}{_MARKS[1]}", json.dumps(each))
+    try:
+        return json.loads(plain)
+    except ValueError:
+        if arguments.get("allow_non_json"):
+            return _text(text, arguments)
+        raise
+
+
+def _tags(text: str, arguments: Arguments) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    merges = arguments.get("merge_duplicates", False)
+    for match in regex.finditer(arguments["tag_pattern"], text, flags=regex.DOTALL):
+        groups = match.groupdict()
+        key, value = groups["key"], _inner(groups.get("value") or "", arguments)
+        if key not in found or not merges:
+            found[key] = value
+            continue
+        if not isinstance(found[key], list):
+            found[key] = [found[key]]
+        found[key].append(value)
+    return found
+
+
+def _lines(text: str, arguments: Arguments) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    separator = arguments.get("kv_sep", ":")
+    for line in text.split(arguments.get("line_sep", "\n")):
+        key, is_pair, value = _text(line, arguments).partition(separator)
+        if is_pair:
+            found[_text(key, arguments)] = _inner(_text(value, arguments), arguments)
+    return found
+
+
+def _inner(text: str, arguments: Arguments) -> Any:
+    parser = arguments.get("value_parser")
+    if parser is None:
+        return text
+    return parsed(parser.get("name", "text"), text, parser.get("args", {}))
+
+
+def _python_calls(text: str, arguments: Arguments) -> list[dict[str, Any]]:
+    """[f(a=1), g()], whose arguments are literals of Python or of JSON."""
+    expression = ast.parse(text.strip(), mode="eval").body
+    calls = expression.elts if isinstance(expression, ast.List) else [expression]
+    found = []
+    for call in calls:
+        if not isinstance(call, ast.Call) or call.args:
+            raise Unreadable("it is not a list of calls with named arguments")
+        named = {each.arg: _literal(each.value) for each in call.keywords if each.arg}
+        if len(named) != len(call.keywords):
+            raise Unreadable("an argument has no name, or is there twice")
+        found.append({"name": ast.unparse(call.func), "arguments": named})
+    return found
+
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(each) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [None if each is None else _literal(each) for each in node.keys]
+        if not all(isinstance(each, str) for each in keys):
+            raise Unreadable("the key of an object is not a string")
+        return dict(zip(keys, map(_literal, node.values), strict=True))
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | None):
+        raise Unreadable("an argument is no JSON")
+    return value
+
+
+_KINDS: dict[str, Callable[[str, Arguments], Any]] = {
+    "text": _text,
+    "int": lambda text, arguments: int(_text(text, arguments)),
+    "float": lambda text, arguments: float(_text(text, arguments)),
+    "bool": lambda text, arguments: _text(text, arguments).lower() in ("true", "1"),
+    "json": _json,
+    "xml-inline": _tags,
+    "kv-lines": _lines,
+    "python-calls": _python_calls,
+}
+
+
+# ---------------------------------------------------------------- by the schemas of the tools
+
+
+def cast_arguments(arguments: Any, properties: Mapping[str, Any]) -> Any:
+    """Arguments that were written as bare text, as the types that a tool's schema has for them."""
+    if not isinstance(arguments, dict):
+        return arguments
+    return {name: _cast(each, properties.get(name)) for name, each in arguments.items()}
+
+
+def _cast(value: Any, schema: Any) -> Any:
+    kinds = _types(schema)
+    if isinstance(value, list) and "array" not in kinds:
+        return [_cast(each, schema) for each in value]
+    if not isinstance(value, str):
+        return value
+    for kind in kinds:
+        try:
+            return _CASTS[kind](value)
+        except (KeyError, ValueError):
+            continue
+    return value
+
+
+def _types(schema: Any) -> list[str]:
+    """All types that a schema allows."""
+    if not isinstance(schema, dict):
+        return []
+    declared = schema.get("type")
+    kinds = [declared] if isinstance(declared, str) else list(declared or ())
+    for name in ("anyOf", "oneOf"):
+        for each in schema.get(name) or ():
+            kinds += _types(each)
+    if schema.get("nullable"):
+        kinds.append("null")
+    return [each for each in kinds if isinstance(each, str)]
+
+
+def _as_integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _as_number(text: str) -> int | float:
+    number = float(text)
+    if number != number or number in (float("inf"), float("-inf")):
+        raise ValueError(text)
+    return int(number) if number.is_integer() and "." not in text else number
+
+
+def _as_boolean(text: str) -> bool:
+    return {"true": True, "1": True, "false": False, "0": False}[text.strip().lower()]
+
+
+def _as_null(text: str) -> None:
+    if text.strip() not in ("null", "None"):
+        raise ValueError(text)
+
+
+def _as_container(kind: type) -> Callable[[str], Any]:
+    def cast(text: str) -> Any:
+        value = json.loads(text)
+        if not isinstance(value, kind):
+            raise ValueError(text)
+        return value
+
+    return cast
+
+
+_CASTS: dict[str, Callable[[str], Any]] = {
+    "integer": _as_integer,
+    "number": _as_number,
+    "boolean": _as_boolean,
+    "null": _as_null,
+    "object": _as_container(dict),
+    "array": _as_container(list),
+}

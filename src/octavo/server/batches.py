@@ -1,0 +1,226 @@
+"""Batches of a server's clients, over the engine of `octavo run-batch`.
+
+One batch runs at a time, in the order of their creation, and only so many of its requests are open
+at once, beside those of clients that wait. What it has answered is on disk: after a restart it goes
+on with the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from starlette.types import ASGIApp
+
+from octavo.server.batch import URLS, Tally, prepare, read_lines, run_batch
+from octavo.server.http.errors import ApiError, refused
+from octavo.server.http.file_store import FileRecord, FileStore, Record, Records
+from octavo.server.http.keys import Tenant
+
+Status = Literal["in_progress", "finalizing", "completed", "cancelled", "expired", "failed"]
+
+MAX_OPEN = 64  # requests of a batch at once
+MAX_BATCHES = 1_000
+WINDOW_SECONDS = 86_400  # "24h", the only window that OpenAI's API has
+METADATA_ENTRIES, METADATA_KEY, METADATA_VALUE = 16, 64, 512
+
+logger = logging.getLogger(__name__)
+
+
+class BatchRecord(Record, kw_only=True):
+    """A batch."""
+
+    endpoint: str
+    input_file_id: str
+    status: Status = "in_progress"
+    metadata: dict[str, str] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    error: str | None = None  # why it has failed
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    # Seconds since 1970; None: that has not happened.
+    begun_at: int | None = None
+    cancelled_at: int | None = None  # when that was asked for
+    ended_at: int | None = None
+
+    @property
+    def expires_at(self) -> int:
+        """When requests that are not answered by then are given up."""
+        return self.created_at + WINDOW_SECONDS
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing of it will change any more."""
+        return self.ended_at is not None
+
+
+class _Reply(msgspec.Struct):
+    response: _Status
+
+
+class _Status(msgspec.Struct):
+    status_code: int
+
+
+class Batches:
+    """Owns the batches and the task that answers them."""
+
+    def __init__(self, files: FileStore, directory: Path) -> None:
+        """Raises ConfigError if the directory cannot be used."""
+        self.records = Records(directory / "batches", BatchRecord, "batch")
+        self._files = files
+        self._is_due = asyncio.Event()
+        self._runner: asyncio.Task[None] | None = None
+        self._running: tuple[BatchRecord, asyncio.Task[Tally]] | None = None
+
+    def start(self, app: ASGIApp) -> None:
+        """Begin to answer what is to be answered, by `app`'s endpoints."""
+        self._is_due.set()
+        self._runner = asyncio.create_task(self._run_all(app))
+
+    async def stop(self) -> None:
+        """Stop; what is unanswered is for the next start."""
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.wait([self._runner])
+
+    def create(
+        self, tenant: Tenant, file: FileRecord, endpoint: str, metadata: dict[str, str] | None
+    ) -> BatchRecord:
+        """Queue a batch. Raises ApiError if it cannot be one."""
+        if endpoint not in URLS:
+            raise refused("endpoint", f"{endpoint[:64]!r} is none of {', '.join(URLS)}")
+        if file.purpose != "batch":
+            raise refused("input_file_id", f"its purpose is {file.purpose!r}, not 'batch'")
+        if len(self.records) >= MAX_BATCHES:
+            oldest = next((each for each in self.records if each.has_ended), None)
+            if oldest is None:
+                raise ApiError(
+                    429, f"{MAX_BATCHES} batches wait already", code="overloaded", retry_after=60
+                )
+            self.records.remove(oldest)
+        total = sum(1 for _ in read_lines(self._files.path(file)))
+        if not total:
+            raise refused("input_file_id", "the file has no requests")
+        record = BatchRecord(
+            **self.records.head("batch", tenant),
+            endpoint=endpoint,
+            input_file_id=file.id,
+            metadata=metadata,
+            total=total,
+        )
+        self.records.put(record)
+        self._is_due.set()
+        return record
+
+    def cancel(self, record: BatchRecord) -> None:
+        """Give up what is not answered yet. ApiError 409 if the batch has ended."""
+        if record.has_ended:
+            raise ApiError(409, f"the batch is {record.status}", "batch_id", "already_ended")
+        record.cancelled_at = int(time.time())
+        self.records.put(record)
+        if self._running is not None and self._running[0] is record:
+            self._running[1].cancel()
+        self._is_due.set()
+
+    def uses(self, file: FileRecord) -> bool:
+        """Whether a batch that has not ended reads this file."""
+        return any(not each.has_ended and each.input_file_id == file.id for each in self.records)
+
+    async def _run_all(self, app: ASGIApp) -> None:
+        while True:
+            await self._is_due.wait()
+            self._is_due.clear()
+            while (record := next((r for r in self.records if not r.has_ended), None)) is not None:
+                try:
+                    await self._run(app, record)
+                except Exception as error:
+                    logger.exception("batch %s failed", record.id)
+                    self._end(record, "failed", str(error) or type(error).__name__)
+
+    async def _run(self, app: ASGIApp, record: BatchRecord) -> None:
+        """Answer one batch, or what is left of it."""
+        file = next((f for f in self._files.records if f.id == record.input_file_id), None)
+        if file is None:
+            self._end(record, "failed", "its input file is gone")
+            return
+        work = self._work_path(record)
+        if record.cancelled_at is not None:
+            self._finish(record, "cancelled")
+            return
+        record.begun_at = record.begun_at or int(time.time())
+        batch = await asyncio.to_thread(prepare, self._files.path(file), work)
+        known_failed = record.failed
+
+        def show(tally: Tally) -> None:
+            record.failed = min(record.total, known_failed + tally.num_refused + tally.num_failed)
+            record.completed = tally.num_before + tally.num_done - record.failed
+
+        tenant = Tenant(record.salt, record.tenant)
+        task = asyncio.create_task(
+            run_batch(app, batch, MAX_OPEN, show, (record.endpoint,), tenant, is_patient=True)
+        )
+        self._running = record, task
+        status: Status = "completed"
+        try:
+            done, _ = await asyncio.wait([task], timeout=max(0, record.expires_at - time.time()))
+            if not done:
+                status = "expired"
+            elif task.cancelled():
+                status = "cancelled"
+            else:
+                task.result()
+        finally:
+            self._running = None
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        record.status = "finalizing"
+        self._finish(record, status)
+
+    def _finish(self, record: BatchRecord, status: Status) -> None:
+        """Divide the replies into those that are answers and those that are errors."""
+        work, tenant = self._work_path(record), Tenant(record.salt, record.tenant)
+        paths = [self._files.new_part() for _ in range(2)]
+        counts = [0, 0]
+        with contextlib.ExitStack() as stack:
+            outputs = [stack.enter_context(path.open("wb")) for path in paths]
+            for line in _lines(work):
+                is_error = msgspec.json.decode(line, type=_Reply).response.status_code != 200
+                outputs[is_error].write(line)
+                counts[is_error] += 1
+        ids: list[str | None] = [None, None]
+        for kind, (path, count) in enumerate(zip(paths, counts, strict=True)):
+            if count:
+                name = f"{record.id}_{('output', 'error')[kind]}.jsonl"
+                ids[kind] = self._files.add(path, name, "batch_output", tenant).id
+            else:
+                path.unlink()
+        record.output_file_id, record.error_file_id = ids
+        record.completed, record.failed = counts
+        self._end(record, status)
+        work.unlink(missing_ok=True)
+
+    def _end(self, record: BatchRecord, status: Status, error: str | None = None) -> None:
+        record.status, record.error, record.ended_at = status, error, int(time.time())
+        self.records.put(record)
+
+    def _work_path(self, record: BatchRecord) -> Path:
+        return self.records.directory / f"{record.id}.jsonl"
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file, if there is one."""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield line

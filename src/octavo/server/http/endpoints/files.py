@@ -1,0 +1,185 @@
+"""/v1/files: what batches read and write. Only where the server has a directory for them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from msgspec import Meta
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse
+
+from octavo.server.http.context import context_of, reply, tenant_of
+from octavo.server.http.errors import ApiError, ClientGone, refused
+from octavo.server.http.file_store import FileRecord, FileStore, unwritable
+from octavo.server.http.gate import too_large
+from octavo.server.http.multipart import Part, boundary_of, parts_of
+from octavo.server.http.schema import documented
+
+router = APIRouter(prefix="/v1/files", tags=["Files and batches"])
+
+PURPOSE = "batch"
+MAX_FILENAME = 255  # characters
+MAX_VALUE = 256  # bytes, of a field that is no file
+FORM = {"purpose": PURPOSE, "file": "@requests.jsonl"}
+
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+BatchLimit = Annotated[int, Query(ge=1, le=100)]
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Annotated[str, Meta(description="batch: uploaded; batch_output: of a batch.")]
+    status: Literal["processed"] = "processed"
+
+
+class FileList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+@router.post("", **documented(None, FileObject, form=FORM))
+async def upload_file(request: Request) -> Response:
+    """Upload a file of requests, as a form with the fields purpose (batch) and file."""
+    _check_origin(request)
+    files = context_of(request).files
+    boundary = boundary_of(request.headers.get("content-type", ""))
+    files.check_room()
+    form = files.new_part()
+    try:
+        await _receive(request, form)
+        parts = parts_of(form, boundary)
+        record = _add(request, files, form, parts)
+    finally:
+        form.unlink(missing_ok=True)
+    return reply(_shown(record))
+
+
+@router.get("", **documented(None, FileList))
+async def list_files(
+    request: Request,
+    purpose: str | None = None,
+    limit: Limit = 10_000,
+    after: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """The files of the holder of this key."""
+    files = context_of(request).files
+    found, has_more = files.records.listed(tenant_of(request), limit, after, order == "desc")
+    data = [_shown(each) for each in found if purpose in (None, each.purpose)]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return reply(FileList(data=data, first_id=first, last_id=last, has_more=has_more))
+
+
+@router.get("/{file_id}", **documented(None, FileObject))
+async def get_file(request: Request, file_id: str) -> Response:
+    """What is known of a file."""
+    return reply(_shown(_found(request, file_id)))
+
+
+@router.get("/{file_id}/content", **documented(None, bytes))
+async def get_file_content(request: Request, file_id: str) -> Response:
+    """A file's bytes."""
+    record = _found(request, file_id)
+    path = context_of(request).files.path(record)
+    return FileResponse(path, media_type="application/octet-stream", filename=record.filename)
+
+
+@router.delete("/{file_id}", **documented(None, FileDeleted))
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Delete a file. ApiError 409 while a batch reads it."""
+    context = context_of(request)
+    record = _found(request, file_id)
+    if context.batches.uses(record):
+        raise ApiError(409, "file_id: a batch reads this file", "file_id", "file_in_use")
+    context.files.remove(record)
+    return reply(FileDeleted(id=record.id))
+
+
+def _check_origin(request: Request) -> None:
+    """A web page can send forms to any address without asking, and must not fill the disk."""
+    origin = request.headers.get("origin")
+    allowed = context_of(request).settings.cors_origins
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    if urlsplit(origin).netloc != request.headers.get("host"):
+        raise ApiError(403, f"pages of {origin[:128]} may not upload files", code="unknown_origin")
+
+
+async def _receive(request: Request, path: Path) -> None:
+    """Write the body to a file. ApiError 413 or 507 if it is too large, or cannot be written."""
+    try:
+        with path.open("wb") as file:
+            async for chunk in request.stream():
+                file.write(chunk)
+    except ClientDisconnect:
+        raise ClientGone from None
+    except OSError as error:
+        raise unwritable(error) from error
+
+
+def _add(request: Request, files: FileStore, form: Path, parts: dict[str, Part]) -> FileRecord:
+    """Add the file that a form brings."""
+    for name in parts:
+        if name not in FORM:
+            raise refused(name, "there is no such field", "unknown_field")
+    for name in FORM:
+        if name not in parts:
+            raise ApiError(400, f"{name}: it is missing", name, "missing_field")
+    file, purpose = parts["file"], _value(form, parts["purpose"])
+    if purpose != PURPOSE:
+        raise refused("purpose", f"{purpose[:64]!r} is not supported, only {PURPOSE!r}")
+    if file.filename is None:
+        raise refused("file", "it is not a file; send it with a filename")
+    size = file.end - file.start
+    if size > files.shelf.max_bytes:
+        raise too_large(files.shelf.max_bytes)
+    part = files.new_part()
+    try:
+        with form.open("rb") as source, part.open("wb") as target:
+            source.seek(file.start)
+            shutil.copyfileobj(source, target)
+            target.truncate(size)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise unwritable(error) from error
+    return files.add(part, file.filename[:MAX_FILENAME], purpose, tenant_of(request))
+
+
+def _value(form: Path, part: Part) -> str:
+    with form.open("rb") as file:
+        file.seek(part.start)
+        return file.read(min(MAX_VALUE, part.end - part.start)).decode(errors="replace")
+
+
+def _found(request: Request, file_id: str) -> FileRecord:
+    files, tenant = context_of(request).files, tenant_of(request)
+    record: FileRecord = files.records.get(file_id, tenant, "file_id")
+    return record
+
+
+def _shown(record: FileRecord) -> FileObject:
+    return FileObject(
+        id=record.id,
+        bytes=record.bytes,
+        created_at=record.created_at,
+        filename=record.filename,
+        purpose=record.purpose,
+    )

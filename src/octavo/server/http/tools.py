@@ -1,0 +1,165 @@
+"""The tools that a request offers, and which of them the model is to call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from octavo.server.http.bodies import FAIL_FAST
+from octavo.server.http.errors import refused
+from octavo.structured.output import MAX_GRAMMAR_BYTES
+
+MAX_TOOLS = 512
+MAX_NAME = 128  # characters
+NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
+
+FUNCTION = "function"
+
+
+class _Lenient(BaseModel):
+    """What clients of several servers send: fields that octavo does not know are ignored."""
+
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class FunctionTool(_Lenient):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME, pattern=f"^{NAME.pattern}$")]
+    """Letters, digits and _ . : / -"""
+    description: str | None = None
+    """What it does, for the model."""
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments, an object."""
+    strict: bool | None = None
+    """Refuse a schema that cannot be enforced completely; not given: enforce what can be."""
+
+
+class Tool(_Lenient):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(_Lenient):
+    name: Annotated[str, Field(min_length=1)]
+    """One of the tools."""
+
+
+class NamedTool(_Lenient):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), FAIL_FAST]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A tool that may be called.
+
+    Attributes:
+        name: of the function.
+        schema: of its arguments; allows objects alone.
+        is_strict: whether all of the schema must be enforced.
+        field: what the client calls the schema.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    is_strict: bool
+    field: str
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """Of the arguments."""
+        properties = self.schema.get("properties")
+        return properties if isinstance(properties, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Which tools the model knows, and what it is to do with them.
+
+    Attributes:
+        shown: all tools, as chat templates expect them.
+        callable: those that may be called.
+        is_required: the answer is a call.
+        is_parallel: it may have several.
+        field: what the client calls the tools.
+    """
+
+    shown: Sequence[Mapping[str, Any]]
+    callable: Sequence[CallableTool]
+    is_required: bool
+    is_parallel: bool
+    field: str
+
+
+def tool_use(
+    tools: Sequence[Tool] | None,
+    choice: ToolChoice | None,
+    parallel: bool | None,
+    field: str = "tools",
+) -> ToolUse | None:
+    """What a request's fields mean together; None if no tool may be called.
+
+    Args:
+        tools: in the order of the request.
+        choice: not given: "auto".
+        parallel: whether several calls are allowed; not given: they are.
+        field: what the client calls the tools.
+
+    Raises:
+        ApiError: they contradict each other; names the field.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise refused("tool_choice", f"it needs {field}")
+        return None
+    counts = Counter(each.function.name for each in tools)
+    for i, each in enumerate(tools):
+        if counts[each.function.name] > 1:
+            raise refused(
+                f"{field}[{i}].function.name",
+                f"{counts[each.function.name]} tools are called {each.function.name!r}",
+            )
+    if choice == "none":
+        return None
+    able = [_callable(each.function, f"{field}[{i}].function") for i, each in enumerate(tools)]
+    is_required = choice == "required"
+    if isinstance(choice, NamedTool):
+        name, is_required = choice.function.name, True
+        able = [each for each in able if each.name == name]
+        if not able:
+            raise refused("tool_choice.function.name", f"there is no tool {name[:MAX_NAME]!r}")
+    shown = [each.model_dump(exclude_none=True) for each in tools]
+    return ToolUse(shown, able, is_required, parallel is not False, field)
+
+
+def _callable(function: FunctionTool, field: str) -> CallableTool:
+    where = f"{field}.parameters"
+    schema = dict(function.parameters or {})
+    if schema.setdefault("type", "object") != "object":
+        raise refused(f"{where}.type", "the arguments of a function are an object")
+    for name, kind in (("properties", dict), ("required", list)):
+        if not isinstance(schema.get(name, kind()), kind):
+            raise refused(
+                f"{where}.{name}", f"it is not {'an object' if kind is dict else 'a list'}"
+            )
+    size = len(json.dumps(schema))
+    if size > MAX_GRAMMAR_BYTES:
+        raise refused(where, f"{size} bytes are more than {MAX_GRAMMAR_BYTES}")
+    return CallableTool(function.name, schema, bool(function.strict), where)

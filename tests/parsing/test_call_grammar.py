@@ -1,0 +1,217 @@
+# ruff: noqa: RUF001  (DeepSeek writes its delimiters with full-width bars)
+"""Random outputs that keep to a format's grammar are read as what was demanded."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from octavo.engine.tokenizer import Tokenizer
+from octavo.parsing.call_grammar import CallForm, answer_grammars
+from octavo.parsing.events import (
+    Content,
+    Event,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallBegin,
+    joined,
+)
+from octavo.parsing.formats import CALL_FORMATS, AnswerFormat, find_format
+from octavo.structured.constraint import num_words
+from octavo.structured.guidance import Guidance
+from octavo.structured.output import StructuredOutput
+
+MARKS = (
+    (
+        "<think>|</think>|[THINK]|[/THINK]|<tool_call>|</tool_call>|<|python_tag|>|[TOOL_CALLS]|[ARGS]|"
+        "<｜tool▁calls▁begin｜>|<｜tool▁calls▁end｜>|<｜tool▁call▁begin｜>|<｜tool▁call▁end｜>|"
+        "<｜tool▁sep｜>|<|channel|>|<|message|>|<|start|>|<|end|>|<|constrain|>"
+    )
+    .replace("<|", "<:")
+    .replace("|>", ":>")
+    .split("|")
+)
+TOKENS = [mark.replace("<:", "<|").replace(":>", "|>") for mark in MARKS]
+EOS = 0
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 99},
+        "word": {"type": "string", "pattern": "^[a-c]{1,3}$"},
+        "flag": {"type": "boolean"},
+    },
+    "required": ["x"],
+    "additionalProperties": False,
+}
+CALLS = [
+    CallForm("f", SCHEMA, is_strict=True),
+    CallForm("get.g", {"type": "object", "maxProperties": 0}),
+]
+MAX_TOKENS = 600
+
+
+class World:
+    """A vocabulary of bytes, with or without the delimiters as tokens, and what can be said."""
+
+    def __init__(self, directory: Path, tokens: Sequence[str]) -> None:
+        vocabulary = {"<eos>": EOS}
+        for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
+            vocabulary[character] = len(vocabulary)
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(["<eos>"])
+        backend.add_tokens([AddedToken(each, special=i % 2 == 0) for i, each in enumerate(tokens)])
+        backend.save(str(directory / "tokenizer.json"))
+        self.tokenizer = Tokenizer.from_directory(directory)
+        self.size = self.tokenizer.vocab_size
+        self.library = Guidance(directory, self.size, [EOS])
+
+    def say(self, seed: int, parts: list[dict[str, str]], said: str = "") -> str:
+        """A random output that keeps to a grammar, and begins with what is `said`: tokens for
+        delimiters are likely, and so is an end; of text there is little. "" if it has no end."""
+        rng = random.Random(seed)
+        constraint = self.library.compile(StructuredOutput(parts=parts).to_grammar()).fork()
+        detokenizer = self.tokenizer.detokenizer([], skip_special_tokens=False)
+        words = np.empty((1, num_words(self.size)), np.int32)
+        text = said
+        assert constraint.accept(self.tokenizer.encode(said)) == ""
+        for _ in range(MAX_TOKENS):
+            filled = self.library.fill([constraint], words)
+            assert filled.errors == [""]
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: self.size]
+            allowed = np.flatnonzero(bits).tolist()
+            if filled.is_accepting[0] and (not allowed or rng.random() < 0.1):
+                return text + detokenizer.finish()
+            marks = [each for each in allowed if each > 256]
+            token_id = rng.choice(marks if marks and rng.random() < 0.2 else allowed)
+            assert constraint.accept([token_id]) == ""
+            text += detokenizer.add(token_id)
+        return ""
+
+
+@pytest.fixture(scope="module", params=[TOKENS, []], ids=["tokens", "bytes"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"), request.param)
+
+
+def read(format_: AnswerFormat, prompt: str, text: str) -> list[Event]:
+    parser = format_.parser(prompt, {"f": SCHEMA["properties"]})  # type: ignore[dict-item]
+    return joined([*parser.feed(text), *parser.finish()])
+
+
+def check_calls(events: list[Event]) -> int:
+    """All calls keep to their schemas; returns how many there are."""
+    names = [event.name for event in events if isinstance(event, ToolCallBegin)]
+    arguments = {e.number: e.text for e in events if isinstance(e, ToolCallArguments)}
+    assert set(arguments) == set(range(len(names)))
+    for number, name in enumerate(names):
+        value: Any = json.loads(arguments[number])
+        assert name in ("f", "get.g")
+        jsonschema.validate(value, SCHEMA if name == "f" else {"maxProperties": 0})
+    return len(names)
+
+
+def formats() -> list[str]:
+    return list(CALL_FORMATS)
+
+
+@pytest.mark.parametrize("name", formats())
+def test_demanded_calls_are_calls_and_nothing_else(world: World, name: str) -> None:
+    format_ = find_format(None, calls=name, reasoning="none")
+    tokens = world.tokenizer.added_tokens
+    counts = []
+    for seed in range(12):
+        is_parallel = seed % 2 == 0
+        parts = answer_grammars(format_, tokens, "none", CALLS, True, is_parallel)
+        text = world.say(seed, parts)
+        events = read(format_, "", text)
+        counts.append(check_calls(events) if text else 1)
+        assert not any(isinstance(event, Content | Reasoning) for event in events), text
+        assert counts[-1] == 1 or is_parallel
+    assert min(counts) == 1
+    assert max(counts) > 1 or name == "harmony"
+
+
+@pytest.mark.parametrize("name", formats())
+def test_a_call_that_is_begun_in_a_text_is_whole(world: World, name: str) -> None:
+    format_ = find_format(None, calls=name, reasoning="none")
+    tokens = world.tokenizer.added_tokens
+    counts = []
+    for seed in range(25):
+        parts = answer_grammars(format_, tokens, "none", CALLS, is_parallel=seed % 2 == 0)
+        text = world.say(seed, parts)
+        counts.append(check_calls(read(format_, "", text)))
+        assert counts[-1] <= 1 or seed % 2 == 0
+    assert min(counts) == 0
+    if world.tokenizer.vocab_size > 257 and format_.calls is not None and format_.calls.trigger:
+        assert max(counts) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoning"), [("hermes", "think"), ("mistral", "mistral"), ("harmony", "auto")]
+)
+@pytest.mark.parametrize("thinking", ["open", "possible"])
+def test_reasoning_comes_before_calls_and_forms(
+    world: World, name: str, reasoning: str, thinking: Any
+) -> None:
+    format_ = find_format(None, calls=name, reasoning=reasoning, header="<a>")
+    tokens = world.tokenizer.added_tokens
+    assert format_.thinking is not None
+    prompt = "<a>" if thinking == "possible" else f"<a>{format_.thinking[0]}"
+    if name == "harmony":
+        prompt = prompt.replace("<a>", "<|start|>assistant")
+    assert format_.thinks(prompt) == thinking
+    num_thoughts = num_ended = 0
+    for seed in range(16):
+        form = ("json_schema", json.dumps(SCHEMA)) if seed % 2 else None
+        calls = [] if form else CALLS
+        parts = answer_grammars(format_, tokens, thinking, calls, not form, True, form)
+        # By chance alone, bytes would not say that the reasoning has ended.
+        said = f"a{format_.thinking[1]}" if thinking == "open" else ""
+        text = world.say(seed, parts, said)
+        if not text:
+            continue
+        num_ended += 1
+        events = read(format_, prompt, text)
+        num_thoughts += isinstance(events[0], Reasoning)
+        rest = [event for event in events if not isinstance(event, Reasoning)]
+        if form is None:
+            assert check_calls(rest) > 0
+            assert not any(isinstance(event, Content) for event in rest)
+        else:
+            [content] = rest
+            assert isinstance(content, Content)
+            jsonschema.validate(json.loads(content.text), SCHEMA)
+    assert num_ended > 4
+    if thinking == "open" or world.size > 257:
+        assert num_thoughts > 0
+
+
+def test_a_form_or_a_call(world: World) -> None:
+    format_ = find_format("<tool_call>")
+    form = ("regex", "[0-9]{3}")
+    parts = answer_grammars(format_, world.tokenizer.added_tokens, "none", CALLS, form=form)
+    found = set()
+    for seed in range(30):
+        text = world.say(seed, parts)
+        if not text:
+            continue
+        events = read(format_, "", text)
+        num_calls = check_calls(events)
+        if not num_calls:
+            [content] = events
+            assert isinstance(content, Content)
+            assert len(content.text) == 3
+            assert content.text.isdigit()
+        found.add(num_calls > 0)
+    assert found == {True, False}

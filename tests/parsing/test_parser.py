@@ -1,0 +1,447 @@
+# ruff: noqa: RUF001  (DeepSeek writes its delimiters with full-width bars)
+"""Answers are read alike however their text is cut, and as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_parsing import parse_response
+
+from octavo.errors import ConfigError, ModelError
+from octavo.parsing.events import (
+    Content,
+    Event,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallBegin,
+    ToolCallEnd,
+    joined,
+)
+from octavo.parsing.formats import CALL_FORMATS, AnswerFormat, find_format
+from octavo.parsing.parser import ResponseParser
+from octavo.parsing.template import read_template
+
+PROPERTIES = {"f": {"x": {"type": "integer"}, "y": {"type": ["string", "null"]}}}
+
+
+def call(number: int, name: str, arguments: str) -> list[Event]:
+    return [
+        ToolCallBegin(number, name),
+        ToolCallArguments(number, arguments),
+        ToolCallEnd(number),
+    ]
+
+
+def read(parser: ResponseParser, pieces: list[str]) -> list[Event]:
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return joined(events + parser.finish())
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted({place % (len(text) + 1) for place in places})
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+TWO = [*call(0, "f", '{"x": 1}'), *call(1, "g", "{}")]
+
+# Name of a format -> texts and what they mean.
+EXAMPLES: dict[str, list[tuple[str, list[Event]]]] = {
+    "hermes": [
+        (
+            'Well <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+            '<tool_call>{"arguments": {}, "name": "g"}</tool_call>',
+            [Content("Well"), *TWO],
+        ),
+        # A delimiter in a string, arguments as a string, none at all.
+        (
+            '<tool_call>{"name": "f", "arguments": {"y": "</tool_call>"}}</tool_call> so',
+            [*call(0, "f", '{"y": "</tool_call>"}'), Content("so")],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>'
+            '<tool_call>{"name": "g"}</tool_call>',
+            TWO,
+        ),
+        # Cut off, and what is no call.
+        (
+            '<tool_call>{"name": "f", "arguments": {"x": ',
+            [ToolCallBegin(0, "f"), ToolCallArguments(0, '{"x": '), ToolCallEnd(0)],
+        ),
+        (
+            "a <tool_call>\n{nonsense}\n</tool_call> b",
+            [
+                Content("a <tool_call>\n{nonsense}\n</tool_call> b"),
+            ],
+        ),
+        ("a <tool_call>[1]</tool_call>", [Content("a <tool_call>[1]</tool_call>")]),
+        ("a <tool", [Content("a <tool")]),
+        ("  plain \n", [Content("  plain \n")]),
+    ],
+    "qwen-tags": [
+        (
+            "Well\n<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n"
+            "<parameter=y>\na\nb\n</parameter>\n</function>\n</tool_call>\n<function=g></function>",
+            [Content("Well"), *call(0, "f", '{"x": 1, "y": "a\\nb"}'), *call(1, "g", "{}")],
+        ),
+    ],
+    "llama3-json": [
+        (
+            '<|python_tag|>{"name": "f", "parameters": {"x": 1}}; '
+            '{"type": "function", "name": "g", "parameters": {}}',
+            TWO,
+        ),
+        ('{"a": 1}', [Content('{"a": 1}')]),
+        (
+            '{"name": "f", "parameters": {"x": 1}} and more',
+            [*call(0, "f", '{"x": 1}'), Content("and more")],
+        ),
+    ],
+    "mistral": [
+        (
+            'Well[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, '
+            '{"name": "g", "arguments": {}, "id": "123456789"}]',
+            [Content("Well"), *TWO],
+        ),
+    ],
+    "mistral-args": [('[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}', TWO)],
+    "deepseek": [
+        (
+            "Well<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
+            '```json\n{"x": 1}\n```<｜tool▁call▁end｜>\n'
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            [Content("Well"), *TWO],
+        ),
+    ],
+    "deepseek-v31": [
+        (
+            'Well<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}'
+            "<｜tool▁call▁end｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            [Content("Well"), *TWO],
+        ),
+    ],
+    "pythonic": [
+        ("[f(x=1), g()]", TWO),
+        (
+            '<|python_start|>[f(y="[)", z={"a": [True, None, false, -1.5]})]<|python_end|>',
+            call(0, "f", '{"y": "[)", "z": {"a": [true, null, false, -1.5]}}'),
+        ),
+        ("[1, 2]", [Content("[1, 2]")]),
+        ("[f(1)]", [Content("[f(1)]")]),
+        ("[f(x=g())]", [Content("[f(x=g())]")]),
+    ],
+    "harmony": [
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+            'to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>',
+            [Reasoning("Hm."), *call(0, "f", '{"x": 1}')],
+        ),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>Well. ",
+            [Reasoning("Hm."), Content("Well. ")],
+        ),
+    ],
+}
+CASES = [(name, *each) for name, examples in EXAMPLES.items() for each in examples]
+
+
+def test_every_format_has_examples() -> None:
+    assert set(EXAMPLES) == set(CALL_FORMATS)
+
+
+@pytest.mark.parametrize(("name", "text", "events"), CASES)
+@given(places=st.lists(st.integers(0, 400), max_size=30))
+@settings(max_examples=25, deadline=None)
+def test_any_cut_of_an_answer_gives_the_same_events(
+    name: str, text: str, events: list[Event], places: list[int]
+) -> None:
+    format_ = find_format(None, calls=name)
+    for pieces in (cut(text, places), list(text)):
+        assert read(format_.parser("", PROPERTIES), pieces) == events
+
+
+# Parts of delimiters, JSON and text in any order: what a model may say, and what it should not.
+FRAGMENTS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool", "_call>", "</", "\n", " "),
+        *('{"name": "f", "arguments": ', '{"x": 1}', "}", '"', "\\", "{", "[", "]", ",", ":", "1"),
+        *("[TOOL_CALLS]", "[ARGS]", "f", ";", "<function=f>", "</function>", "<parameter=x>", "é"),
+        *("(", ")"),
+    ]
+)
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+@given(parts=st.lists(FRAGMENTS, max_size=14), places=st.lists(st.integers(0, 300), max_size=12))
+@settings(max_examples=150, deadline=None)
+def test_any_text_is_read_alike_however_it_is_cut(
+    name: str, parts: list[str], places: list[int]
+) -> None:
+    text = "".join(parts)
+    format_ = find_format(None, calls=name, reasoning="none" if name == "harmony" else "think")
+    whole = read(format_.parser(""), [text])
+    assert read(format_.parser(""), cut(text, places)) == whole
+    assert read(format_.parser(""), list(text)) == whole
+    begun = [event.number for event in whole if isinstance(event, ToolCallBegin)]
+    ended = [event.number for event in whole if isinstance(event, ToolCallEnd)]
+    assert begun == ended == list(range(len(begun)))
+
+
+# ---------------------------------------------------------------- transformers as the oracle
+
+HERMES = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "content": {},
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
+            },
+        },
+    },
+}
+GEMMA = {
+    "start_anchor_pattern": r"<turn>model\n",
+    "fields": {
+        "content": {"close": ["<end>", "<end_turn>"]},
+        "tool_calls": {
+            "open_pattern": r"<call>(?P<name>\w+)",
+            "close": "</call>",
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [["<|", "|>"]]},
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+    },
+}
+TAGS = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open_pattern": r"<function=(?P<name>\w+)>",
+            "close": "</function>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<p=(?P<key>\w+)>(?P<value>.*?)</p>",
+                "value_parser": {"name": "json", "args": {"allow_non_json": True}},
+            },
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+    },
+}
+LIST = {
+    "start_anchor": "[/INST]",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "[TOOL_CALLS]",
+            "close_pattern": r"(?<=\])\s*</s>",
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{arguments}"},
+            },
+            "transform_each": True,
+        },
+    },
+}
+NAMES = st.text(string.ascii_letters, min_size=1, max_size=5)
+WORDS = st.text(string.ascii_letters + " .<\n", max_size=12)
+VALUES: Any = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.text('ab{}[]"\\:, é', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=5,
+)
+OBJECTS = st.dictionaries(NAMES, VALUES, max_size=3)
+BARE = st.dictionaries(NAMES, st.text("ab 1", max_size=4) | st.integers(0, 9), max_size=3)
+
+
+@st.composite
+def written(draw: st.DrawFn, kind: str) -> tuple[str, str]:
+    """The end of a prompt and an answer to it, in one of the formats."""
+    calls = draw(
+        st.lists(st.tuples(NAMES, BARE if kind in ("tags", "gemma") else OBJECTS), max_size=3)
+    )
+    text = draw(WORDS)
+    if kind == "hermes":
+        thought = draw(st.none() | WORDS)
+        prefix = draw(st.sampled_from(["", "x<assistant>", "<think> <assistant>\n"]))
+        if thought is not None:
+            text = f"<think>{thought}</think>{text}"
+        for name, arguments in calls:
+            inner = json.dumps(
+                {"name": name, "arguments": arguments}, indent=draw(st.none() | st.just(1))
+            )
+            text += f"<tool_call>\n{inner}\n</tool_call>"
+        return prefix, text
+    if kind == "gemma":
+        for name, arguments in calls:
+            members = ",".join(
+                f"{key}:{f'<|{each}|>' if isinstance(each, str) else each}"
+                for key, each in arguments.items()
+            )
+            text += f"<call>{name}{{{members}}}</call>"
+        return "<turn>model\n", text + draw(st.sampled_from(["", "<end>", "<end_turn>"]))
+    if kind == "tags":
+        for name, arguments in calls:
+            inner = "".join(f"<p={key}>{each}</p>" for key, each in arguments.items())
+            text += f"<function={name}>{inner}</function>"
+        return "<assistant>", text
+    if calls:
+        entries = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        text += f"[TOOL_CALLS]{json.dumps(entries)}{draw(st.sampled_from(['', '</s>']))}"
+    return "a[/INST]", text
+
+
+def message_of(events: list[Event]) -> dict[str, Any]:
+    message: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        match event:
+            case Content(text):
+                message["content"] = message.get("content", "") + text
+            case Reasoning(text):
+                message["thinking"] = message.get("thinking", "") + text
+            case ToolCallBegin(_, name):
+                calls.append({"name": name, "arguments": ""})
+            case ToolCallArguments(number, text):
+                calls[number]["arguments"] += text
+    for each in calls:
+        each["arguments"] = json.loads(each["arguments"])
+    message = {name: text.strip() for name, text in message.items() if text.strip()}
+    return message | ({"calls": calls} if calls else {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "template"),
+    [("hermes", HERMES), ("gemma", GEMMA), ("tags", TAGS), ("list", LIST)],
+)
+@given(data=st.data(), places=st.lists(st.integers(0, 400), max_size=10))
+@settings(max_examples=200, deadline=None)
+def test_a_models_own_template_means_what_it_means_to_transformers(
+    kind: str, template: dict[str, Any], data: st.DataObject, places: list[int]
+) -> None:
+    prefix, text = data.draw(written(kind))
+    expected = parse_response(text, template, prefix=prefix)
+    calls = [each["function"] for each in expected.pop("tool_calls", [])]
+    expected = {name: each for name, each in expected.items() if each}
+    own = read_template(template)
+    events = read(ResponseParser(own, own.prefix(prefix)), cut(text, places))
+    assert message_of(events) == expected | ({"calls": calls} if calls else {})
+
+
+# ---------------------------------------------------------------- choosing a format
+
+
+def chosen(source: str | None = None, **options: Any) -> AnswerFormat:
+    return find_format(source, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "thinking"),
+    [
+        ("{{ messages }}", "none", None),
+        ("<tool_call> {{ tools }} </think>", "hermes", ("<think>", "</think>")),
+        ("<tool_call> <function= {{ tools }}", "qwen-tags", None),
+        ("[TOOL_CALLS] {{ tools }}", "mistral", None),
+        ("[TOOL_CALLS] [ARGS] [THINK] [/THINK]", "mistral-args", ("[THINK]", "[/THINK]")),
+        ("<｜tool▁call▁begin｜> ```json </think>", "deepseek", ("<think>", "</think>")),
+        ("<｜tool▁call▁begin｜> </think>", "deepseek-v31", ("<think>", "</think>")),
+        ("<|python_tag|>", "llama3-json", None),
+        ("[func_name1(params_name1=params_value1", "pythonic", None),
+        ("<|channel|> <|constrain|>", "harmony", ("<|channel|>analysis<|message|>", "<|end|>")),
+    ],
+)
+def test_a_chat_template_shows_its_format(
+    source: str, name: str, thinking: tuple[str, str] | None
+) -> None:
+    found = find_format(source)
+    assert (found.name, found.thinking) == (name, thinking)
+
+
+def test_options_and_the_models_own_template_go_first() -> None:
+    assert find_format("<tool_call>", calls="mistral").name == "mistral"
+    assert find_format("</think>", reasoning="none").thinking is None
+    own = find_format("[TOOL_CALLS]", HERMES)
+    assert (own.name, own.thinking) == ("model", ("<think>", "</think>"))
+    assert own.calls is not None
+    assert own.calls.begin == '<tool_call>{"name": "{name}", "arguments": '
+    assert find_format("[TOOL_CALLS]", HERMES, calls="mistral").name == "mistral"
+    assert find_format("", TAGS).calls is None, "its calls cannot be demanded, only read"
+    for option in ("calls", "reasoning"):
+        with pytest.raises(ConfigError, match="'x' is not one of auto, none"):
+            find_format(None, **{option: "x"})
+    with pytest.raises(ConfigError, match="the model has no response_template"):
+        find_format(None, calls="model")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thinking"),
+    [
+        ("hi<end>\n<assistant>", "possible"),
+        ("<think>hi<end>\n<assistant>", "possible"),
+        ("hi<end>\n<assistant><think>\n", "open"),
+        ("hi<end>\n<assistant><think>\n\n</think>\n\n", "none"),
+        ("hi", "possible"),
+    ],
+)
+def test_whether_an_answer_begins_with_reasoning(prompt: str, thinking: str) -> None:
+    format_ = find_format("</think>", header="<end>\n<assistant>")
+    assert format_.thinks(prompt) == thinking
+    expected: list[Event] = [Content("a\n</think>\n\nb")]
+    if thinking == "open":
+        expected = [Reasoning("a"), Content("b")]
+    assert read(format_.parser(prompt), ["a\n</think>\n\nb"]) == expected
+
+
+def test_a_prompt_may_have_the_beginning_of_a_call() -> None:
+    own = read_template(HERMES)
+    prefix = own.prefix('x<assistant>Well <tool_call>{"name": "f", "arguments": {')
+    assert read(ResponseParser(own, prefix), ['"x": 1}}</tool_call>']) == call(0, "f", '{"x": 1}')
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (5, "not an object"),
+        ({"version": 2}, "version 2 is not 1"),
+        ({"regions": {}}, "no field 'regions'"),
+        ({"fields": {}}, "fields is not an object"),
+        ({"fields": {"a": 5}}, "fields.a: it is not an object"),
+        ({"fields": {"a": {"opens": "x"}}}, "no field 'opens'"),
+        ({"fields": {"a": {}, "b": {}}}, "more than one field"),
+        ({"fields": {"a": {"open": ""}}}, "an empty one"),
+        ({"fields": {"a": {"open": []}}}, "neither a text nor a list"),
+        ({"fields": {"a": {"open": "x", "open_pattern": "x"}}}, "contradict"),
+        ({"fields": {"a": {"open_pattern": "("}}}, "no regular expression"),
+        ({"fields": {"a": {"content": "yaml"}}}, "'yaml' is not one of"),
+        ({"fields": {"a": {"content": "python-calls"}}}, "is not one of"),
+        ({"fields": {"a": {"content": "xml-inline"}}}, "tag_pattern is not a text"),
+        ({"fields": {"a": {"transform": {"b": ["x{content}"]}}}}, "text beside a placeholder"),
+        ({"start_anchor": None}, "start_anchor is missing"),
+    ],
+)
+def test_a_broken_template_is_refused(change: Any, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        find_format(None, HERMES | change if isinstance(change, dict) else change)

@@ -1,0 +1,334 @@
+"""/v1/files and /v1/batches: uploads, answers, cancelling, restarts, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.server.batch import post
+from octavo.server.batches import Batches
+from octavo.server.engine_process.supervision import Supervision
+from octavo.server.http.app import create_app
+from octavo.server.http.file_store import FileStore, Shelf
+from octavo.server.http.keys import ANONYMOUS, ApiKeys
+from octavo.server.http.settings import ServerSettings
+from server.clients import run, symbolic_client
+from server.live_server import LiveServer, live_server
+
+FINAL = {"completed", "failed", "cancelled", "expired"}
+
+
+def line(number: int, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    fields = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0} | body
+    return {"custom_id": f"c{number}", "method": "POST", "url": url, "body": fields}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+@pytest.fixture(scope="module")
+def storing(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("files")
+    options = ("--files-dir", str(directory), "--max-file", "1MiB", "--max-files", "30")
+    with live_server("--log-level", "warning", *options) as running:
+        yield running
+
+
+def test_a_batch_by_openai_s_client(storing: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{storing.url}/v1", api_key="any", max_retries=0) as client:
+        lines = [line(i) for i in range(3)] + [line(3, max_tokens=-1), line(4, url="/v1/models")]
+        file = client.files.create(file=("a.jsonl", jsonl(*lines)), purpose="batch")
+        assert (file.filename, file.bytes, file.purpose) == ("a.jsonl", len(jsonl(*lines)), "batch")
+        assert client.files.content(file.id).content == jsonl(*lines)
+        batch = client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+            metadata={"who": "me"},
+        )
+        while batch.status not in FINAL:
+            batch = client.batches.retrieve(batch.id)
+        assert batch.status == "completed"
+        assert batch.metadata == {"who": "me"}
+        assert batch.request_counts is not None
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (5, 3, 2)
+        assert batch.output_file_id is not None
+        assert batch.error_file_id is not None
+        answers = [
+            json.loads(each) for each in client.files.content(batch.output_file_id).iter_lines()
+        ]
+        expected = storing.complete("Once upon a time", max_tokens=4)["choices"][0]["text"]
+        assert {a["custom_id"] for a in answers} == {"c0", "c1", "c2"}
+        texts = {a["response"]["body"]["choices"][0]["text"] for a in answers}
+        assert texts == {expected}
+        errors = client.files.content(batch.error_file_id).text.splitlines()
+        statuses = {(e := json.loads(each))["custom_id"]: e["response"] for each in errors}
+        assert statuses["c3"]["body"]["error"]["param"] == "max_tokens"
+        assert "is not POST to /v1/completions" in statuses["c4"]["body"]["error"]["message"]
+        assert [each.id for each in client.batches.list()] == [batch.id]
+        listed = {each.id: each.purpose for each in client.files.list()}
+        assert listed[batch.output_file_id] == "batch_output"
+        with pytest.raises(openai.ConflictError, match="is completed"):
+            client.batches.cancel(batch.id)
+        assert client.files.delete(file.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(file.id)
+
+
+def upload(server: LiveServer, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/files", timeout=60, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"files": {"file": ("a", b"x")}}, 400, "purpose"),
+        ({"files": {"a": ("a", b"x")}, "data": {"purpose": "batch"}}, 400, "a"),
+        ({"files": {"file": ("a", b"x")}, "data": {"purpose": "assistants"}}, 400, "purpose"),
+        ({"files": {"file": (None, b"x")}, "data": {"purpose": "batch"}}, 400, "file"),
+        ({"files": {"file": ("a", b"x" * (2 << 20))}, "data": {"purpose": "batch"}}, 413, None),
+        (
+            {"files": {"file": ("a", b"x" * ((1 << 20) + 1))}, "data": {"purpose": "batch"}},
+            413,
+            None,
+        ),
+        ({"json": {"purpose": "batch"}}, 400, "Content-Type"),
+        (
+            {
+                "content": b"--b\r\nx",
+                "headers": {"content-type": "multipart/form-data; boundary=b"},
+            },
+            400,
+            "body",
+        ),
+        (
+            {"content": b"", "headers": {"content-type": "multipart/form-data; boundary=b"}},
+            400,
+            "body",
+        ),
+        (
+            {
+                "content": b"--b\r\n\r\n--b" * 5000,
+                "headers": {"content-type": "multipart/form-data; boundary=b"},
+            },
+            400,
+            "body",
+        ),
+    ],
+)
+def test_bad_uploads_are_refused(
+    storing: LiveServer, fields: dict[str, Any], status: int, param: str | None
+) -> None:
+    reply = upload(storing, **fields)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+
+
+def test_pages_of_others_upload_nothing(storing: LiveServer) -> None:
+    form = {"files": {"file": ("a", b"x\n")}, "data": {"purpose": "batch"}}
+    reply = upload(storing, **form, headers={"origin": "https://elsewhere.example"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "unknown_origin")
+    assert upload(storing, **form, headers={"origin": storing.url}).status_code == 200
+
+
+def test_a_file_of_any_bytes_comes_back(storing: LiveServer) -> None:
+    data = bytes(range(256)) * 40 + b"\r\n--\r\n\r\n\n\r" * 3
+    file = upload(storing, files={"file": ("a", data)}, data={"purpose": "batch"}).json()
+    assert storing.get(f"/v1/files/{file['id']}/content").content == data
+    empty = upload(storing, files={"file": ("a", b"")}, data={"purpose": "batch"}).json()
+    assert storing.get(f"/v1/files/{empty['id']}/content").content == b""
+    body = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    for file_id, param in ((empty["id"], "input_file_id"), ("file-x", "input_file_id")):
+        reply = storing.post("/v1/batches", body | {"input_file_id": file_id})
+        assert reply.json()["error"]["param"] == param
+    for fields, param in (
+        ({"endpoint": "/v1/models"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"input_file_id": None}, "input_file_id"),
+    ):
+        reply = storing.post("/v1/batches", body | {"input_file_id": file["id"]} | fields)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_there_are_only_so_many_files(storing: LiveServer) -> None:
+    form: dict[str, Any] = {"files": {"file": ("a", b"x\n")}, "data": {"purpose": "batch"}}
+    made = []
+    while (reply := upload(storing, **form)).status_code == 200:
+        made.append(reply.json()["id"])
+    assert reply.json()["error"]["code"] == "too_many_files"
+    listed = storing.get("/v1/files?limit=5").json()
+    assert ([each["id"] for each in listed["data"]], listed["has_more"]) == (made[:-6:-1], True)
+    assert storing.get("/v1/files?limit=0").json()["error"]["param"] == "limit"
+    assert storing.get("/v1/files?after=x").status_code == 404
+    for file_id in made:
+        httpx.delete(f"{storing.url}/v1/files/{file_id}").raise_for_status()
+
+
+def test_the_endpoints_are_described_with_examples(storing: LiveServer) -> None:
+    paths = storing.get("/openapi.json").json()["paths"]
+    curl, python = (each["source"] for each in paths["/v1/files"]["post"]["x-codeSamples"])
+    assert "-F purpose=batch -F file=@requests.jsonl" in curl
+    assert "files={'file': open('requests.jsonl', \"rb\")}" in python
+    assert "/v1/batches/{batch_id}/cancel" in paths
+
+
+def test_without_a_directory_there_are_no_files(server: LiveServer) -> None:
+    assert server.get("/v1/files").status_code == 404
+    assert "/v1/files" not in server.get("/openapi.json").json()["paths"]
+
+
+# ---------------------------------------------------------------- beside the engine
+
+
+def token_line(number: int, num_tokens: int) -> dict[str, Any]:
+    body = {"prompt": [1 + number], "max_tokens": num_tokens, "ignore_eos": True, "seed": 1}
+    return {"custom_id": f"c{number}", "url": "/v1/completions", "body": body}
+
+
+def add_file(app: Any, directory: Path, *lines: dict[str, Any]) -> Any:
+    files = app.state.context.files
+    part = files.new_part()
+    part.write_bytes(jsonl(*lines))
+    return files.add(part, "a.jsonl", "batch", ANONYMOUS)
+
+
+async def ended(batches: Batches, record_id: str) -> Any:
+    while not (record := batches.records.get(record_id, ANONYMOUS, "batch")).has_ended:
+        await asyncio.sleep(0.01)
+    return record
+
+
+def answers_of(app: Any, file_id: str | None) -> dict[str, Any]:
+    files = app.state.context.files
+    text = files.path(files.records.get(file_id, ANONYMOUS, "f")).read_text()
+    replies = map(json.loads, text.splitlines())
+    return {each["custom_id"]: each["response"]["body"] for each in replies}
+
+
+def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+    settings = ServerSettings(("demo",), files_dir=str(tmp_path))
+
+    async def test() -> None:
+        async with symbolic_client("step=0.002", max_num_seqs=4) as client:
+            app = create_app(client, settings)
+            batches = app.state.context.batches
+            batches.start(app)
+            file = add_file(app, tmp_path, *[token_line(i, 10) for i in range(60)])
+            record = batches.create(ANONYMOUS, file, "/v1/completions", None)
+            while record.completed < 10:
+                await asyncio.sleep(0.01)
+            await batches.stop()
+            with pytest.raises(ConfigError, match="another server uses it"):
+                FileStore(tmp_path, Shelf(1, 1))
+            app.state.context.files.close()
+            num_before = client.counters.num_output_tokens
+            assert num_before < 600
+
+            app = create_app(client, settings)
+            batches = app.state.context.batches
+            batches.start(app)
+            again = await ended(batches, record.id)
+            assert (again.status, again.completed, again.failed) == ("completed", 60, 0)
+            answers = answers_of(app, again.output_file_id)
+            assert answers.keys() == {f"c{i}" for i in range(60)}
+            assert client.counters.num_output_tokens - num_before < 600, "the rest alone was asked"
+            await batches.stop()
+            app.state.context.files.close()
+
+    run(test())
+
+
+def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with symbolic_client("step=0.005", max_num_seqs=4) as client:
+            app = create_app(client, ServerSettings(("demo",), files_dir=str(tmp_path)))
+            batches = app.state.context.batches
+            batches.start(app)
+            file = add_file(app, tmp_path, *[token_line(i, 20) for i in range(50)])
+            first = batches.create(ANONYMOUS, file, "/v1/completions", None)
+            second = batches.create(ANONYMOUS, file, "/v1/completions", None)
+            while not first.completed:
+                await asyncio.sleep(0.01)
+            for record in (first, second):
+                status, _, _ = await post(app, f"/v1/batches/{record.id}/cancel", b"")
+                assert status == 200
+            record = await ended(batches, first.id)
+            assert record.status == "cancelled"
+            assert 0 < record.completed == len(answers_of(app, record.output_file_id)) < 50
+            other = await ended(batches, second.id)
+            assert (other.status, other.output_file_id) == ("cancelled", None)
+            while client.open_requests:
+                await asyncio.sleep(0.01)
+            await batches.stop()
+            app.state.context.files.close()
+
+    run(test())
+
+
+def test_a_batch_waits_where_there_is_no_room(tmp_path: Path) -> None:
+    async def test() -> None:
+        supervision = Supervision(max_waiting=2)
+        async with symbolic_client("step=0.01", supervision=supervision, max_num_seqs=1) as client:
+            app = create_app(client, ServerSettings(("demo",), files_dir=str(tmp_path)))
+            batches = app.state.context.batches
+            batches.start(app)
+            file = add_file(app, tmp_path, *[token_line(i, 2) for i in range(12)])
+            record = batches.create(ANONYMOUS, file, "/v1/completions", None)
+            record = await ended(batches, record.id)
+            assert (record.completed, record.failed) == (12, 0)
+            await batches.stop()
+            app.state.context.files.close()
+
+    run(test())
+
+
+def test_tenants_see_their_own_files_alone(tmp_path: Path) -> None:
+    keys = ApiKeys(["key-of-one:one", "key-of-two:two"])
+
+    async def test() -> None:
+        async with symbolic_client() as client:
+            settings = ServerSettings(("demo",), api_keys=keys, files_dir=str(tmp_path))
+            app = create_app(client, settings)
+            batches = app.state.context.batches
+            batches.start(app)
+            transport = httpx.ASGITransport(app)
+            url = "http://localhost"
+            one, two = (
+                httpx.AsyncClient(
+                    transport=transport, base_url=url, headers={"authorization": f"Bearer {key}"}
+                )
+                for key in ("key-of-one", "key-of-two")
+            )
+            data = jsonl(token_line(0, 3))
+            form: dict[str, Any] = {"files": {"file": ("a", data)}, "data": {"purpose": "batch"}}
+            file = (await one.post("/v1/files", **form)).json()
+            body = {
+                "input_file_id": file["id"],
+                "endpoint": "/v1/completions",
+                "completion_window": "24h",
+            }
+            assert (await two.post("/v1/batches", json=body)).status_code == 404
+            batch = (await one.post("/v1/batches", json=body)).json()
+            while batch["status"] not in FINAL:
+                await asyncio.sleep(0.01)
+                batch = (await one.get(f"/v1/batches/{batch['id']}")).json()
+            assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+            assert len((await one.get("/v1/files")).json()["data"]) == 2
+            assert (await two.get("/v1/files")).json()["data"] == []
+            assert (await two.get("/v1/batches")).json()["data"] == []
+            for path in (f"/v1/files/{file['id']}", f"/v1/batches/{batch['id']}"):
+                assert (await two.get(path)).status_code == 404
+            await batches.stop()
+            app.state.context.files.close()
+
+    run(test())
