@@ -16,8 +16,9 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.draining import DrainOrder, DrainRunning
 from octavo.server.engine_process.process import Death
 from server.fleet_world import World, run
-from server.symbolic_engine import RAISING, expected_tokens
+from server.symbolic_engine import RAISING, UNACCEPTABLE, expected_tokens
 
+MAX_CRASHES = 3  # in which one deadly request may take part: in company, as a suspect, alone
 KILL = Death("it was ended by signal 9 (SIGKILL)", is_kill_from_outside=True)
 
 
@@ -35,7 +36,7 @@ class Asked:
 
     @property
     def is_deadly(self) -> bool:
-        return RAISING in self.prompt
+        return RAISING in self.prompt or UNACCEPTABLE in self.prompt
 
     async def check(self, client: EngineClient) -> None:
         params = SamplingParams(
@@ -49,17 +50,17 @@ class Asked:
         )
         if self.leaves_after is not None:
             for _ in range(self.leaves_after):
-                await anext(stream)
+                await anext(stream, None)
             stream.abort()
             return
         output = await stream.result()
         assert [sample.token_ids for sample in output.outputs] == expected
 
 
-def ask(draw: random.Random, is_deadly: bool) -> Asked:
+def ask(draw: random.Random, harm: int | None = None) -> Asked:
     prompt = [draw.randrange(3)] * draw.randrange(40) + draw.choices(range(50), k=5)
-    if is_deadly:
-        prompt.append(RAISING)
+    if harm is not None:
+        prompt.append(harm)
     return Asked(
         prompt,
         num_tokens=draw.randrange(1, 30),
@@ -67,7 +68,7 @@ def ask(draw: random.Random, is_deadly: bool) -> Asked:
         n=draw.choice((1, 1, 2, 3)),
         tenant=draw.choice("abc"),
         priority=draw.randrange(3),
-        leaves_after=0 if draw.random() < 0.1 else None,
+        leaves_after=draw.randrange(4) if draw.random() < 0.15 else None,
     )
 
 
@@ -92,11 +93,15 @@ async def live(seed: int, num_requests: int, num_deadly: int) -> None:
     draw = world.draw
     num_replicas = draw.choice((1, 2, 3, 4))
     policy = draw.choice(("fcfs", "priority", "fair"))
-    deadly = set(draw.sample(range(num_requests), num_deadly))
-    async with world.serve(num_replicas, max_num_seqs=4, policy=policy) as client:
+    overlap = draw.random() < 0.5
+    deadly = {
+        number: draw.choice((RAISING, UNACCEPTABLE))
+        for number in draw.sample(range(num_requests), num_deadly)
+    }
+    async with world.serve(num_replicas, max_num_seqs=4, policy=policy, overlap=overlap) as client:
         tasks: dict[asyncio.Task[None], Asked] = {}
         for number in range(num_requests):
-            asked = ask(draw, number in deadly)
+            asked = ask(draw, deadly.get(number))
             tasks[asyncio.create_task(asked.check(client))] = asked
             for _ in range(draw.randrange(40)):
                 await world.happen()
@@ -112,6 +117,7 @@ async def live(seed: int, num_requests: int, num_deadly: int) -> None:
                 assert isinstance(task.exception(), RequestFailed)
             elif not asked.is_deadly:
                 task.result()
+        assert world.num_crashes <= MAX_CRASHES * num_deadly
         await world.check_nothing_is_left()
 
 

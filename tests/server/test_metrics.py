@@ -50,7 +50,8 @@ def http(client: FakeClient, seen: Observation) -> TestClient:
 
 
 def report(**values: Any) -> StepReport:
-    return StepReport(1.0, Counters(), Gauges(step_tokens=values.pop("step_tokens", 0)), **values)
+    gauges = Gauges(step_tokens=values.pop("step_tokens", 0))
+    return StepReport(1.0, 0, False, Counters(), gauges, **values)
 
 
 def value(seen: Observation, name: str, **labels: str) -> float | None:

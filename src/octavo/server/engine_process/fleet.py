@@ -18,6 +18,7 @@ from octavo.engine.events import Admitted
 from octavo.errors import EngineFailed, OctavoError, RequestFailed, Unavailable
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.draining import Drainer, Then
+from octavo.server.engine_process.exchange import Loss
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.placement import Replication, place_replicas
 from octavo.server.engine_process.process import COMMAND, Death
@@ -76,7 +77,7 @@ class Fleet:
         self._journal = journal
         self._audience = audience
         self.drainer = Drainer(self.replicas, self)
-        self._quarantine = Quarantine(journal)
+        self._quarantine = Quarantine(journal, self.replicas)
         self._router = Router(len(places), replication.routing)
         self._scheduling = config.scheduler
         self._unproven: set[int] = set()  # replicas that get their share once they have computed
@@ -163,7 +164,7 @@ class Fleet:
     def tell(self, entry: OpenRequest, command: m.Abort | m.FinishSample) -> None:
         """Send a command to the engine that has a request; does nothing if there is none."""
         if entry.replica is not None:
-            self.replicas[entry.replica].exchange.tell(command)
+            self.replicas[entry.replica].exchange.tell(entry, command)
 
     def pin(self, pin: Pin) -> None:
         """Pin a prefix in all engine processes, also later ones; sets `pin.computed` when done."""
@@ -183,16 +184,16 @@ class Fleet:
 
     def vacate(self, replica: Replica) -> None:
         """See Mover.vacate."""
-        self._take_all(replica)
+        for entry in [*replica.exchange.open.values()]:
+            self._take(entry)
+        self._quarantine.leave(replica.number)
         self._dispatch()
 
     async def stop_replica(self, replica: Replica, then: Then) -> None:
         """See Mover.stop_replica."""
         # Between a stop and a restart requests wait; only what stays stopped may be given up.
         await replica.stop("stopped" if then == "stop" else "restarting")
-        entries, _ = self._lose(replica, "the replica was stopped")
-        for entry in entries:
-            entry.withdraw()
+        self._lose(replica, "the replica was stopped")
         self._quarantine.leave(replica.number)
         self._dispatch()
 
@@ -200,7 +201,7 @@ class Fleet:
 
     def _place(self, entry: OpenRequest) -> None:
         """Send a request to a replica, if one may run it now."""
-        allowed = self._quarantine.allowed(entry, self.replicas)
+        allowed = self._quarantine.allowed(entry)
         if not allowed:
             return
         candidates = [self.replicas[number] for number in allowed]
@@ -208,10 +209,9 @@ class Fleet:
 
     def _send(self, entry: OpenRequest, replica: Replica, load: int) -> None:
         """Send a request to a replica, where it is a load of so many tokens."""
-        entry.load = load
         replica.load += load
         self._quarantine.placed(entry, replica.number)
-        replica.exchange.send_request(entry)
+        replica.exchange.send_request(entry, load)
 
     def _share_with(self, replica: Replica, at_most: int | None = None) -> None:
         """Let a replica that serves again take its share of what waits at the others."""
@@ -238,7 +238,7 @@ class Fleet:
         elif pin.holders:
             return
         else:
-            chosen = self._quarantine.allowed_for_pin(pin, self.replicas)[:1]
+            chosen = self._quarantine.allowed_for_pin(pin)[:1]
         for number in chosen:
             self.replicas[number].exchange.send_pin(pin)
 
@@ -247,14 +247,10 @@ class Fleet:
         for pin in [*self._journal.pins.values()]:
             if not pin.is_proven:
                 self._place_pin(pin)
-        first = self._quarantine.first
-        if first is not None and first.replica is None:
-            contested = self._quarantine.contested()
-            if contested is not None:
-                self._take_all(self.replicas[contested])
-            elif self._quarantine.must_clear(self.replicas):
-                self._clear_one()
-            self._place(first)
+        for entry in self._quarantine.in_the_way():
+            self._take(entry)
+        if self._quarantine.first is not None and self._quarantine.first.replica is None:
+            self._place(self._quarantine.first)
         for entry in [*self._journal.requests.values()]:
             if entry.replica is None:
                 self._place(entry)
@@ -270,8 +266,8 @@ class Fleet:
         """A request is no longer computed where it was, or nothing more is to come of it."""
         if entry.replica is not None:
             replica = self.replicas[entry.replica]
-            replica.exchange.forget(entry)
             replica.load -= entry.load
+            replica.exchange.forget(entry)
 
     # ---------------------------------------------------------------- what replicas say
 
@@ -299,13 +295,17 @@ class Fleet:
 
     def replica_died(self, replica: Replica, death: Death) -> bool:
         """See Owner.replica_died."""
-        entries, pins = self._lose(replica, "the engine process died")
+        loss = replica.exchange.lose("the engine process died")
         self._audience.engine_died(death.cause)
-        killer = self._quarantine.note_death(replica.number, death, entries)
+        killer = self._quarantine.note_death(replica.number, death, loss)
+        self._withdraw(replica, loss)
+        for entry in loss.at_risk:
+            if entry.is_risky and entry.replica is not None:  # it was moved away before
+                self._take(entry)
         if killer is not None:
             self._fail_killer(killer, death)
         is_blamed = killer is not None
-        for pin in pins:
+        for pin in loss.pins:
             if pin.is_proven:
                 continue  # another engine has computed it without dying
             pin.num_deaths, pin.last_death = pin.num_deaths + 1, replica.number
@@ -322,9 +322,7 @@ class Fleet:
 
     def replica_given_up(self, replica: Replica, error: EngineFailed) -> None:
         """See Owner.replica_given_up."""
-        entries, _ = self._lose(replica, str(error))
-        for entry in entries:
-            entry.withdraw()
+        self._lose(replica, str(error))
         if self.is_given_up:
             self._give_up(error)
         else:
@@ -371,31 +369,29 @@ class Fleet:
         pin.is_proven = True
         self._place_pin(pin)
         self._settle_pin(pin)
+        self.let_go(number)
+
+    def let_go(self, number: int) -> None:
+        """See Reader.let_go."""
+        if self._quarantine.is_waiting:
+            self._dispatch()
 
     # ---------------------------------------------------------------- inside
 
-    def _lose(self, replica: Replica, reason: str) -> tuple[list[OpenRequest], list[Pin]]:
-        """A replica has no process any more. Returns the requests and unfinished pins it had."""
-        entries, pins = replica.exchange.lose(reason)
+    def _lose(self, replica: Replica, reason: str) -> None:
+        """A replica has no process any more, for no fault of what it had."""
+        self._withdraw(replica, replica.exchange.lose(reason))
+
+    def _withdraw(self, replica: Replica, loss: Loss) -> None:
+        """What a replica had is to go on elsewhere."""
         replica.load = 0
+        for entry in loss.entries:
+            entry.withdraw()
         for pin in self._journal.pins.values():
             pin.holders.discard(replica.number)
             pin.computing.discard(replica.number)
             if pin.is_proven:
                 self._settle_pin(pin)
-        return entries, pins
-
-    def _clear_one(self) -> None:
-        """Take the requests from the replica with the least load, so that one can run alone."""
-        serving = [replica for replica in self.replicas if replica.is_serving]
-        if serving:
-            self._take_all(min(serving, key=lambda replica: replica.load))
-
-    def _take_all(self, replica: Replica) -> None:
-        """Take all requests from a replica that runs."""
-        for entry in [*replica.exchange.open.values()]:
-            self._take(entry)
-        self._quarantine.leave(replica.number)
 
     def _take(self, entry: OpenRequest) -> None:
         """Take a request from the replica that has it, which runs."""

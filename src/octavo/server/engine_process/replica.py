@@ -158,6 +158,11 @@ class Replica:
         return self.state == "restarting" and not self._num_failed_starts
 
     @property
+    def is_vacant(self) -> bool:
+        """Whether its process computes nothing that it might die of."""
+        return self.exchange.is_vacant
+
+    @property
     def counters(self) -> Counters:
         """Totals over all its processes."""
         return add_counters([self._earlier_counters, self._counters])
