@@ -41,7 +41,7 @@ class Processes:
         for name in names:
             beam = BeamSearchParams(2) if name in beams else None
             request = PreparedRequest([1], SamplingSpec(), 100, 1, 0, (), (), beam)
-            samples = [] if beam else [Sample(0)]
+            samples: list[Sample[bytes]] = [] if beam else [Sample(0)]
             self.journal.requests[name] = OpenRequest(name, request, None, 0.0, samples)
 
     def send(self, name: str, replica: int = 0) -> Assignment:

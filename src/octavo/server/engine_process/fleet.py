@@ -30,6 +30,7 @@ from octavo.server.engine_process.supervision import Health, Supervision
 
 logger = logging.getLogger(__name__)
 
+RELIEF_SECONDS = 0.1  # between two times that a replica looks for requests that wait elsewhere
 # The best one first.
 STATES = ("ready", "draining", "restarting", "starting", "stopped", "failed", "closed")
 
@@ -81,6 +82,7 @@ class Fleet:
         self._router = Router(len(places), replication.routing)
         self._scheduling = config.scheduler
         self._unproven: set[int] = set()  # replicas that get their share once they have computed
+        self._relief_times = [0.0] * len(places)  # before which none looks for waiting requests
 
     async def start(self) -> None:
         """Start all replicas; raises the error of the first that fails, and leaves none then."""
@@ -137,6 +139,7 @@ class Fleet:
     def open(self, entry: OpenRequest) -> asyncio.Future[None]:
         """Add a request to the journal; the future is done when an engine has accepted it."""
         entry.accepted = asyncio.get_running_loop().create_future()
+        entry.chain = self._router.chain(entry.request)
         self._journal.add(entry)
         self._place(entry)
         return entry.accepted
@@ -205,7 +208,7 @@ class Fleet:
         if not allowed:
             return
         candidates = [self.replicas[number] for number in allowed]
-        self._send(entry, *self._router.choose(entry.request, candidates))
+        self._send(entry, *self._router.choose(entry.request, entry.chain, candidates))
 
     def _send(self, entry: OpenRequest, replica: Replica, load: int) -> None:
         """Send a request to a replica, where it is a load of so many tokens."""
@@ -222,13 +225,23 @@ class Fleet:
         for donor, entry in offers(donors, self._scheduling):
             if num_moved == at_most:
                 break
-            load = self._router.reconsider(entry.request, entry.load, donor, replica)
+            load = self._router.reconsider(entry.request, entry.chain, entry.load, donor, replica)
             if load is not None:
                 self._take(entry)
                 self._send(entry, replica, load)
                 num_moved += 1
         if num_moved:
             logger.info("replica %d takes %d waiting requests", replica.number, num_moved)
+
+    def _relieve_others(self, replica: Replica) -> None:
+        """Let a replica in which nothing waits take some of what waits at others, now and then."""
+        now, number = asyncio.get_running_loop().time(), replica.number
+        if now < self._relief_times[number] or not replica.is_serving or replica.has_waiting:
+            return
+        self._relief_times[number] = now + RELIEF_SECONDS
+        others = (each for each in self.replicas if each is not replica)
+        if number not in self._unproven and any(each.is_behind for each in others):
+            self._share_with(replica)
 
     def _place_pin(self, pin: Pin) -> None:
         """Have one replica compute a prefix; once that has been done, all."""
@@ -316,6 +329,10 @@ class Fleet:
         self._dispatch()
         return is_blamed
 
+    def replica_checked(self, replica: Replica) -> None:
+        """See Owner.replica_checked."""
+        self._relieve_others(replica)
+
     def replica_troubled(self, replica: Replica) -> None:
         """See Owner.replica_troubled."""
         self._dispatch()  # what had to wait for it waits no longer
@@ -356,6 +373,7 @@ class Fleet:
             self._unproven.discard(number)
             if replica.is_serving:
                 self._share_with(replica)
+        self._relieve_others(replica)
 
     def pinned(self, number: int, pin: Pin, error: OctavoError | None) -> None:
         """See Reader.pinned."""

@@ -14,6 +14,7 @@ from octavo.engine.events import Admitted
 from octavo.engine.output_stream import Sample
 from octavo.engine.validation import PreparedRequest
 from octavo.server.engine_process import messages as m
+from octavo.server.engine_process.routing import Chain
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +43,7 @@ class OpenRequest:
     arrival_time: float
     # Its output so far, which its stream writes; empty for beam search.
     samples: list[Sample[bytes]] = field(default_factory=list)
+    chain: Chain = ()  # what the router knows its prompt by
     admission: Admitted | None = None  # the first one
     admitted_time: float | None = None
     first_token_time: float | None = None
