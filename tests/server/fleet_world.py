@@ -26,6 +26,7 @@ from octavo.server.engine_process import loop as engine_loop
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process import replica as replicas
 from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.process import Death
 from octavo.server.engine_process.replica import Replica
@@ -33,6 +34,7 @@ from octavo.server.engine_process.supervision import Supervision
 from server.symbolic_engine import FragileEngine, HarmfulExecutor
 
 BLOCK_SIZE = 4
+CRASH = "it has crashed: "
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
@@ -159,11 +161,10 @@ class WorldProcess:
         try:
             self._loop.turn()
         except (RuntimeError, Died) as error:
-            self._world.num_crashes += 1
-            self.die(Death(repr(error), is_kill_from_outside=False))
+            self.die(Death(f"{CRASH}{error!r}", is_kill_from_outside=False))
 
 
-class World:
+class World(Listener):
     """Owns the processes, and draws what happens."""
 
     def __init__(self, seed: int = 0, num_blocks: int = 60) -> None:
@@ -192,12 +193,17 @@ class World:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replicas, "EngineProcess", make_process)
-            self.client = EngineClient(config, supervision, replication=Replication(num_replicas))
+            replication = Replication(num_replicas)
+            self.client = EngineClient(config, supervision, (self,), replication=replication)
             await self.client.start()
             try:
                 yield self.client
             finally:
                 await self.client.close()
+
+    def engine_died(self, reason: str) -> None:
+        """Counts crashes, but not those of processes that were about to be stopped."""
+        self.num_crashes += reason.startswith(CRASH)
 
     def process_of(self, replica: Replica) -> WorldProcess | None:
         """The process that a replica has, if it runs."""
