@@ -14,7 +14,7 @@ import random
 import selectors
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -26,6 +26,7 @@ from octavo.server.engine_process import loop as engine_loop
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process import replica as replicas
 from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.process import Death
 from octavo.server.engine_process.replica import Replica
@@ -33,6 +34,7 @@ from octavo.server.engine_process.supervision import Supervision
 from server.symbolic_engine import FragileEngine, HarmfulExecutor
 
 BLOCK_SIZE = 4
+CRASH = "it has crashed: "
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
@@ -79,6 +81,15 @@ class Inbox:
         self._process.outbox.append(payload)
 
 
+class Died(BaseException):
+    """An engine process has ended at once."""
+
+
+class WorldEngine(FragileEngine):
+    def die(self) -> NoReturn:
+        raise Died
+
+
 class WorldProcess:
     """In place of `EngineProcess`, with the same methods."""
 
@@ -89,7 +100,7 @@ class WorldProcess:
         self.arrived: list[bytes] = []  # those that have, and were not looked at
         self.outbox: deque[bytes] = deque()  # what the engine has said
         self.pace = world.draw.choice((1.0, 1.0, 1.0, 0.03))  # some answer slowly
-        self.engine: FragileEngine
+        self.engine: WorldEngine
         self._world = world
         self._on_message = on_message
         self._loop: engine_loop.EngineLoop
@@ -100,8 +111,9 @@ class WorldProcess:
         if self._world.num_bad_starts:
             self._world.num_bad_starts -= 1
             raise EngineFailed("it did not start")
-        executor = HarmfulExecutor(BLOCK_SIZE, self._world.num_blocks, 0.0)
-        self.engine = FragileEngine(start.config, self._world.model_config, executor)
+        overlap = bool(start.config.overlap)
+        executor = HarmfulExecutor(BLOCK_SIZE, self._world.num_blocks, 0.0, overlap)
+        self.engine = WorldEngine(start.config, self._world.model_config, executor)
         self._loop = engine_loop.EngineLoop(self.engine, Inbox(self))  # type: ignore[arg-type]
         self._world.processes.append(self)
         return engine_loop.engine_info(self.engine)
@@ -148,17 +160,18 @@ class WorldProcess:
         """One turn of the engine's loop; an error ends the process."""
         try:
             self._loop.turn()
-        except RuntimeError as error:
-            self.die(Death(str(error), is_kill_from_outside=False))
+        except (RuntimeError, Died) as error:
+            self.die(Death(f"{CRASH}{error!r}", is_kill_from_outside=False))
 
 
-class World:
+class World(Listener):
     """Owns the processes, and draws what happens."""
 
     def __init__(self, seed: int = 0, num_blocks: int = 60) -> None:
         self.draw = random.Random(seed)
         self.num_blocks = num_blocks
         self.num_bad_starts = 0
+        self.num_crashes = 0
         self.model_config = read_model_config(resolve_model("demo"))
         self.processes: list[WorldProcess] = []
         self.pids = iter(range(1, 1 << 30))
@@ -180,12 +193,17 @@ class World:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replicas, "EngineProcess", make_process)
-            self.client = EngineClient(config, supervision, replication=Replication(num_replicas))
+            replication = Replication(num_replicas)
+            self.client = EngineClient(config, supervision, (self,), replication=replication)
             await self.client.start()
             try:
                 yield self.client
             finally:
                 await self.client.close()
+
+    def engine_died(self, reason: str) -> None:
+        """Counts crashes, but not those of processes that were about to be stopped."""
+        self.num_crashes += reason.startswith(CRASH)
 
     def process_of(self, replica: Replica) -> WorldProcess | None:
         """The process that a replica has, if it runs."""
@@ -227,8 +245,8 @@ class World:
     # ---------------------------------------------------------------- what holds at any time
 
     def check(self) -> None:
-        """Each request is at one replica or at none, loads are right, and at most one replica runs
-        requests that may kill it."""
+        """Each request is at one replica or at none, loads are right, at most one replica is to run
+        requests that may kill it, and a quarantined request is in an engine without others."""
         client = self.client
         held = [entry for each in client.replicas for entry in each.exchange.open.values()]
         assert len(held) == len(set(held))
@@ -242,7 +260,12 @@ class World:
             assert replica.load == sum(each.load for each in replica.exchange.open.values())
         risky = {entry.replica for entry in held if entry.is_suspect or entry.is_quarantined}
         assert len(risky) <= 1, risky
-        assert sum(entry.is_quarantined for entry in held) <= 1
+        quarantined = [entry for entry in held if entry.is_quarantined]
+        assert len(quarantined) <= 1
+        for entry in quarantined:
+            process = self.process_of(client.replicas[entry.replica or 0])
+            if process is not None:
+                assert {*process.engine.scheduler.requests} <= {entry.request_id}
 
     async def check_nothing_is_left(self) -> None:
         """No engine holds a request or a block."""

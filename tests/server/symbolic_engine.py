@@ -12,7 +12,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -20,7 +22,7 @@ from core.symbolic import SymbolicExecutor, chain, drawn_token
 from octavo.config import EngineConfig
 from octavo.core.kv.specs import FullAttention, group_layers
 from octavo.core.sequence import Request
-from octavo.core.step import FinishedStep, PendingStep, StepPlan
+from octavo.core.step import FinishedStep, PendingStep, StepPlan, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.validation import PreparedRequest
 from octavo.errors import ModelError, ProcessKilled
@@ -50,20 +52,29 @@ RANK_KILLED = 1006  # a process that computes with it is killed from outside
 class HarmfulExecutor(SymbolicExecutor):
     """Symbolic, and as dangerous as its tokens say."""
 
-    is_asynchronous = False
-
-    def __init__(self, block_size: int, num_blocks: int, step_seconds: float) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        step_seconds: float,
+        is_asynchronous: bool = False,
+    ) -> None:
         layout = group_layers([FullAttention()])
         super().__init__(layout.specs, (block_size,), harmful_token=NOT_FINITE)
         self._step_seconds = step_seconds
+        self.is_asynchronous = is_asynchronous
         self.broken: Path | None = None
         budget = MemoryBudget(0, 0, 0, 0, 0, 1, block_size, num_blocks, 0, num_blocks)
         self.capacity = KVCapacity(num_blocks, num_blocks, layout, 1, budget)
 
     def submit(self, plan: StepPlan) -> PendingStep:
+        return LateStep(self, plan) if self.is_asynchronous else FinishedStep(self.compute(plan))
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """Carry out a step, and do the harm that it does."""
         time.sleep(self._step_seconds)
         self._harm(plan)
-        return FinishedStep(self.execute(plan))
+        return self.execute(plan)
 
     def check(self) -> None:
         """It fails in steps alone."""
@@ -88,10 +99,25 @@ class HarmfulExecutor(SymbolicExecutor):
                 time.sleep(1000)
 
 
+@dataclass(frozen=True)
+class LateStep:
+    """A step that is carried out when its result is asked for, as late as a device might."""
+
+    executor: HarmfulExecutor
+    plan: StepPlan
+
+    def result(self) -> StepResult:
+        return self.executor.compute(self.plan)
+
+
 class FragileEngine(Engine):
+    def die(self) -> NoReturn:
+        """End the process at once."""
+        os.abort()
+
     def make_request(self, prepared: PreparedRequest, request_id: str | None = None) -> Request:
         if UNACCEPTABLE in prepared.prompt_token_ids:
-            os.abort()
+            self.die()
         return super().make_request(prepared, request_id)
 
     def add_request(

@@ -15,9 +15,11 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.draining import DrainOrder, DrainRunning
 from octavo.server.engine_process.process import Death
+from octavo.server.engine_process.supervision import Supervision
 from server.fleet_world import World, run
-from server.symbolic_engine import RAISING, expected_tokens
+from server.symbolic_engine import RAISING, UNACCEPTABLE, expected_tokens
 
+MAX_CRASHES = 3  # in which one deadly request may take part: in company, as a suspect, alone
 KILL = Death("it was ended by signal 9 (SIGKILL)", is_kill_from_outside=True)
 
 
@@ -35,7 +37,7 @@ class Asked:
 
     @property
     def is_deadly(self) -> bool:
-        return RAISING in self.prompt
+        return RAISING in self.prompt or UNACCEPTABLE in self.prompt
 
     async def check(self, client: EngineClient) -> None:
         params = SamplingParams(
@@ -49,17 +51,17 @@ class Asked:
         )
         if self.leaves_after is not None:
             for _ in range(self.leaves_after):
-                await anext(stream)
+                await anext(stream, None)
             stream.abort()
             return
         output = await stream.result()
         assert [sample.token_ids for sample in output.outputs] == expected
 
 
-def ask(draw: random.Random, is_deadly: bool) -> Asked:
+def ask(draw: random.Random, harm: int | None = None) -> Asked:
     prompt = [draw.randrange(3)] * draw.randrange(40) + draw.choices(range(50), k=5)
-    if is_deadly:
-        prompt.append(RAISING)
+    if harm is not None:
+        prompt.append(harm)
     return Asked(
         prompt,
         num_tokens=draw.randrange(1, 30),
@@ -67,7 +69,7 @@ def ask(draw: random.Random, is_deadly: bool) -> Asked:
         n=draw.choice((1, 1, 2, 3)),
         tenant=draw.choice("abc"),
         priority=draw.randrange(3),
-        leaves_after=0 if draw.random() < 0.1 else None,
+        leaves_after=draw.randrange(4) if draw.random() < 0.15 else None,
     )
 
 
@@ -92,11 +94,15 @@ async def live(seed: int, num_requests: int, num_deadly: int) -> None:
     draw = world.draw
     num_replicas = draw.choice((1, 2, 3, 4))
     policy = draw.choice(("fcfs", "priority", "fair"))
-    deadly = set(draw.sample(range(num_requests), num_deadly))
-    async with world.serve(num_replicas, max_num_seqs=4, policy=policy) as client:
+    overlap = draw.random() < 0.5
+    deadly = {
+        number: draw.choice((RAISING, UNACCEPTABLE))
+        for number in draw.sample(range(num_requests), num_deadly)
+    }
+    async with world.serve(num_replicas, max_num_seqs=4, policy=policy, overlap=overlap) as client:
         tasks: dict[asyncio.Task[None], Asked] = {}
         for number in range(num_requests):
-            asked = ask(draw, number in deadly)
+            asked = ask(draw, deadly.get(number))
             tasks[asyncio.create_task(asked.check(client))] = asked
             for _ in range(draw.randrange(40)):
                 await world.happen()
@@ -112,6 +118,7 @@ async def live(seed: int, num_requests: int, num_deadly: int) -> None:
                 assert isinstance(task.exception(), RequestFailed)
             elif not asked.is_deadly:
                 task.result()
+        assert world.num_crashes <= MAX_CRASHES * num_deadly
         await world.check_nothing_is_left()
 
 
@@ -148,7 +155,80 @@ def test_requests_that_come_while_the_only_replica_restarts_wait() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_was_moved_away_may_still_be_what_a_process_dies_of(overlap: bool) -> None:
+    """A deadly request is moved twice, each time too late; its neighbor is not blamed."""
+
+    async def test() -> None:
+        world = World()
+        draw = random.Random(1)
+        async with world.serve(1, max_num_seqs=4, overlap=overlap) as client:
+            [replica] = client.replicas
+            innocent, deadly = ask(draw), ask(draw, RAISING)
+            innocent.leaves_after = deadly.leaves_after = None
+            tasks = [asyncio.create_task(each.check(client)) for each in (innocent, deadly)]
+            while len(client.open_requests) < 2:
+                await asyncio.sleep(0)
+            entries = [*client.open_requests.values()]
+            for num_crashes in (1, 2):
+                while not replica.is_serving:
+                    await asyncio.sleep(0.1)
+                process = world.process_of(replica)
+                assert process is not None
+                process.accept()
+                client._fleet._take(entries[1])
+                assert [*replica.exchange.open.values()] == entries[:1]
+                while not process.gone.done():
+                    process.step()
+                while replica.is_serving:
+                    await asyncio.sleep(0)
+                assert [entry.num_deaths for entry in entries] == [num_crashes] * 2
+            await world.finish(tasks)
+            tasks[0].result()
+            assert isinstance(tasks[1].exception(), RequestFailed)
+            assert world.num_crashes == MAX_CRASHES
+            await world.check_nothing_is_left()
+
+    run(test())
+
+
 @pytest.mark.slow
 def test_many_worlds() -> None:
     for seed in range(2000, 3000):
         run(live(seed, num_requests=30, num_deadly=seed % 3))
+
+
+@pytest.mark.slow
+def test_thousands_wait_while_replicas_die_and_drain() -> None:
+    """Three of them are deadly; a tenth of the clients leave while the requests move."""
+    num_requests, harms = 10_000, {3000: RAISING, 5000: UNACCEPTABLE, 9995: RAISING}
+
+    async def test() -> None:
+        world = World(7, num_blocks=4000)
+        patience = Supervision(max_waiting=1 << 20)
+        async with world.serve(3, patience, max_num_seqs=64, overlap=True) as client:
+            asked = [ask(world.draw, harms.get(number)) for number in range(num_requests)]
+            for number in harms:
+                asked[number].leaves_after = None
+            tasks = [asyncio.create_task(each.check(client)) for each in asked]
+            while len(client.open_requests) < num_requests:
+                await asyncio.sleep(0)
+            leaving = world.draw.sample([*set(range(num_requests)) - harms.keys()], 1000)
+            client.drainer.begin(DrainOrder([0, 1, 2]))
+            for event in range(4000):
+                await world.happen()
+                if event % 4 == 0:
+                    tasks[leaving.pop()].cancel()
+                if event % 400 == 50 and world.processes:
+                    world.draw.choice(world.processes).die(KILL)
+                if event % 500 == 0:
+                    world.check()
+            await world.finish(tasks)
+            assert client.drainer.error is None
+            assert not client.drainer.is_running
+            ends = [None if task.cancelled() else task.exception() for task in tasks]
+            assert {number for number, end in enumerate(ends) if end is not None} == harms.keys()
+            assert world.num_crashes <= MAX_CRASHES * len(harms)
+            await world.check_nothing_is_left()
+
+    run(test())

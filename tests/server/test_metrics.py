@@ -21,7 +21,10 @@ from octavo.errors import (
 )
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.messages import StepReport
+from octavo.server.http.context import Context
 from octavo.server.http.errors import add_error_handlers
+from octavo.server.http.settings import ServerSettings
+from octavo.server.http.token_texts import TokenTexts
 from octavo.server.observability.logs import JsonFormatter, TextFormatter
 from octavo.server.observability.observation import Observation
 from server.observed import FakeClient, admitted, open_request, output_of, snapshot, view
@@ -43,6 +46,9 @@ def seen() -> Observation:
 @pytest.fixture
 def http(client: FakeClient, seen: Observation) -> TestClient:
     app = FastAPI()
+    app.state.context = Context(
+        cast(EngineClient, client), ServerSettings(("demo",)), TokenTexts(None)
+    )
     add_error_handlers(app)
     for router in seen.routers(cast(EngineClient, client)):
         app.include_router(router)
@@ -50,7 +56,8 @@ def http(client: FakeClient, seen: Observation) -> TestClient:
 
 
 def report(**values: Any) -> StepReport:
-    return StepReport(1.0, Counters(), Gauges(step_tokens=values.pop("step_tokens", 0)), **values)
+    gauges = Gauges(step_tokens=values.pop("step_tokens", 0))
+    return StepReport(1.0, 0, False, Counters(), gauges, **values)
 
 
 def value(seen: Observation, name: str, **labels: str) -> float | None:

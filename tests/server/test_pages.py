@@ -37,7 +37,7 @@ def new_feed(client: FakeClient) -> Feed:
     return Feed(cast(EngineClient, client), Metrics("demo"))
 
 
-def new_app(client: FakeClient) -> TestClient:
+def new_app(client: FakeClient, feeds: Feeds | None = None) -> TestClient:
     app = FastAPI()
     app.state.context = Context(
         cast(EngineClient, client), ServerSettings(("demo",)), TokenTexts(None)
@@ -45,7 +45,7 @@ def new_app(client: FakeClient) -> TestClient:
     add_error_handlers(app)
     app.include_router(pages_router())
     app.include_router(debug_router(cast(EngineClient, client), Lookups()))
-    app.include_router(feed_router(Feeds(cast(EngineClient, client), Metrics("demo"))))
+    app.include_router(feed_router(feeds or Feeds(cast(EngineClient, client), Metrics("demo"))))
     return TestClient(app)
 
 
@@ -207,14 +207,12 @@ def test_streams_end_with_the_server() -> None:
 
 def test_too_many_viewers_are_refused() -> None:
     async def scenario() -> None:
-        feeds = Feeds(cast(EngineClient, FakeClient()), Metrics("demo"))
+        client = FakeClient()
+        feeds = Feeds(cast(EngineClient, client), Metrics("demo"))
         many = [feeds.of(0).frames() for _ in range(MAX_VIEWERS)]
         for frames in many:
             await next_frame(frames)
-        app = FastAPI()
-        add_error_handlers(app)
-        app.include_router(feed_router(feeds))
-        reply = TestClient(app).get("/dashboard/feed")
+        reply = new_app(client, feeds).get("/dashboard/feed")
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
         for frames in many:
             await frames.aclose()
@@ -225,12 +223,13 @@ def test_too_many_viewers_are_refused() -> None:
 @pytest.mark.parametrize("number", [-1, 1, 10**30])
 def test_there_is_no_such_replica(number: int) -> None:
     http = new_app(FakeClient())
-    for path in ("/dashboard/feed", "/debug/kv"):
+    for path in ("/", "/dashboard/feed", "/debug/kv"):
         reply = http.get(path, params={"replica": number})
         error = reply.json()["error"]
-        assert (reply.status_code, error["param"]) == (400, "replica")
+        assert (reply.status_code, error["param"]) == (404, "replica")
         assert "is not one of the 1 replicas" in error["message"]
-        assert http.get(path, params={"replica": "first"}).json()["error"]["param"] == "replica"
+        reply = http.get(path, params={"replica": "first"})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "replica")
 
 
 # -------------------------------------------------------------------- the documents
@@ -254,10 +253,12 @@ def test_pages_are_whole_and_run_their_own_scripts_only(path: str) -> None:
 def test_everything_is_behind_the_api_key() -> None:
     client = cast(EngineClient, FakeClient())
     app = FastAPI()
+    settings = ServerSettings(("demo",), ApiKeys(["key-12345"]))
+    app.state.context = Context(client, settings, TokenTexts(None))
     routers = Observation("demo").routers(client)
     for router in routers:
         app.include_router(router)
-    app.add_middleware(Gate, settings=ServerSettings(("demo",), ApiKeys(["key-12345"])))
+    app.add_middleware(Gate, settings=settings)
     http = TestClient(app)
     routes = [route for router in routers for route in router.routes]
     paths = [route.path for route in routes if isinstance(route, APIRoute)]

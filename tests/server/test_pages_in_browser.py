@@ -134,8 +134,8 @@ def test_any_replica_can_be_shown(browser: Browser) -> None:
             menu.select_option("0")
             page.wait_for_url("**/?replica=0")
             expect(page.locator("#replica")).to_have_value("0")
-        with opened(browser, f"{two.url}/?replica=7", expected="status of 400") as page:
-            expect(page.locator("#link")).to_contain_text("7 is not one of the 2 replicas")
+        with opened(browser, f"{two.url}/?replica=7", expected="status of 404") as page:
+            expect(page.locator("body")).to_contain_text("7 is not one of the 2 replicas")
 
 
 def test_a_hidden_page_asks_for_nothing(server: LiveServer, browser: Browser) -> None:

@@ -203,6 +203,52 @@ def test_a_replica_that_has_computed_nothing_takes_one_request_first() -> None:
     run(test())
 
 
+def test_a_replica_in_which_nothing_waits_takes_work_from_a_slow_one() -> None:
+    """The slow one keeps what it runs; each request moves once."""
+
+    async def test() -> None:
+        for num_slow_steps in (0, 3):
+            world = World(num_blocks=200)
+            async with world.serve(2, max_num_seqs=2) as client:
+                fast, slow = client.replicas
+                tasks = [asyncio.create_task(complete(client, number)) for number in range(24)]
+                while len(client.open_requests) < 24:
+                    await asyncio.sleep(0)
+                entries = [*client.open_requests.values()]
+                process = world.process_of(slow)
+                assert process is not None
+                process.accept()
+                for _ in range(num_slow_steps):
+                    await world.turn(slow)
+                stuck = [entry for entry in entries if entry.replica == 1][: min(2, num_slow_steps)]
+                assert len(slow.exchange.open) == 12
+                while len(client.open_requests) > len(stuck):
+                    await world.turn(fast)
+                    await asyncio.sleep(0.01)
+                assert [*slow.exchange.open.values()] == stuck
+                assert {entry.num_replays for entry in entries} == {0, 1}
+                await world.finish(tasks)
+                for task in tasks:
+                    task.result()
+                await world.check_nothing_is_left()
+
+    run(test())
+
+
+def test_nothing_moves_between_replicas_that_are_equally_fast() -> None:
+    async def test() -> None:
+        world = World(num_blocks=200)
+        async with world.serve(3, max_num_seqs=2) as client:
+            tasks = [asyncio.create_task(complete(client, number)) for number in range(60)]
+            while len(client.open_requests) < 60:
+                await asyncio.sleep(0)
+            entries = [*client.open_requests.values()]
+            await world.finish(tasks)
+            assert {entry.num_replays for entry in entries} == {0}
+
+    run(test())
+
+
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_what_killed_two_replicas_is_tried_at_one_at_a_time(num_replicas: int) -> None:
     """Innocents go on elsewhere meanwhile, and wait at no replica that tries it."""

@@ -42,9 +42,15 @@ async def load_of_requests(client: EngineClient, count: int = 30, num_tokens: in
     )
 
 
+def is_busy(replica: Replica) -> bool:
+    """Whether it runs a request that is open now; its gauges are those of its last step."""
+    assigned = [entry.assignment for entry in replica.exchange.open.values()]
+    return any(each is not None and each.is_running for each in assigned)
+
+
 async def until_busy(replica: Replica) -> None:
-    while replica.gauges.step_seqs == 0:
-        await asyncio.sleep(0.005)
+    while not is_busy(replica):
+        await asyncio.sleep(0.001)
 
 
 def kill(replica: Replica) -> None:
@@ -64,7 +70,13 @@ def test_what_a_killed_replica_computed_goes_on_at_another(num_replicas: int) ->
     async def test() -> None:
         replication = Replication(num_replicas)
         async with symbolic_client("step=0.003", replication=replication) as client:
-            load = asyncio.create_task(load_of_requests(client))
+            is_over = asyncio.Event()
+
+            async def ceaseless_load() -> None:
+                while not is_over.is_set():
+                    await load_of_requests(client)
+
+            load = asyncio.create_task(ceaseless_load())
             for number, replica in enumerate(client.replicas):
                 await until_busy(replica)
                 others = [each.exchange for each in client.replicas if each is not replica]
@@ -80,6 +92,7 @@ def test_what_a_killed_replica_computed_goes_on_at_another(num_replicas: int) ->
                 while not replica.is_serving:
                     await asyncio.sleep(0.005)
                 assert replica.num_restarts == 1, number
+            is_over.set()
             await load
             assert client.open_requests == {}
             await assert_nothing_is_held(client)

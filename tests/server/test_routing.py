@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import tracemalloc
 from dataclasses import dataclass
@@ -43,17 +44,21 @@ def router(num_replicas: int, routing: Routing = "prefix", num_blocks: int = 100
     return made
 
 
+def choose(made: Router, asked: PreparedRequest, places: list[Place]) -> tuple[Place, int]:
+    return made.choose(asked, made.chain(asked), places)
+
+
 def test_the_longest_prefix_wins_and_ties_go_to_the_least_loaded() -> None:
     places = [Place(0), Place(1), Place(2)]
     made = router(3)
     conversation = [*range(200)]
-    assert made.choose(request(conversation[:40]), places[1:2])[0].number == 1
-    assert made.choose(request(conversation[:100]), places[2:])[0].number == 2
-    assert made.choose(request(conversation), places)[0].number == 2
-    assert made.choose(request([7] * 100), places)[0].number == 0, "it has the emptiest index"
+    assert choose(made, request(conversation[:40]), places[1:2])[0].number == 1
+    assert choose(made, request(conversation[:100]), places[2:])[0].number == 2
+    assert choose(made, request(conversation), places)[0].number == 2
+    assert choose(made, request([7] * 100), places)[0].number == 0, "it has the emptiest index"
     places[0].load = 1
-    assert made.choose(request([8] * 100), places)[0].number == 1
-    assert made.choose(request(conversation, salt="another tenant's"), places)[0].number == 1
+    assert choose(made, request([8] * 100), places)[0].number == 1
+    assert choose(made, request(conversation, salt="another tenant's"), places)[0].number == 1
 
 
 def test_a_busy_replica_keeps_its_prefix_up_to_a_bound() -> None:
@@ -63,9 +68,9 @@ def test_a_busy_replica_keeps_its_prefix_up_to_a_bound() -> None:
         worth = max(num_tokens, min(CACHED_WORTH * num_tokens, MAX_IMBALANCE))
         for load, expected in ((worth - 1, 0), (worth + 1, 1)):
             made = router(2, num_blocks=MAX_BLOCKS)
-            made.choose(request(prompt), places[:1])
+            choose(made, request(prompt), places[:1])
             places[0].load = load
-            assert made.choose(request(prompt), places)[0].number == expected
+            assert choose(made, request(prompt), places)[0].number == expected
             places[0].load = 0
 
 
@@ -73,26 +78,26 @@ def test_the_load_of_a_request_is_what_it_makes_the_replica_compute() -> None:
     places = [Place(0), Place(1)]
     made = router(2)
     prompt = [*range(100)]
-    assert made.choose(request(prompt, max_tokens=50), places)[1] == 100 + 50
-    assert made.choose(request(prompt, max_tokens=50, n=3), places)[1] == 4 + 3 * 50
-    assert made.choose(request(prompt, max_tokens=9999), places)[1] == 4 + USUAL_OUTPUT
+    assert choose(made, request(prompt, max_tokens=50), places)[1] == 100 + 50
+    assert choose(made, request(prompt, max_tokens=50, n=3), places)[1] == 4 + 3 * 50
+    assert choose(made, request(prompt, max_tokens=9999), places)[1] == 4 + USUAL_OUTPUT
 
 
 def test_a_new_process_has_nothing_cached() -> None:
     places = [Place(0), Place(1)]
     made = router(2)
-    made.choose(request([*range(100)]), places[1:])
-    assert made.choose(request([*range(100)]), places)[0].number == 1
+    choose(made, request([*range(100)]), places[1:])
+    assert choose(made, request([*range(100)]), places)[0].number == 1
     made.begin(1, 1000, SIZE)
-    assert made.choose(request([*range(100)]), places)[1] == 100 + 100
+    assert choose(made, request([*range(100)]), places)[1] == 100 + 100
 
 
 def test_one_after_the_other() -> None:
     places = [Place(0, 5), Place(1), Place(2, 7)]
     made = router(3, "round-robin")
-    assert [made.choose(request([1] * 50), places)[0].number for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert [choose(made, request([1] * 50), places)[0].number for _ in range(5)] == [0, 1, 2, 0, 1]
     made = router(3, "load")
-    assert [made.choose(request([1] * 50), places)[0].number for _ in range(3)] == [1, 1, 1]
+    assert [choose(made, request([1] * 50), places)[0].number for _ in range(3)] == [1, 1, 1]
 
 
 def test_the_end_of_a_prompt_is_forgotten_first() -> None:
@@ -121,5 +126,6 @@ def test_a_million_prompts_take_bounded_memory_and_little_time() -> None:
     assert peak < 64 << 20
     assert seconds < 60
     start = time.process_time()
-    assert len(block_chain(request([*range(1_000_000)]), SIZE)) == MAX_DEPTH
+    chain = block_chain(request([*range(1_000_000)]), SIZE)
+    assert (len(chain), sys.getsizeof(chain) < 10 * MAX_DEPTH) == (MAX_DEPTH, True)
     assert time.process_time() - start < 0.5

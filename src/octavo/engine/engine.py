@@ -175,7 +175,12 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do: requests, or steps still under way."""
-        return self.scheduler.has_unfinished or bool(self._under_way)
+        return self.scheduler.has_unfinished or self.is_computing
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step is under way. It may compute requests that have ended since its plan."""
+        return bool(self._under_way)
 
     # ---------------------------------------------------------------- the step
 

@@ -113,9 +113,8 @@ class Delivery:
         request is about an earlier one of the same name, and what comes from another replica than
         the one that has it was computed before it moved."""
         stream = self.streams.get(request_id)
-        if stream is None or stream.entry.replica != number or not stream.entry.is_accepted:
-            return None
-        return stream
+        at = None if stream is None else stream.entry.assignment
+        return stream if at is not None and at.replica == number and at.is_accepted else None
 
     def _take_tokens(
         self, stream: RequestStream, index: int, added: Added, ends_by_text: bool

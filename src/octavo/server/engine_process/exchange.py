@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from octavo.engine.events import Admitted
 from octavo.engine.results import error_of
 from octavo.errors import OctavoError, Unavailable
 from octavo.server.engine_process import messages as m
-from octavo.server.engine_process.journal import OpenRequest, Pin
+from octavo.server.engine_process.assignments import Assignments
+from octavo.server.engine_process.journal import Assignment, OpenRequest, Pin
 from octavo.server.engine_process.process import EngineProcess
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,27 @@ class Reader(Protocol):
     def pinned(self, number: int, pin: Pin, error: OctavoError | None) -> None:
         """An engine has computed a prefix, or could not."""
 
+    def let_go(self, number: int) -> None:
+        """An engine computes something no longer that was taken away from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a process had that is gone."""
+
+    entries: list[OpenRequest]
+    pins: list[Pin]  # prefixes that it was told to compute, and had not
+    # What it may have been computing, also what was taken away from it.
+    at_risk: dict[OpenRequest, Assignment]
+
+    @property
+    def only_one(self) -> OpenRequest | None:
+        """The request that it died of, if it was not killed from outside: it can have been
+        computing nothing else that might do harm."""
+        if len(self.at_risk) != 1 or not all(pin.is_proven for pin in self.pins):
+            return None
+        return next(iter(self.at_risk))
+
 
 class Exchange:
     """Owns the communication with the current process of a replica, if there is one."""
@@ -47,10 +71,13 @@ class Exchange:
         self._reader = reader
         self._process: EngineProcess | None = None
         self._is_watched = False
+        self._num_commands = 0  # that this process was sent
+        self._assignments = Assignments()
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._accepting: dict[int, OpenRequest] = {}
         self._pinning: dict[int, Pin] = {}
-        self._searching: dict[str, OpenRequest] = {}  # beam searches that run, by request id
+        # Those that it was told to unpin, with the number of commands by then.
+        self._unpinning: deque[tuple[int, Pin]] = deque()
+        self._searching: dict[str, Assignment] = {}  # beam searches that run, by request id
         self._admissions: list[Admitted] = []  # since the last report
 
     # ---------------------------------------------------------------- processes come and go
@@ -58,50 +85,63 @@ class Exchange:
     @property
     def has_work(self) -> bool:
         """Whether the process has unfinished work."""
-        return bool(self.open or self._asked or self._pinning)
+        return bool(
+            self._asked or self._pinning or self._unpinning or not self._assignments.is_empty
+        )
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether the process computes nothing that it might die of."""
+        pins = [*self._pinning.values(), *(pin for _, pin in self._unpinning)]
+        return self._assignments.is_empty and all(pin.is_proven for pin in pins)
 
     def begin(self, process: EngineProcess) -> None:
         """Called when a process is ready."""
         self._process = process
-        self.has_advanced = False
+        self.has_advanced, self._num_commands = False, 0
         if self._is_watched:
-            process.send(m.Watch(True))
+            self._send(m.Watch(True))
 
-    def lose(self, reason: str) -> tuple[list[OpenRequest], list[Pin]]:
-        """Called when the process is gone; no more messages come from it. Returns the requests and
-        the unfinished pins that it had."""
+    def lose(self, reason: str) -> Loss:
+        """Called when the process is gone; no more messages come from it."""
         self._process = None
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(Unavailable(reason, RETRY_SECONDS))
-        entries, pins = [*self.open.values()], [*self._pinning.values()]
-        for table in (self.open, self._searching, self._asked, self._accepting, self._pinning):
+        pins = [*self._pinning.values(), *(pin for _, pin in self._unpinning)]
+        loss = Loss([*self.open.values()], pins, self._assignments.at_risk())
+        for table in (self.open, self._searching, self._asked, self._pinning):
             table.clear()
+        self._assignments.clear()
+        self._unpinning.clear()
         self._admissions.clear()
-        return entries, pins
+        return loss
 
     # ---------------------------------------------------------------- what it is asked for
 
-    def send_request(self, entry: OpenRequest) -> None:
+    def send_request(self, entry: OpenRequest, load: int) -> None:
         """Have the process begin with a request, or go on with it."""
-        assert self._process is not None, "there is no engine process"
-        entry.replica, entry.ticket = self._number, next(_tickets)
-        self.open[entry.request_id] = self._accepting[entry.ticket] = entry
-        self._process.send(entry.add_message(entry.ticket))
+        entry.assignment = Assignment(entry, self._number, next(_tickets), load)
+        self._assignments.begin(entry.assignment)
+        self.open[entry.request_id] = entry
+        self._send(entry.add_message(entry.assignment.ticket))
 
     def forget(self, entry: OpenRequest) -> None:
-        """What still comes of a request is ignored: it has ended, or goes on elsewhere."""
+        """What still comes of a request is ignored: it has ended, or goes on elsewhere. The process
+        was told so, or has said so."""
+        if entry.assignment is not None:
+            self._assignments.leave(entry.assignment)
+            entry.assignment = None
         self.open.pop(entry.request_id, None)
         self._searching.pop(entry.request_id, None)
 
     def send_pin(self, pin: Pin) -> None:
         """Have the process compute and pin a prefix."""
-        assert self._process is not None, "there is no engine process"
         ticket = next(_tickets)
         self._pinning[ticket] = pin
         pin.holders.add(self._number)
         pin.computing.add(self._number)
-        self._process.send(m.Pin(ticket, pin.name, pin.token_ids, pin.cache_salt))
+        self._send(m.Pin(ticket, pin.name, pin.token_ids, pin.cache_salt))
 
     async def unpin(self, pin: Pin) -> None:
         """Unpin a prefix. Raises Unavailable if there is no engine or it dies meanwhile."""
@@ -112,18 +152,19 @@ class Exchange:
         """Unpin a prefix without waiting for the reply."""
         self._forget_pin(pin)
         if self._process is not None:
-            self._process.send(m.Unpin(next(_tickets), pin.name))
+            self._send(m.Unpin(next(_tickets), pin.name))
 
-    def tell(self, command: m.Abort | m.FinishSample) -> None:
-        """Send a command that has no reply; does nothing if there is no engine."""
-        if self._process is not None:
-            self._process.send(command)
+    def tell(self, entry: OpenRequest, command: m.Abort | m.FinishSample) -> None:
+        """Send a command that has no reply, about a request that the process has."""
+        if self._process is not None and entry.assignment is not None:
+            self._send(command)
+            entry.assignment.left_at = self._num_commands
 
     def watch(self, on: bool) -> None:
         """Subscribe to all events, or unsubscribe."""
         self._is_watched = on
         if self._process is not None:
-            self._process.send(m.Watch(on))
+            self._send(m.Watch(on))
 
     async def ask(self, make: type[m.Look | m.Unpin | m.ResetPrefixCache], **fields: Any) -> Any:
         """Send a command, and return the contents of Seen, or None. Raises the engine's error, and
@@ -132,11 +173,16 @@ class Exchange:
             raise Unavailable("there is no engine process to ask", RETRY_SECONDS)
         ticket = next(_tickets)
         future = self._asked[ticket] = asyncio.get_running_loop().create_future()
-        self._process.send(make(ticket=ticket, **fields))
+        self._send(make(ticket=ticket, **fields))
         try:
             return await future
         finally:
             self._asked.pop(ticket, None)
+
+    def _send(self, command: m.Command) -> None:
+        assert self._process is not None, "there is no engine process"
+        self._num_commands += 1
+        self._process.send(command)
 
     # ---------------------------------------------------------------- what the process says
 
@@ -146,6 +192,8 @@ class Exchange:
             self._take_report(message)
         elif isinstance(message, m.Admission):
             self._take_admission(message.admitted)
+        elif isinstance(message, m.Acknowledged):
+            self._take_acknowledgement(message.num_commands)
         elif isinstance(message, m.Reply):
             error = None if message.error is None else error_of(message.error)
             self._take_reply(message.ticket, error)
@@ -159,26 +207,36 @@ class Exchange:
     def _take_report(self, report: m.StepReport) -> None:
         self.num_reports += 1
         self.has_advanced = self.has_advanced or report.results.has_any
-        for entry in self._searching.values():
-            entry.num_steps += 1
+        for assignment in self._searching.values():
+            assignment.num_steps += 1
         report.admitted, self._admissions = self._admissions, []
+        self._assignments.end(
+            (end.request_id for end in report.results.finished), report.is_computing
+        )
         self._reader.reported(self._number, report)
+        self._take_acknowledgement(report.num_commands)
+
+    def _take_acknowledgement(self, num_commands: int) -> None:
+        has_let_go = self._assignments.acknowledge(num_commands)
+        while self._unpinning and self._unpinning[0][0] <= num_commands:
+            self._unpinning.popleft()
+            has_let_go = True
+        if has_let_go:
+            self._reader.let_go(self._number)
 
     def _take_admission(self, admitted: Admitted) -> None:
         self._admissions.append(admitted)
-        entry = self.open.get(admitted.request_id)
-        if entry is None or not entry.is_accepted:
-            return  # it was about an earlier request with the same id
-        entry.is_running = True
-        if entry.request.beam is not None:
-            self._searching[entry.request_id] = entry
-        self._reader.admitted(entry, admitted)
+        assignment = self._assignments.admit(admitted.request_id)
+        if assignment is None or assignment is not assignment.entry.assignment:
+            return  # it was about a request that was taken away
+        if assignment.entry.request.beam is not None:
+            self._searching[admitted.request_id] = assignment
+        self._reader.admitted(assignment.entry, admitted)
 
     def _take_reply(self, ticket: int, error: OctavoError | None) -> None:
-        if (entry := self._accepting.pop(ticket, None)) is not None:
-            if self.open.get(entry.request_id) is entry and entry.ticket == ticket:
-                entry.is_accepted = error is None
-                self._reader.answered(entry, error)
+        if (assignment := self._assignments.answer(ticket, error is None)) is not None:
+            if assignment is assignment.entry.assignment:
+                self._reader.answered(assignment.entry, error)
         elif (pin := self._pinning.pop(ticket, None)) is not None:
             self.has_advanced = True
             self._reader.pinned(self._number, pin, error)
@@ -186,8 +244,11 @@ class Exchange:
             self._resolve(ticket, None, error)
 
     def _forget_pin(self, pin: Pin) -> None:
-        """If it is still being computed, the command to unpin it gets the only reply."""
-        self._pinning = {ticket: p for ticket, p in self._pinning.items() if p is not pin}
+        """Called before the command to unpin it, which gets the only reply if it is still being
+        computed."""
+        for ticket in [ticket for ticket, each in self._pinning.items() if each is pin]:
+            del self._pinning[ticket]
+            self._unpinning.append((self._num_commands + 1, pin))
 
     def _resolve(self, ticket: int, value: Any, error: Exception | None) -> None:
         future = self._asked.pop(ticket, None)

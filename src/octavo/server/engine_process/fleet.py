@@ -18,6 +18,7 @@ from octavo.engine.events import Admitted
 from octavo.errors import EngineFailed, OctavoError, RequestFailed, Unavailable
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.draining import Drainer, Then
+from octavo.server.engine_process.exchange import Loss
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.placement import Replication, place_replicas
 from octavo.server.engine_process.process import COMMAND, Death
@@ -29,6 +30,7 @@ from octavo.server.engine_process.supervision import Health, Supervision
 
 logger = logging.getLogger(__name__)
 
+RELIEF_SECONDS = 0.1  # between two times that a replica looks for requests that wait elsewhere
 # The best one first.
 STATES = ("ready", "draining", "restarting", "starting", "stopped", "failed", "closed")
 
@@ -76,10 +78,11 @@ class Fleet:
         self._journal = journal
         self._audience = audience
         self.drainer = Drainer(self.replicas, self)
-        self._quarantine = Quarantine(journal)
+        self._quarantine = Quarantine(journal, self.replicas)
         self._router = Router(len(places), replication.routing)
         self._scheduling = config.scheduler
         self._unproven: set[int] = set()  # replicas that get their share once they have computed
+        self._relief_times = [0.0] * len(places)  # before which none looks for waiting requests
 
     async def start(self) -> None:
         """Start all replicas; raises the error of the first that fails, and leaves none then."""
@@ -136,6 +139,7 @@ class Fleet:
     def open(self, entry: OpenRequest) -> asyncio.Future[None]:
         """Add a request to the journal; the future is done when an engine has accepted it."""
         entry.accepted = asyncio.get_running_loop().create_future()
+        entry.chain = self._router.chain(entry.request)
         self._journal.add(entry)
         self._place(entry)
         return entry.accepted
@@ -163,7 +167,7 @@ class Fleet:
     def tell(self, entry: OpenRequest, command: m.Abort | m.FinishSample) -> None:
         """Send a command to the engine that has a request; does nothing if there is none."""
         if entry.replica is not None:
-            self.replicas[entry.replica].exchange.tell(command)
+            self.replicas[entry.replica].exchange.tell(entry, command)
 
     def pin(self, pin: Pin) -> None:
         """Pin a prefix in all engine processes, also later ones; sets `pin.computed` when done."""
@@ -195,16 +199,16 @@ class Fleet:
 
     def vacate(self, replica: Replica) -> None:
         """See Mover.vacate."""
-        self._take_all(replica)
+        for entry in [*replica.exchange.open.values()]:
+            self._take(entry)
+        self._quarantine.leave(replica.number)
         self._dispatch()
 
     async def stop_replica(self, replica: Replica, then: Then) -> None:
         """See Mover.stop_replica."""
         # Between a stop and a restart requests wait; only what stays stopped may be given up.
         await replica.stop("stopped" if then == "stop" else "restarting")
-        entries, _ = self._lose(replica, "the replica was stopped")
-        for entry in entries:
-            entry.withdraw()
+        self._lose(replica, "the replica was stopped")
         self._quarantine.leave(replica.number)
         self._dispatch()
 
@@ -212,18 +216,17 @@ class Fleet:
 
     def _place(self, entry: OpenRequest) -> None:
         """Send a request to a replica, if one may run it now."""
-        allowed = self._quarantine.allowed(entry, self.replicas)
+        allowed = self._quarantine.allowed(entry)
         if not allowed:
             return
         candidates = [self.replicas[number] for number in allowed]
-        self._send(entry, *self._router.choose(entry.request, candidates))
+        self._send(entry, *self._router.choose(entry.request, entry.chain, candidates))
 
     def _send(self, entry: OpenRequest, replica: Replica, load: int) -> None:
         """Send a request to a replica, where it is a load of so many tokens."""
-        entry.load = load
         replica.load += load
         self._quarantine.placed(entry, replica.number)
-        replica.exchange.send_request(entry)
+        replica.exchange.send_request(entry, load)
 
     def _share_with(self, replica: Replica, at_most: int | None = None) -> None:
         """Let a replica that serves again take its share of what waits at the others."""
@@ -234,13 +237,23 @@ class Fleet:
         for donor, entry in offers(donors, self._scheduling):
             if num_moved == at_most:
                 break
-            load = self._router.reconsider(entry.request, entry.load, donor, replica)
+            load = self._router.reconsider(entry.request, entry.chain, entry.load, donor, replica)
             if load is not None:
                 self._take(entry)
                 self._send(entry, replica, load)
                 num_moved += 1
         if num_moved:
             logger.info("replica %d takes %d waiting requests", replica.number, num_moved)
+
+    def _relieve_others(self, replica: Replica) -> None:
+        """Let a replica in which nothing waits take some of what waits at others, now and then."""
+        now, number = asyncio.get_running_loop().time(), replica.number
+        if now < self._relief_times[number] or not replica.is_serving or replica.has_waiting:
+            return
+        self._relief_times[number] = now + RELIEF_SECONDS
+        others = (each for each in self.replicas if each is not replica)
+        if number not in self._unproven and any(each.is_behind for each in others):
+            self._share_with(replica)
 
     def _place_pin(self, pin: Pin) -> None:
         """Have one replica compute a prefix; once that has been done, all."""
@@ -250,7 +263,7 @@ class Fleet:
         elif pin.holders:
             return
         else:
-            chosen = self._quarantine.allowed_for_pin(pin, self.replicas)[:1]
+            chosen = self._quarantine.allowed_for_pin(pin)[:1]
         for number in chosen:
             self.replicas[number].exchange.send_pin(pin)
 
@@ -259,14 +272,10 @@ class Fleet:
         for pin in [*self._journal.pins.values()]:
             if not pin.is_proven:
                 self._place_pin(pin)
-        first = self._quarantine.first
-        if first is not None and first.replica is None:
-            contested = self._quarantine.contested()
-            if contested is not None:
-                self._take_all(self.replicas[contested])
-            elif self._quarantine.must_clear(self.replicas):
-                self._clear_one()
-            self._place(first)
+        for entry in self._quarantine.in_the_way():
+            self._take(entry)
+        if self._quarantine.first is not None and self._quarantine.first.replica is None:
+            self._place(self._quarantine.first)
         for entry in [*self._journal.requests.values()]:
             if entry.replica is None:
                 self._place(entry)
@@ -282,8 +291,8 @@ class Fleet:
         """A request is no longer computed where it was, or nothing more is to come of it."""
         if entry.replica is not None:
             replica = self.replicas[entry.replica]
-            replica.exchange.forget(entry)
             replica.load -= entry.load
+            replica.exchange.forget(entry)
 
     # ---------------------------------------------------------------- what replicas say
 
@@ -311,13 +320,17 @@ class Fleet:
 
     def replica_died(self, replica: Replica, death: Death) -> bool:
         """See Owner.replica_died."""
-        entries, pins = self._lose(replica, "the engine process died")
+        loss = replica.exchange.lose("the engine process died")
         self._audience.engine_died(death.cause)
-        killer = self._quarantine.note_death(replica.number, death, entries)
+        killer = self._quarantine.note_death(replica.number, death, loss)
+        self._withdraw(replica, loss)
+        for entry in loss.at_risk:
+            if entry.is_risky and entry.replica is not None:  # it was moved away before
+                self._take(entry)
         if killer is not None:
             self._fail_killer(killer, death)
         is_blamed = killer is not None
-        for pin in pins:
+        for pin in loss.pins:
             if pin.is_proven:
                 continue  # another engine has computed it without dying
             pin.num_deaths, pin.last_death = pin.num_deaths + 1, replica.number
@@ -328,15 +341,17 @@ class Fleet:
         self._dispatch()
         return is_blamed
 
+    def replica_checked(self, replica: Replica) -> None:
+        """See Owner.replica_checked."""
+        self._relieve_others(replica)
+
     def replica_troubled(self, replica: Replica) -> None:
         """See Owner.replica_troubled."""
         self._dispatch()  # what had to wait for it waits no longer
 
     def replica_given_up(self, replica: Replica, error: EngineFailed) -> None:
         """See Owner.replica_given_up."""
-        entries, _ = self._lose(replica, str(error))
-        for entry in entries:
-            entry.withdraw()
+        self._lose(replica, str(error))
         if self.is_given_up:
             self._give_up(error)
         else:
@@ -370,6 +385,7 @@ class Fleet:
             self._unproven.discard(number)
             if replica.is_serving:
                 self._share_with(replica)
+        self._relieve_others(replica)
 
     def pinned(self, number: int, pin: Pin, error: OctavoError | None) -> None:
         """See Reader.pinned."""
@@ -383,31 +399,29 @@ class Fleet:
         pin.is_proven = True
         self._place_pin(pin)
         self._settle_pin(pin)
+        self.let_go(number)
+
+    def let_go(self, number: int) -> None:
+        """See Reader.let_go."""
+        if self._quarantine.is_waiting:
+            self._dispatch()
 
     # ---------------------------------------------------------------- inside
 
-    def _lose(self, replica: Replica, reason: str) -> tuple[list[OpenRequest], list[Pin]]:
-        """A replica has no process any more. Returns the requests and unfinished pins it had."""
-        entries, pins = replica.exchange.lose(reason)
+    def _lose(self, replica: Replica, reason: str) -> None:
+        """A replica has no process any more, for no fault of what it had."""
+        self._withdraw(replica, replica.exchange.lose(reason))
+
+    def _withdraw(self, replica: Replica, loss: Loss) -> None:
+        """What a replica had is to go on elsewhere."""
         replica.load = 0
+        for entry in loss.entries:
+            entry.withdraw()
         for pin in self._journal.pins.values():
             pin.holders.discard(replica.number)
             pin.computing.discard(replica.number)
             if pin.is_proven:
                 self._settle_pin(pin)
-        return entries, pins
-
-    def _clear_one(self) -> None:
-        """Take the requests from the replica with the least load, so that one can run alone."""
-        serving = [replica for replica in self.replicas if replica.is_serving]
-        if serving:
-            self._take_all(min(serving, key=lambda replica: replica.load))
-
-    def _take_all(self, replica: Replica) -> None:
-        """Take all requests from a replica that runs."""
-        for entry in [*replica.exchange.open.values()]:
-            self._take(entry)
-        self._quarantine.leave(replica.number)
 
     def _take(self, entry: OpenRequest) -> None:
         """Take a request from the replica that has it, which runs."""

@@ -14,6 +14,23 @@ from octavo.engine.events import Admitted
 from octavo.engine.output_stream import Sample
 from octavo.engine.validation import PreparedRequest
 from octavo.server.engine_process import messages as m
+from octavo.server.engine_process.routing import Chain
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A request at one engine process: from the command that sends it there until the process can
+    no longer be computing it, also if it was taken away meanwhile."""
+
+    entry: OpenRequest
+    replica: int  # whose process it is
+    ticket: int  # of the message that sent it
+    load: int  # tokens, as counted by the router
+    is_accepted: bool = False
+    is_running: bool = False  # it has been admitted
+    num_steps: int = 0  # since then
+    left_at: int = 0  # the number of the last command that ends it or one of its samples
+    last_position: int = -1  # how far the request had come when it was taken away
 
 
 @dataclass(slots=True, eq=False)
@@ -26,25 +43,33 @@ class OpenRequest:
     arrival_time: float
     # Its output so far, which its stream writes; empty for beam search.
     samples: list[Sample[bytes]] = field(default_factory=list)
+    chain: Chain = ()  # what the router knows its prompt by
     admission: Admitted | None = None  # the first one
     admitted_time: float | None = None
     first_token_time: float | None = None
     num_preemptions: int = 0
     num_replays: int = 0  # how often it was taken from one engine process to be sent to another
     accepted: asyncio.Future[None] | None = None  # done when an engine has accepted it
-    # Of the engine process that has it now:
-    replica: int | None = None  # which replica's; None: it has not been sent to any
-    ticket: int = -1  # of the message that sent it
-    load: int = 0  # tokens, as counted by the router
-    is_accepted: bool = False
-    is_running: bool = False  # it has been admitted
-    num_steps: int = 0  # since then
-    # Engine processes in a row that died while it was running, without its getting any further.
+    assignment: Assignment | None = None  # the present one; None: it was not sent to any replica
+    # This one, and earlier ones of processes that may be computing the request still.
+    assignments: set[Assignment] = field(default_factory=set)
+    # Engine processes in a row that died while they may have been computing it, without its getting
+    # any further.
     num_deaths: int = 0
-    num_deaths_alone: int = 0  # of these, while no other quarantined request was running
+    num_deaths_alone: int = 0  # of these, of processes that computed nothing else
     position_at_death: int = -1
     has_crashed: bool = False  # the last of them was not killed from outside
     last_death: int | None = None  # the replica whose process it was
+
+    @property
+    def replica(self) -> int | None:
+        """Which replica has it now, if one does."""
+        return None if self.assignment is None else self.assignment.replica
+
+    @property
+    def load(self) -> int:
+        """Tokens that it is for its replica, as counted by the router."""
+        return 0 if self.assignment is None else self.assignment.load
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -70,7 +95,9 @@ class OpenRequest:
     @property
     def position(self) -> int:
         """How far it has come. Beam search, which starts again each time, counts steps."""
-        return self.num_steps if self.request.beam is not None else self.num_output_tokens
+        if self.request.beam is None:
+            return self.num_output_tokens
+        return 0 if self.assignment is None else self.assignment.num_steps
 
     @property
     def is_suspect(self) -> bool:
@@ -83,29 +110,34 @@ class OpenRequest:
         return self.num_deaths >= 2
 
     @property
+    def is_risky(self) -> bool:
+        """Whether the process that computes it may die of it."""
+        return self.is_suspect or self.is_quarantined
+
+    @property
     def is_movable(self) -> bool:
         """Whether another replica may have it instead at no cost: it waits where it is, and nothing
         holds it there. One that is not accepted yet may be what its process is about to die of."""
-        waits = self.is_accepted and not self.is_running
-        return waits and not self.is_suspect and not self.is_quarantined
+        at = self.assignment
+        return at is not None and at.is_accepted and not at.is_running and not self.is_risky
 
-    def note_death(self, is_crash: bool) -> None:
-        """Its engine process has died. What a process does when it dies in the same place again
-        may be this request's doing; if the request has got further, it was something else's."""
-        if self.is_running:
-            has_advanced = self.position > self.position_at_death
-            self.num_deaths = 1 if has_advanced else self.num_deaths + 1
-            self.num_deaths_alone = 0 if has_advanced else self.num_deaths_alone
-            self.position_at_death = self.position
-            self.has_crashed, self.last_death = is_crash, self.replica
-        self.withdraw()
+    def note_death(self, assignment: Assignment, is_crash: bool) -> None:
+        """An engine process has died that may have been computing it. What a process does when it
+        dies in the same place again may be this request's doing; if the request has got further,
+        it was something else's."""
+        position = self.position if assignment is self.assignment else assignment.last_position
+        if self.position > position:
+            return  # it was taken away before, and has got further elsewhere
+        if position > self.position_at_death:
+            self.num_deaths = self.num_deaths_alone = 0
+            self.position_at_death = position
+        self.num_deaths += 1
+        self.has_crashed, self.last_death = is_crash, assignment.replica
 
     def withdraw(self) -> None:
-        """No engine process has it any more, or what one still says of it does not count."""
+        """No replica has it any more, and it is to go on elsewhere."""
         self.num_replays += 1
-        self.replica, self.load = None, 0
-        self.is_accepted = self.is_running = False
-        self.num_steps = 0
+        self.assignment = None
 
     def add_message(self, ticket: int) -> m.Add:
         """What makes an engine begin with the request, or go on with it."""

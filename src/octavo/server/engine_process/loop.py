@@ -29,6 +29,7 @@ from octavo.server.engine_process import messages as m
 logger = logging.getLogger("octavo.server.engine_process.loop")  # the module may be run as __main__
 
 IDLE_SECONDS = 1.0  # between checks of an executor that has nothing to do
+ENDING = m.Abort | m.FinishSample | m.Unpin  # commands after which something is computed no longer
 
 
 class EngineLoop:
@@ -39,6 +40,7 @@ class EngineLoop:
         self._channel = channel
         self._recorder = Recorder(engine, lambda admitted: self._send(m.Admission(admitted)))
         self._pins: dict[str, m.Pin] = {}  # being computed, by request id
+        self._num_commands = 0  # taken in
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Add: self._add,
             m.Abort: self._abort,
@@ -78,11 +80,16 @@ class EngineLoop:
         if commands is None:
             self._is_over = True
             return False
-        has_changed = False
+        has_changed = has_ended = False
         for command in commands:
             decoded = m.decode_command(command)
             self._handlers[type(decoded)](decoded)
+            self._num_commands += 1
             has_changed = has_changed or not isinstance(decoded, m.Look | m.Watch)
+            has_ended = has_ended or isinstance(decoded, ENDING)
+        # All that a step under way computes was planned before: its report is the acknowledgement.
+        if has_ended and not self._engine.is_computing:
+            self._send(m.Acknowledged(self._num_commands))
         return has_changed
 
     def _send(self, message: m.Message) -> None:
@@ -161,6 +168,8 @@ class EngineLoop:
         self._send(
             m.StepReport(
                 self._engine.clock(),
+                self._num_commands,
+                self._engine.is_computing,
                 self._recorder.counters,
                 self._recorder.gauges(),
                 results,

@@ -47,13 +47,14 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
-    """End a request at once. There is no reply; reports of it that still arrive are ignored."""
+    """End a request at once. There is no reply, only the acknowledgement of all commands; reports
+    of it that still arrive are ignored."""
 
     request_id: str
 
 
 class FinishSample(msgspec.Struct, tag=True):
-    """A sample's text has reached a stop string. There is no reply."""
+    """A sample's text has reached a stop string. Acknowledged as Abort."""
 
     request_id: str
     index: int
@@ -165,11 +166,20 @@ class Admission(msgspec.Struct, frozen=True, tag=True):
     admitted: Admitted
 
 
+class Acknowledged(msgspec.Struct, frozen=True, tag=True):
+    """What the first so many commands have ended is computed no longer, not even by a step that is
+    still under way. Sent at once where no step is; otherwise the next report says so."""
+
+    num_commands: int
+
+
 class StepReport(msgspec.Struct, tag=True):
     """The results of one step for all requests. Sent after every step, and also without one when
     requests have left and no step is due."""
 
     time: float  # as of time.monotonic
+    num_commands: int  # as in Acknowledged
+    is_computing: bool  # the next step is under way; it may compute what has ended in this one
     counters: Counters
     gauges: Gauges
     results: StepResults[bytes] = msgspec.field(default_factory=StepResults.none)
@@ -178,7 +188,17 @@ class StepReport(msgspec.Struct, tag=True):
     watched: BlockEvents = msgspec.field(default_factory=BlockEvents.none)
 
 
-Message = EngineInfo | StartFailed | Crashed | Reply | Seen | LogLine | Admission | StepReport
+Message = (
+    EngineInfo
+    | StartFailed
+    | Crashed
+    | Reply
+    | Seen
+    | LogLine
+    | Admission
+    | Acknowledged
+    | StepReport
+)
 
 
 encode = msgspec.msgpack.Encoder().encode

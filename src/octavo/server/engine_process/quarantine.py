@@ -1,20 +1,22 @@
 """Which replicas may run a request; finds the one that kills engine processes.
 
-A request that was running when its engine process crashed is a suspect until it has got further.
-If a second process in a row dies with it, it is quarantined: such requests run one at a time, each
-without the others. Two rules keep a deadly request from taking all replicas down, one after the
-other:
+A request that its engine process may have been computing when it crashed is a suspect until it has
+got further. If a second process in a row dies with it, it is quarantined: such requests run one at
+a time, each in a process that computes nothing else, so what this process dies of is certain. Three
+rules keep a deadly request from taking all replicas down, one after the other:
 
-* At most one replica at a time runs suspects or quarantined requests.
+* At most one replica at a time is sent suspects or quarantined requests.
+* Another one is sent them only when the one before has acknowledged that it computes none.
 * It is not the last one that serves while another one is being restarted.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
+from octavo.server.engine_process.exchange import Loss
 from octavo.server.engine_process.journal import Journal, OpenRequest, Pin
 from octavo.server.engine_process.process import Death
 
@@ -28,6 +30,7 @@ class Place(Protocol):
     """What decides whether a replica may run a request."""
 
     number: int
+    load: int
 
     @property
     def is_serving(self) -> bool:
@@ -37,16 +40,22 @@ class Place(Protocol):
     def is_coming(self) -> bool:
         """Whether it can be expected to serve soon."""
 
+    @property
+    def is_vacant(self) -> bool:
+        """Whether its process computes nothing that it might die of."""
+
 
 class Quarantine:
     """Owns the queue of requests that run alone. A request is quarantined when two processes in a
-    row died while it was running and it had got no further in between."""
+    row died that may have been computing it, and it had got no further in between."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, places: Sequence[Place]) -> None:
         self._journal = journal
+        self._places = places
         self._queue: deque[OpenRequest] = deque()
+        self._suspects: set[OpenRequest] = set()  # and others that were at risk in some death
         self._ward: int | None = None  # the replica that runs the queue
-        self._trial: int | None = None  # the one that runs suspects
+        self._trial: int | None = None  # the one that runs suspects, if no other is at risk
 
     @property
     def first(self) -> OpenRequest | None:
@@ -58,56 +67,55 @@ class Quarantine:
         """The replica that runs nothing but the quarantined requests, if there is one."""
         return self._ward
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits until a replica may be put at risk."""
+        if self.first is not None:
+            return self.first.replica is None
+        return any(each.replica is None and self._is_open(each) for each in self._risky())
+
     # ---------------------------------------------------------------- where requests may run
 
-    def allowed(self, entry: OpenRequest, places: Sequence[Place]) -> list[int]:
+    def allowed(self, entry: OpenRequest) -> list[int]:
         """The replicas that may run a request now; if there are none, it waits."""
-        serving = [place for place in places if place.is_serving]
+        serving = [place for place in self._places if place.is_serving]
         numbers = [place.number for place in serving]
         if entry.is_quarantined:
-            if entry is not self.first:
+            if entry is not self.first or self._at_risk():
                 return []
-            if self._ward in numbers:
-                return [self._ward]
-            busy = {other.replica for other in self._journal.requests.values()}
-            empty = [place for place in _spared(serving, places) if place.number not in busy]
-            return _elsewhere(empty, entry.last_death)
+            spared = _spared(serving, self._places)
+            return [each.number for each in spared if each.number == self._ward and each.is_vacant]
         if entry.is_suspect:
             if self._queue:
                 return []
             if self._trial in numbers:
                 return [self._trial]
-            return _elsewhere(_spared(serving, places), entry.last_death)
+            if at_risk := self._at_risk():
+                return [number for number in numbers if at_risk == {number}]
+            return _elsewhere(_spared(serving, self._places), entry.last_death)
         return [number for number in numbers if number != self._ward]
 
-    def allowed_for_pin(self, pin: Pin, places: Sequence[Place]) -> list[int]:
+    def allowed_for_pin(self, pin: Pin) -> list[int]:
         """The replicas that may compute a prefix for the first time. One at a time does."""
-        serving = [place for place in places if place.is_serving and place.number != self._ward]
+        serving = [each for each in self._places if each.is_serving and each.number != self._ward]
         if pin.num_deaths:
-            return _elsewhere(_spared(serving, places), pin.last_death)
+            return _elsewhere(_spared(serving, self._places), pin.last_death)
         return [place.number for place in serving]
 
     def placed(self, entry: OpenRequest, number: int) -> None:
         """A request was sent to a replica that was allowed."""
-        if entry.is_quarantined:
-            self._ward = number
-        elif entry.is_suspect:
+        if entry.is_suspect and not entry.is_quarantined:
             self._trial = number
 
-    def must_clear(self, places: Sequence[Place]) -> bool:
-        """Whether the first quarantined request waits for a replica without other requests, and
-        none will come by itself."""
-        is_waiting = self.first is not None and self.first.replica is None
-        return is_waiting and not any(place.is_coming for place in places)
-
-    def contested(self) -> int | None:
-        """The replica that runs suspects while the first quarantined request waits for one: only
-        one of them may be at risk."""
+    def in_the_way(self) -> list[OpenRequest]:
+        """What must leave its replica before the first quarantined request can run: all that the
+        replica has which is to run it, and suspects anywhere."""
         if self.first is None or self.first.replica is not None:
-            return None
-        entries = self._journal.requests.values()
-        at_risk = (each.replica for each in entries if each.is_suspect)
-        return next((number for number in at_risk if number is not None), None)
+            return []
+        if self._ward is None:
+            self._ward = self._choose_ward(self.first)
+        entries = [each for each in self._journal.requests.values() if each.replica is not None]
+        return [each for each in entries if each.replica == self._ward or each.is_risky]
 
     def leave(self, number: int) -> None:
         """A replica has lost its requests."""
@@ -116,39 +124,50 @@ class Quarantine:
         if self._trial == number:
             self._trial = None
 
+    def _choose_ward(self, entry: OpenRequest) -> int | None:
+        """A replica without requests; if there is none, and none will come by itself, the one with
+        the least load."""
+        serving = [place for place in self._places if place.is_serving]
+        chosen = [place for place in _spared(serving, self._places) if place.is_vacant]
+        if not chosen and not any(place.is_coming for place in self._places):
+            chosen = sorted(serving, key=lambda place: place.load)
+        return next(iter(_elsewhere(chosen, entry.last_death)), None)
+
+    def _at_risk(self) -> set[int]:
+        """The replicas whose processes may be computing suspects or quarantined requests."""
+        return {each.replica for entry in self._risky() for each in entry.assignments}
+
+    def _risky(self) -> list[OpenRequest]:
+        return [entry for entry in self._suspects if entry.is_risky]
+
+    def _is_open(self, entry: OpenRequest) -> bool:
+        return self._journal.requests.get(entry.request_id) is entry
+
     # ---------------------------------------------------------------- deaths
 
-    def note_death(
-        self, number: int, death: Death, entries: Collection[OpenRequest]
-    ) -> OpenRequest | None:
-        """A replica's process has died that had these requests. Returns the one that must not be
-        run again, if it is found."""
-        # Requests are accepted in their order: the first that was not may be what it died of.
-        in_hand = min(
-            (entry for entry in entries if not entry.is_accepted),
-            key=lambda entry: entry.ticket,
-            default=None,
-        )
-        if in_hand is not None:
-            in_hand.is_running = True
-        running = [entry for entry in entries if entry.is_running]
-        alone = running[0] if len(running) == 1 else self.first
+    def note_death(self, number: int, death: Death, loss: Loss) -> OpenRequest | None:
+        """A replica's process has died, and what it had is lost. Returns the request that must not
+        be run again, if it is found."""
         self.leave(number)
-        for entry in entries:
-            entry.note_death(not death.is_kill_from_outside)
-        killer = None
-        if alone is not None and alone in running and alone.is_quarantined:
+        self._trial = None  # others may be at risk now
+        for entry, assignment in loss.at_risk.items():
+            entry.note_death(assignment, not death.is_kill_from_outside)
+        killer, alone = None, loss.only_one
+        if alone is not None and alone.is_quarantined and self._is_open(alone):
             alone.num_deaths_alone += 1
             limit = MAX_KILLS_ALONE if death.is_kill_from_outside else MAX_CRASHES_ALONE
             killer = alone if alone.num_deaths_alone >= limit else None
-        quarantined = [
-            entry
-            for entry in self._journal.requests.values()
-            if entry.is_quarantined and entry is not killer
-        ]
-        # The first one stays the first: it may be running, and runs alone.
-        waiting = [entry for entry in self._queue if entry in quarantined]
-        self._queue = deque(waiting + [entry for entry in quarantined if entry not in waiting])
+        self._suspects = {
+            each for each in self._suspects if each.assignments or self._is_open(each)
+        }
+        self._suspects.update(each for each in loss.at_risk if each is not killer)
+        # The first one stays the first.
+        queue = [*self._queue, *(each for each in loss.at_risk if each not in self._queue)]
+        self._queue = deque(
+            each
+            for each in queue
+            if each.is_quarantined and each is not killer and self._is_open(each)
+        )
         if not self._queue:
             self._ward = None
         return killer
@@ -159,11 +178,12 @@ class Quarantine:
         was_released = False
         while self._queue:
             entry = self._queue[0]
-            is_open = self._journal.requests.get(entry.request_id) is entry
+            is_open = self._is_open(entry)
             if is_open and entry.position <= entry.position_at_death:
                 break
             self._queue.popleft()
-            entry.num_deaths = entry.num_deaths_alone = 0
+            if is_open:
+                entry.num_deaths = entry.num_deaths_alone = 0
             was_released = True
         if not self._queue:
             self._ward = None

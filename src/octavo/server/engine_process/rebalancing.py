@@ -1,4 +1,5 @@
-"""The order in which a replica that serves again is offered what waits at the others.
+"""The order in which a replica that serves again, or in which nothing waits, is offered what waits
+at the others.
 
 The busiest replica offers first, and its requests in the order in which it would begin with them.
 So those that have waited longest are helped first, and under the policy "fair" all tenants alike.

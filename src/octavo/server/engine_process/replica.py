@@ -49,6 +49,9 @@ class Owner(Reader, Protocol):
     def replica_died(self, replica: Replica, death: Death) -> bool:
         """Its process is gone. True if what caused that was found, and will not be tried again."""
 
+    def replica_checked(self, replica: Replica) -> None:
+        """Its process runs; called every TICK_SECONDS."""
+
     def replica_troubled(self, replica: Replica) -> None:
         """Its process could not be started again; another attempt follows."""
 
@@ -158,6 +161,16 @@ class Replica:
         return self.state == "restarting" and not self._num_failed_starts
 
     @property
+    def is_behind(self) -> bool:
+        """Whether requests wait in it for longer than until its next step, or that takes long."""
+        return self.gauges.num_waiting > 0 or self._seconds_without_step >= 2 * TICK_SECONDS
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether its process computes nothing that it might die of."""
+        return self.exchange.is_vacant
+
+    @property
     def counters(self) -> Counters:
         """Totals over all its processes."""
         return add_counters([self._earlier_counters, self._counters])
@@ -186,6 +199,12 @@ class Replica:
     def movable(self) -> list[OpenRequest]:
         """The requests that another replica may have instead."""
         return [entry for entry in self.exchange.open.values() if entry.is_movable]
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether it has requests that have not begun to run."""
+        assigned = (entry.assignment for entry in self.exchange.open.values())
+        return not all(each is not None and each.is_running for each in assigned)
 
     def take_report(self, report: m.StepReport) -> None:
         """Note how things stand after a step."""
@@ -288,6 +307,7 @@ class Replica:
                 )
                 process.kill()
                 await process.gone
+            self._owner.replica_checked(self)
         return await process.end()
 
     def _take_death(self, process: EngineProcess, death: Death) -> None:

@@ -25,6 +25,7 @@ from typing import Literal, Protocol, TypeVar
 from octavo.engine.validation import PreparedRequest
 
 Routing = Literal["prefix", "load", "round-robin"]
+Chain = Sequence[int]  # 64-bit hashes of the blocks of a prompt
 
 CACHED_WORTH = 16
 MAX_IMBALANCE = 16_384
@@ -56,17 +57,20 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def match(self, chain: Sequence[int]) -> int:
+    def match(self, chain: Chain) -> int:
         """How many leading blocks of a chain are known."""
         known = self._blocks
         return next((i for i, block in enumerate(chain) if block not in known), len(chain))
 
-    def add(self, chain: Sequence[int]) -> None:
+    def add(self, chain: Chain) -> None:
         """Note a chain as used now. Its end is forgotten before its beginning."""
         blocks = self._blocks
+        move_to_end = blocks.move_to_end
         for block in reversed(chain):
-            blocks[block] = None
-            blocks.move_to_end(block)
+            if block in blocks:
+                move_to_end(block)
+            else:
+                blocks[block] = None
         while len(blocks) > self.max_blocks:
             blocks.popitem(last=False)
 
@@ -94,12 +98,20 @@ class Router:
         """A replica's cache is empty."""
         self._indexes[number].clear()
 
-    def choose(self, request: PreparedRequest, candidates: Sequence[C]) -> tuple[C, int]:
+    def chain(self, request: PreparedRequest) -> Chain:
+        """What the indexes know a prompt by; empty if it does not matter. Takes about as long as
+        all else here together, and stays the same: it is kept with the request."""
+        if self._routing != "prefix" or len(self._indexes) == 1:
+            return ()
+        return block_chain(request, self._block_size)
+
+    def choose(
+        self, request: PreparedRequest, chain: Chain, candidates: Sequence[C]
+    ) -> tuple[C, int]:
         """Choose one of the candidates, of which there is at least one, and note what it gets.
 
         Returns it, and the load of the request there.
         """
-        chain = self._chain(request)
         matches = {each.number: self._num_matched(each, chain) for each in candidates}
         if self._routing == "round-robin":
             chosen = candidates[next(self._turns) % len(candidates)]
@@ -109,21 +121,26 @@ class Router:
         return chosen, _whole_load(request) - matches[chosen.number]
 
     def reconsider(
-        self, request: PreparedRequest, load: int, here: Candidate, there: Candidate
+        self,
+        request: PreparedRequest,
+        chain: Chain,
+        load: int,
+        here: Candidate,
+        there: Candidate,
     ) -> int | None:
         """Whether a request that waits `here`, where its load is `load`, should move.
 
         It should if it is better off: `there` has less to do even with it than `here` without it,
         prefixes weighed as ever. Then it would not move back unless the loads had changed by twice
-        its own, so requests do not wander. Returns its load there, which is noted, or None.
+        its own, so requests do not wander. As much to do is enough if `there` has nothing else,
+        since it begins at once. Returns its load there, which is noted, or None.
         """
         whole = _whole_load(request)
-        price_here = here.load - load - _worth(whole - load)
+        price_here = here.load - load - _worth(whole - load) + (there.load == 0)
         num_prompt_tokens = len(request.input_token_ids)
         lowest = there.load + whole - num_prompt_tokens - _worth(num_prompt_tokens)
         if lowest >= price_here:
             return None  # however much of its prefix is there, which takes longer to find out
-        chain = self._chain(request)
         num_matched = self._num_matched(there, chain)
         load_there = whole - num_matched
         if there.load + load_there - _worth(num_matched) >= price_here:
@@ -131,13 +148,7 @@ class Router:
         self._indexes[there.number].add(chain)
         return load_there
 
-    def _chain(self, request: PreparedRequest) -> list[int]:
-        """What the indexes know a prompt by; empty if it does not matter."""
-        if self._routing != "prefix" or len(self._indexes) == 1:
-            return []
-        return block_chain(request, self._block_size)
-
-    def _num_matched(self, candidate: Candidate, chain: Sequence[int]) -> int:
+    def _num_matched(self, candidate: Candidate, chain: Chain) -> int:
         """Tokens of a prompt that a replica is likely to have cached."""
         return self._indexes[candidate.number].match(chain) * self._block_size
 
@@ -158,7 +169,7 @@ def _whole_load(request: PreparedRequest) -> int:
     return len(request.input_token_ids) + min(USUAL_OUTPUT, num_to_come) * request.width
 
 
-def block_chain(request: PreparedRequest, block_size: int) -> list[int]:
+def block_chain(request: PreparedRequest, block_size: int) -> Chain:
     """Hashes of the full blocks of a prompt, each with all before it; at most MAX_DEPTH.
 
     Python's hashes of bytes are keyed with a secret of the process, so a client cannot make two
@@ -167,7 +178,7 @@ def block_chain(request: PreparedRequest, block_size: int) -> list[int]:
     num_blocks = min(len(request.input_token_ids) // block_size, MAX_DEPTH)
     tokens = array("i", request.input_token_ids[: num_blocks * block_size])
     packed, size = tokens.tobytes(), block_size * tokens.itemsize
-    chain, link = [], hash(request.cache_salt)
+    chain, link = array("q"), hash(request.cache_salt)
     for start in range(0, len(packed), size):
         link = hash((link, packed[start : start + size]))
         chain.append(link)

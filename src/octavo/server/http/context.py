@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import Query, Request, Response
 
 from octavo import __version__
 from octavo.engine.tokenizer import Tokenizer
@@ -100,6 +100,17 @@ class Context:
 
 def context_of(request: Request) -> Context:
     return cast(Context, request.app.state.context)
+
+
+async def existing_replica(
+    request: Request,
+    replica: Annotated[int, Query(description="Which replica's, from 0 on.")] = 0,
+) -> int:
+    """The replica that a query names, as a dependency of endpoints. ApiError 404: there is none."""
+    try:
+        return context_of(request).client.replica(replica).number
+    except InvalidRequest as error:
+        raise ApiError(404, str(error), error.field, "replica_not_found") from error
 
 
 def tenant_of(request: Request) -> Tenant:

@@ -14,14 +14,15 @@ import re
 from functools import cache, partial
 from importlib import resources
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse
 
 from octavo.server.http.bodies import read_body
-from octavo.server.http.context import context_of, reply
+from octavo.server.http.context import context_of, existing_replica, reply
 from octavo.server.http.playpool import Play, play, textbook_case
 
-PAGES = {"/": "index.html", "/pool": "pool.html", "/docs": "docs.html"}
+DASHBOARD = "index.html"  # shows one replica
+PAGES = {"/": DASHBOARD, "/pool": "pool.html", "/docs": "docs.html"}
 INCLUDE = re.compile(r"<!-- (style|script): ([\w. ]+) -->")
 
 
@@ -58,7 +59,8 @@ def pages_router() -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     for path, name in PAGES.items():
-        router.add_api_route(path, partial(_page, name))
+        needed = [Depends(existing_replica)] if name == DASHBOARD else []
+        router.add_api_route(path, partial(_page, name), dependencies=needed)
 
     @router.get("/pool/textbook")
     async def textbook() -> Response:

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Depends, Path, Response
 
 from octavo.engine.events import Admitted, Preempted
 from octavo.engine.snapshot import RequestView, TierView
@@ -16,7 +16,7 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.messages import StepReport
-from octavo.server.http.context import reply
+from octavo.server.http.context import existing_replica, reply
 from octavo.server.http.errors import ApiError
 from octavo.server.observability.event_text import LOOKUP_ENDS
 
@@ -78,9 +78,7 @@ def debug_router(client: EngineClient, lookups: Lookups) -> APIRouter:
     router = APIRouter(prefix="/debug", tags=["operation"])
 
     @router.get("/kv", summary="The KV cache at this moment")
-    async def pool(
-        replica: Annotated[int, Query(description="Which replica's, from 0 on.")] = 0,
-    ) -> Response:
+    async def pool(replica: Annotated[int, Depends(existing_replica)]) -> Response:
         snapshot = await client.snapshot(replica)
         requests = [*snapshot.running, *snapshot.swapped, *snapshot.waiting]
         return reply(

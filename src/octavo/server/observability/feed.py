@@ -12,10 +12,10 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from octavo import __version__
 from octavo.engine.events import Counters, Event
@@ -24,7 +24,7 @@ from octavo.errors import EngineFailed, Unavailable
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.messages import EngineInfo
 from octavo.server.engine_process.replica import Replica
-from octavo.server.http.context import context_of
+from octavo.server.http.context import context_of, existing_replica
 from octavo.server.http.errors import ApiError
 from octavo.server.http.streams import EventStream
 from octavo.server.observability.event_text import describe
@@ -257,7 +257,9 @@ def feed_router(feeds: Feeds) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/dashboard/feed")
-    async def frames(request: Request, replica: int = 0) -> Response:
+    async def frames(
+        request: Request, replica: Annotated[int, Depends(existing_replica)]
+    ) -> Response:
         feed = feeds.of(replica)
         return EventStream(feed.frames(), context_of(request).settings.ping_seconds)
 
