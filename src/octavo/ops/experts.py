@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.quantized import QuantizedWeight
 from octavo.routing import RoutingConfig, Scoring
 
 LEAST_SUM = 1e-20  # that weights are divided by
@@ -39,10 +40,11 @@ class RouterWeights(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """Gated MLPs of equal shape, each projection in one tensor."""
+    """Gated MLPs of equal shape, each projection in one tensor or quantized form."""
 
-    up: Tensor  # [num_experts, 2 * intermediate_size, size]: an expert's gates, then its ups
-    down: Tensor  # [num_experts, size, intermediate_size]
+    # [num_experts, 2 * intermediate_size, size]: an expert's gates, then its ups
+    up: Tensor | QuantizedWeight
+    down: Tensor | QuantizedWeight  # [num_experts, size, intermediate_size]
     up_bias: Tensor | None = None  # [num_experts, 2 * intermediate_size]
     down_bias: Tensor | None = None  # [num_experts, size]
 
@@ -125,16 +127,21 @@ def _mix_sparsely(logits: Tensor, config: RoutingConfig) -> Routed:
 
 def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -> Tensor:
     """See ExpertsKernel.apply_partial; one row after the other, complete."""
+
+    def dense(weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
+        one = weight[expert]
+        return one.float() if isinstance(one, Tensor) else one.dequantize()
+
     result = torch.zeros_like(x, dtype=torch.float32)
     for token, (ids, token_weights) in enumerate(
         zip(routed.ids.tolist(), routed.weights, strict=True)
     ):
         for expert, weight in zip(ids, token_weights, strict=True):
             up_bias = None if weights.up_bias is None else weights.up_bias[expert].float()
-            y = F.linear(x[token].float(), weights.up[expert].float(), up_bias)
+            y = F.linear(x[token].float(), dense(weights.up, expert), up_bias)
             y = apply_epilogue(y, epilogue)
             down_bias = None if weights.down_bias is None else weights.down_bias[expert].float()
-            y = F.linear(y, weights.down[expert].float(), down_bias)
+            y = F.linear(y, dense(weights.down, expert), down_bias)
             result[token] += weight * y
     return result.to(x.dtype)
 
