@@ -208,9 +208,8 @@ def _add_block(
         pieces = unpack(words, None, given, FORMAT, DTYPE, ASM)
         for group in tl.static_range(GROUPS):
             part = tl.zeros(acc.shape, tl.float32)
-            for i in tl.static_range(8 // GROUPS):
-                place: tl.constexpr = group * (8 // GROUPS) + i
-                part = _dot(pieces[place], values[place], part, IEEE)
+            for i in tl.static_range(group * 8 // GROUPS, (group + 1) * 8 // GROUPS):
+                part = _dot(pieces[i], values[i], part, IEEE)
             acc += part * tl.load(scales + block * GROUPS + group)
     return acc
 
