@@ -23,8 +23,12 @@ from gpu_harness import copy_bandwidth, device_seconds, report
 from torch import Tensor
 
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.expert_kernels import make_experts_kernel, make_router_kernel
-from octavo.ops.experts import ExpertWeights, Routed, RouterWeights
+from octavo.ops.expert_kernels import (
+    make_experts_kernel,
+    make_quantized_experts_kernel,
+    make_router_kernel,
+)
+from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed, RouterWeights
 from octavo.ops.quantized import GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
 from octavo.routing import RoutingConfig
 
@@ -71,11 +75,19 @@ class Layer:
         router = RouterWeights(weight(num, size), weight(num) if shape.routing.bias else None)
         biases = (weight(num, 2 * inner), weight(num, size)) if shape.bias else ()
         up, down = weight(num, 2 * inner, size), weight(num, size, inner)
-        experts = ExpertWeights(in_form(up, form), in_form(down, form), *biases)
-        self.expert_bytes = sum(each.nbytes for each in experts[:2]) / num
+        kernel = None
+        if form == "bf16":
+            kernel = make_experts_kernel(ExpertWeights(up, down, *biases), shape.epilogue)
+            self.expert_bytes = (up.nbytes + down.nbytes) / num
+        else:
+            forms = in_form(up, form), in_form(down, form)
+            weights = QuantizedExpertWeights(*forms, *biases)
+            kernel = make_quantized_experts_kernel(weights, shape.epilogue)
+            self.expert_bytes = sum(each.nbytes for each in forms) / num
         self.num_hit = torch.zeros(1, dtype=torch.int64, device=device)
         self._router = make_router_kernel(router, shape.routing, self.num_hit)
-        self._experts = make_experts_kernel(experts, shape.epilogue)
+        assert kernel is not None, f"no kernel for {form} on this device"
+        self._experts = kernel
 
     def route(self, x: Tensor) -> Routed:
         """The first part alone."""
@@ -86,8 +98,8 @@ class Layer:
         return self._experts.apply_partial(x, self._router.apply(x))
 
 
-def in_form(weight: Tensor, form: str) -> Tensor | QuantizedWeight:
-    """Weights [experts, rows, columns] as they are, or quantized."""
+def in_form(weight: Tensor, form: str) -> QuantizedWeight:
+    """Weights [experts, rows, columns], quantized."""
     match form:
         case "float8":
             return ScaledFloat8.quantize(weight, (1, weight.shape[2]))
@@ -95,10 +107,9 @@ def in_form(weight: Tensor, form: str) -> Tensor | QuantizedWeight:
             return ScaledFloat8.quantize(weight, (128, 128))
         case "int4":
             return GroupedInt.quantize(weight, 4, 64 if weight.shape[2] % 128 else 128)
-        case "mxfp4":  # the values do not matter
-            packed = torch.randint_like(weight[..., ::2], 256).to(torch.uint8)
-            return MxFloat4(packed, torch.full_like(packed[..., ::16], 120))
-    return weight
+        case "mxfp4":
+            return MxFloat4.stack([MxFloat4.quantize(each) for each in weight])
+    raise ValueError(form)
 
 
 def seconds_of(work: Callable[[], object], is_gpu: bool) -> float:

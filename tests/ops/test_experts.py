@@ -20,6 +20,7 @@ from octavo.ops.expert_kernels import SeparateExperts, TorchRouter
 from octavo.ops.experts import (
     ExpertsKernel,
     ExpertWeights,
+    QuantizedExpertWeights,
     Routed,
     RouterKernel,
     RouterWeights,
@@ -102,8 +103,16 @@ def assert_routed(got: Routed, want: Routed) -> None:
     torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-6)
 
 
+def cuda_kernel(
+    weights: ExpertWeights | QuantizedExpertWeights, epilogue: Epilogue
+) -> ExpertsKernel:
+    kernel = cuda_experts.CudaExperts.of(weights, epilogue)
+    assert kernel is not None
+    return kernel
+
+
 BACKENDS: dict[str, Backend] = {
-    "triton": (CudaRouter, cuda_experts.CudaExperts),
+    "triton": (CudaRouter, cuda_kernel),
     "packed": (TorchRouter, PackedExperts),
     "separate": (TorchRouter, SeparateExperts),
 }
@@ -311,11 +320,11 @@ def test_quantized_experts(device: torch.device, form: str, num_tokens: int) -> 
     router = router_weights(config, size, device)
     dense = expert_weights(config.num_experts, size, inner, device, has_bias=True)
     up, down = quantized(form, dense.up), quantized(form, dense.down)
-    weights = dense._replace(up=up, down=down)
+    weights = QuantizedExpertWeights(up, down, *dense[2:])
     x = numbers(num_tokens, size, device=device).to(dtype)
     routed = routed_by(BACKENDS["triton"], RouterWeights(*_as(dtype, router)), config, x)
-    experts = cuda_experts.CudaExperts(
-        ExpertWeights(up, down, *_as(dtype, weights[2:])), Epilogue.CLAMPED_SWIGLU
+    experts = cuda_kernel(
+        QuantizedExpertWeights(up, down, *_as(dtype, dense[2:])), Epilogue.CLAMPED_SWIGLU
     )
     got = total(experts.apply_partial(x, routed))
     wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)

@@ -40,13 +40,21 @@ class RouterWeights(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """Gated MLPs of equal shape, each projection in one tensor or quantized form."""
+    """Gated MLPs of equal shape, each projection in one tensor."""
 
-    # [num_experts, 2 * intermediate_size, size]: an expert's gates, then its ups
-    up: Tensor | QuantizedWeight
-    down: Tensor | QuantizedWeight  # [num_experts, size, intermediate_size]
+    up: Tensor  # [num_experts, 2 * intermediate_size, size]: an expert's gates, then its ups
+    down: Tensor  # [num_experts, size, intermediate_size]
     up_bias: Tensor | None = None  # [num_experts, 2 * intermediate_size]
     down_bias: Tensor | None = None  # [num_experts, size]
+
+
+class QuantizedExpertWeights(NamedTuple):
+    """The same in quantized forms; biases are in the model's dtype."""
+
+    up: QuantizedWeight
+    down: QuantizedWeight
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class RouterKernel(Protocol):
@@ -125,7 +133,12 @@ def _mix_sparsely(logits: Tensor, config: RoutingConfig) -> Routed:
     return Routed(torch.cat(ids, 1).int(), torch.cat(weights, 1) * config.scale)
 
 
-def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -> Tensor:
+def mix(
+    x: Tensor,
+    routed: Routed,
+    weights: ExpertWeights | QuantizedExpertWeights,
+    epilogue: Epilogue,
+) -> Tensor:
     """See ExpertsKernel.apply_partial; one row after the other, complete."""
 
     def dense(weight: Tensor | QuantizedWeight, expert: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
 import torch
 import triton
@@ -77,12 +78,27 @@ class ExpertMatrices:
         if isinstance(weight, Tensor):
             return cls(weight, Format.PLAIN, weight.shape[2])
         if isinstance(weight, ScaledFloat8):
-            return _of_float8(weight)
+            return _of_float8(weight) if _has_float8(weight.device) else None
         if isinstance(weight, MxFloat4):
             return _of_mx_float4(weight)
         if isinstance(weight, GroupedInt):
             return _of_grouped(weight)
         return None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """That of the newest, for the interpreter on a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _has_float8(device: torch.device) -> bool:
+    return _capability(device) >= (8, 9)
+
+
+def has_bfloat16_pairs(device: torch.device) -> bool:
+    """Whether two bfloat16 are multiplied by one instruction of PTX."""
+    return device.type == "cuda" and _capability(device) >= (9, 0)
 
 
 def _of_float8(form: ScaledFloat8) -> ExpertMatrices | None:
@@ -105,7 +121,8 @@ def _of_mx_float4(form: MxFloat4) -> ExpertMatrices:
     fields = form.exponents.int() + FACTOR_BIAS
     excess = (fields.amax(dim=(1, 2)) - LARGEST_FACTOR).clamp_(min=0)
     fields = (fields - excess[:, None, None]).clamp_(min=0)
-    fields = _padded(fields, BLOCK // MX_BLOCK).unflatten(2, (-1, BLOCK // MX_BLOCK))
+    fields = _padded(fields, BLOCK // MX_BLOCK)
+    fields = fields.view(*fields.shape[:2], -1, BLOCK // MX_BLOCK)
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=fields.device)
     scales = (fields << shifts).sum(dim=-1, dtype=torch.int32)
     factors = torch.exp2(excess.float())
@@ -155,7 +172,7 @@ def _words(packed: Tensor) -> Tensor:
     words = []
     for each in packed:  # one after the other: they are spread to 32 bits on the way
         nibbles = torch.stack((each & 15, each >> 4), dim=-1).flatten(-2)
-        nibbles = _padded(nibbles, BLOCK).unflatten(1, (-1, 8, WORDS))
+        nibbles = _padded(nibbles, BLOCK).view(len(each), -1, 8, WORDS)
         words.append((nibbles.int() << shifts).sum(dim=2, dtype=torch.int32).flatten(1))
     return torch.stack(words)
 
@@ -215,14 +232,14 @@ def unpack(words, scales, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM:
                 nibble = words >> (4 * i)
                 bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
                 value = bits.to(tl.float32, bitcast=True) * factors[i // 2]
-                found += (value.to(DTYPE),)  # type: ignore[assignment]
+                found += (value.to(DTYPE),)
     elif ASM:
         found = _int4_by_asm(words, zeros)
     else:
         found = ()
         for i in tl.static_range(8):
             value = ((words >> (4 * i)) & 15) - zeros[i // 2]
-            found += (value.to(DTYPE),)  # type: ignore[assignment]
+            found += (value.to(DTYPE),)
     return found
 
 

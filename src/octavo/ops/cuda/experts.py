@@ -30,6 +30,7 @@ from octavo.ops.cuda.expert_weights import (
     MX_FLOAT4,
     WORDS,
     ExpertMatrices,
+    has_bfloat16_pairs,
     load_tile,
     unpack,
 )
@@ -38,7 +39,7 @@ from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, shared_memory
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.experts import ExpertWeights, Routed
+from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
 
 # Up to so many tokens, what each expert contributes to a token is kept in float32 until it is added
 # up; beyond that it would take longer to write and read than it is worth.
@@ -49,14 +50,27 @@ _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
 class CudaExperts:
     """Uses the experts' weights in place, but for packed ones, which are rearranged."""
 
-    def __init__(self, weights: ExpertWeights, epilogue: Epilogue) -> None:
+    def __init__(
+        self,
+        up: ExpertMatrices,
+        down: ExpertMatrices,
+        biases: tuple[Tensor | None, Tensor | None],
+        epilogue: Epilogue,
+    ) -> None:
         assert epilogue.is_gated
-        up, down = ExpertMatrices.of(weights.up), ExpertMatrices.of(weights.down)
-        assert up is not None, "is_supported has been asked"
-        assert down is not None
         self._up, self._down = up, down
-        self._biases = weights.up_bias, weights.down_bias
+        self._biases = biases
         self._epilogue = epilogue
+
+    @classmethod
+    def of(
+        cls, weights: ExpertWeights | QuantizedExpertWeights, epilogue: Epilogue
+    ) -> CudaExperts | None:
+        """None: the kernels do not know their form, or not on this GPU."""
+        up, down = ExpertMatrices.of(weights.up), ExpertMatrices.of(weights.down)
+        if up is None or down is None:
+            return None
+        return cls(up, down, (weights.up_bias, weights.down_bias), epilogue)
 
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
         """See ExpertsKernel.apply_partial; x dense in its last dimension."""
@@ -74,8 +88,10 @@ class CudaExperts:
 
 
 def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -> Tensor:
-    """See ExpertsKernel.apply_partial."""
-    return CudaExperts(weights, epilogue).apply_partial(x, routed)
+    """See ExpertsKernel.apply_partial, of weights that are not quantized."""
+    experts = CudaExperts.of(weights, epilogue)
+    assert experts is not None, "kernels know all dense weights"
+    return experts.apply_partial(x, routed)
 
 
 def _launch(
@@ -129,7 +145,7 @@ def _launch(
         GATED=epilogue.is_gated,
         TMA=has_tma,
         IEEE=x.dtype == torch.float32,
-        ASM=x.dtype == torch.bfloat16 and x.device.type == "cuda",
+        ASM=x.dtype == torch.bfloat16 and has_bfloat16_pairs(x.device),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **launch_options(x.device),
@@ -152,10 +168,7 @@ def _descriptor(values: Tensor, tiles: Tiles) -> Any:
 
 @triton.jit
 def _dot(a, b, acc, IEEE: tl.constexpr):
-    if IEEE:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        acc = tl.dot(a, b, acc)
+    acc = tl.dot(a, b, acc, input_precision="ieee") if IEEE else tl.dot(a, b, acc)
     return acc
 
 

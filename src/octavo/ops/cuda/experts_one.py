@@ -174,10 +174,7 @@ def _gate_up_one_kernel(
         if SCALE_COLUMNS == 0:
             row_scale = tl.load(start_scale + rows // SCALE_ROWS)
             up_row_scale = tl.load(start_scale + (rows + num_rows) // SCALE_ROWS)
-    if SCALE_COLUMNS > 0:
-        acc = tl.zeros([ROWS], tl.float32)
-    else:
-        acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    acc = tl.zeros([ROWS], tl.float32) if SCALE_COLUMNS > 0 else tl.zeros([ROWS, BLOCK], tl.float32)
     up_acc = acc
     for i in tl.static_range(AHEAD):
         start = i * BLOCK

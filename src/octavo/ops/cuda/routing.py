@@ -92,7 +92,10 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         tile, columns = TILE_TOKENS, min(256, max(16, power_of_2(size)))
     grid = (triton.cdiv(num_experts, at_once), triton.cdiv(num_tokens, tile))
     lists = None if is_one else _empty_lists(num_tokens, top_k, num_experts, x.device)
-    is_listed = not is_one and grid[1] == 1 and top_k * tile <= MOST_RANKED.value
+    is_few = grid[1] == 1 and top_k * tile <= MOST_RANKED.value
+    listed: tuple[Tensor | None, ...] = (None,) * 5
+    if lists is not None and is_few:
+        listed = lists[:5]
     assert grid[1] <= _MAX_TILES, f"{num_tokens} tokens are more than a step has"
     _route_kernel[grid](
         x,
@@ -104,7 +107,7 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         chosen,
         _arrivals(x.device),
         num_hit,
-        *(lists[:5] if is_listed else (None,) * 5),
+        *listed,
         num_tokens,
         x.stride(0),
         size,
@@ -128,7 +131,7 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         num_stages=4,
         **launch_options(x.device),
     )
-    if lists is not None and not is_listed:
+    if lists is not None and not is_few:
         _list(ids, lists, num_experts, num_hit)
     return Routed(ids, chosen, lists)
 
@@ -136,7 +139,8 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
 def list_blocks(ids: Tensor, num_experts: int, num_hit: Tensor) -> BlockLists:
     """The rows of each expert, of dense int32 ids [num_tokens, top_k]; num_hit: see
     make_router_kernel."""
-    lists = _empty_lists(*ids.shape, num_experts, ids.device)
+    num_tokens, top_k = ids.shape
+    lists = _empty_lists(num_tokens, top_k, num_experts, ids.device)
     _list(ids, lists, num_experts, num_hit)
     return lists
 
