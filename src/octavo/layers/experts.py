@@ -8,6 +8,7 @@ are loaded, and computes. Routing is the same for all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,13 @@ from octavo.ops.experts import (
     RouterKernel,
     RouterWeights,
 )
-from octavo.ops.quantized import FormError, GroupedInt, MxFloat4, QuantizedWeight
+from octavo.ops.quantized import (
+    FormError,
+    GroupedInt,
+    MxFloat4,
+    QuantizedWeight,
+    ScaledFloat8,
+)
 from octavo.registry import EXPERTS_METHODS
 
 Place = Tensor | WeightSlot
@@ -344,6 +351,11 @@ def _in_halves(pairs: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor | 
     if isinstance(pairs, MxFloat4 | GroupedInt):  # whose outputs have scales of their own
         halves = [pairs.cut(slice(i, num_rows, 2), slice(0, size)) for i in range(2)]
         return _joined(halves, dtype)
+    if isinstance(pairs, ScaledFloat8) and pairs.block[0] == 1:
+        weight = pairs.weight.view(torch.uint8)  # of which torch can move more
+        weight = torch.cat([weight[:, ::2], weight[:, 1::2]], dim=1).view(pairs.weight.dtype)
+        scales = torch.cat([pairs.scales[:, ::2], pairs.scales[:, 1::2]], dim=1)
+        return replace(pairs, weight=weight, scales=scales)
     dense = _dense(pairs, dtype)
     return torch.cat([dense[:, ::2], dense[:, 1::2]], dim=1)
 
