@@ -339,6 +339,33 @@ def test_quantized_experts(device: torch.device, form: str, num_tokens: int) -> 
         assert torch.equal(after[[0, *range(2, num_tokens)]], got[[0, *range(2, num_tokens)]])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("rule", "num_tokens"), [("all", 65), ("softmax", 70), ("softmax", 1)])
+@pytest.mark.parametrize("form", ["float8-blocks", "mx_float4", "int4-32"])
+def test_quantized_experts_that_all_tokens_take(
+    device: torch.device, form: str, rule: str, num_tokens: int
+) -> None:
+    """All experts that there are, or two of them and none of the others; one row is not finite."""
+    config, size, inner = RULES[rule], 128, 96
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dense = expert_weights(config.num_experts, size, inner, device)
+    forms = quantized(form, dense.up), quantized(form, dense.down)
+    weights = QuantizedExpertWeights(*forms)
+    router = RouterWeights(torch.zeros(config.num_experts, size, device=device, dtype=dtype))
+    x = numbers(num_tokens, size, device=device).to(dtype)
+    if num_tokens > 1:
+        x[3] = torch.inf
+    routed = routed_by(BACKENDS["triton"], router, config, x)
+    assert (routed.ids[0] == torch.arange(config.top_k, device=device)).all()
+    got = total(cuda_kernel(weights, Epilogue.SILU_MUL).apply_partial(x, routed))
+    wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
+    if num_tokens > 1:
+        assert not got[3].isfinite().any()
+        got[3] = wanted[3] = 0
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert (got - wanted).norm() < tolerance * wanted.norm()
+
+
 def _as(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if each is None else each.to(dtype) for each in tensors]
 
