@@ -2,8 +2,8 @@
 
 Two kernels compute all experts that were hit: gates and ups with the activation, for which rows of
 x are gathered; then the down projection, whose rows are weighted and put where the norm that
-follows adds up each token's experts in their order. One token has kernels of its own where weights
-are not packed (experts_one.py).
+follows adds up each token's experts in their order. One token has kernels of its own
+(experts_one.py, and experts_one_packed.py for 4-bit weights).
 
 Weights may be quantized (expert_weights.py): they become x's dtype in registers, on their way to
 the tensor cores, so only their bytes count while tokens are few.
@@ -34,7 +34,8 @@ from octavo.ops.cuda.expert_weights import (
     load_tile,
     unpack,
 )
-from octavo.ops.cuda.experts_one import mix_one
+from octavo.ops.cuda.experts_one import mix_one as mix_one_plain
+from octavo.ops.cuda.experts_one_packed import mix_one_packed
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, shared_memory
@@ -68,7 +69,7 @@ class CudaExperts:
     ) -> CudaExperts | None:
         """None: the kernels do not know their form, or not on this GPU."""
         up, down = ExpertMatrices.of(weights.up), ExpertMatrices.of(weights.down)
-        if up is None or down is None:
+        if up is None or down is None or up.format.is_packed != down.format.is_packed:
             return None
         return cls(up, down, (weights.up_bias, weights.down_bias), epilogue)
 
@@ -77,7 +78,8 @@ class CudaExperts:
         assert x.stride(1) == 1
         up, down, (up_bias, down_bias) = self._up, self._down, self._biases
         num_tokens, top_k = routed.ids.shape
-        if num_tokens == 1 and not (up.format.is_packed or down.format.is_packed):
+        if num_tokens == 1:
+            mix_one = mix_one_packed if up.format.is_packed else mix_one_plain
             return mix_one(x, routed, up, down, up_bias, down_bias, self._epilogue)
         inner = x.new_empty((num_tokens * top_k, down.size))
         _launch(x, up, up_bias, inner, routed, self._epilogue)
@@ -103,14 +105,13 @@ def _launch(
     epilogue: Epilogue,
 ) -> None:
     """One projection of all experts: gates and ups, if the epilogue is gated, else down."""
-    lists: BlockLists | None = routed.lists
+    lists: BlockLists = routed.lists
     num_tokens, top_k = routed.ids.shape
     has_tma = _has_tma(weight.values)
-    block_rows = 16 if lists is None else lists.block_rows
+    block_rows = lists.block_rows
     tiles = choose_tiles(block_rows, weight, x.element_size(), epilogue.is_gated, has_tma)
     num_outputs = out.shape[-1]
-    num_blocks = top_k if lists is None else len(lists.experts)
-    grid = (triton.cdiv(num_outputs, tiles.rows), num_blocks)
+    grid = (triton.cdiv(num_outputs, tiles.rows), len(lists.experts))
     scales = weight.scales
     _experts_kernel[grid](
         x,
@@ -120,11 +121,11 @@ def _launch(
         weight.factors,
         bias,
         out,
-        None if lists is None else lists.rows,
-        routed.ids if lists is None else lists.experts,
-        None if lists is None else lists.begins,
-        None if lists is None else lists.ends,
-        None if lists is None else lists.num_blocks,
+        lists.rows,
+        lists.experts,
+        lists.begins,
+        lists.ends,
+        lists.num_blocks,
         routed.weights,
         num_tokens,
         num_outputs,
@@ -276,8 +277,7 @@ def _experts_kernel(
         weight_scales, weight_zeros, weight_factors: of ExpertMatrices.
         out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, else
             [TOP_K, num_tokens, num_outputs].
-        rows, experts, begins, ends, num_blocks: BlockLists; of one token `experts` are its own, and
-            the others None.
+        rows, experts, begins, ends, num_blocks: BlockLists.
         scales: [num_tokens, TOP_K], weights of the results if not GATED.
         scale_stride: from an expert's weight scales to the next one's.
         num_scales: weight scales of a row, or of a row of blocks.
@@ -285,20 +285,11 @@ def _experts_kernel(
     allow_next(PDL)
     wait_previous(PDL)
     block = tl.program_id(1)
-    is_there = True
-    if num_blocks is not None:
-        is_there = block < tl.load(num_blocks)
-    if is_there:
+    if block < tl.load(num_blocks):
         expert = tl.load(experts + block)
-        slots = tl.arange(0, TOKENS)
-        if num_blocks is None:
-            places = block + slots
-            is_row = slots < 1
-            assigned = tl.where(is_row, places, 0)
-        else:
-            places = tl.load(begins + block) + slots
-            is_row = places < tl.load(ends + block)
-            assigned = tl.load(rows + places, mask=is_row, other=0)
+        places = tl.load(begins + block) + tl.arange(0, TOKENS)
+        is_row = places < tl.load(ends + block)
+        assigned = tl.load(rows + places, mask=is_row, other=0)
         output = tl.program_id(0) * ROWS
         per_expert = 2 * num_outputs if GATED else num_outputs
         row = expert * per_expert + output
