@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +23,19 @@ from gpu_harness import copy_bandwidth, device_seconds, report
 from torch import Tensor
 
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.expert_kernels import make_experts_kernel, make_router_kernel
-from octavo.ops.experts import ExpertWeights, Routed, RouterWeights
+from octavo.ops.expert_kernels import (
+    make_experts_kernel,
+    make_quantized_experts_kernel,
+    make_router_kernel,
+)
+from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed, RouterWeights
+from octavo.ops.quantized import GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
 from octavo.routing import RoutingConfig
 
 DTYPE = torch.bfloat16
 SPREAD = 1 << 30  # bytes of weights that take turns: many times the L2 cache
 SECONDS = 5e-3  # of device time per measurement
+FORMS = ("bf16", "float8", "float8-blocks", "mxfp4", "int4")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 
 
@@ -59,7 +66,7 @@ MODELS = {
 class Layer:
     """Owns the weights of one layer, and computes it."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: Shape, form: str, device: torch.device) -> None:
         num, size, inner = shape.routing.num_experts, shape.size, shape.inner
 
         def weight(*dims: int) -> Tensor:
@@ -67,10 +74,20 @@ class Layer:
 
         router = RouterWeights(weight(num, size), weight(num) if shape.routing.bias else None)
         biases = (weight(num, 2 * inner), weight(num, size)) if shape.bias else ()
-        experts = ExpertWeights(weight(num, 2 * inner, size), weight(num, size, inner), *biases)
+        up, down = weight(num, 2 * inner, size), weight(num, size, inner)
+        kernel = None
+        if form == "bf16":
+            kernel = make_experts_kernel(ExpertWeights(up, down, *biases), shape.epilogue)
+            self.expert_bytes = (up.nbytes + down.nbytes) / num
+        else:
+            forms = in_form(up, form), in_form(down, form)
+            weights = QuantizedExpertWeights(*forms, *biases)
+            kernel = make_quantized_experts_kernel(weights, shape.epilogue)
+            self.expert_bytes = sum(each.nbytes for each in forms) / num
         self.num_hit = torch.zeros(1, dtype=torch.int64, device=device)
         self._router = make_router_kernel(router, shape.routing, self.num_hit)
-        self._experts = make_experts_kernel(experts, shape.epilogue)
+        assert kernel is not None, f"no kernel for {form} on this device"
+        self._experts = kernel
 
     def route(self, x: Tensor) -> Routed:
         """The first part alone."""
@@ -81,8 +98,18 @@ class Layer:
         return self._experts.apply_partial(x, self._router.apply(x))
 
 
-def expert_bytes(shape: Shape) -> int:
-    return DTYPE.itemsize * 3 * shape.size * shape.inner
+def in_form(weight: Tensor, form: str) -> QuantizedWeight:
+    """Weights [experts, rows, columns], quantized."""
+    match form:
+        case "float8":
+            return ScaledFloat8.quantize(weight, (1, weight.shape[2]))
+        case "float8-blocks":
+            return ScaledFloat8.quantize(weight, (128, 128))
+        case "int4":
+            return GroupedInt.quantize(weight, 4, 64 if weight.shape[2] % 128 else 128)
+        case "mxfp4":
+            return MxFloat4.stack([MxFloat4.quantize(each) for each in weight])
+    raise ValueError(form)
 
 
 def seconds_of(work: Callable[[], object], is_gpu: bool) -> float:
@@ -120,7 +147,7 @@ def measure(shape: Shape, layers: list[Layer], num_tokens: int, bandwidth: float
     hit = (sum(int(layer.num_hit) for layer in layers) - before) / len(layers)
     total = seconds_of(lambda: [layer.run(x) for layer in layers], is_gpu) / len(layers)
     routing = seconds_of(lambda: [layer.route(x) for layer in layers], is_gpu) / len(layers)
-    num_bytes = hit * expert_bytes(shape)
+    num_bytes = hit * layers[0].expert_bytes
     num_bytes += DTYPE.itemsize * shape.routing.num_experts * shape.size
     flops = 6.0 * num_tokens * shape.routing.top_k * shape.size * shape.inner
     return {
@@ -143,6 +170,7 @@ def host_bandwidth() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="*", choices=MODELS)
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=["bf16"])
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     arguments = parser.parse_args()
     is_gpu = torch.cuda.is_available()
@@ -151,11 +179,13 @@ def main() -> None:
     models = arguments.models or [name for name in MODELS if (name == "tiny") != is_gpu]
     torch.manual_seed(0)
     results: dict[str, dict[str, Any]] = {}
-    for name in models:
+    for name, form in product(models, arguments.forms):
         shape = MODELS[name]
-        layer_bytes = shape.routing.num_experts * expert_bytes(shape)
+        layers = [Layer(shape, form, device)]
+        layer_bytes = int(shape.routing.num_experts * layers[0].expert_bytes)
         count = max(2, min(8, SPREAD // layer_bytes)) if is_gpu else 1
-        layers = [Layer(shape, device) for _ in range(count)]
+        layers += [Layer(shape, form, device) for _ in range(count - 1)]
+        name = name if form == "bf16" else f"{name}, {form}"
         results[name] = {}
         for num_tokens in arguments.tokens:
             row = measure(shape, layers, num_tokens, bandwidth)

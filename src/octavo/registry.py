@@ -138,7 +138,11 @@ LINEAR_METHODS: Registry[Any] = Registry(
     },
 )
 EXPERTS_METHODS: Registry[Any] = Registry(
-    "experts_method", {"plain": "octavo.layers.experts:PlainExperts"}
+    "experts_method",
+    {
+        "plain": "octavo.layers.experts:PlainExperts",
+        "quantized": "octavo.layers.experts:QuantizedExperts",
+    },
 )
 EXECUTORS: Registry[Any] = Registry(
     "executor",

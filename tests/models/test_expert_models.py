@@ -18,11 +18,16 @@ from octavo import LLM, SamplingParams
 from octavo.cli.main import main
 from octavo.core.step import StepResult
 from octavo.errors import ConfigError, ModelError
+from octavo.layers import experts as layers
 from octavo.layers.config import ExpertsConfig
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
+from octavo.ops.cuda.experts import CudaExperts
+from octavo.ops.cuda.routing import CudaRouter
+from octavo.ops.epilogue import Epilogue
+from octavo.ops.experts import QuantizedExpertWeights, Routed
 from octavo.parallel import Shard
 from octavo.routing import RoutingConfig
 from octavo.simulation.config import SimulationConfig
@@ -85,8 +90,21 @@ def test_what_cannot_be_served_is_refused(
         changed(name, tmp_path, **changes)
 
 
-def test_experts_in_mxfp4(tmp_path: Path) -> None:
-    """As gpt-oss is published: the same model as one with the values that they stand for."""
+class AddedUp:
+    """The GPU's kernel, with the sum that a norm takes there."""
+
+    def __init__(self, weights: QuantizedExpertWeights, epilogue: Epilogue) -> None:
+        kernel = CudaExperts.of(weights, epilogue)
+        assert kernel is not None
+        self._kernel = kernel
+
+    def apply_partial(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        return self._kernel.apply_partial(x, routed).sum(0)
+
+
+def test_experts_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gpt-oss is published: the same model as one with the values that they stand for, and by
+    the kernels that compute with the packed ones."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
     plain = model_zoo.write_model("gpt_oss", tmp_path / "plain", **sizes)
@@ -111,13 +129,20 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     fields["quantization_config"] = {"quant_method": "mxfp4"}
     (packed / "config.json").write_text(json.dumps(fields))
     logits = []
-    for directory in (plain, packed):
+    for directory in (plain, packed, packed):
         model = load_model(
             read_model_config(directory), torch.float32, torch.device("cpu"), SingleRank()
         )
         prompt = model_zoo.random_token_ids(20)
         logits.append(DenseHarness(model, len(prompt)).run({0: prompt})[0])
-    assert torch.equal(*logits)
+        if len(logits) == 2:
+            monkeypatch.setattr(layers, "make_router_kernel", CudaRouter)
+            monkeypatch.setattr(layers, "make_quantized_experts_kernel", AddedUp)
+    dense, dequantized, quantized = logits
+    assert torch.equal(dequantized, dense)
+    assert not torch.equal(quantized, dense), "computed by the same kernels"
+    torch.testing.assert_close(quantized, dense, rtol=1e-4, atol=1e-4)
+    assert torch.equal(quantized.argmax(dim=-1), dense.argmax(dim=-1))
 
 
 def test_layers_with_experts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -53,6 +54,35 @@ def test_tokens_are_those_of_the_rounded_weights(
         assert generated(directory, quantization=name) == expected
     assert f"{len(projections)} weights were quantized; relative errors: median" in caplog.text
     assert generated(directory) != expected, "the samples cannot tell"
+
+
+@pytest.mark.parametrize(("family", "name"), [("mixtral", "int4"), ("gpt_oss", "fp8")])
+def test_experts_are_rounded_as_projections_are(family: str, name: str, tmp_path: Path) -> None:
+    """In a tensor each, and all in one that has inputs before outputs."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    directory = write_model(family, tmp_path / "dense", **sizes)
+    rounded = write_model(family, tmp_path / "rounded", **sizes)
+    tensors = load_file(rounded / "model.safetensors")
+    for key, tensor in tensors.items():
+        if key.endswith("gate.weight") or not ("proj" in key or "expert" in key):
+            continue
+        if tensor.dim() == 3:
+            forms = [form_of(name, each.mT.float()) for each in tensor]
+            tensors[key] = torch.stack([each.dequantize().mT for each in forms])
+        elif tensor.dim() == 2 and key.endswith(".weight"):
+            tensors[key] = rounded_weight(name, tensor)
+    save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
+    expected = generated(rounded)
+    assert generated(directory, quantization=name) == expected
+    assert generated(directory) != expected, "the samples cannot tell"
+
+
+def rounded_weight(name: str, weight: Tensor) -> Tensor:
+    size = weight.shape[1]
+    form = (
+        form_of(name, weight) if name != "int4" else GroupedInt.quantize(weight, 4, min(size, 128))
+    )
+    return form.dequantize()
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:

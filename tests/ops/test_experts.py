@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -12,12 +13,14 @@ from torch import Tensor
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
 from octavo.ops.cuda.expert_tiles import choose_tiles, max_blocks, tokens_per_tile
+from octavo.ops.cuda.expert_weights import ExpertMatrices
 from octavo.ops.cuda.routing import CudaRouter
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.expert_kernels import SeparateExperts, TorchRouter
 from octavo.ops.experts import (
     ExpertsKernel,
     ExpertWeights,
+    QuantizedExpertWeights,
     Routed,
     RouterKernel,
     RouterWeights,
@@ -25,6 +28,7 @@ from octavo.ops.experts import (
     route,
 )
 from octavo.ops.linear import has_numba_kernel
+from octavo.ops.quantized import GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
 from octavo.routing import RoutingConfig, Scoring
 
 SHARED_MEMORY = 227 << 10  # bytes of a multiprocessor
@@ -99,8 +103,16 @@ def assert_routed(got: Routed, want: Routed) -> None:
     torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-6)
 
 
+def cuda_kernel(
+    weights: ExpertWeights | QuantizedExpertWeights, epilogue: Epilogue
+) -> ExpertsKernel:
+    kernel = cuda_experts.CudaExperts.of(weights, epilogue)
+    assert kernel is not None
+    return kernel
+
+
 BACKENDS: dict[str, Backend] = {
-    "triton": (CudaRouter, cuda_experts.CudaExperts),
+    "triton": (CudaRouter, cuda_kernel),
     "packed": (TorchRouter, PackedExperts),
     "separate": (TorchRouter, SeparateExperts),
 }
@@ -259,6 +271,133 @@ def test_a_token_does_not_depend_on_the_others(backend: Backend, device: torch.d
     )
 
 
+def quantized(form: str, weight: Tensor) -> QuantizedWeight:
+    """The weight [num_experts, out_features, in_features] in a form."""
+    *_, num_rows, size = weight.shape
+    generator = torch.Generator(weight.device).manual_seed(size)
+    if form == "mx_float4":
+        shape = (*weight.shape[:-1], size // 32)
+        exponents = torch.randint(
+            110, 128, shape, generator=generator, device=weight.device, dtype=torch.uint8
+        )
+        shape = (*weight.shape[:-1], size // 2)
+        packed = torch.randint(
+            0, 256, shape, generator=generator, device=weight.device, dtype=torch.uint8
+        )
+        return MxFloat4(packed, exponents)
+    if form.startswith("int4"):
+        group = size if form.endswith("rows") else int(form.split("-")[1])
+        found = GroupedInt.quantize(weight, 4, group)
+        if form.endswith("zeros"):
+            zeros = torch.randint(
+                0, 17, found.scales.shape, generator=generator, device=weight.device
+            )
+            found = replace(found, zeros=zeros.to(torch.int16))
+        return found
+    blocks = {"tensor": (num_rows // 2, size), "rows": (1, size), "blocks": (128, 128)}
+    return ScaledFloat8.quantize(weight, blocks[form.removeprefix("float8-")])
+
+
+FORMS = {
+    "float8-tensor": (45, 34),
+    "float8-rows": (48, 48),
+    "float8-blocks": (300, 160),
+    "mx_float4": (96, 160),
+    "int4-32": (192, 32),
+    "int4-32-zeros": (96, 160),
+    "int4-64": (64, 192),
+    "int4-rows": (256, 128),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("num_tokens", [1, 3, 20])
+@pytest.mark.parametrize("form", FORMS)
+def test_quantized_experts(device: torch.device, form: str, num_tokens: int) -> None:
+    """Of sizes that no tile divides, but for what a form demands."""
+    config, (size, inner) = RULES["chosen-softmax"], FORMS[form]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    router = router_weights(config, size, device)
+    dense = expert_weights(config.num_experts, size, inner, device, has_bias=True)
+    up, down = quantized(form, dense.up), quantized(form, dense.down)
+    weights = QuantizedExpertWeights(up, down, *dense[2:])
+    x = numbers(num_tokens, size, device=device).to(dtype)
+    routed = routed_by(BACKENDS["triton"], RouterWeights(*_as(dtype, router)), config, x)
+    experts = cuda_kernel(
+        QuantizedExpertWeights(up, down, *_as(dtype, dense[2:])), Epilogue.CLAMPED_SWIGLU
+    )
+    got = total(experts.apply_partial(x, routed))
+    wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert (got - wanted).norm() < tolerance * wanted.norm()
+    # A row that is not finite stays alone.
+    if num_tokens > 1:
+        x[1] = torch.nan
+        routed = routed_by(BACKENDS["triton"], RouterWeights(*_as(dtype, router)), config, x)
+        after = total(experts.apply_partial(x, routed))
+        assert after[1].isnan().all()
+        assert torch.equal(after[[0, *range(2, num_tokens)]], got[[0, *range(2, num_tokens)]])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("rule", "num_tokens"), [("all", 65), ("softmax", 70), ("softmax", 1)])
+@pytest.mark.parametrize("form", ["float8-blocks", "mx_float4", "int4-32"])
+def test_quantized_experts_that_all_tokens_take(
+    device: torch.device, form: str, rule: str, num_tokens: int
+) -> None:
+    """All experts that there are, or two of them and none of the others; one row is not finite."""
+    config, size, inner = RULES[rule], 128, 96
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dense = expert_weights(config.num_experts, size, inner, device)
+    forms = quantized(form, dense.up), quantized(form, dense.down)
+    weights = QuantizedExpertWeights(*forms)
+    router = RouterWeights(torch.zeros(config.num_experts, size, device=device, dtype=dtype))
+    x = numbers(num_tokens, size, device=device).to(dtype)
+    if num_tokens > 1:
+        x[3] = torch.inf
+    routed = routed_by(BACKENDS["triton"], router, config, x)
+    assert (routed.ids[0] == torch.arange(config.top_k, device=device)).all()
+    got = total(cuda_kernel(weights, Epilogue.SILU_MUL).apply_partial(x, routed))
+    wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
+    if num_tokens > 1:
+        assert not got[3].isfinite().any()
+        got[3] = wanted[3] = 0
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert (got - wanted).norm() < tolerance * wanted.norm()
+
+
+def _as(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+    return [None if each is None else each.to(dtype) for each in tensors]
+
+
+def test_words_hold_the_weights_of_sixteen_neighbours() -> None:
+    size, num = 160, 64
+    packed = torch.arange(num * size // 2).to(torch.uint8).view(1, num, -1)
+    form = MxFloat4(packed, torch.full((1, num, size // 32), 127, dtype=torch.uint8))
+    matrices = ExpertMatrices.of(form)
+    assert matrices is not None
+    words = matrices.values.view(num, -1, 16)
+    values = torch.stack((packed[0] & 15, packed[0] >> 4), dim=-1).flatten(1)
+    values = torch.nn.functional.pad(values, (0, 96)).view(num, -1, 8, 16)
+    for i in range(8):
+        assert torch.equal((words >> (4 * i)) & 15, values[:, :, i].int())
+
+
+def test_exponents_beyond_a_bfloat16() -> None:
+    """An expert with large weights, beside one with usual ones."""
+    exponents = torch.full((2, 1, 4), 120, dtype=torch.uint8)
+    exponents[0, 0, 1] = 200
+    form = MxFloat4(torch.full((2, 1, 64), 0x22, dtype=torch.uint8), exponents)
+    matrices = ExpertMatrices.of(form)
+    assert matrices is not None
+    assert matrices.scales is not None
+    assert matrices.factors is not None
+    assert matrices.factors.tolist() == [2.0**72, 1.0]
+    fields = matrices.scales.view(torch.uint8).view(2, 4).double()
+    values = torch.exp2(fields - 127 - 126) * matrices.factors.double()[:, None]
+    assert torch.equal(values, torch.exp2(exponents[:, 0].double() - 127))
+
+
 def test_tiles_fit_and_blocks_suffice() -> None:
     for num_experts, top_k, sizes in (
         (128, 8, (2048, 768)),
@@ -269,12 +408,14 @@ def test_tiles_fit_and_blocks_suffice() -> None:
         for num_tokens in (2, 8, 64, 256, 8192):
             tokens = tokens_per_tile(num_tokens, num_experts, top_k)
             for size in sizes:
-                for element_size in (2, 4):
-                    for is_gated in (False, True):
-                        tiles = choose_tiles(tokens, size, element_size, is_gated, has_tma=True)
-                        rows = tiles.rows * (2 if is_gated else 1)
-                        stage = element_size * tiles.columns * (rows + tokens)
-                        assert tiles.stages * stage <= SHARED_MEMORY
+                for element_size, is_gated in itertools.product((2, 4), (False, True)):
+                    dtype = {2: torch.float16, 4: torch.float32}[element_size]
+                    matrices = ExpertMatrices.of(torch.empty(1, 1, size, dtype=dtype))
+                    assert matrices is not None
+                    tiles = choose_tiles(tokens, matrices, element_size, is_gated, has_tma=True)
+                    rows = tiles.rows * (2 if is_gated else 1)
+                    stage = element_size * tiles.columns * (rows + tokens)
+                    assert tiles.stages * stage <= SHARED_MEMORY
             # The most blocks that there can be: one row for each expert, and the rest for one.
             num_rows = num_tokens * top_k
             hit = min(num_rows, num_experts)

@@ -10,7 +10,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+import model_zoo
+from octavo import LLM, SamplingParams
 from octavo.engine.events import Counters, Gauges, Preempted
+from octavo.engine.recorder import Recorder
 from octavo.errors import (
     InvalidRequest,
     LogitsNotFinite,
@@ -105,6 +108,26 @@ def test_latencies_of_a_request(seen: Observation) -> None:
     assert value(seen, "prompt_tokens_total") == 32
     assert value(seen, "request_success_total", finished_reason="length") == 1
     assert value(seen, "prefix_lookup_end_total", reason="evicted") == 1
+
+
+def test_experts_that_are_computed_beside_those_expected(
+    client: FakeClient, http: TestClient
+) -> None:
+    """Of a real engine: two layers of seven experts, of which a token takes three."""
+    with LLM(str(model_zoo.model_directory("qwen3_moe")), num_blocks=40) as llm:
+        routings = list(llm.engine.model_config.mixtures().items())
+        recorder = Recorder(llm.engine, lambda admitted: None)
+        prompt = model_zoo.random_token_ids(30)
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    client.counters = recorder.counters
+    lines = re.findall(r"(?m)^octavo_(experts_\w+)_total\{.*\} (\S+)", http.get("/metrics").text)
+    found = {name: float(number) for name, number in lines}
+    # A prompt of 30 tokens, and three tokens one by one, whose experts are all different.
+    expected = sum(n * (each.expected_distinct(30) + 3 * each.top_k) for each, n in routings)
+    assert found["experts_expected"] == pytest.approx(expected)
+    most = sum(n * (each.num_experts + 3 * each.top_k) for each, n in routings)
+    least = sum(n * 4 * each.top_k for each, n in routings)
+    assert least <= found["experts_computed"] <= most
 
 
 def test_first_token_counts_once_for_several_samples_and_for_beams(seen: Observation) -> None:

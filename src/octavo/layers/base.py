@@ -20,11 +20,13 @@ class WeightSlot:
     those of a checkpoint's tensor that has several matrices, such as all experts.
     """
 
-    __slots__ = ("_content", "_dtype", "shape")
+    __slots__ = ("_content", "_dtype", "is_transposed", "shape")
 
-    def __init__(self, *shape: int) -> None:
-        """`shape` is that of the slice, of the weight as it is computed with."""
+    def __init__(self, *shape: int, is_transposed: bool = False) -> None:
+        """`shape` is that of the slice, of the weight as it is computed with; or, of a checkpoint
+        that keeps dense weights as [..., in_features, out_features], as that does."""
         self.shape = shape
+        self.is_transposed = is_transposed
         self._content: Tensor | QuantizedWeight | None = None
         self._dtype: torch.dtype
 
@@ -45,9 +47,11 @@ class WeightSlot:
         return self._dtype
 
     def dense(self) -> Tensor:
-        """The weight in the model's dtype."""
+        """The weight in the model's dtype, [..., out_features, in_features]."""
         content = self.content
-        return content if isinstance(content, Tensor) else content.dequantize().to(self.dtype)
+        if isinstance(content, Tensor):
+            return content.mT if self.is_transposed else content
+        return content.dequantize().to(self.dtype)
 
     def clear(self) -> None:
         """Let go of what was put in."""

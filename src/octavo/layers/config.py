@@ -349,9 +349,10 @@ class ExpertsConfig:
         return replace(self, intermediate_size=size, shared=shared, shard=shard)
 
     def with_linear_method(self, method: str) -> ExpertsConfig:
-        """With another method for the shared expert's projections (MLPConfig)."""
-        shared = self.shared
-        return self if shared is None else replace(self, shared=shared.with_linear_method(method))
+        """With another method for the experts, and for the shared expert's projections; a name
+        for both."""
+        shared = None if self.shared is None else self.shared.with_linear_method(method)
+        return replace(self, method=method, shared=shared)
 
     @property
     def has_down_bias(self) -> bool:

@@ -8,18 +8,39 @@ are loaded, and computes. Routing is the same for all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from octavo.layers.base import WeightOwner, WeightSlice, WeightTarget, WeightTargets
+from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import ExpertsConfig, LinearConfig, MLPConfig
-from octavo.layers.linear import make_linear
+from octavo.layers.linear import make_linear, warn_once
 from octavo.layers.mlp import GATED_EPILOGUES, DenseMLP
 from octavo.layers.norm import Branches
-from octavo.ops.expert_kernels import make_experts_kernel, make_router_kernel
-from octavo.ops.experts import ExpertsKernel, ExpertWeights, Routed, RouterKernel, RouterWeights
+from octavo.ops.expert_kernels import (
+    make_experts_kernel,
+    make_quantized_experts_kernel,
+    make_router_kernel,
+)
+from octavo.ops.experts import (
+    ExpertsKernel,
+    ExpertWeights,
+    QuantizedExpertWeights,
+    Routed,
+    RouterKernel,
+    RouterWeights,
+)
+from octavo.ops.quantized import (
+    FormError,
+    GroupedInt,
+    MxFloat4,
+    QuantizedWeight,
+    ScaledFloat8,
+)
 from octavo.registry import EXPERTS_METHODS
+
+Place = Tensor | WeightSlot
 
 
 class Router(WeightOwner):
@@ -79,54 +100,59 @@ class ExpertsMethod(WeightOwner):
         raise NotImplementedError
 
 
-class PlainExperts(ExpertsMethod):
-    """Owns the weights in the model's dtype, as loaded or packed for the CPU."""
+class LoadedExperts(ExpertsMethod):
+    """Owns the biases, and a kernel; subclasses own the weights until they are loaded."""
 
     def __init__(self, config: ExpertsConfig) -> None:
         super().__init__()
         self.config = config
         experts, size = config.routing.num_experts, config.hidden_size
         inner = config.intermediate_size
-        self.up = _parameter(experts, 2 * inner, size)
-        self.down = _parameter(experts, size, inner)
         self.up_bias = _parameter(experts, 2 * inner) if config.bias else None
         self.down_bias = _parameter(experts, size) if config.has_down_bias else None
         self._kernel: ExpertsKernel
+
+    def places(self, expert: int) -> tuple[Place, Place, Place]:
+        """Where the gates, ups and down weights of one expert go: [out_features, in_features]."""
+        raise NotImplementedError
+
+    def merged_places(self) -> tuple[Sequence[Place], Place]:
+        """Where a tensor with the gates and ups of all experts goes, and that of down weights.
+
+        The first are gates and ups, [experts, out_features, in_features]; or, where they take turns
+        (ExpertsConfig.alternating), one place in the order of such a checkpoint.
+        """
+        raise NotImplementedError
 
     def targets(self, names: Sequence[str]) -> WeightTargets:
         """See WeightOwner.targets, and ExpertsMethod."""
         if len(names) == 2:
             return self._merged_targets(*names)
-        up, down, config = self.up, self.down, self.config
+        config = self.config
         assert not config.bias, "experts with biases are merged in all checkpoints"
-        gate_name, up_name, down_name = names
         inner, part = self._inner()
         everything = slice(0, config.hidden_size)
-        size = config.intermediate_size
         found: WeightTargets = {}
         for expert in range(config.routing.num_experts):
-            gates, ups = up[expert, :size], up[expert, size:]
-            for name, target in ((gate_name, gates), (up_name, ups)):
-                found[f"{name.replace('*', str(expert))}.weight"] = WeightTarget(
-                    (inner, config.hidden_size), (WeightSlice(target, (part, everything)),)
+            *ups, down = self.places(expert)
+            gate_name, up_name, down_name = (each.replace("*", str(expert)) for each in names)
+            for name, place in zip((gate_name, up_name), ups, strict=True):
+                found[f"{name}.weight"] = WeightTarget(
+                    (inner, config.hidden_size), (WeightSlice(place, (part, everything)),)
                 )
-            found[f"{down_name.replace('*', str(expert))}.weight"] = WeightTarget(
-                (config.hidden_size, inner), (WeightSlice(down[expert], (everything, part)),)
+            found[f"{down_name}.weight"] = WeightTarget(
+                (config.hidden_size, inner), (WeightSlice(down, (everything, part)),)
             )
         return found
-
-    def finalize(self) -> None:
-        """See ExpertsMethod.finalize; the kernel owns the weights from here on."""
-        biases = [
-            None if each is None else each.detach() for each in (self.up_bias, self.down_bias)
-        ]
-        weights = ExpertWeights(self.up.detach(), self.down.detach(), *biases)
-        self._kernel = make_experts_kernel(weights, GATED_EPILOGUES[self.config.activation])
-        del self.up, self.down
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
         """See ExpertsMethod.forward_partial."""
         return self._kernel.apply_partial(hidden, routed)
+
+    def _biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of gates and ups, and of the down projections."""
+        up, down = self.up_bias, self.down_bias
+        return None if up is None else up.detach(), None if down is None else down.detach()
 
     def _inner(self) -> tuple[int, slice]:
         """How many intermediate elements a whole expert has, and which of them these are."""
@@ -135,50 +161,212 @@ class PlainExperts(ExpertsMethod):
 
     def _merged_targets(self, up_name: str, down_name: str) -> WeightTargets:
         """All experts in one tensor."""
-        up, down, config = self.up, self.down, self.config
+        config = self.config
         num, size = config.routing.num_experts, config.hidden_size
         inner, part = self._inner()
         experts, everything = slice(0, num), slice(0, size)
         turned = config.alternating
+        ups, down = self.merged_places()
+        where = (experts, part, everything) if turned else (experts, everything, part)
+        shape = (num, inner, size) if turned else (num, size, inner)
         found = {
-            up_name: self._merged_up(up, (size,)),
-            down_name: WeightTarget(
-                (num, inner, size) if turned else (num, size, inner),
-                (
-                    WeightSlice(down.transpose(1, 2), (experts, part, everything))
-                    if turned
-                    else WeightSlice(down, (experts, everything, part)),
-                ),
-            ),
+            up_name: self._merged_up(ups, (size,)),
+            down_name: WeightTarget(shape, (WeightSlice(down, where),)),
         }
         if config.bias:
             assert self.up_bias is not None
-            found[f"{up_name}_bias"] = self._merged_up(self.up_bias, ())
+            found[f"{up_name}_bias"] = self._merged_up(_up_views(self.up_bias, turned), ())
             own = self.down_bias
             slices = () if own is None else (WeightSlice(own, (experts, everything)),)
             found[f"{down_name}_bias"] = WeightTarget((num, size), slices)
         return found
 
-    def _merged_up(self, up: Tensor, columns: tuple[int, ...]) -> WeightTarget:
+    def _merged_up(self, places: Sequence[Place], columns: tuple[int, ...]) -> WeightTarget:
         """Gates and ups of all experts: weights, or biases, which have no columns."""
-        num, size = self.config.routing.num_experts, self.config.intermediate_size
+        num = self.config.routing.num_experts
         inner, part = self._inner()
         experts, everything = slice(0, num), tuple(slice(0, each) for each in columns)
-        gates, ups = up[:, :size], up[:, size:]
-        if not self.config.alternating:
-            return WeightTarget(
-                (num, 2 * inner, *columns),
-                (
-                    WeightSlice(gates, (experts, part, *everything)),
-                    WeightSlice(
-                        ups, (experts, slice(inner + part.start, inner + part.stop), *everything)
-                    ),
-                ),
+        if self.config.alternating:
+            (pairs,) = places
+            where = (experts, *everything, slice(2 * part.start, 2 * part.stop))
+            return WeightTarget((num, *columns, 2 * inner), (WeightSlice(pairs, where),))
+        gates, ups = places
+        up_part = slice(inner + part.start, inner + part.stop)
+        return WeightTarget(
+            (num, 2 * inner, *columns),
+            (
+                WeightSlice(gates, (experts, part, *everything)),
+                WeightSlice(ups, (experts, up_part, *everything)),
+            ),
+        )
+
+
+class PlainExperts(LoadedExperts):
+    """Owns the weights in the model's dtype, as loaded or packed for the CPU."""
+
+    def __init__(self, config: ExpertsConfig) -> None:
+        super().__init__(config)
+        experts, size = config.routing.num_experts, config.hidden_size
+        inner = config.intermediate_size
+        self.up = _parameter(experts, 2 * inner, size)
+        self.down = _parameter(experts, size, inner)
+
+    def places(self, expert: int) -> tuple[Place, Place, Place]:
+        """See LoadedExperts.places."""
+        gates, ups = self.up[expert].chunk(2)
+        return gates, ups, self.down[expert]
+
+    def merged_places(self) -> tuple[Sequence[Place], Place]:
+        """See LoadedExperts.merged_places."""
+        turned = self.config.alternating
+        return _up_views(self.up, turned), self.down.transpose(1, 2) if turned else self.down
+
+    def finalize(self) -> None:
+        """See ExpertsMethod.finalize; the kernel owns the weights from here on."""
+        weights = ExpertWeights(self.up.detach(), self.down.detach(), *self._biases())
+        self._kernel = make_experts_kernel(weights, GATED_EPILOGUES[self.config.activation])
+        del self.up, self.down
+
+
+class QuantizedExperts(LoadedExperts):
+    """Owns the weights as the checkpoint has them: quantized where a kernel computes with that
+    form. What has no such kernel is dequantized when it is loaded: on a CPU, experts of different
+    forms, and those that the checkpoint has not quantized."""
+
+    def __init__(self, config: ExpertsConfig) -> None:
+        super().__init__(config)
+        self._separate: list[tuple[WeightSlot, WeightSlot, WeightSlot]] = []
+        self._merged: tuple[list[WeightSlot], WeightSlot] | None = None
+
+    def places(self, expert: int) -> tuple[Place, Place, Place]:
+        """See LoadedExperts.places."""
+        size, inner = self.config.hidden_size, self.config.intermediate_size
+        if not self._separate:
+            self._separate = [
+                (WeightSlot(inner, size), WeightSlot(inner, size), WeightSlot(size, inner))
+                for _ in range(self.config.routing.num_experts)
+            ]
+        return self._separate[expert]
+
+    def merged_places(self) -> tuple[Sequence[Place], Place]:
+        """See LoadedExperts.merged_places."""
+        num, size = self.config.routing.num_experts, self.config.hidden_size
+        inner = self.config.intermediate_size
+        if self._merged is None:
+            if self.config.alternating:
+                ups = [WeightSlot(num, size, 2 * inner, is_transposed=True)]
+                self._merged = ups, WeightSlot(num, inner, size, is_transposed=True)
+            else:
+                ups = [WeightSlot(num, inner, size) for _ in range(2)]
+                self._merged = ups, WeightSlot(num, size, inner)
+        return self._merged
+
+    def finalize(self) -> None:
+        """See ExpertsMethod.finalize."""
+        epilogue = GATED_EPILOGUES[self.config.activation]
+        up, down = self._taken()
+        kernel = None
+        if isinstance(up, QuantizedWeight) and isinstance(down, QuantizedWeight):
+            quantized = QuantizedExpertWeights(up, down, *self._biases())
+            kernel = make_quantized_experts_kernel(quantized, epilogue)
+        if kernel is None:
+            dense_up, dense_down = _dense(up, self._dtype), _dense(down, self._dtype)
+            weights = ExpertWeights(dense_up, dense_down, *self._biases())
+            kernel = make_experts_kernel(weights, epilogue)
+        self._kernel = kernel
+
+    def _taken(self) -> tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight]:
+        """Gates and ups, and down weights of all experts, which the slots have no more."""
+        if self._merged is not None:
+            ups, down = self._merged
+            self._dtype = down.dtype
+            found = _joined([_content(each) for each in ups], self._dtype), _content(down)
+            if self.config.alternating:
+                found = _in_halves(found[0], self._dtype), found[1]
+            slots = [*ups, down]
+        else:
+            self._dtype = self._separate[0][0].dtype
+            gates, ups_of_all, downs = (
+                _stacked([_content(each) for each in slots], self._dtype)
+                for slots in zip(*self._separate, strict=True)
             )
-        # As [experts, columns, intermediate elements, gate and up].
-        pairs = up.view(num, 2, size, *columns).movedim((2, 1), (-2, -1))
-        where = (experts, *everything, slice(2 * part.start, 2 * part.stop))
-        return WeightTarget((num, *columns, 2 * inner), (WeightSlice(pairs, where),))
+            found = _joined([gates, ups_of_all], self._dtype), downs
+            slots = [slot for each in self._separate for slot in each]
+        for slot in slots:
+            slot.clear()
+        return found
+
+
+def _content(slot: WeightSlot) -> Tensor | QuantizedWeight:
+    """[..., out_features, in_features]."""
+    return slot.content if isinstance(slot.content, QuantizedWeight) else slot.dense()
+
+
+def _dense(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """In the model's dtype, one expert after the other: float32 takes twice the memory."""
+    if isinstance(weight, Tensor):
+        return weight.contiguous()
+    return torch.stack([weight[i].dequantize().to(dtype) for i in range(weight.shape[0])])
+
+
+def _stacked(
+    contents: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype
+) -> Tensor | QuantizedWeight:
+    """The weights of all experts as one; dense, with a warning, where their forms differ."""
+    forms = [each for each in contents if isinstance(each, QuantizedWeight)]
+    try:
+        if len(forms) == len(contents) and len({type(each) for each in forms}) == 1:
+            return type(forms[0]).stack(forms)
+        if forms:
+            warn_once("experts are dequantized: some are not quantized, or otherwise")
+    except FormError as error:
+        warn_once(f"experts are dequantized: {error}")
+    dense = [
+        each.dequantize().to(dtype) if isinstance(each, QuantizedWeight) else each
+        for each in contents
+    ]
+    return torch.stack(dense)
+
+
+def _joined(
+    parts: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype
+) -> Tensor | QuantizedWeight:
+    """Gates and ups of all experts as one; dense, with a warning, where their forms differ."""
+    if len(parts) == 1:
+        return parts[0]
+    forms = [each for each in parts if isinstance(each, QuantizedWeight)]
+    try:
+        if len(forms) == len(parts) and len({type(each) for each in forms}) == 1:
+            return type(forms[0]).join(forms)
+        if forms:
+            warn_once("experts are dequantized: gates and ups are quantized differently")
+    except FormError as error:
+        warn_once(f"experts are dequantized: {error}")
+    return torch.cat([_dense(each, dtype) for each in parts], dim=1)
+
+
+def _in_halves(pairs: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+    """Gates and then ups, of [experts, outputs that take turns, in_features]."""
+    num_rows, size = pairs.shape[1:]
+    if isinstance(pairs, MxFloat4 | GroupedInt):  # whose outputs have scales of their own
+        halves = [pairs.cut(slice(i, num_rows, 2), slice(0, size)) for i in range(2)]
+        return _joined(halves, dtype)
+    if isinstance(pairs, ScaledFloat8) and pairs.block[0] == 1:
+        weight = pairs.weight.view(torch.uint8)  # of which torch can move more
+        weight = torch.cat([weight[:, ::2], weight[:, 1::2]], dim=1).view(pairs.weight.dtype)
+        scales = torch.cat([pairs.scales[:, ::2], pairs.scales[:, 1::2]], dim=1)
+        return replace(pairs, weight=weight, scales=scales)
+    dense = _dense(pairs, dtype)
+    return torch.cat([dense[:, ::2], dense[:, 1::2]], dim=1)
+
+
+def _up_views(up: Tensor, alternating: bool) -> list[Tensor]:
+    """Gates and ups of [experts, 2 * intermediate_size, ...]; or, where they take turns, one view
+    [experts, ..., intermediate elements, gate and up]."""
+    if alternating:
+        pairs = up.view(up.shape[0], 2, up.shape[1] // 2, *up.shape[2:])
+        return [pairs.movedim((2, 1), (-2, -1))]
+    return list(up.chunk(2, dim=1))
 
 
 class MixtureOfExperts(nn.Module):

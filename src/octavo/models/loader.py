@@ -35,7 +35,7 @@ from octavo.models.quantization import ON_LOAD_METHOD, Quantization
 from octavo.models.registry import FAMILIES
 from octavo.ops import KVScales
 from octavo.ops.communicator import Communicator
-from octavo.ops.quantized import FormError, GroupedInt, QuantizedWeight, ScaledFloat8
+from octavo.ops.quantized import FormError, GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                 for part, destination in _parts(tensor, target, where):
                     if isinstance(destination, WeightSlot):
                         if isinstance(part, Tensor):
-                            part = rounding.of(key, part.to(device, dtype))
+                            part = rounding.of(key, part.to(device, dtype), destination)
                         destination.put(part, dtype)
                         continue
                     assert isinstance(part, Tensor)
@@ -244,7 +244,7 @@ def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
                 _fill_slice(dense, index, target.shape, noise, begin)
                 is_in_layer = name.startswith(f"{FAMILIES[config.family].weights.layers}.")
                 quantization = config.quantization if is_in_layer else None
-                destination.put(_rounded(dense, quantization), noise.dtype)
+                destination.put(_rounded(dense, quantization, destination), noise.dtype)
             else:
                 _fill_slice(destination, index, target.shape, noise, begin)
         begin = (begin + math.prod(target.shape)) % NOISE_LENGTH
@@ -261,14 +261,18 @@ class Rounding:
         self._quantization = None if _is_quantized(config) else config.quantization
         self._errors: dict[str, float] = {}  # by names of weights
 
-    def of(self, name: str, dense: Tensor) -> Tensor | QuantizedWeight:
+    def of(self, name: str, dense: Tensor, slot: WeightSlot) -> Tensor | QuantizedWeight:
         """A weight of that name, quantized or not."""
-        form = _rounded(dense, self._quantization)
+        form = _rounded(dense, self._quantization, slot)
         if isinstance(form, QuantizedWeight):
-            exact = dense.float()
-            lost = torch.linalg.vector_norm(form.dequantize() - exact)
-            size = torch.linalg.vector_norm(exact)
-            self._errors[name] = float(lost / size) if size else 0.0
+            matrices = dense.mT if slot.is_transposed else dense
+            parts: list[int | slice] = list(range(len(dense))) if dense.dim() > 2 else [slice(None)]
+            lost = size = 0.0
+            for part in parts:
+                exact = matrices[part].float()
+                lost += float((form[part].dequantize() - exact).square().sum())
+                size += float(exact.square().sum())
+            self._errors[name] = math.sqrt(lost / size) if size else 0.0
         return form
 
     def report(self) -> None:
@@ -288,15 +292,32 @@ class Rounding:
         )
 
 
-def _rounded(dense: Tensor, quantization: Quantization | None) -> Tensor | QuantizedWeight:
-    """A weight [out_features, in_features] in the form that a checkpoint's would have; dense where
-    it cannot have it."""
-    if quantization is None or dense.dim() != 2:
+def _rounded(
+    dense: Tensor, quantization: Quantization | None, slot: WeightSlot
+) -> Tensor | QuantizedWeight:
+    """What goes into a slot, in the form that a checkpoint's weight would have; dense where it
+    cannot have it."""
+    if quantization is None:
         return dense
+    matrices = dense.mT if slot.is_transposed else dense
+    if dense.dim() == 2:
+        form = _form_of(matrices, quantization)
+        return dense if form is None else form
+    forms = [_form_of(each, quantization, True) for each in matrices]  # little memory on the way
+    found = [each for each in forms if each is not None]
+    return type(found[0]).stack(found) if len(found) == len(forms) else dense
+
+
+def _form_of(
+    dense: Tensor, quantization: Quantization, is_of_experts: bool = False
+) -> QuantizedWeight | None:
+    """Of [out_features, in_features]; MXFP4 is that of experts alone."""
     size = dense.shape[-1]
     if quantization.form == "float8":
         block = quantization.block or (1, size)
         return ScaledFloat8.quantize(dense, block, quantization.quantizes_inputs)
+    if quantization.form == "mxfloat4" and is_of_experts:
+        return MxFloat4.quantize(dense)
     if quantization.form == "int":
         # Scales of fewer inputs, where their number does not divide.
         group = quantization.group_size or size
@@ -306,7 +327,7 @@ def _rounded(dense: Tensor, quantization: Quantization | None) -> Tensor | Quant
             return GroupedInt.quantize(dense, quantization.num_bits, group)
         except FormError as error:
             warn_once(f"weights of {size} inputs stay as they are: {error}")
-    return dense
+    return None
 
 
 def _fill_slice(

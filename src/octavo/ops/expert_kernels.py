@@ -18,6 +18,7 @@ from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import (
     ExpertsKernel,
     ExpertWeights,
+    QuantizedExpertWeights,
     Routed,
     RouterKernel,
     RouterWeights,
@@ -100,12 +101,28 @@ def list_experts(ids: Tensor, num_experts: int, num_hit: Tensor) -> Any:
     return lists
 
 
+def make_quantized_experts_kernel(
+    weights: QuantizedExpertWeights, epilogue: Epilogue
+) -> ExpertsKernel | None:
+    """The fastest kernel for quantized forms; `epilogue` is gated.
+
+    None: there is none on this device, or for such forms.
+    """
+    if weights.up.device.type != "cuda":
+        return None
+    from octavo.ops.cuda.experts import CudaExperts
+
+    return CudaExperts.of(weights, epilogue)
+
+
 def make_experts_kernel(weights: ExpertWeights, epilogue: Epilogue) -> ExpertsKernel:
     """The fastest kernel on the weights' device; `epilogue` is gated."""
     if weights.up.device.type == "cuda":
         from octavo.ops.cuda.experts import CudaExperts
 
-        return CudaExperts(weights, epilogue)
+        experts = CudaExperts.of(weights, epilogue)
+        assert experts is not None, "kernels know all dense weights"
+        return experts
     if has_numba_kernel(weights.up[0]) and has_numba_kernel(weights.down[0]):
         from octavo.ops.cpu.experts import PackedExperts
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.quantized import QuantizedWeight
 from octavo.routing import RoutingConfig, Scoring
 
 LEAST_SUM = 1e-20  # that weights are divided by
@@ -45,6 +46,15 @@ class ExpertWeights(NamedTuple):
     down: Tensor  # [num_experts, size, intermediate_size]
     up_bias: Tensor | None = None  # [num_experts, 2 * intermediate_size]
     down_bias: Tensor | None = None  # [num_experts, size]
+
+
+class QuantizedExpertWeights(NamedTuple):
+    """The same in quantized forms; biases are in the model's dtype."""
+
+    up: QuantizedWeight
+    down: QuantizedWeight
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class RouterKernel(Protocol):
@@ -123,18 +133,28 @@ def _mix_sparsely(logits: Tensor, config: RoutingConfig) -> Routed:
     return Routed(torch.cat(ids, 1).int(), torch.cat(weights, 1) * config.scale)
 
 
-def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -> Tensor:
+def mix(
+    x: Tensor,
+    routed: Routed,
+    weights: ExpertWeights | QuantizedExpertWeights,
+    epilogue: Epilogue,
+) -> Tensor:
     """See ExpertsKernel.apply_partial; one row after the other, complete."""
+
+    def dense(weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
+        one = weight[expert]
+        return one.float() if isinstance(one, Tensor) else one.dequantize()
+
     result = torch.zeros_like(x, dtype=torch.float32)
     for token, (ids, token_weights) in enumerate(
         zip(routed.ids.tolist(), routed.weights, strict=True)
     ):
         for expert, weight in zip(ids, token_weights, strict=True):
             up_bias = None if weights.up_bias is None else weights.up_bias[expert].float()
-            y = F.linear(x[token].float(), weights.up[expert].float(), up_bias)
+            y = F.linear(x[token].float(), dense(weights.up, expert), up_bias)
             y = apply_epilogue(y, epilogue)
             down_bias = None if weights.down_bias is None else weights.down_bias[expert].float()
-            y = F.linear(y, weights.down[expert].float(), down_bias)
+            y = F.linear(y, dense(weights.down, expert), down_bias)
             result[token] += weight * y
     return result.to(x.dtype)
 

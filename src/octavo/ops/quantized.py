@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -335,6 +336,25 @@ class MxFloat4(QuantizedWeight):
     def __post_init__(self) -> None:
         expected = (*self.packed.shape[:-1], self.packed.shape[-1] * 2 // MX_BLOCK)
         assert tuple(self.exponents.shape) == expected, (self.exponents.shape, expected)
+
+    @classmethod
+    def quantize(cls, dense: Tensor) -> Self:
+        """Round a weight [..., out_features, in_features], with the exponents that the
+        specification proposes: that of a block's largest value, less the largest of e2m1.
+
+        Raises FormError if blocks do not divide the inputs.
+        """
+        if dense.shape[-1] % MX_BLOCK:
+            raise FormError(f"blocks of {MX_BLOCK} do not divide {dense.shape[-1]} inputs")
+        grouped = _in_groups(dense.float(), MX_BLOCK)
+        largest = grouped.abs().amax(dim=-1).clamp_(min=2.0**-125)
+        exponents = (largest.frexp().exponent - 3).clamp_(-127, 127)
+        scaled = grouped * torch.exp2(-exponents.float()).unsqueeze(-1)
+        bounds = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1)], device=dense.device)
+        values = torch.bucketize(scaled.abs(), bounds).to(torch.uint8)
+        values = (values | (scaled < 0).to(torch.uint8) << 3).flatten(-2)
+        packed = values[..., ::2] | (values[..., 1::2] << 4)
+        return cls(packed, (exponents + 127).to(torch.uint8))
 
     @property
     def shape(self) -> tuple[int, ...]:

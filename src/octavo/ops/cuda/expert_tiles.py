@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill, on Hopper
 _OTHER_SHARED_MEMORY = 96_000  # that any GPU has
 MAX_STAGES = 6
+_ONE_TOKEN_ELEMENTS = 8192  # of weights that a program for one token loads at once, of each kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,16 @@ class Tiles:
     rows: int  # BN, of the experts' weights: of the gates, and as many ups
     columns: int  # BK
     stages: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class OneTokenPrograms:
+    """What a program of a kernel for one token takes."""
+
+    rows: int  # of each of the matrices that it reads
+    columns: int  # at once
+    ahead: int  # how many such blocks of columns are loaded together
     warps: int
 
 
@@ -45,16 +57,23 @@ def max_blocks(num_tokens: int, num_experts: int, top_k: int, tokens: int) -> in
     return most + (num_rows - most) // tokens
 
 
-def choose_tiles(tokens: int, size: int, element_size: int, is_gated: bool, has_tma: bool) -> Tiles:
-    """Tiles for a product of `tokens` at a time with rows of `size` weights."""
+def choose_tiles(
+    tokens: int, matrices: ExpertMatrices, element_size: int, is_gated: bool, has_tma: bool
+) -> Tiles:
+    """Tiles for a product of `tokens` at a time, whose elements have so many bytes."""
+    size = matrices.size
     if tokens == 128:
         rows, columns, warps, per_sm = 128, 64, 8, 1
     else:
         rows, columns, warps, per_sm = 64 if is_gated else 128, 128 if tokens == 16 else 64, 4, 2
-    if size % columns:
-        columns = 64
-    columns = min(columns * 2 // element_size, max(16, power_of_2(size)))
-    stage_bytes = element_size * columns * (rows * (2 if is_gated else 1) + tokens)
+    if matrices.format.is_packed or matrices.scale_columns:
+        columns = BLOCK
+    else:
+        if size % columns:
+            columns = 64
+        columns = min(columns * 2 // element_size, max(16, power_of_2(size)))
+    weight_bytes = columns * matrices.bits // 8 * rows * (2 if is_gated else 1)
+    stage_bytes = weight_bytes + element_size * columns * tokens
     room = _SHARED_MEMORY // per_sm if has_tma else _OTHER_SHARED_MEMORY
     stages = max(2, min(MAX_STAGES, room // stage_bytes))
     if stages * stage_bytes > room:
@@ -62,12 +81,10 @@ def choose_tiles(tokens: int, size: int, element_size: int, is_gated: bool, has_
     return Tiles(tokens, rows, columns, stages, warps)
 
 
-def programs_of_one_token(size: int) -> tuple[int, int]:
-    """Rows, and columns at once, of an expert's weights that a program takes for one token.
-
-    Nothing can be loaded before it is known which experts the token takes, so there are many loads
-    at once in each program.
-    """
-    if size <= 1024:
-        return 8, min(512, power_of_2(size))
-    return (4, 2048) if size % 2048 == 0 else (2, 1024)
+def programs_of_one_token(size: int, bits: int, slots: int = 1) -> OneTokenPrograms:
+    """What programs take of weights with rows of `size`, of `slots` matrices each."""
+    columns = max(BLOCK, min(power_of_2(size), _ONE_TOKEN_ELEMENTS // slots, 2048))
+    while -size % columns > size // 4 and columns >= 2 * BLOCK:
+        columns //= 2  # less padding
+    ahead = max(1, min(4, _ONE_TOKEN_ELEMENTS // (slots * columns)))
+    return OneTokenPrograms(2 if bits == 8 else 1, columns, ahead, warps=4)

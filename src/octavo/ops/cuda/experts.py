@@ -2,8 +2,11 @@
 
 Two kernels compute all experts that were hit: gates and ups with the activation, for which rows of
 x are gathered; then the down projection, whose rows are weighted and put where the norm that
-follows adds up each token's experts in their order. One token has two kernels of its own, which
-multiply and add without tensor cores, the second of them over all experts of the token.
+follows adds up each token's experts in their order. One token has kernels of its own
+(experts_one.py, and experts_one_packed.py for 4-bit weights).
+
+Weights may be quantized (expert_weights.py): they become x's dtype in registers, on their way to
+the tensor cores, so only their bytes count while tokens are few.
 
 Programs find their rows in the lists of routing.py. Their number follows from the number of tokens:
 those that find no block end at once.
@@ -20,48 +23,82 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.cuda.epilogues import activate_gated
-from octavo.ops.cuda.expert_tiles import Tiles, choose_tiles, programs_of_one_token
+from octavo.ops.cuda.expert_tiles import Tiles, choose_tiles
+from octavo.ops.cuda.expert_weights import (
+    BLOCK,
+    FLOAT8,
+    MX_FLOAT4,
+    WORDS,
+    ExpertMatrices,
+    has_bfloat16_pairs,
+    load_tile,
+    unpack,
+)
+from octavo.ops.cuda.experts_one import mix_one as mix_one_plain
+from octavo.ops.cuda.experts_one_packed import mix_one_packed
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, shared_memory
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.experts import ExpertWeights, Routed
+from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
 
 # Up to so many tokens, what each expert contributes to a token is kept in float32 until it is added
 # up; beyond that it would take longer to write and read than it is worth.
 EXACT_TOKENS = 256
+_WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
 
 
 class CudaExperts:
-    """Uses the experts' weights in place."""
+    """Uses the experts' weights in place, but for packed ones, which are rearranged."""
 
-    def __init__(self, weights: ExpertWeights, epilogue: Epilogue) -> None:
-        self._weights = weights
+    def __init__(
+        self,
+        up: ExpertMatrices,
+        down: ExpertMatrices,
+        biases: tuple[Tensor | None, Tensor | None],
+        epilogue: Epilogue,
+    ) -> None:
+        assert epilogue.is_gated
+        self._up, self._down = up, down
+        self._biases = biases
         self._epilogue = epilogue
 
+    @classmethod
+    def of(
+        cls, weights: ExpertWeights | QuantizedExpertWeights, epilogue: Epilogue
+    ) -> CudaExperts | None:
+        """None: the kernels do not know their form, or not on this GPU."""
+        up, down = ExpertMatrices.of(weights.up), ExpertMatrices.of(weights.down)
+        if up is None or down is None or up.format.is_packed != down.format.is_packed:
+            return None
+        return cls(up, down, (weights.up_bias, weights.down_bias), epilogue)
+
     def apply_partial(self, x: Tensor, routed: Routed) -> Tensor:
-        """See ExpertsKernel.apply_partial."""
-        return mix(x, routed, self._weights, self._epilogue)
+        """See ExpertsKernel.apply_partial; x dense in its last dimension."""
+        assert x.stride(1) == 1
+        up, down, (up_bias, down_bias) = self._up, self._down, self._biases
+        num_tokens, top_k = routed.ids.shape
+        if num_tokens == 1:
+            mix_one = mix_one_packed if up.format.is_packed else mix_one_plain
+            return mix_one(x, routed, up, down, up_bias, down_bias, self._epilogue)
+        inner = x.new_empty((num_tokens * top_k, down.size))
+        _launch(x, up, up_bias, inner, routed, self._epilogue)
+        dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
+        out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
+        _launch(inner, down, down_bias, out, routed, Epilogue.NONE)
+        return out
 
 
 def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -> Tensor:
-    """See ExpertsKernel.apply_partial; x dense, of the weights' dtype; `epilogue` is gated."""
-    assert x.stride(1) == 1
-    assert epilogue.is_gated
-    if len(x) == 1:
-        return _mix_one(x, routed, weights, epilogue)
-    num_tokens, top_k = routed.ids.shape
-    inner = x.new_empty((num_tokens * top_k, weights.down.shape[2]))
-    _launch(x, weights.up, weights.up_bias, inner, routed, epilogue)
-    dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
-    out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
-    _launch(inner, weights.down, weights.down_bias, out, routed, Epilogue.NONE)
-    return out
+    """See ExpertsKernel.apply_partial, of weights that are not quantized."""
+    experts = CudaExperts.of(weights, epilogue)
+    assert experts is not None, "kernels know all dense weights"
+    return experts.apply_partial(x, routed)
 
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: ExpertMatrices,
     bias: Tensor | None,
     out: Tensor,
     routed: Routed,
@@ -70,14 +107,18 @@ def _launch(
     """One projection of all experts: gates and ups, if the epilogue is gated, else down."""
     lists: BlockLists = routed.lists
     num_tokens, top_k = routed.ids.shape
-    size = weight.shape[2]
-    has_tma = _has_tma(weight)
-    tiles = choose_tiles(lists.block_rows, size, weight.element_size(), epilogue.is_gated, has_tma)
+    has_tma = _has_tma(weight.values)
+    block_rows = lists.block_rows
+    tiles = choose_tiles(block_rows, weight, x.element_size(), epilogue.is_gated, has_tma)
     num_outputs = out.shape[-1]
     grid = (triton.cdiv(num_outputs, tiles.rows), len(lists.experts))
+    scales = weight.scales
     _experts_kernel[grid](
         x,
-        _descriptor(weight, tiles) if has_tma else weight,
+        _descriptor(weight.values, tiles) if has_tma else weight.values,
+        scales,
+        weight.zeros,
+        weight.factors,
         bias,
         out,
         lists.rows,
@@ -88,69 +129,112 @@ def _launch(
         routed.weights,
         num_tokens,
         num_outputs,
-        size,
+        weight.size,
         x.stride(0),
+        weight.values.shape[2],
+        0 if scales is None else scales.stride(0),
+        0 if scales is None else scales.shape[2],
         TOP_K=top_k,
-        TOKENS=lists.block_rows,
+        TOKENS=block_rows,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
-        EVEN=size % tiles.columns == 0,
+        EVEN=weight.size % tiles.columns == 0,
+        FORMAT=int(weight.format),
+        SCALE_ROWS=weight.scale_rows,
+        SCALE_COLUMNS=weight.scale_columns,
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
-        HAS_BIAS=bias is not None,
         TMA=has_tma,
         IEEE=x.dtype == torch.float32,
+        ASM=x.dtype == torch.bfloat16 and has_bfloat16_pairs(x.device),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **launch_options(x.device),
     )
 
 
-def _has_tma(weight: Tensor) -> bool:
+def _has_tma(values: Tensor) -> bool:
     """Whether weights are fetched by TMA, which needs rows aligned to 16 bytes."""
-    aligned = weight.stride(1) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
-    if not aligned or shared_memory(weight.device) < MUCH_SHARED_MEMORY:
+    aligned = values.stride(1) * values.element_size() % 16 == 0 and values.data_ptr() % 16 == 0
+    if not aligned or shared_memory(values.device) < MUCH_SHARED_MEMORY:
         return False
-    return weight.device.type != "cuda" or torch.cuda.get_device_capability(weight.device)[0] >= 9
+    return values.device.type != "cuda" or torch.cuda.get_device_capability(values.device)[0] >= 9
 
 
-def _descriptor(weight: Tensor, tiles: Tiles) -> Any:
+def _descriptor(values: Tensor, tiles: Tiles) -> Any:
     """The TMA descriptor of the rows of all experts, for blocks of the tiles' size."""
-    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [tiles.rows, tiles.columns])
+    columns = WORDS if values.dtype == torch.int32 else tiles.columns
+    return TensorDescriptor.from_tensor(values.flatten(0, 1), [tiles.rows, columns])
 
 
 @triton.jit
-def _weights(
-    weight,
-    row,
-    last_row,
-    start,
-    size,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    TMA: tl.constexpr,
+def _dot(a, b, acc, IEEE: tl.constexpr):
+    acc = tl.dot(a, b, acc, input_precision="ieee") if IEEE else tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def _columns_of(x_rows, is_row, first, size, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """x [COLUMNS, TOKENS], transposed, from column `first` on."""
+    columns = first + tl.arange(0, COLUMNS)
+    mask = is_row[:, None]
+    if not EVEN:
+        mask = mask & (columns < size)[None, :]
+    return tl.trans(tl.load(x_rows + columns[None, :], mask=mask, other=0.0))
+
+
+@triton.jit
+def _add_block(
+    acc,
+    values,
+    words,
+    scales,
+    zeros,
+    block,
+    num_scales,
+    FORMAT: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    IEEE: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """Weights [ROWS, COLUMNS] from (row, start) on. All formats of weights meet here: what is
-    loaded is ready to be multiplied. Rows from `last_row` on, and columns from `size` on, are of
-    no meaning, and 0, respectively."""
-    if TMA:
-        tile = weight.load([row, start])
+    """acc plus the product of a block of packed weights.
+
+    Args:
+        values: eight of [16, TOKENS].
+        words: int32 [ROWS, WORDS].
+        scales, zeros: pointers [ROWS, 1] to those of a row.
+        block: of the row.
+    """
+    if FORMAT == MX_FLOAT4:
+        pieces = unpack(words, tl.load(scales + block), None, FORMAT, DTYPE, ASM)
+        for i in tl.static_range(8):
+            acc = _dot(pieces[i], values[i], acc, IEEE)
     else:
-        rows = tl.minimum(row + tl.arange(0, ROWS), last_row - 1)
-        columns = start + tl.arange(0, COLUMNS)
-        places = weight + rows.to(tl.int64)[:, None] * size + columns[None, :]
-        if EVEN:
-            tile = tl.load(places)
-        else:
-            tile = tl.load(places, mask=(columns < size)[None, :], other=0.0)
-    return tile
+        GROUPS: tl.constexpr = _BLOCK // SCALE_COLUMNS
+        given = ()
+        for i in tl.static_range(4):
+            if zeros is None:
+                zero = tl.full([words.shape[0], 1], 8, tl.int32)
+            else:
+                zero = tl.load(zeros + block * GROUPS + i * GROUPS // 4)
+            given += (zero,)  # type: ignore[assignment]
+        pieces = unpack(words, None, given, FORMAT, DTYPE, ASM)
+        for group in tl.static_range(GROUPS):
+            part = tl.zeros(acc.shape, tl.float32)
+            for i in tl.static_range(group * 8 // GROUPS, (group + 1) * 8 // GROUPS):
+                part = _dot(pieces[i], values[i], part, IEEE)
+            acc += part * tl.load(scales + block * GROUPS + group)
+    return acc
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _experts_kernel(
     x,
     weight,
+    weight_scales,
+    weight_zeros,
+    weight_factors,
     bias,
     out,
     rows,
@@ -163,16 +247,22 @@ def _experts_kernel(
     num_outputs,
     size,
     stride,
+    row_stride,
+    scale_stride,
+    num_scales,
     TOP_K: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
     EPILOGUE: tl.constexpr,
     GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     TMA: tl.constexpr,
     IEEE: tl.constexpr,
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of one block: rows of an expert's weights, times rows that were routed to it.
@@ -182,11 +272,15 @@ def _experts_kernel(
 
     Args:
         x: if GATED [num_tokens, size], else [num_tokens * TOP_K, size] in the order of `rows`.
-        weight: of [experts, num_outputs or 2 * num_outputs, size]: a pointer or, with TMA, a
-            descriptor.
+        weight: ExpertMatrices.values with num_outputs or 2 * num_outputs rows of `row_stride` for
+            each expert: a pointer or, with TMA, a descriptor.
+        weight_scales, weight_zeros, weight_factors: of ExpertMatrices.
         out: if GATED [num_tokens * TOP_K, num_outputs] in the order of `rows`, else
             [TOP_K, num_tokens, num_outputs].
+        rows, experts, begins, ends, num_blocks: BlockLists.
         scales: [num_tokens, TOP_K], weights of the results if not GATED.
+        scale_stride: from an expert's weight scales to the next one's.
+        num_scales: weight scales of a row, or of a row of blocks.
     """
     allow_next(PDL)
     wait_previous(PDL)
@@ -202,36 +296,109 @@ def _experts_kernel(
         last_row = (expert + 1) * per_expert
         source = assigned // TOP_K if GATED else places
         x_rows = x + source.to(tl.int64)[:, None] * stride
-        columns = tl.arange(0, COLUMNS)
-        acc = tl.zeros([ROWS, TOKENS], tl.float32)
-        up = acc
-        for start in range(0, size, COLUMNS):
-            mask = is_row[:, None]
-            if not EVEN:
-                mask = mask & (columns < size - start)[None, :]
-            values = tl.load(x_rows + (start + columns)[None, :], mask=mask, other=0.0)
-            values = tl.trans(values)
-            piece = _weights(weight, row, last_row, start, size, ROWS, COLUMNS, EVEN, TMA)
-            if IEEE:
-                acc = tl.dot(piece, values, acc, input_precision="ieee")
-            else:
-                acc = tl.dot(piece, values, acc)
-            if GATED:
-                piece = _weights(
-                    weight, row + num_outputs, last_row, start, size, ROWS, COLUMNS, EVEN, TMA
-                )
-                if IEEE:
-                    up = tl.dot(piece, values, up, input_precision="ieee")
-                else:
-                    up = tl.dot(piece, values, up)
         outputs = output + tl.arange(0, ROWS)
         is_output = outputs < num_outputs
-        if HAS_BIAS:
-            bias_places = bias + expert * per_expert + outputs
-            acc += tl.load(bias_places, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        acc = tl.zeros([ROWS, TOKENS], tl.float32)
+        up = acc
+        safe = tl.minimum(outputs, num_outputs - 1)
+        if FORMAT == FLOAT8:
+            first_scale = weight_scales + expert.to(tl.int64) * scale_stride
+            row_scales = first_scale + safe // SCALE_ROWS * num_scales
+            up_scales = first_scale + (safe + num_outputs) // SCALE_ROWS * num_scales
+        elif FORMAT >= MX_FLOAT4:
+            first = (expert * per_expert + safe).to(tl.int64)[:, None] * num_scales
+            up_first = first + tl.cast(num_outputs, tl.int64) * num_scales
+            row_scales = weight_scales + first
+            up_scales = weight_scales + up_first
+            row_zeros = None
+            up_zeros = None
+            if weight_zeros is not None:
+                row_zeros = weight_zeros + first
+                up_zeros = weight_zeros + up_first
+        if FORMAT >= MX_FLOAT4:
+            for step in range(0, tl.cdiv(size, COLUMNS)):
+                values = ()
+                for i in tl.static_range(8):
+                    piece = _columns_of(
+                        x_rows, is_row, step * COLUMNS + _WORDS * i, size, _WORDS, EVEN
+                    )
+                    values += (piece,)  # type: ignore[assignment]
+                words = load_tile(
+                    weight, row, last_row, step * _WORDS, row_stride, ROWS, _WORDS, True, TMA
+                )
+                acc = _add_block(
+                    acc,
+                    values,
+                    words,
+                    row_scales,
+                    row_zeros,
+                    step,
+                    num_scales,
+                    FORMAT,
+                    SCALE_COLUMNS,
+                    x.dtype.element_ty,
+                    IEEE,
+                    ASM,
+                )
+                if GATED:
+                    words = load_tile(
+                        weight,
+                        row + num_outputs,
+                        last_row,
+                        step * _WORDS,
+                        row_stride,
+                        ROWS,
+                        _WORDS,
+                        True,
+                        TMA,
+                    )
+                    up = _add_block(
+                        up,
+                        values,
+                        words,
+                        up_scales,
+                        up_zeros,
+                        step,
+                        num_scales,
+                        FORMAT,
+                        SCALE_COLUMNS,
+                        x.dtype.element_ty,
+                        IEEE,
+                        ASM,
+                    )
+        else:
+            for start in range(0, size, COLUMNS):
+                values = _columns_of(x_rows, is_row, start, size, COLUMNS, EVEN)
+                piece = load_tile(weight, row, last_row, start, size, ROWS, COLUMNS, EVEN, TMA)
+                piece = piece.to(x.dtype.element_ty)
+                if SCALE_COLUMNS > 0:
+                    part = _dot(piece, values, tl.zeros([ROWS, TOKENS], tl.float32), IEEE)
+                    acc += part * tl.load(row_scales + start // SCALE_COLUMNS)[:, None]
+                else:
+                    acc = _dot(piece, values, acc, IEEE)
+                if GATED:
+                    piece = load_tile(
+                        weight, row + num_outputs, last_row, start, size, ROWS, COLUMNS, EVEN, TMA
+                    )
+                    piece = piece.to(x.dtype.element_ty)
+                    if SCALE_COLUMNS > 0:
+                        part = _dot(piece, values, tl.zeros([ROWS, TOKENS], tl.float32), IEEE)
+                        up += part * tl.load(up_scales + start // SCALE_COLUMNS)[:, None]
+                    else:
+                        up = _dot(piece, values, up, IEEE)
+        if FORMAT == FLOAT8 and SCALE_COLUMNS == 0:
+            acc *= tl.load(row_scales)[:, None]
             if GATED:
-                shift = tl.load(bias_places + num_outputs, mask=is_output, other=0.0)
-                up += shift.to(tl.float32)[:, None]
+                up *= tl.load(up_scales)[:, None]
+        if weight_factors is not None:
+            factor = tl.load(weight_factors + expert)
+            acc *= factor
+            up *= factor
+        if bias is not None:
+            bias_places = bias + expert * per_expert + safe
+            acc += tl.load(bias_places).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(bias_places + num_outputs).to(tl.float32)[:, None]
         if GATED:
             acc = activate_gated(acc, up, EPILOGUE)
             target = places
@@ -241,137 +408,3 @@ def _experts_kernel(
         targets = out + target.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
         result = tl.trans(acc).to(out.dtype.element_ty)
         tl.store(targets, result, mask=is_row[:, None] & is_output[None, :])
-
-
-def _mix_one(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -> Tensor:
-    """`mix` of one token."""
-    top_k, size, inner_size = routed.ids.shape[1], x.shape[1], weights.down.shape[2]
-    inner = x.new_empty((top_k, inner_size))
-    rows, columns = programs_of_one_token(size)
-    options = launch_options(x.device)
-    _gate_up_one_kernel[(triton.cdiv(inner_size, rows), top_k)](
-        x,
-        weights.up,
-        weights.up_bias,
-        inner,
-        routed.ids,
-        inner_size,
-        size,
-        ROWS=rows,
-        BLOCK=columns,
-        EPILOGUE=int(epilogue),
-        num_warps=4,
-        **options,
-    )
-    out = torch.empty_like(x)
-    rows, columns = programs_of_one_token(inner_size)
-    _down_one_kernel[(triton.cdiv(size, rows),)](
-        inner,
-        weights.down,
-        weights.down_bias,
-        out,
-        routed.ids,
-        routed.weights,
-        size,
-        inner_size,
-        TOP_K=top_k,
-        ROWS=rows,
-        BLOCK=columns,
-        num_warps=4,
-        **options,
-    )
-    return out
-
-
-@triton.jit
-def _gate_up_one_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    ids,
-    num_rows,
-    size,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Gates and ups of one of the token's experts, into out [TOP_K, num_rows]."""
-    allow_next(PDL)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    rows = tl.minimum(rows, num_rows - 1)
-    columns = tl.arange(0, BLOCK)
-    wait_previous(PDL)
-    slot = tl.program_id(1)
-    first = tl.load(ids + slot).to(tl.int64) * 2 * num_rows
-    places = weight + (first + rows)[:, None] * size + columns[None, :]
-    up_places = places + tl.cast(num_rows, tl.int64) * size
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    up_acc = acc
-    for start in range(0, size, BLOCK):
-        inside = columns < size - start
-        piece = tl.load(places + start, mask=inside[None, :], other=0.0)
-        up_piece = tl.load(up_places + start, mask=inside[None, :], other=0.0)
-        values = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        acc += piece.to(tl.float32) * values
-        up_acc += up_piece.to(tl.float32) * values
-    gate = tl.sum(acc, 1)
-    up = tl.sum(up_acc, 1)
-    if bias is not None:
-        gate += tl.load(bias + first + rows).to(tl.float32)
-        up += tl.load(bias + first + num_rows + rows).to(tl.float32)
-    value = activate_gated(gate, up, EPILOGUE)
-    tl.store(out + slot * num_rows + rows, value.to(out.dtype.element_ty), mask=is_row)
-
-
-@triton.jit
-def _down_piece(weight, ids, step, rows, num_rows, size, BLOCK: tl.constexpr, TOP_K: tl.constexpr):
-    """The weights of one step: a block of columns of one of the token's experts."""
-    blocks = tl.cdiv(size, BLOCK)
-    expert = tl.load(ids + tl.minimum(step // blocks, TOP_K - 1)).to(tl.int64)
-    columns = step % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < tl.where(step < TOP_K * blocks, size, 0)
-    places = weight + (expert * num_rows + rows)[:, None] * size + columns[None, :]
-    return tl.load(places, mask=inside[None, :], other=0.0)
-
-
-@triton.jit
-def _down_one_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    ids,
-    scales,
-    num_rows,
-    size,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The weighted sum of the token's experts, into out [num_rows]; x [TOP_K, size]."""
-    allow_next(PDL)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_rows
-    rows = tl.minimum(rows, num_rows - 1)
-    wait_previous(PDL)
-    blocks = tl.cdiv(size, BLOCK)
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    ahead = _down_piece(weight, ids, 0, rows, num_rows, size, BLOCK, TOP_K)
-    for step in range(TOP_K * blocks):
-        piece = ahead
-        # Loaded while this one is multiplied.
-        ahead = _down_piece(weight, ids, step + 1, rows, num_rows, size, BLOCK, TOP_K)
-        slot = step // blocks
-        columns = step % blocks * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(x + slot * size + columns, mask=columns < size, other=0.0).to(tl.float32)
-        acc += piece.to(tl.float32) * (values * tl.load(scales + slot))[None, :]
-    y = tl.sum(acc, 1)
-    if bias is not None:
-        for slot in range(TOP_K):
-            first = tl.load(ids + slot).to(tl.int64) * num_rows
-            y += tl.load(scales + slot) * tl.load(bias + first + rows).to(tl.float32)
-    tl.store(out + rows, y.to(out.dtype.element_ty), mask=is_row)

@@ -8,7 +8,9 @@ preceding kernel has ended and its writes are visible.
 The rule, for every kernel that is launched with `launch_options()`:
   1. Each program calls `wait_previous` once, on every path, even if it has no work.
   2. Before it: no store, no atomic, no load from memory that any kernel writes. Weights, rotary
-     tables and other constants may be read or prefetched into the L2 cache.
+     tables and other constants may be read or prefetched into the L2 cache. So may what was written
+     by kernels before the preceding one, if that one calls `allow_next` after its own
+     `wait_previous`; by loads that pass by the L1 cache.
   3. `allow_next` may come first of all: it publishes no result, it only lets the next kernel take
      the resources that are left. Early is best, unless the next kernel's programs slow ours down.
 Then all kernels of a stream are safe, not only neighbours: a kernel ends after its own

@@ -1,8 +1,9 @@
 """Routing on NVIDIA GPUs: logits, top-k, and the rows of each expert.
 
 One kernel computes the logits; of the programs that share a tile of tokens, the one that finishes
-last chooses their experts. For several tokens a second kernel, with a program per expert, lists the
-rows of each: it counts and ranks instead of using atomics, so lists are in the order of tokens.
+last chooses their experts, and lists the rows of each expert if there is no other tile. For more
+tokens a second kernel does, with a program per expert: it counts and ranks instead of using
+atomics, so lists are in the order of tokens.
 Nothing depends on the values that the host would have to know: launches follow from the number of
 tokens, and can be captured in graphs.
 """
@@ -29,6 +30,7 @@ SPARSEMIXER = tl.constexpr(int(Scoring.SPARSEMIXER))
 LEAST_SUM = tl.constexpr(1e-20)  # that weights are divided by
 LOWEST_KEY = tl.constexpr(-(2**63))  # of experts that cannot be chosen, or have been
 NAN_KEY = tl.constexpr(-(2**31) + 1)  # below that of -inf
+MOST_RANKED = tl.constexpr(256)  # ids or experts that are compared with each other
 TILE_TOKENS = 16
 FEW_TOKENS = 256  # with more, programs compute more logits each
 SCANNED = 1024  # ids that the listing kernel looks at together
@@ -87,8 +89,13 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         tile, at_once, columns = 1, 4, min(2048, power_of_2(size))
     else:
         at_once = 16 if num_tokens <= FEW_TOKENS else 64
-        tile, columns = TILE_TOKENS, min(128, max(16, power_of_2(size)))
+        tile, columns = TILE_TOKENS, min(256, max(16, power_of_2(size)))
     grid = (triton.cdiv(num_experts, at_once), triton.cdiv(num_tokens, tile))
+    lists = None if is_one else _empty_lists(num_tokens, top_k, num_experts, x.device)
+    is_few = grid[1] == 1 and top_k * tile <= MOST_RANKED.value
+    listed: tuple[Tensor | None, ...] = (None,) * 5
+    if lists is not None and is_few:
+        listed = lists[:5]
     assert grid[1] <= _MAX_TILES, f"{num_tokens} tokens are more than a step has"
     _route_kernel[grid](
         x,
@@ -100,6 +107,7 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         chosen,
         _arrivals(x.device),
         num_hit,
+        *listed,
         num_tokens,
         x.stride(0),
         size,
@@ -112,6 +120,7 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         ALL_EXPERTS=power_of_2(num_experts),
         TOP_K=top_k,
         SLOTS=power_of_2(top_k),
+        LISTED=power_of_2(TILE_TOKENS * top_k),
         SCORING=int(config.scoring),
         RENORMALISES=config.renormalised,
         GROUPS=config.num_groups,
@@ -122,7 +131,8 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         num_stages=4,
         **launch_options(x.device),
     )
-    lists = None if is_one else list_blocks(ids, num_experts, num_hit)
+    if lists is not None and not is_few:
+        _list(ids, lists, num_experts, num_hit)
     return Routed(ids, chosen, lists)
 
 
@@ -130,28 +140,34 @@ def list_blocks(ids: Tensor, num_experts: int, num_hit: Tensor) -> BlockLists:
     """The rows of each expert, of dense int32 ids [num_tokens, top_k]; num_hit: see
     make_router_kernel."""
     num_tokens, top_k = ids.shape
+    lists = _empty_lists(num_tokens, top_k, num_experts, ids.device)
+    _list(ids, lists, num_experts, num_hit)
+    return lists
+
+
+def _empty_lists(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> BlockLists:
     tokens = tokens_per_tile(num_tokens, num_experts, top_k)
     most = max_blocks(num_tokens, num_experts, top_k, tokens)
-    rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=ids.device)
-    experts, begins, ends = torch.empty((3, most), dtype=torch.int32, device=ids.device)
-    num_blocks = torch.empty(1, dtype=torch.int32, device=ids.device)
+    rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=device)
+    experts, begins, ends = torch.empty((3, most), dtype=torch.int32, device=device)
+    num_blocks = torch.empty(1, dtype=torch.int32, device=device)
+    return BlockLists(rows, experts, begins, ends, num_blocks, tokens)
+
+
+def _list(ids: Tensor, lists: BlockLists, num_experts: int, num_hit: Tensor) -> None:
+    num_ids = ids.numel()
     _list_kernel[(num_experts,)](
         ids,
-        rows,
-        experts,
-        begins,
-        ends,
-        num_blocks,
+        *lists[:5],
         num_hit,
-        num_tokens * top_k,
+        num_ids,
         # One bin more than experts, for what is beyond the end.
         BINS=power_of_2(num_experts + 1),
-        SCANNED=min(SCANNED, power_of_2(num_tokens * top_k)),
-        BLOCK_ROWS=tokens,
+        SCANNED=min(SCANNED, power_of_2(num_ids)),
+        BLOCK_ROWS=lists.block_rows,
         num_warps=4,
         **launch_options(ids.device),
     )
-    return BlockLists(rows, experts, begins, ends, num_blocks, tokens)
 
 
 @triton.jit
@@ -248,6 +264,39 @@ def _choose(
             keys, choice, columns, size, ALL_EXPERTS, GROUPS, GROUP_SLOTS, TOP_GROUPS
         )
     slots = tl.arange(0, SLOTS)
+    if logits.shape[0] == 1 and ALL_EXPERTS <= MOST_RANKED and SCORING != SPARSEMIXER:
+        # All ranks at once: of one token, it takes a fraction of the time of one after the other.
+        key = tl.reshape(keys, [ALL_EXPERTS])
+        ranks = tl.sum((key[:, None] > key[None, :]).to(tl.int32), 0)
+        is_at = ranks[None, :] == slots[:, None]
+        ids = tl.sum(tl.where(is_at, columns[None, :], 0), 1)[None, :]
+        own = tl.reshape(scores, [ALL_EXPERTS])
+        weights = tl.sum(tl.where(is_at, own[None, :], 0.0), 1)[None, :]
+        weights = tl.where(slots[None, :] < TOP_K, weights, 0.0)
+    else:
+        ids, weights = _choose_in_turn(
+            keys, scores, logits, columns, reach, ALL_EXPERTS, TOP_K, SLOTS, SCORING
+        )
+    if RENORMALISES:
+        total = tl.sum(weights, 1)
+        weights = weights / tl.where(total < LEAST_SUM, LEAST_SUM, total)[:, None]
+    return ids, weights * scale
+
+
+@triton.jit
+def _choose_in_turn(
+    keys,
+    scores,
+    logits,
+    columns,
+    reach,
+    ALL_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SCORING: tl.constexpr,
+):
+    """Ids and weights [TOKENS, SLOTS], one expert after the other."""
+    slots = tl.arange(0, SLOTS)
     ids = tl.zeros([logits.shape[0], SLOTS], tl.int32)
     weights = tl.zeros([logits.shape[0], SLOTS], tl.float32)
     for slot in range(TOP_K):
@@ -262,10 +311,31 @@ def _choose(
         ids = tl.where(slots[None, :] == slot, best[:, None], ids)
         weights = tl.where(slots[None, :] == slot, weight[:, None], weights)
         keys = tl.where(columns[None, :] == best[:, None], LOWEST_KEY, keys)
-    if RENORMALISES:
-        total = tl.sum(weights, 1)
-        weights = weights / tl.where(total < LEAST_SUM, LEAST_SUM, total)[:, None]
-    return ids, weights * scale
+    return ids, weights
+
+
+@triton.jit
+def _list_few(ids, rows, experts, begins, ends, num_blocks, num_hit, num_ids, LISTED: tl.constexpr):
+    """What `_list_kernel` writes, of at most LISTED ids, among which an expert has one block."""
+    places = tl.arange(0, LISTED)
+    is_id = places < num_ids
+    # In two arrangements: each id is compared with each.
+    own = tl.load(ids + places, mask=is_id, other=1 << 30)
+    others, other_places = own[:, None], places[:, None]
+    is_less = others < own[None, :]
+    is_same = others == own[None, :]
+    begin = tl.sum(is_less.to(tl.int32), 0)
+    count = tl.sum(is_same.to(tl.int32), 0)
+    rank = tl.sum((is_same & (other_places < places[None, :])).to(tl.int32), 0)
+    is_first = (rank == 0) & is_id
+    block = tl.sum((is_less & is_first[:, None]).to(tl.int32), 0)
+    tl.store(rows + begin + rank, places, mask=is_id)
+    tl.store(experts + block, own, mask=is_first)
+    tl.store(begins + block, begin, mask=is_first)
+    tl.store(ends + block, begin + count, mask=is_first)
+    total = tl.sum(is_first.to(tl.int32), 0)
+    tl.store(num_blocks, total)
+    tl.store(num_hit, tl.load(num_hit) + total)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -279,6 +349,11 @@ def _route_kernel(
     weights,
     arrivals,
     num_hit,
+    rows,
+    block_experts,
+    begins,
+    ends,
+    num_blocks,
     num_tokens,
     stride,
     size,
@@ -291,6 +366,7 @@ def _route_kernel(
     ALL_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
+    LISTED: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALISES: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -365,6 +441,19 @@ def _route_kernel(
         tl.store(arrivals + tile, 0)
         if TOKENS == 1:
             tl.store(num_hit, tl.load(num_hit) + TOP_K)
+        if rows is not None:
+            tl.debug_barrier()
+            _list_few(
+                ids,
+                rows,
+                block_experts,
+                begins,
+                ends,
+                num_blocks,
+                num_hit,
+                num_tokens * TOP_K,
+                LISTED,
+            )
 
 
 @triton.jit(do_not_specialize=["num_ids"])
