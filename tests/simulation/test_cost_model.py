@@ -74,6 +74,27 @@ def test_tensor_parallel_by_hand() -> None:
     assert toy(4, reduce_latency=0.01).seconds(decode) == pytest.approx((4 + 4) / 4 + reduces)
 
 
+def test_experts_by_hand() -> None:
+    """A token takes a quarter of 800 bytes; two take 7/16 of them, and many all."""
+    size = replace(TOY_MODEL, expert_bytes=800, miss_share=0.75)
+    model = CostModel(size, TOY_GPU, coefficients=IDEAL)
+    for num_tokens, read in [(1, 200), (2, 350), (40, 800)]:
+        step = StepShape(num_tokens, num_tokens, 0, 0, 0)
+        expected = max((400 + read) / 100, num_tokens * 20 / 1000)
+        assert model.seconds(step) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_mixture_of_experts_is_priced_by_what_its_tokens_take() -> None:
+    config = find_model(str(CONFIGS / "qwen3-30b-a3b"))
+    size = ModelSize.of(config, "bfloat16")
+    assert size.miss_share == pytest.approx(1 - 8 / 128)
+    assert size.token_flops == pytest.approx(2 * 2.7e9, rel=0.02)
+    assert size.expert_bytes == pytest.approx(2 * 29e9, rel=0.01)
+    # 51.6 of 128 experts for 8 tokens (RoutingConfig.expected_distinct).
+    read = size.read_bytes(8) - size.weight_bytes
+    assert read == pytest.approx(size.expert_bytes * 51.6 / 128, rel=0.01)
+
+
 AMOUNTS = [field.name for field in fields(StepShape)]
 
 

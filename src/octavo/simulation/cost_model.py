@@ -1,7 +1,8 @@
 """How long a step takes: amounts of work over peak rates, times how well they are reached.
 
     seconds = step overhead + requests x overhead each + sequences x overhead each
-            + max(weights / memory bandwidth, products / FLOPs)       every linear layer
+            + max(weights / memory bandwidth, products / FLOPs)       every linear layer; of experts
+                                                                      those that are hit
             + KV read / memory bandwidth + attention / FLOPs
             + all-reduces of tensor parallelism + block copies + swaps
 
@@ -103,7 +104,7 @@ PAPER_SOFTWARE = replace(
 class ModelSize:
     """A model's amounts, all devices together."""
 
-    weight_bytes: int  # read in every step
+    weight_bytes: int  # read in every step: all but experts that a router chooses
     token_flops: float  # of linear layers for each token
     logit_flops: float  # for each row of logits
     pair_flops: float  # of attention for each (query, key) pair, all layers
@@ -111,6 +112,8 @@ class ModelSize:
     block_token_bytes: int  # of a token in one KV block, which holds one group of layers
     hidden_bytes: int  # of one token's activations between layers
     num_layers: int
+    expert_bytes: int = 0  # of all experts that routers choose from
+    miss_share: float = 0.0  # of the experts, that one token does not take
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, kv_bytes: int | None = None) -> ModelSize:
@@ -118,18 +121,26 @@ class ModelSize:
         dtype_bytes = DTYPE_BYTES[dtype]
         embeddings = model.head.num_parameters
         layer_bytes = 2 * model.num_kv_heads * model.head_dim * (kv_bytes or dtype_bytes)
-        read = model.num_parameters() - model.num_lookup_parameters()
         query_sizes = [layer.attention.output.in_features for layer in model.layers]
+        experts = model.num_expert_parameters()
+        read = model.num_parameters() - model.num_lookup_parameters() - experts
+        active = model.num_active_parameters() - model.num_lookup_parameters()
         return cls(
             weight_bytes=read * dtype_bytes,
-            token_flops=2.0 * (read - embeddings),
+            token_flops=2.0 * (active - embeddings),
             logit_flops=2.0 * embeddings,
             pair_flops=4.0 * sum(query_sizes),
             kv_token_bytes=model.num_layers * layer_bytes,
             block_token_bytes=group_layers(model.kv_specs()).layers_per_block * layer_bytes,
             hidden_bytes=model.hidden_size * dtype_bytes,
             num_layers=model.num_layers,
+            expert_bytes=experts * dtype_bytes,
+            miss_share=(read + experts - active) / experts if experts else 0.0,
         )
+
+    def read_bytes(self, num_tokens: int) -> float:
+        """Of weights, by a step of so many tokens, if all choices of experts are equally likely."""
+        return self.weight_bytes + self.expert_bytes * (1 - self.miss_share**num_tokens)
 
 
 class CostModel:
@@ -151,7 +162,7 @@ class CostModel:
         bandwidth = gpu.memory_bandwidth * num_gpus
         flops = gpu.flops * num_gpus
         block_bytes = block_size * size.block_token_bytes
-        self._weights = size.weight_bytes / (bandwidth * c.weight_efficiency)
+        self._weight_byte = 1 / (bandwidth * c.weight_efficiency)
         self._token = size.token_flops / (flops * c.gemm_efficiency)
         self._logits = size.logit_flops / (flops * c.gemm_efficiency)
         self._kv_token = size.kv_token_bytes / (bandwidth * c.kv_efficiency)
@@ -174,12 +185,13 @@ class CostModel:
     def compute_seconds(self, shape: StepShape) -> float:
         """A step without its swaps."""
         products = shape.num_tokens * self._token + shape.num_sampled * self._logits
+        weights = self.size.read_bytes(shape.num_tokens) * self._weight_byte
         c = self.coefficients
         return (
             c.step_overhead
             + shape.num_requests * c.request_overhead
             + shape.num_seqs * c.seq_overhead
-            + (max(self._weights, products) + self._reduce_fixed if shape.num_tokens else 0.0)
+            + (max(weights, products) + self._reduce_fixed if shape.num_tokens else 0.0)
             + shape.kv_tokens * self._kv_token
             + shape.attention_pairs * self._pair
             + shape.num_tokens * self._reduce_token
