@@ -114,7 +114,7 @@ class Exchange:
         if self._process is not None:
             self._process.send(m.Unpin(next(_tickets), pin.name))
 
-    def tell(self, command: m.Abort | m.FinishSample) -> None:
+    def tell(self, command: m.Abort | m.FinishSample | m.OfferTail) -> None:
         """Send a command that has no reply; does nothing if there is no engine."""
         if self._process is not None:
             self._process.send(command)

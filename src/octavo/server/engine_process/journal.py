@@ -31,6 +31,8 @@ class OpenRequest:
     first_token_time: float | None = None
     num_preemptions: int = 0
     num_replays: int = 0  # how often it was taken from one engine process to be sent to another
+    # The replica that has its prompt cached, if that is known better than by routing.
+    home: int | None = None
     accepted: asyncio.Future[None] | None = None  # done when an engine has accepted it
     # Of the engine process that has it now:
     replica: int | None = None  # which replica's; None: it has not been sent to any
@@ -104,6 +106,7 @@ class OpenRequest:
         """No engine process has it any more, or what one still says of it does not count."""
         self.num_replays += 1
         self.replica, self.load = None, 0
+        self.home = None  # what was cached there may be gone
         self.is_accepted = self.is_running = False
         self.num_steps = 0
 
