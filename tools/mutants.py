@@ -110,6 +110,30 @@ DEFECTS = (
         "for block_id in [b for ids in child.table.block_ids for b in ids if b]:",
     ),
     Defect(
+        "a tail has the newest token, too, which is not computed yet",
+        "kv/manager.py",
+        "num_known = seq.num_tokens - 1  # the newest",
+        "num_known = seq.num_tokens  # the newest",
+    ),
+    Defect(
+        "a tail stays in the index when its block has become full",
+        "kv/manager.py",
+        "self._forget_block(block_id)  # it has become full",
+        "continue",
+    ),
+    Defect(
+        "a sequence that is still to compute known tokens offers them",
+        "kv/manager.py",
+        "table.is_decoding = table.is_decoding or num_computed_tokens == seq.num_tokens",
+        "table.is_decoding = True",
+    ),
+    Defect(
+        "what a failed request has left in a tail is found",
+        "kv/manager.py",
+        "for node in [*seq.prefix_nodes, *self._prefixes.tails_of(seq)]:",
+        "for node in seq.prefix_nodes:",
+    ),
+    Defect(
         "the encoder's tokens do not count against the step's budget",
         "plan_builder.py",
         "self.budget -= num_tokens\n        self._encoded",

@@ -103,6 +103,9 @@ class CacheConfig:
     any. The loss is in docs/kv_cache.md."""
     enable_prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
+    max_tails: int = 256
+    """Last blocks of sequences that stay in the prefix cache although they are not full: of those
+    that ended or were forked last; 0: none."""
     memory_policy: str = "paged"
     """Blocks on demand, or reserved ahead like the systems that the paper compares with."""
 
@@ -114,7 +117,7 @@ class CacheConfig:
             "block_size",
             f"{self.block_size} is not between 1 and {MAX_BLOCK_SIZE}",
         )
-        _check_least(self, num_blocks=1, kv_cache_memory=1, swap_space=0)
+        _check_least(self, num_blocks=1, kv_cache_memory=1, swap_space=0, max_tails=0)
         _require(
             self.kv_cache_memory is None or self.num_blocks is None,
             "kv_cache_memory",

@@ -27,7 +27,8 @@ class SequenceOutput:
     no tokenizer, or `detokenize` is off."""
     finish_reason: str
     """Why it ended: "stop" (an end token, a stop token or a stop string), "length" (`max_tokens` or
-    the end of the context), "abort", or "error" if the request has failed."""
+    the end of the context), "abort", "cancelled" (this sample alone), or "error" if the request has
+    failed."""
     stop_reason: int | str | None = None
     """After "stop": the stop token's id or the stop string. None: the model's own end token."""
     logprobs: list[TokenLogprobs] | None = None

@@ -20,14 +20,18 @@ from octavo.core.sequence import Sequence
 FEW = 60  # workloads within which a broken rule must be noticed
 
 
-def run_workloads(seeds: range, has_encoder: bool = False) -> None:
-    for seed in seeds:
-        Workload(seed, has_encoder=has_encoder).run()
+def run_workloads(seeds: range, has_encoder: bool = False) -> list[Workload]:
+    workloads = [Workload(seed, has_encoder=has_encoder) for seed in seeds]
+    for workload in workloads:
+        workload.run()
+    return workloads
 
 
 @pytest.mark.parametrize("batch", range(8))
 def test_random_workloads(batch: int) -> None:
-    run_workloads(range(50 * batch, 50 * (batch + 1)))
+    workloads = run_workloads(range(50 * batch, 50 * (batch + 1)))
+    assert sum(workload.num_forks for workload in workloads) > 100
+    assert sum(workload.num_tail_hits for workload in workloads) > 5
 
 
 @pytest.mark.parametrize("batch", range(4))
@@ -73,6 +77,65 @@ def skip_copy_on_write(patch: pytest.MonkeyPatch) -> None:
             return original(self, targets)
 
     patch.setattr(KVCacheManager, "append", append)
+
+
+def write_into_the_tail(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that goes on inside a block which is not full gets the block itself, and no copy."""
+    original = KVCacheManager.allocate
+
+    def allocate(self: KVCacheManager, seq: Sequence, hit: PrefixHit, num_tokens: int) -> object:
+        changes = original(self, seq, hit, num_tokens)
+        for copy in [] if changes is None else list(changes.copies):
+            if self.prefix_cache.tail_of(copy.source) is not None:
+                assert seq.table is not None
+                assert changes is not None
+                for ids in seq.table.block_ids:
+                    if copy.target in ids:
+                        ids[ids.index(copy.target)] = copy.source
+                self.pool.share(copy.source)
+                self.pool.release(copy.target)
+                changes.copies.remove(copy)
+                changes.table_writes = self.table_writes(seq)
+        return changes
+
+    patch.setattr(KVCacheManager, "allocate", allocate)
+    # They would notice the shared block at once: here, what is read must.
+    patch.setattr(invariants, "_check_table", lambda kv, seq: None)
+    patch.setattr(invariants, "_check_pool", lambda pool, tables, held: None)
+    patch.setattr(invariants, "_check_index", lambda kv: None)
+
+
+def offer_the_newest_token(patch: pytest.MonkeyPatch) -> None:
+    """A tail counts the newest token, whose KV is not there yet."""
+    original = KVCacheManager.offer_tail
+
+    def offer_tail(self: KVCacheManager, seq: Sequence) -> None:
+        if (table := seq.table) is not None and seq.num_tokens % self.block_size:
+            last = seq.token_ids[-1]
+            seq.token_ids.append(last)
+            try:
+                original(self, seq)
+            finally:
+                seq.token_ids.pop()
+                table.num_registered = min(table.num_registered, seq.num_tokens // self.block_size)
+        else:
+            original(self, seq)
+
+    patch.setattr(KVCacheManager, "offer_tail", offer_tail)
+
+
+def keep_the_tail_as_it_was(patch: pytest.MonkeyPatch) -> None:
+    """A tail stays in the index when its block is overwritten by another sequence."""
+    original = KVCacheManager._evict
+
+    def evict(self: KVCacheManager, block_id: int) -> None:
+        if self.prefix_cache.tail_of(block_id) is None:
+            original(self, block_id)
+
+    patch.setattr(KVCacheManager, "_evict", evict)
+    # They would notice it at once: here, what is read must.
+    patch.setattr(invariants, "_check_index", lambda kv: None)
+    patch.setattr(invariants, "_check_table", lambda kv, seq: None)
 
 
 def forget_a_release(patch: pytest.MonkeyPatch) -> None:
@@ -279,6 +342,9 @@ WITH_AN_ENCODER = [
     "break_rule",
     [
         skip_copy_on_write,
+        write_into_the_tail,
+        offer_the_newest_token,
+        keep_the_tail_as_it_was,
         forget_a_release,
         register_early,
         trust_the_digest,

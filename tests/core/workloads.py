@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from core.symbolic import (
@@ -34,6 +34,7 @@ from octavo.sampling_params import Pooling
 
 STOP = "a stop string"
 NUM_REQUESTS = 12
+NUM_FORKS = 6
 
 
 @dataclass
@@ -82,6 +83,7 @@ class Workload:
             enable_prefix_caching=rng.random() < 0.7,
             # A digest of one byte collides all the time: hits must be verified.
             digest=sha256_128 if rng.random() < 0.7 else lambda b: sha256_128(b)[:1],
+            max_tails=rng.choice([0, 1, 4, 100]),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -98,6 +100,9 @@ class Workload:
             clock=lambda: self.now,
         )
         self.num_input_hits = 0  # admissions that found their encoder input
+        self.num_tail_hits = 0  # admissions that copied a block which was not full
+        self.num_forks = 0
+        self.ended: list[tuple[Ask, list[int]]] = []  # with the tokens of one of their sequences
         self.kv.on_allocate = self.note_admission
         self.now = 0.0
         self.depth = rng.choice([1, 2, 2, 3])  # steps under way at once
@@ -114,6 +119,8 @@ class Workload:
         num_tokens = len(seq.request.encoder_token_ids)
         assert (hit.num_encoder_tokens, hit.num_to_encode) in [(num_tokens, 0), (0, num_tokens)]
         self.num_input_hits += hit.num_encoder_tokens > 0
+        tail_of = self.kv.prefix_cache.tail_of
+        self.num_tail_hits += any(tail_of(block_id) for block_id in hit.partial or () if block_id)
 
     def scarce(self, chunk: int) -> int:
         """Hardly more blocks than a large request may need; some will be refused."""
@@ -228,12 +235,47 @@ class Workload:
         self.alive[ask.name] = ask
         self.samples[ask.name] = list(outputs) or list(range(ask.width))
 
+    def fork(self) -> None:
+        """A request that goes on where another one stands or has ended, or a little before."""
+        rng = self.rng
+        running = [
+            (self.alive[request.request_id], seq)
+            for request in self.scheduler.requests.values()
+            for seq in request.sequences
+            if seq.num_output_tokens
+        ]
+        if running and (not self.ended or rng.random() < 0.5):
+            parent, seq = rng.choice(running)
+            self.kv.offer_tail(seq)
+            tokens = seq.token_ids
+        elif self.ended:
+            parent, tokens = rng.choice(self.ended[-3:])
+        else:
+            return
+        position = max(1, len(tokens) - rng.choice([0, 0, 0, 1, 2, 9]))
+        suffix = [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 0, 1, 3]))]
+        self.num_forks += 1
+        self.add(
+            replace(
+                self.ask(NUM_REQUESTS + self.num_forks),
+                prompt=(*tokens[:position], *suffix),
+                kind=rng.choice(["sample", "sample", "beam"]),
+                max_tokens=rng.choice([1, 2, 5, 20]),
+                wants_logprobs=False,
+                salt=parent.salt,
+                encoder_input=parent.encoder_input,
+            )
+        )
+
     def disturb(self) -> None:
         """What happens to requests between two steps, sometimes."""
         rng, scheduler = self.rng, self.scheduler
+        if self.num_forks < NUM_FORKS and rng.random() < 0.15:
+            self.fork()
         if self.alive and rng.random() < 0.03:
             name = rng.choice(sorted(self.alive))
-            del self.alive[name]
+            ask, request = self.alive.pop(name), scheduler.requests[name]
+            self.ended += [(ask, list(seq.token_ids)) for seq in request.sequences]
             scheduler.abort(name)
         if self.alive and rng.random() < 0.05:
             request = scheduler.requests[rng.choice(sorted(self.alive))]
@@ -262,6 +304,7 @@ class Workload:
 
     def check_result(self, request: Request) -> None:
         ask = self.alive.pop(request.request_id)
+        self.ended += [(ask, seq.token_ids) for seq in request.finished]
         if request.error is not None:
             assert self.is_harmful
             assert "error" in [seq.finish_reason for seq in request.finished]

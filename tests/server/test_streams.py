@@ -29,8 +29,8 @@ def new_stream(
     spec = SamplingSpec(num_logprobs=num_logprobs)
     request = PreparedRequest([1], spec, 100, n, 0, (), ())
     entry = OpenRequest("r", request, None, arrival_time)
-    abort = (lambda _: None) if delivery is None else delivery.abort
-    return RequestStream(entry, SamplingParams(n=n, logprobs=num_logprobs), None, abort)
+    ends = Delivery([]) if delivery is None else delivery
+    return RequestStream(entry, SamplingParams(n=n, logprobs=num_logprobs), None, ends)
 
 
 def test_an_idle_server_does_not_ask_for_patience(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,3 +207,17 @@ def test_kills_in_the_middle_of_a_stream_change_no_token(path: str, asked: dict[
             for choice in reply["choices"]:
                 [call] = choice["message"]["tool_calls"]
                 assert len(json.loads(call["function"]["arguments"])["a"]) == 4
+
+
+def test_an_output_with_a_form_is_forked_where_it_is_whole(server: LiveServer) -> None:
+    form = {"structured_outputs": {"choice": ["yes", "no"]}}
+    parent = server.complete("Once upon a time", max_tokens=16, return_token_ids=True, **form)
+    assert parent["choices"][0]["finish_reason"] == "stop"
+    num_prompt = parent["usage"]["prompt_tokens"]
+    for position in (None, num_prompt):
+        body = {"parent": parent["id"], "position": position, "max_tokens": 16, **form}
+        assert server.post("/v1/forks", body).json()["choices"][0]["text"] in ("yes", "no")
+    cut = server.complete("Once upon a time", max_tokens=1, **form)
+    refused = server.post("/v1/forks", {"parent": cut["id"]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "position"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 NULL_BLOCK = 0  # stands in a table where a block is no longer needed; no pool hands it out
 
 
@@ -20,6 +18,7 @@ class BlockTable:
         "block_ids",
         "encoder_ids",
         "has_new_input",
+        "is_decoding",
         "num_dropped",
         "num_registered",
         "on_device",
@@ -31,8 +30,12 @@ class BlockTable:
         self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
         self.encoder_ids: list[list[int]] = []  # until the encoder's input has its blocks
         self.writable_until = 0  # tokens
-        # In tokens: once so many are computed, a block is full, or a window has left one behind.
-        self.settle_at = sys.maxsize
+        # In tokens: once so many are computed, a block is full, or a window has left one behind. 0
+        # until it is decoding: it settles after every step.
+        self.settle_at = 0
+        # All tokens that were known have been computed, and one was drawn after them: from now on
+        # only the newest token is still to be computed.
+        self.is_decoding = False
         self.num_registered = 0  # leading full blocks already offered to the prefix cache
         self.has_new_input = False  # the encoder's input was not yet offered to the prefix cache
         self.on_device = True  # or in the swap tier
@@ -45,6 +48,7 @@ class BlockTable:
         twin.encoder_ids = [list(ids) for ids in self.encoder_ids]
         twin.writable_until = self.writable_until
         twin.settle_at = self.settle_at
+        twin.is_decoding = self.is_decoding
         twin.num_registered = self.num_registered
         twin.has_new_input = self.has_new_input
         twin.num_dropped = list(self.num_dropped)

@@ -13,6 +13,7 @@ from octavo.core.kv.block_pool import BlockPool
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.kv.reserving import ReservingKVCacheManager
 from octavo.core.kv.specs import FullAttention
+from octavo.core.prefix_node import TOKEN_BYTES
 from octavo.core.scheduler import Scheduler
 from octavo.core.sequence import Sequence, Status
 
@@ -159,6 +160,11 @@ def _check_index(kv: KVCacheManager) -> None:
     assert indexed == kv.pool.cached_ids(), "the index and the pool disagree on what is cached"
     for block_id in cache._places.keys() - indexed:
         assert kv.pool.ref_count(block_id) > 0, f"I6: copy {block_id} is free and still known"
+    tails = {node.key for node in cache.tails}
+    assert len(tails) == cache.num_tails <= kv.max_tails, "there are too many tails"
+    for entry in cache._entries.values():
+        is_short = len(entry.node.tokens) < kv.block_size * TOKEN_BYTES
+        assert is_short == entry.is_tail == (entry.node.key in tails), "a tail is lost"
     for siblings in cache._children.values():
         tokens = [entry.node.tokens for entry in siblings]
         assert tokens == sorted(tokens), "children of a prefix are out of order"
@@ -179,8 +185,21 @@ def _check_table(kv: KVCacheManager, seq: Sequence) -> None:
         # I3: what may be written without asking is held by this sequence alone.
         for ids, size in zip(table.block_ids, kv.block_sizes, strict=True):
             tail = ids[seq.num_computed_tokens // size]
-            assert kv.pool.ref_count(tail) == 1, f"I3: {seq} may write into shared block {tail}"
-            assert not kv.pool.is_cached(tail), f"I3: {seq} may write into cached block {tail}"
+            # Copies that are pending read what comes before.
+            others = kv.pool.ref_count(tail) - kv.held_sources[tail] - 1
+            assert others == 0, f"I3: {seq} may write into shared block {tail}"
+            assert not kv.pool.is_cached(tail) or _is_cached_before(kv, seq, tail), (
+                f"I3: {seq} may write into cached block {tail}"
+            )
+
+
+def _is_cached_before(kv: KVCacheManager, seq: Sequence, block_id: int) -> bool:
+    """Whether only tokens of a block are cached that a sequence has computed already."""
+    node = kv.prefix_cache.tail_of(block_id)
+    if node is None:
+        return False
+    num_cached = len(node.tokens) // TOKEN_BYTES
+    return num_cached <= seq.num_computed_tokens % kv.block_size
 
 
 def _check_windows(kv: KVCacheManager, seq: Sequence, is_settled: bool) -> None:

@@ -68,6 +68,8 @@ class SequenceLifecycle:
             seq.request.sequences.remove(seq)
 
     def finish(self, seq: Sequence, reason: str) -> None:
+        if reason != "error":  # whose KV may be the cause
+            self._kv.offer_tail(seq)
         self.free(seq)
         self._end(seq, reason)
 

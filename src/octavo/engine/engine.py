@@ -163,6 +163,14 @@ class Engine:
             self._forget(ended)
         return ended is not None
 
+    def offer_tail(self, request_id: str, index: int) -> None:
+        """Let prompts that go on where a running sample stands find its last block, too. Nothing
+        happens if there is no such sample, or it has not drawn a token yet."""
+        request = self.scheduler.requests.get(request_id)
+        for seq in [] if request is None else request.sequences:
+            if seq.sample_index == index:
+                self.kv.offer_tail(seq)
+
     def abort_request(self, request_id: str) -> bool:
         """End a request at once; its blocks are free when this returns, and nothing more is
         reported of it. False if there is none of that name."""

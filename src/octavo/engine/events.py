@@ -49,9 +49,9 @@ class Admitted:
     `lookup_end` says why the prefix cache gave no more than `num_hit_tokens`:
     "complete": all of the prompt but the token that must be computed; "unknown": the next block has
     never been computed; "evicted": it has been, and was overwritten; "differs": the next block is
-    cached for other tokens, and was copied as far as they are equal; "window": it is cached, but
-    blocks that a sliding window needs are gone; "read": what follows has to be computed, because
-    its hidden states are read; "off": there is no prefix cache.
+    cached for other tokens, or fewer, and was copied as far as they are equal; "window": it is
+    cached, but blocks that a sliding window needs are gone; "read": what follows has to be
+    computed, because its hidden states are read; "off": there is no prefix cache.
     """
 
     time: float

@@ -192,17 +192,21 @@ class OutputStream(ABC, Generic[Scores]):
     def offer(self, index: int, added: Added) -> None:
         """For a reader that takes the output piece by piece: what has been added to a sample."""
 
-    def cut_off(self) -> None:
+    def cut_off(self, reason: str = "abort") -> None:
         """End all samples here, with the text that was held back."""
         for sample in self.samples:
-            if sample.finish_reason is not None:
-                continue
-            sample.finish_reason, text = "abort", ""
-            if sample.text is not None:
-                sample.text.finish()
-                text = sample.text.release(finished=True)
-            self.offer(sample.index, (text, [], "abort", None))
+            if sample.finish_reason is None:
+                self.cut_off_sample(sample, reason)
         self._num_unended = 0
+
+    def cut_off_sample(self, sample: Sample[Scores], reason: str) -> None:
+        """End a sample that has not ended here, with the text that was held back."""
+        sample.finish_reason, text = reason, ""
+        if sample.text is not None:
+            sample.text.finish()
+            text = sample.text.release(finished=True)
+        self._num_unended -= 1
+        self.offer(sample.index, (text, [], reason, None))
 
     def conclude(self, now: float) -> RequestOutput:
         """Make the output, without log-probabilities of its tokens. All samples have ended."""

@@ -62,8 +62,10 @@ class KVCacheManager:
         num_swap_blocks: int = 0,
         enable_prefix_caching: bool = True,
         digest: Digest = sha256_128,
+        max_tails: int = 0,
     ) -> None:
-        """`specs`: of all KV groups. `block_size`: tokens per block, in all groups or in each."""
+        """`specs`: of all KV groups. `block_size`: tokens per block, in all groups or in each.
+        `max_tails`: last blocks that are cached although they are not full, at most."""
         check_order(specs)
         if isinstance(block_size, int):
             block_size = [block_size] * len(specs)
@@ -79,6 +81,7 @@ class KVCacheManager:
             {(self.specs[group], self.block_sizes[group]): None for group in self._windowed}
         )
         self.enable_prefix_caching = enable_prefix_caching
+        self.max_tails = max_tails
         # The group of each block of a prefix node, and the block's number among the group's.
         self._places = node_places(self.block_sizes)
         self.prefix_cache = PrefixCache(len(self._places), digest)
@@ -208,11 +211,12 @@ class KVCacheManager:
         for i in range(table.num_registered, num_full):
             node = seq.prefix_nodes[i]
             for place, block_id in enumerate(blocks_of_node(table, i)):
-                if block_id != NULL_BLOCK and self.prefix_cache.add(node, place, block_id):
-                    if self.prefix_cache.is_indexed(block_id):
-                        self.pool.mark_cached(block_id)
-                    else:
-                        self.pool.mark_copy(block_id)
+                if block_id == NULL_BLOCK:
+                    continue
+                if self.prefix_cache.tail_of(block_id) is not None:
+                    self._forget_block(block_id)  # it has become full
+                if self.prefix_cache.add(node, place, block_id):
+                    self._mark(block_id)
             self._prefixes.progressed(seq, node)
         if table.has_new_input:
             table.has_new_input = False
@@ -224,17 +228,54 @@ class KVCacheManager:
         """The KV of a sequence's first `num_computed_tokens` has been written: full blocks enter
         the prefix cache, and blocks that its windows have left become free."""
         self.register(seq, num_computed_tokens)
-        if self._windowed or self.encoder_block_sizes:
-            table = _table(seq)
-            self._leave_behind(table, num_computed_tokens)
-            table.settle_at = self._next_settling(table, num_computed_tokens)
+        table = _table(seq)
+        table.is_decoding = table.is_decoding or num_computed_tokens == seq.num_tokens
+        self._leave_behind(table, num_computed_tokens)
+        table.settle_at = self._next_settling(table, num_computed_tokens)
+
+    def offer_tail(self, seq: Sequence) -> None:
+        """Add the last block of a sequence to the prefix cache although it is not full, so that a
+        prompt which goes on where the sequence stands now computes nothing of it again. Nothing
+        happens if the sequence does not decode, or is full to the end.
+
+        The sequence may go on writing behind the tokens that are there now. Once the block is free
+        it is one of the cached ones, so it is overwritten before any request is preempted; and the
+        tail that was used longest ago is forgotten where there would be more than `max_tails`.
+        """
+        table = seq.table
+        if not self.max_tails or not self.enable_prefix_caching:
+            return
+        if table is None or not table.on_device or not table.is_decoding:
+            return
+        num_known = seq.num_tokens - 1  # the newest token is yet to be computed
+        num_full, length = divmod(num_known, self.block_size)
+        if not length:
+            return
+        self.register(seq, num_known)
+        held: list[int | None] = []
+        for group, number in self._places:
+            size = self.block_sizes[group]
+            index = num_full * self.block_size // size + number
+            held.append(table.block_ids[group][index] if number * size < length else None)
+        if NULL_BLOCK in held:
+            return  # a window has left a part of it behind
+        for block_id in held:
+            if block_id is not None and self.prefix_cache.tail_of(block_id) is not None:
+                self._forget_block(block_id)  # it was offered before, with other tokens
+        parent = self._prefixes.parent_of_tail(seq, num_full)
+        tokens = seq.packed_tokens(num_full * self.block_size, num_known)
+        for block_id in self.prefix_cache.add_tail(parent, tokens, held):
+            self._mark(block_id)
+        while self.prefix_cache.num_tails > self.max_tails:
+            for block_id in self.prefix_cache.forget_prefix(self.prefix_cache.oldest_tail, ()):
+                self.pool.forget_cached(block_id)
 
     def forget(self, seq: Sequence) -> None:
         """Remove the blocks of a sequence's prefix and of its encoder input from the prefix cache,
         no matter which sequence computed them, except pinned ones, which were verified when they
         were pinned."""
         pinned = {block_id for pin in self.pins.values() for block_id in _table(pin).held()}
-        for node in seq.prefix_nodes:
+        for node in [*seq.prefix_nodes, *self._prefixes.tails_of(seq)]:
             for block_id in self.prefix_cache.forget_prefix(node, pinned):
                 self.pool.forget_cached(block_id)
         if seq.request.encoder_node is not None:
@@ -293,6 +334,7 @@ class KVCacheManager:
             changes.held = [source for source in hit.partial if source != NULL_BLOCK]
             for source in changes.held:
                 self.pool.share(source)
+                self.prefix_cache.note_use(source)
             self.held_sources.update(changes.held)
             for group, source in enumerate(hit.partial):
                 if source != NULL_BLOCK:
@@ -314,11 +356,7 @@ class KVCacheManager:
                 while len(ids) * size < hit.num_to_encode:
                     ids.append(self.pool.allocate())
         changes.table_writes = self.table_writes(seq)
-        table.writable_until = table.settle_at = self._capacity(table)
-        if self._windows:
-            table.settle_at = self._next_settling(table, seq.num_computed_tokens)
-        if table.has_new_input:
-            table.settle_at = 0  # once the encoder has run
+        table.writable_until = self._capacity(table)
         if hit.ended_by != "not_asked" and seq.request.num_preemptions == 0:
             self.num_lookup_tokens += num_encoder_tokens + seq.num_tokens
             self.num_hit_tokens += hit.num_found_tokens
@@ -525,6 +563,21 @@ class KVCacheManager:
         if self.evicted_ids is not None:
             self.evicted_ids += evicted
 
+    def _mark(self, block_id: int) -> None:
+        """Let the pool know what the prefix cache has made of a block that was added to it."""
+        if self.prefix_cache.is_indexed(block_id):
+            self.pool.mark_cached(block_id)
+        else:
+            self.pool.mark_copy(block_id)
+
+    def _forget_block(self, block_id: int) -> None:
+        """Remove a held block from the prefix cache; if it has copies, one takes its place."""
+        if not self.prefix_cache.is_indexed(block_id):
+            self.prefix_cache.forget_copy(block_id)
+        elif (copy := self.prefix_cache.forget(block_id)) is not None:
+            self.pool.mark_cached(copy)
+        self.pool.forget_cached(block_id)
+
     def _capacity(self, table: BlockTable) -> int:
         """How many tokens there is room for in all groups."""
         return min(
@@ -572,12 +625,16 @@ class KVCacheManager:
                 write = TableWrite(seq.seq_id, group, start, tuple(ids[start:]))
                 changes.table_writes.append(write)
             end = min(end, len(ids) * size)
-        table.writable_until = table.settle_at = end
-        if self._windows:
-            table.settle_at = self._next_settling(table, seq.num_computed_tokens)
+        table.writable_until = end
+        if table.is_decoding:
+            table.settle_at = end
+            if self._windows:
+                table.settle_at = self._next_settling(table, seq.num_computed_tokens)
 
     def _next_settling(self, table: BlockTable, num_computed_tokens: int) -> int:
         """How many tokens will be computed when the next block is full, or a window leaves one."""
+        if not table.is_decoding:
+            return 0
         end = self._capacity(table)
         for spec, size in self._windows:
             later = range(num_computed_tokens + 1, end)

@@ -32,7 +32,12 @@ def make_kv_cache_manager(
         )
     if policy is KVCacheManager:
         manager = policy(
-            layout.specs, block_sizes, num_blocks, num_swap_blocks, config.enable_prefix_caching
+            layout.specs,
+            block_sizes,
+            num_blocks,
+            num_swap_blocks,
+            config.enable_prefix_caching,
+            max_tails=config.max_tails,
         )
     else:
         manager = policy(layout.specs, block_sizes, num_blocks, num_swap_blocks, max_model_len)

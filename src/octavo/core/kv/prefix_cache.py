@@ -27,12 +27,20 @@ def sha256_128(content: bytes) -> bytes:
 
 class CachedPrefix:
     """The blocks that hold a node's KV, in the order of `specs.node_places`: one per KV group,
-    more where its blocks are smaller than a node, None where one is not cached."""
+    more where its blocks are smaller than a node, None where one is not cached.
 
-    __slots__ = ("block_ids", "node", "parent")
+    A *tail* is a node of fewer tokens than a whole block has. Nothing comes after it, and its
+    blocks may have further tokens behind those of the node. Of small blocks it needs fewer than a
+    whole node does: `num_unused` places stay None."""
 
-    def __init__(self, node: PrefixNode, num_places: int) -> None:
+    __slots__ = ("block_ids", "is_tail", "node", "num_unused", "parent")
+
+    def __init__(
+        self, node: PrefixNode, num_places: int, is_tail: bool = False, num_unused: int = 0
+    ) -> None:
         self.node = node
+        self.is_tail = is_tail
+        self.num_unused = num_unused
         assert node.parent is not None, "a root holds no block"
         self.parent = node.parent
         self.block_ids: list[int | None] = [None] * num_places
@@ -44,12 +52,13 @@ class CachedPrefix:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every place has a block, so that a hit may end inside it."""
-        return None not in self.block_ids
+        """Whether every place that it needs has a block, so that a hit may end inside it."""
+        return self.block_ids.count(None) == self.num_unused
 
 
-# Packed tokens are compared token by token, each as four bytes. In this order, the entry
-# with the longest common prefix is next to where the tokens sought would be inserted.
+# Packed tokens are compared token by token, each as four bytes, and tails come before what they
+# are the beginning of. In this order, the entry with the longest common prefix is next to where the
+# tokens sought would be inserted.
 _tokens_of = attrgetter("node.tokens")
 
 
@@ -69,6 +78,9 @@ class PrefixCache:
         # Parent's key -> complete entries directly after this parent, in the order of their tokens.
         self._children: dict[bytes, list[CachedPrefix]] = {}
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys, the oldest first
+        self._tails: OrderedDict[bytes, CachedPrefix] = (
+            OrderedDict()
+        )  # by key; those used last come last
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -134,6 +146,53 @@ class PrefixCache:
             self._adopt(entry)
         return True
 
+    def add_tail(self, parent: PrefixNode, tokens: bytes, block_ids: list[int | None]) -> list[int]:
+        """Add the blocks of a tail: packed `tokens` after `parent`, fewer than a whole block has.
+
+        `block_ids`: a block for each place, None where the tail needs none or it is gone. None of
+        them is known here. Returns those that were added, as the indexed ones or as copies.
+        """
+        node = PrefixNode(parent, tokens, self._digest(parent.key + tokens))
+        entry = self._entries.get(node.key)
+        if entry is not None and not same_prefix(entry.node, node):
+            return []
+        if entry is None:
+            num_unused = block_ids.count(None)
+            entry = CachedPrefix(node, self._num_places, is_tail=True, num_unused=num_unused)
+            self._entries[node.key] = self._tails[node.key] = entry
+        self._tails.move_to_end(node.key)
+        places = [place for place, block_id in enumerate(block_ids) if block_id is not None]
+        return [
+            block_id
+            for place in places
+            if (block_id := block_ids[place]) is not None and self.add(node, place, block_id)
+        ]
+
+    @property
+    def tails(self) -> list[PrefixNode]:
+        """The nodes of all tails, the oldest first."""
+        return [entry.node for entry in self._tails.values()]
+
+    @property
+    def num_tails(self) -> int:
+        return len(self._tails)
+
+    @property
+    def oldest_tail(self) -> PrefixNode:
+        """The tail that was added or used longest ago. There must be one."""
+        return next(iter(self._tails.values())).node
+
+    def tail_of(self, block_id: int) -> PrefixNode | None:
+        """The tail that a block was added for, if it was."""
+        place = self._places.get(block_id)
+        return place[0].node if place is not None and place[0].is_tail else None
+
+    def note_use(self, block_id: int) -> None:
+        """A prompt starts from this block: if it is that of a tail, it is the newest one now."""
+        node = self.tail_of(block_id)
+        if node is not None:
+            self._tails.move_to_end(node.key)
+
     def is_indexed(self, block_id: int) -> bool:
         """Whether lookups find this block: it was added, and not as a copy."""
         place = self._places.get(block_id)
@@ -190,6 +249,7 @@ class PrefixCache:
         self._places.clear()
         self._copies.clear()
         self._children.clear()
+        self._tails.clear()
 
     def _children_of(self, parent: PrefixNode) -> list[CachedPrefix]:
         siblings = self._children.get(parent.key)
@@ -221,7 +281,10 @@ class PrefixCache:
         if any(block_id is not None for block_id in entry.block_ids):
             return
         del self._entries[entry.node.key]
-        self.note_evicted(entry.node)
+        if entry.is_tail:
+            del self._tails[entry.node.key]
+        else:
+            self.note_evicted(entry.node)
 
     def note_evicted(self, node: PrefixNode) -> None:
         """Remember that a prefix is gone, for `was_evicted`."""

@@ -14,7 +14,7 @@ from octavo.core.kv.encoder_inputs import EncoderInputs
 from octavo.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from octavo.core.kv.recent_prompts import RecentPrompts
 from octavo.core.kv.specs import FullAttention, KVSpec, first_needed_block, node_places
-from octavo.core.prefix_node import TOKEN_BYTES, PrefixNode, pack_tokens
+from octavo.core.prefix_node import TOKEN_BYTES, PrefixNode, pack_tokens, same_prefix
 from octavo.core.sequence import Sequence
 
 # How many nodes taken over from a recent prompt count as one hash. Taking them over is 9 times as
@@ -22,8 +22,9 @@ from octavo.core.sequence import Sequence
 REUSED_PER_HASH = 3
 MIN_TO_REUSE = 4  # hashed blocks that make a prompt worth comparing with
 # Why a hit is not longer. complete: only what must be computed is left; unknown: the next block was
-# never cached; evicted: it was; differs: another block comes next, and was copied as far as it is
-# equal; window: blocks that a sliding window needs are gone; not_asked: nothing was looked up.
+# never cached; evicted: it was; differs: another block comes next, or one that is not full, and was
+# copied as far as it is equal; window: blocks that a sliding window needs are gone; not_asked:
+# nothing was looked up.
 HitEnd = Literal["complete", "unknown", "evicted", "differs", "window", "not_asked"]
 
 
@@ -185,6 +186,29 @@ class PrefixMatcher:
             node = self._cache.node(node, packed[start : start + width])
             nodes.append(node)
 
+    def tails_of(self, seq: Sequence) -> list[PrefixNode]:
+        """The tails in the cache whose tokens the sequence begins with, as far as it is hashed."""
+        tails = self._cache.tails
+        if not tails:
+            return []
+        size = self._block_size
+        chain = {node.key: i for i, node in enumerate([self._root(seq), *seq.prefix_nodes])}
+        found = []
+        for node in tails:
+            assert node.parent is not None, "a root is no tail"
+            i = chain.get(node.parent.key)
+            if i is None:
+                continue
+            own = self._root(seq) if i == 0 else seq.prefix_nodes[i - 1]
+            packed = seq.packed_tokens(i * size, (i + 1) * size)
+            if packed.startswith(node.tokens) and same_prefix(own, node.parent):
+                found.append(node)
+        return found
+
+    def parent_of_tail(self, seq: Sequence, num_full: int) -> PrefixNode:
+        """What comes after a sequence's first `num_full` blocks, which are hashed."""
+        return seq.prefix_nodes[num_full - 1] if num_full else self._root(seq)
+
     def is_in_progress(self, key: bytes) -> bool:
         """Whether a running request is computing the block of this key."""
         return key in self._in_progress
@@ -337,7 +361,7 @@ class PrefixMatcher:
         if not wanted:
             return
         num_full = start // self._block_size
-        parent = seq.prefix_nodes[num_full - 1] if num_full else self._root(seq)
+        parent = self.parent_of_tail(seq, num_full)
         best, source = 0, None
         for entry in self._cache.closest(parent, pack_tokens(wanted)):
             shared = _num_equal(memoryview(entry.node.tokens).cast("i"), wanted)
@@ -348,8 +372,9 @@ class PrefixMatcher:
         hit.num_tokens += best
         hit.partial = [NULL_BLOCK] * len(self._specs)
         for group, (places, size) in enumerate(zip(self._places, self._block_sizes, strict=True)):
-            block_ids = _known([source.block_ids[place] for place in places])
             num_whole, num_copied = divmod(best, size)
+            needed = places[: num_whole + (num_copied > 0)]  # a tail has no more than these
+            block_ids = _known([source.block_ids[place] for place in needed])
             hit.block_ids[group] += block_ids[:num_whole]
             if num_copied:
                 hit.partial[group] = block_ids[num_whole]

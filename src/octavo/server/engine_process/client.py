@@ -177,8 +177,11 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        home: int | None = None,
     ) -> RequestStream:
         """Queue a request; returns when the engine has accepted it.
+
+        `home`: the replica that is to have it, if it serves. None: the best one.
 
         Raises:
             InvalidRequest: a bad value (RequestTooLong: it can never fit); `field` names it.
@@ -208,8 +211,8 @@ class EngineClient:
             if request_id is None:
                 request_id = uuid.uuid4().hex
             text = given if isinstance(given, str) else None
-            entry = OpenRequest(request_id, prepared, text, arrival_time)
-            stream = RequestStream(entry, params, self.tokenizer, self._delivery.abort)
+            entry = OpenRequest(request_id, prepared, text, arrival_time, home=home)
+            stream = RequestStream(entry, params, self.tokenizer, self._delivery)
             await self._open(stream)
             return stream
         except (InvalidRequest, Overloaded, Unavailable) as error:
@@ -227,6 +230,12 @@ class EngineClient:
         not on the event loop."""
         params = SamplingParams(structured=structured)
         await self.offload.grammar(lambda: self._preparer.check_structured(params))
+
+    def offer_tail(self, entry: OpenRequest, index: int) -> None:
+        """Requests that go on where a sample of another one stands are about to come: let them find
+        all of it in the cache. Nothing happens if it does not run."""
+        if self._journal.requests.get(entry.request_id) is entry:
+            self._fleet.tell(entry, m.OfferTail(entry.request_id, index))
 
     async def encode(
         self,

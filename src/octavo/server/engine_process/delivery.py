@@ -15,7 +15,7 @@ from octavo.server.engine_process import messages as m
 from octavo.server.engine_process.fleet import Fleet
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.listening import Listener, Subscription
-from octavo.server.engine_process.stream import RequestStream
+from octavo.server.engine_process.stream import CANCELLED, RequestStream
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,28 @@ class Delivery:
 
     # ---------------------------------------------------------------- ends
 
-    def abort(self, stream: RequestStream) -> None:
+    def abort(self, stream: RequestStream, reason: str = "abort") -> None:
         """End a stream with what there is; nothing happens if it has ended."""
         if self.streams.get(stream.request_id) is not stream:
             return
         self.fleet.tell(stream.entry, m.Abort(stream.request_id))
-        stream.cut_off()
+        stream.cut_off(reason)
         self._conclude(stream, time.monotonic())
+
+    def cancel(self, stream: RequestStream, index: int) -> None:
+        """End one sample with what there is, as its client wishes; the others go on. One that has
+        not begun ends with its first token, because the samples begin together."""
+        sample = stream.samples[index]
+        if self.streams.get(stream.request_id) is not stream or sample.finish_reason is not None:
+            return
+        if not sample.token_ids and len(stream.samples) > 1:
+            stream.cancelled.add(index)
+            return
+        stream.cut_off_sample(sample, CANCELLED)
+        if stream.has_ended:
+            self.abort(stream)
+        else:
+            self.fleet.tell(stream.entry, m.FinishSample(stream.request_id, index, CANCELLED))
 
     def forget(self, stream: RequestStream) -> None:
         """Nothing more is to be delivered to a stream."""
@@ -127,6 +142,8 @@ class Delivery:
         self._note_tokens(stream.entry, len(token_ids))
         if stream.has_ended:
             self._conclude(stream)
+        elif index in stream.cancelled:
+            self.cancel(stream, index)
 
     def _take_end(self, stream: RequestStream) -> None:
         if stream.error is not None:

@@ -154,11 +154,12 @@ class Exchange:
         if self._process is not None:
             self._send(m.Unpin(next(_tickets), pin.name))
 
-    def tell(self, entry: OpenRequest, command: m.Abort | m.FinishSample) -> None:
+    def tell(self, entry: OpenRequest, command: m.Abort | m.FinishSample | m.OfferTail) -> None:
         """Send a command that has no reply, about a request that the process has."""
         if self._process is not None and entry.assignment is not None:
             self._send(command)
-            entry.assignment.left_at = self._num_commands
+            if not isinstance(command, m.OfferTail):
+                entry.assignment.left_at = self._num_commands
 
     def watch(self, on: bool) -> None:
         """Subscribe to all events, or unsubscribe."""

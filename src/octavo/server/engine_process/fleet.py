@@ -164,7 +164,7 @@ class Fleet:
         self.drop(entry)
         self._audience.failed(entry, error)
 
-    def tell(self, entry: OpenRequest, command: m.Abort | m.FinishSample) -> None:
+    def tell(self, entry: OpenRequest, command: m.Abort | m.FinishSample | m.OfferTail) -> None:
         """Send a command to the engine that has a request; does nothing if there is none."""
         if entry.replica is not None:
             self.replicas[entry.replica].exchange.tell(entry, command)
@@ -219,6 +219,8 @@ class Fleet:
         allowed = self._quarantine.allowed(entry)
         if not allowed:
             return
+        if entry.home in allowed:
+            allowed = [entry.home]
         candidates = [self.replicas[number] for number in allowed]
         self._send(entry, *self._router.choose(entry.request, entry.chain, candidates))
 

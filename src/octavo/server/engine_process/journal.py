@@ -49,6 +49,8 @@ class OpenRequest:
     first_token_time: float | None = None
     num_preemptions: int = 0
     num_replays: int = 0  # how often it was taken from one engine process to be sent to another
+    # The replica that has its prompt cached, if that is known better than by routing.
+    home: int | None = None
     accepted: asyncio.Future[None] | None = None  # done when an engine has accepted it
     assignment: Assignment | None = None  # the present one; None: it was not sent to any replica
     # This one, and earlier ones of processes that may be computing the request still.
@@ -138,6 +140,7 @@ class OpenRequest:
         """No replica has it any more, and it is to go on elsewhere."""
         self.num_replays += 1
         self.assignment = None
+        self.home = None  # what was cached there may be gone
 
     def add_message(self, ticket: int) -> m.Add:
         """What makes an engine begin with the request, or go on with it."""

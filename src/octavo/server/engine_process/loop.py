@@ -45,6 +45,7 @@ class EngineLoop:
             m.Add: self._add,
             m.Abort: self._abort,
             m.FinishSample: self._finish_sample,
+            m.OfferTail: self._offer_tail,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
             m.ResetPrefixCache: self._reset_prefix_cache,
@@ -117,6 +118,9 @@ class EngineLoop:
 
     def _finish_sample(self, finish: m.FinishSample) -> None:
         self._engine.finish_sample(finish.request_id, finish.index, finish.stop)
+
+    def _offer_tail(self, offer: m.OfferTail) -> None:
+        self._engine.offer_tail(offer.request_id, offer.index)
 
     def _pin(self, pin: m.Pin) -> None:
         try:

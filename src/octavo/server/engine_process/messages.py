@@ -61,6 +61,13 @@ class FinishSample(msgspec.Struct, tag=True):
     stop: str
 
 
+class OfferTail(msgspec.Struct, tag=True):
+    """Forks of a running sample follow: let them find its last block. There is no reply."""
+
+    request_id: str
+    index: int
+
+
 class Pin(msgspec.Struct, tag=True):
     """Compute a prefix and pin its blocks. The reply is Reply, when that is done."""
 
@@ -96,7 +103,9 @@ class Watch(msgspec.Struct, tag=True):
     on: bool
 
 
-Command = Start | Add | Abort | FinishSample | Pin | Unpin | ResetPrefixCache | Look | Watch
+Command = (
+    Start | Add | Abort | FinishSample | OfferTail | Pin | Unpin | ResetPrefixCache | Look | Watch
+)
 
 
 # ---------------------------------------------------------------- from the engine process

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 from octavo.core.step import TokenLogprobs
 from octavo.engine.output_stream import Added, OutputStream
@@ -19,6 +20,15 @@ StreamEvent = SequenceDelta | RequestOutput
 # Tokens. What a slow reader has not read is merged up to here, so that a connection's buffer, which
 # takes whole deltas, stays small.
 MAX_DELTA_TOKENS = 32
+CANCELLED = "cancelled"  # finish reason of what its client has ended on purpose
+
+
+class Ends(Protocol):
+    """What a reader can do to end a stream; see `Delivery`."""
+
+    def abort(self, stream: RequestStream, reason: str = "abort") -> None: ...
+
+    def cancel(self, stream: RequestStream, index: int) -> None: ...
 
 
 class RequestStream(OutputStream[bytes]):
@@ -39,12 +49,13 @@ class RequestStream(OutputStream[bytes]):
         entry: OpenRequest,
         params: Params,
         tokenizer: Tokenizer | None,
-        abort: Callable[[RequestStream], None],
+        ends: Ends,
     ) -> None:
         super().__init__(entry, params, tokenizer, entry.prompt)
         self.entry = entry
         entry.samples = self.samples  # with which the next engine process can go on
-        self._abort = abort
+        self.cancelled: set[int] = set()  # samples that are to end as soon as they have begun
+        self._ends = ends
         # Not yet read. Their log-probabilities are in the samples, in fewer bytes.
         self._deltas: deque[SequenceDelta] = deque()
         self._growing: dict[int, SequenceDelta] = {}  # of these, the last of each sample
@@ -80,13 +91,21 @@ class RequestStream(OutputStream[bytes]):
     def abort(self) -> None:
         """End the request now, if it has not ended; the iterator then yields the RequestOutput with
         what there is, finish_reason "abort" where a sample had not finished."""
-        self._abort(self)
+        self._ends.abort(self)
+
+    def cancel(self, index: int | None = None) -> None:
+        """End one sample, or all of them, as the client wishes: the finish_reason is "cancelled".
+        The others go on."""
+        if index is None:
+            self._ends.abort(self, CANCELLED)
+        else:
+            self._ends.cancel(self, index)
 
     async def __aenter__(self) -> RequestStream:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        self._abort(self)
+        self._ends.abort(self)
 
     # ---------------------------------------------------------------- for the client
 

@@ -19,7 +19,9 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.http.bodies import B, read_body
 from octavo.server.http.errors import ApiError
 from octavo.server.http.file_store import FileStore
+from octavo.server.http.forks import Forks
 from octavo.server.http.keys import Tenant
+from octavo.server.http.responses import Responses
 from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenIds, TokenTexts
 
@@ -49,9 +51,13 @@ class Context:
     opening: set[str] = field(default_factory=set)  # ids of requests that are being queued
     storage: Storage | None = None  # None: the server keeps no files
     token_ids: TokenTexts = field(init=False)  # `texts`, for those who want ids instead
+    responses: Responses = field(init=False)  # that can be forked
+    forks: Forks = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TokenIds(self.client.tokenizer))
+        object.__setattr__(self, "responses", Responses(self.settings.max_forkable))
+        object.__setattr__(self, "forks", Forks(self.settings.max_forkable))
 
     @property
     def fingerprint(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -16,9 +16,9 @@ from fastapi import Request, Response
 
 from octavo.engine.validation import Prompt
 from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
-from octavo.server.engine_process.stream import RequestStream
+from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.http.answers import PLAIN, AnswerReader
-from octavo.server.http.context import Context, context_of, reply, request_id_of
+from octavo.server.http.context import Context, context_of, reply, request_id_of, tenant_of
 from octavo.server.http.errors import as_api_error
 from octavo.server.http.generation import GenerationBody, Params
 from octavo.server.http.prompts import truncated
@@ -83,13 +83,17 @@ class Writer(ABC, Generic[BodyT, ChoiceT]):
     def beam_choices(self, prompt: int, output: RequestOutput) -> list[ChoiceT]:
         """Finished beams, as pieces of a stream."""
 
+    def items(self) -> AsyncIterator[tuple[int, StreamEvent]]:
+        """What comes of the prompts, each item with the number of its prompt."""
+        return merged(self.streams)
+
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The reply as server-sent events; those that come together are one item."""
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         continuous = options is not None and bool(options.continuous_usage_stats)
         try:
-            async for prompt, item in merged(self.streams):
+            async for prompt, item in self.items():
                 if isinstance(item, SequenceDelta):
                     choices = self.delta_choices(prompt, item)
                 else:
@@ -181,13 +185,20 @@ class Dialect(Generic[BodyT]):
         streams = await open_streams(request, body, prompts, params, self.client_names)
         writer = self.writer(request, body, model, streams)
         writer.reader = reader
+        response = context.responses.begin(
+            writer.id, tenant_of(request), streams, writer.num_samples
+        )
+
+        def end() -> None:
+            close(streams)
+            context.responses.end(response)
+
         if body.stream:
-            ping_seconds = context.settings.ping_seconds
-            return EventStream(writer.events(), ping_seconds, lambda: close(streams))
+            return EventStream(writer.events(), context.settings.ping_seconds, end)
         try:
             return reply(writer.whole(await results(streams)))
         finally:
-            close(streams)
+            end()
 
 
 def in_order(output: RequestOutput) -> list[SequenceOutput]:

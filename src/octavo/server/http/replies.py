@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 FINISH = (
     "stop: an end or a stop string; length: max_tokens or the end of the context; tool_calls: the "
-    "end of an output that calls tools."
+    "end of an output that calls tools; cancelled: of a fork, by DELETE."
 )
 STOPPED_BY = "The stop string or token id that ended the output; null for the model's own end."
 

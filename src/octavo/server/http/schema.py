@@ -103,6 +103,8 @@ def describe(app: FastAPI, model_name: str, needs_key: bool) -> dict[str, Any]:
         "request_id": "my-request",
         "file_id": "file-ID",
         "batch_id": "batch-ID",
+        "fork_id": "fork-my-request",
+        "index": "0",
     }
     for path, methods in whole["paths"].items():
         for method, operation in methods.items():

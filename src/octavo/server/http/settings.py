@@ -97,6 +97,9 @@ class ServerSettings:
     """Also log a line per HTTP request of any kind."""
     ping_seconds: float = 15.0
     """Interval of keep-alive comments in event streams; 0: none."""
+    max_forkable: int = 256
+    """Responses that can be forked after their end: those that ended or were forked last; and ended
+    forks that can still be joined."""
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -110,6 +113,8 @@ class ServerSettings:
         for name in ("max_body_bytes", "max_prompts", "max_file_bytes", "max_files"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"{getattr(self, name)} is less than 1")
+        if self.max_forkable < 0:
+            raise ConfigError("max_forkable", f"{self.max_forkable} is less than 0")
         if not 0 <= self.ping_seconds <= DAY:
             raise ConfigError(
                 "ping_seconds", f"{self.ping_seconds} is not between 0 and {DAY} (a day)"

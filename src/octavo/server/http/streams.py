@@ -18,6 +18,7 @@ from octavo.server.engine_process.stream import RequestStream, StreamEvent
 from octavo.server.http.context import context_of, encode, request_id_of, tenant_of
 from octavo.server.http.errors import ApiError, ClientGone, refused
 from octavo.server.http.generation import PromptBody
+from octavo.server.http.responses import Parent
 
 T = TypeVar("T")
 
@@ -36,11 +37,13 @@ async def open_streams(
     prompts: Sequence[Prompt],
     params: Params | Sequence[Params],
     names: Mapping[str, str],
+    parent: Parent | None = None,
 ) -> list[RequestStream]:
     """Queue one request for each prompt: all of them, or none if one is refused.
 
     `params`: for all prompts, or one for each. `names`: the engine's name of a field -> the
-    client's, where that is another one. The caller must `close` the streams.
+    client's, where that is another one. `parent`: what the prompts go on from, if they do. The
+    caller must `close` the streams.
     """
     context = context_of(request)
     if body.priority and context.client.info.policy != "priority":
@@ -49,6 +52,7 @@ async def open_streams(
     request_ids = _engine_ids(request, len(prompts))
     context.opening.update(request_ids)
     each_params = params if isinstance(params, Sequence) else [params] * len(prompts)
+    cache_salt = tenant.cache_salt(body.cache_salt) if parent is None else parent.cache_salt
     tasks = [
         asyncio.ensure_future(
             context.client.generate(
@@ -56,8 +60,9 @@ async def open_streams(
                 own_params,
                 request_id=request_id,
                 priority=body.priority or 0,
-                cache_salt=tenant.cache_salt(body.cache_salt),
+                cache_salt=cache_salt,
                 tenant=tenant.name,
+                home=None if parent is None else parent.replica,
             )
         )
         for prompt, own_params, request_id in zip(prompts, each_params, request_ids, strict=True)

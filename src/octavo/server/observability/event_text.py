@@ -11,7 +11,7 @@ LOOKUP_ENDS = {
     "complete": "the whole prompt is cached, but for the token that must be computed",
     "unknown": "the next block has not been computed before",
     "evicted": "the next block was cached once, and has been overwritten",
-    "differs": "the next block is cached for other tokens; the equal ones were copied",
+    "differs": "the next block is cached for other tokens, or fewer; the equal ones were copied",
     "window": "the next block is cached, but blocks that a sliding window needs are gone",
     "read": "log-probabilities of the prompt, or an embedding, need what follows computed",
     "off": "prefix caching is off",

@@ -1,0 +1,158 @@
+"""The responses that can be forked: those that are being generated, and the latest that ended."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.outputs import SequenceOutput
+from octavo.server.engine_process.journal import OpenRequest
+from octavo.server.engine_process.stream import RequestStream
+from octavo.server.http.errors import ApiError, refused
+from octavo.server.http.keys import Tenant
+
+MAX_TOKENS = 1 << 22  # of all ended responses together, 4 bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """One choice of a response: the tokens that its children go on from."""
+
+    prompt: Sequence[int]  # what the output continues
+    output: Sequence[int]  # so far
+    encoder_token_ids: tuple[int, ...]
+    cache_salt: str
+    has_form: bool  # a grammar holds the output
+    finish_reason: str | None  # None while it runs
+    replica: int | None  # that has it in its cache, if it still has
+    running: tuple[OpenRequest, int] | None = None  # the request and the sample, until its end
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tokens_to(self, position: int) -> list[int]:
+        """Its first `position` tokens."""
+        return [*self.prompt, *self.output][:position]
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """What one id stands for."""
+
+    key: tuple[str, str]  # the tenant's name and the id
+    streams: Sequence[RequestStream]  # () once it has ended
+    num_samples: int  # of each stream
+    choices: Sequence[Parent] = ()  # once it has ended
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+
+class Responses:
+    """Owns what is known of responses. An id is its tenant's own: to another one it is unknown."""
+
+    def __init__(self, max_ended: int) -> None:
+        """`max_ended`: how many are remembered after their end, those that ended or were asked for
+        last."""
+        self._max_ended = max_ended
+        self._open: dict[tuple[str, str], Response] = {}
+        self._ended: OrderedDict[tuple[str, str], Response] = (
+            OrderedDict()
+        )  # those used last come last
+        self._num_tokens = 0  # of the ended ones
+
+    def begin(
+        self, response_id: str, tenant: Tenant, streams: Sequence[RequestStream], num_samples: int
+    ) -> Response:
+        """A response is being generated; a later one of the same id takes its place."""
+        response = Response((tenant.name, response_id), streams, num_samples)
+        self._open[response.key] = response
+        return response
+
+    def end(self, response: Response) -> None:
+        """Keep the tokens of a response, and nothing else of it; its streams have ended."""
+        response.choices = [
+            choice for stream in response.streams for choice in _ended_choices(stream)
+        ]
+        response.streams = ()
+        if self._open.get(response.key) is not response:
+            return  # the id stands for a later one
+        del self._open[response.key]
+        self._forget(response.key)
+        self._ended[response.key] = response
+        self._num_tokens += response.num_tokens
+        while len(self._ended) > self._max_ended or self._num_tokens > MAX_TOKENS:
+            self._forget(next(iter(self._ended)))
+
+    def find(self, response_id: str, tenant: Tenant, index: int) -> Parent:
+        """A choice of a response. Raises ApiError: 404 if there is no such response of the tenant,
+        or none any more; 400 if it has no such choice, or its beams are not known yet."""
+        key = (tenant.name, response_id)
+        response = self._open.get(key) or self._ended.get(key)
+        if response is None:
+            raise ApiError(
+                404,
+                f"parent: no response {response_id[:160]!r} can be forked: there was none, or it "
+                f"is not one of the last {self._max_ended} that ended or were forked",
+                "parent",
+                "response_not_found",
+            )
+        if key in self._ended:
+            self._ended.move_to_end(key)
+        num_choices = len(response.choices) or len(response.streams) * response.num_samples
+        if index >= num_choices:
+            raise refused("choice", f"{index} is not one of the response's {num_choices} choices")
+        if response.choices:
+            return response.choices[index]
+        number, sample_index = divmod(index, response.num_samples)
+        stream = response.streams[number]
+        if not stream.samples:
+            raise refused("parent", "the beams of a search are known at its end; fork it then")
+        return _running_choice(stream, sample_index)
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        known = self._ended.pop(key, None)
+        if known is not None:
+            self._num_tokens -= known.num_tokens
+
+
+def _running_choice(stream: RequestStream, index: int) -> Parent:
+    entry, sample = stream.entry, stream.samples[index]
+    return Parent(
+        entry.prompt_token_ids,
+        sample.token_ids,
+        entry.request.encoder_token_ids,
+        entry.request.cache_salt,
+        entry.request.sampling.grammar is not None,
+        sample.finish_reason,
+        entry.replica,
+        (entry, index),
+    )
+
+
+def _ended_choices(stream: RequestStream) -> list[Parent]:
+    """In the order of the reply's choices."""
+    outputs: Sequence[SequenceOutput] = () if stream.output is None else stream.output.outputs
+    if stream.samples:
+        ends = [(sample.token_ids, sample.finish_reason) for sample in stream.samples]
+    else:
+        best_first = sorted(outputs, key=lambda each: (-(each.score or 0.0), each.index))
+        ends = [(each.token_ids, each.finish_reason) for each in best_first]
+    entry = stream.entry
+    prompt = array("I", entry.prompt_token_ids)
+    return [
+        Parent(
+            prompt,
+            array("I", token_ids),
+            entry.request.encoder_token_ids,
+            entry.request.cache_salt,
+            entry.request.sampling.grammar is not None,
+            reason or "abort",
+            entry.replica,
+        )
+        for token_ids, reason in ends
+    ]

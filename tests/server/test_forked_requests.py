@@ -1,0 +1,184 @@
+"""Requests that go on from another one's tokens, while engine processes die and replicas change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo.outputs import SequenceDelta
+from octavo.server.engine_process.client import EngineClient
+from octavo.server.engine_process.placement import Replication
+from octavo.server.engine_process.stream import RequestStream
+from octavo.server.http.app import create_app
+from octavo.server.http.settings import ServerSettings
+from server.clients import assert_nothing_is_held, complete, kill, run, sampling, symbolic_client
+from server.symbolic_engine import expected_tokens
+
+PROMPT = [1, 2, 3, 4, 5] * 8
+BASE = "http://octavo"
+
+
+def http(client: EngineClient) -> httpx.AsyncClient:
+    app = create_app(client, ServerSettings(("demo",)))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, timeout=60.0)
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"ignore_eos": True, "return_token_ids": True, "seed": 3, **fields}
+
+
+def check(reply: dict[str, Any], num_prompts: int, n: int, num_tokens: int, seed: int = 3) -> None:
+    """All choices have the tokens that their prompts get alone."""
+    choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+    assert [choice["index"] for choice in choices] == list(range(num_prompts * n))
+    for choice in choices:
+        expected = expected_tokens(
+            choice["prompt_token_ids"], seed, choice["index"] % n, num_tokens
+        )
+        assert choice["token_ids"] == expected
+        assert choice["finish_reason"] == "length"
+
+
+async def begin(client: EngineClient, num_tokens: int, until: int) -> RequestStream:
+    """A parent that runs, when some of its tokens have come."""
+    stream = await client.generate(PROMPT, sampling(num_tokens))
+    while len(stream.samples[0].token_ids) < until:
+        assert isinstance(await anext(stream), SequenceDelta)
+    return stream
+
+
+def test_children_outlive_engine_processes() -> None:
+    """Killed again and again, engines give the children of running and ended parents their tokens;
+    and forks in the background can be joined after it."""
+
+    async def test() -> None:
+        async with symbolic_client("step=0.002") as client, http(client) as api:
+            ended = (
+                await api.post("/v1/completions", json=body(prompt=PROMPT, max_tokens=9))
+            ).json()
+            running = asyncio.create_task(
+                api.post(
+                    "/v1/completions",
+                    json=body(prompt=PROMPT, max_tokens=120, seed=4),
+                    headers={"x-request-id": "running"},
+                )
+            )
+            while "running" not in client.open_requests:
+                await asyncio.sleep(0.001)
+            killing = asyncio.create_task(kill(client, 3, 20))
+            forks = []
+            for i, parent in enumerate([ended["id"], "cmpl-running"] * 4):
+                asked = body(parent=parent, suffix=[i], n=1 + i % 3, max_tokens=60)
+                forks.append(asyncio.create_task(api.post("/v1/forks", json=asked)))
+                await asyncio.sleep(0.02)
+            asked = body(parent=ended["id"], children=[{}, {"suffix": [5]}], max_tokens=80)
+            started = (await api.post("/v1/forks", json={**asked, "background": True})).json()
+            for i, fork in enumerate(forks):
+                reply = (await fork).json()
+                check(reply, 1, 1 + i % 3, 60)
+            await killing
+            joined = (await api.get(f"/v1/forks/{started['id']}")).json()
+            check(joined, 2, 1, 80)
+            check((await running).json(), 1, 1, 120, seed=4)
+            assert client.info.num_restarts == 3
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_a_fork_goes_to_the_replica_of_its_parent() -> None:
+    """However busy that one is; and elsewhere if it is gone."""
+
+    async def test() -> None:
+        replication = Replication(2, "load")
+        async with symbolic_client("step=0.002", replication=replication) as client:
+            parent = await begin(client, 400, 20)
+            home = parent.entry.replica
+            assert home is not None
+            tokens = [*PROMPT, *parent.samples[0].token_ids]
+            num_known = len(tokens) - 1
+            others = [asyncio.create_task(complete(client, [i] * 20, 30, i)) for i in range(6)]
+            await asyncio.sleep(0.01)
+            client.offer_tail(parent.entry, 0)
+            child = await client.generate([*tokens, 6], sampling(8), home=home)
+            assert child.entry.replica == home
+            output = await child.result()
+            assert output.outputs[0].token_ids == expected_tokens([*tokens, 6], 0, 0, 8)
+            assert output.num_cached_tokens >= num_known
+            replica = client.replicas[home]
+            assert replica.pid is not None
+            os.kill(replica.pid, signal.SIGKILL)
+            while replica.is_serving:
+                await asyncio.sleep(0)
+            late = await client.generate([*tokens, 5], sampling(8), home=home)
+            assert late.entry.replica == 1 - home
+            assert (await late.result()).outputs[0].token_ids == expected_tokens(
+                [*tokens, 5], 0, 0, 8
+            )
+            await asyncio.gather(*others)
+            parent.abort()
+            while not all(each.is_serving for each in client.replicas):
+                await asyncio.sleep(0.01)
+
+    run(test())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 7])
+def test_a_sample_is_cancelled_alone(num_tokens: int) -> None:
+    """Before it has begun, too: then it ends with its first token."""
+
+    async def test() -> None:
+        async with symbolic_client("step=0.002") as client:
+            stream = await client.generate(PROMPT, sampling(40, n=3))
+            while len(stream.samples[1].token_ids) < num_tokens:
+                await anext(stream)
+            stream.cancel(1)
+            stream.cancel(1)
+            output = await stream.result()
+            reasons = [sample.finish_reason for sample in output.outputs]
+            assert reasons == ["length", "cancelled", "length"]
+            for index, sample in enumerate(output.outputs):
+                expected = expected_tokens(PROMPT, 0, index, len(sample.token_ids))
+                assert sample.token_ids == expected
+            assert len(output.outputs[1].token_ids) < 40
+            await assert_nothing_is_held(client)
+
+    run(test())
+
+
+def test_a_stream_of_a_fork_that_is_closed_ends_its_children() -> None:
+    async def test() -> None:
+        async with symbolic_client("step=0.002") as client, http(client) as api:
+            parent = (
+                await api.post("/v1/completions", json=body(prompt=PROMPT, max_tokens=9))
+            ).json()
+            asked = body(parent=parent["id"], n=4, max_tokens=60, stream=True)
+            reply = await api.post("/v1/forks", json=asked)
+            events = [
+                json.loads(line.removeprefix("data: "))
+                for line in reply.text.split("\n\n")
+                if "{" in line
+            ]
+            pieces: list[list[int]] = [[] for _ in range(4)]
+            for event in events:
+                for choice in event["choices"]:
+                    pieces[choice["index"]] += choice["token_ids"]
+            whole = expected_tokens(PROMPT, 3, 0, 9)
+            prompt = [*PROMPT, *whole]
+            assert pieces == [expected_tokens(prompt, 3, index, 60) for index in range(4)]
+            background = {**asked, "stream": False, "background": True}
+            fork_id = (await api.post("/v1/forks", json=background)).json()["id"]
+            joining = asyncio.create_task(api.get(f"/v1/forks/{fork_id}?stream=true"))
+            await asyncio.sleep(0.03)
+            joining.cancel()  # whoever joins takes nothing with him
+            joined = (await api.get(f"/v1/forks/{fork_id}")).json()
+            check(joined, 1, 4, 60)
+            await assert_nothing_is_held(client)
+
+    run(test())
