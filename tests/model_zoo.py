@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel
 
 from octavo.layers.embedding import Embedding
+from octavo.outputs import RequestOutput
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -478,6 +479,23 @@ def _session_directory() -> Path:
     path = Path(tempfile.mkdtemp(prefix="octavo-models-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
+
+
+def beam_options(width: int) -> dict[str, Any]:
+    """For transformers' generate: a search whose result `check_beams` takes."""
+    return {
+        **{"do_sample": False, "num_beams": width, "num_return_sequences": width},
+        **{"output_scores": True, "return_dict_in_generate": True},
+    }
+
+
+def check_beams(output: RequestOutput, expected: Any, num_given: int) -> None:
+    """Sequences and scores equal those of transformers, which begin with `num_given` tokens."""
+    scores = [beam.score for beam in output.outputs]
+    assert scores == pytest.approx(expected.sequences_scores.tolist(), rel=1e-5)
+    for beam, sequence in zip(output.outputs, expected.sequences.tolist(), strict=True):
+        padded = beam.token_ids + sequence[num_given + len(beam.token_ids) :]
+        assert padded == sequence[num_given:]
 
 
 def embed_as_nan(token_id: int, monkeypatch: pytest.MonkeyPatch) -> None:

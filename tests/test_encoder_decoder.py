@@ -37,8 +37,7 @@ def generate(name: str, prompt: Sequence[int], max_new_tokens: int = NUM_TOKENS,
             torch.tensor([list(prompt)]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
-            **how,
+            **{"do_sample": False} | how,
         )
 
 
@@ -88,21 +87,9 @@ def test_beams_equal_transformers(name: str, width: int) -> None:
             beam_width=width, max_tokens=8, length_penalty=penalty, early_stopping=early
         )
         [output] = llm.beam_search(prompt, params, use_tqdm=False)
-        expected = generate(
-            name,
-            prompt,
-            8,
-            num_beams=width,
-            num_return_sequences=width,
-            length_penalty=penalty,
-            early_stopping=early,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-        scores = [beam.score for beam in output.outputs]
-        assert scores == pytest.approx(expected.sequences_scores.tolist(), rel=1e-5)
-        for beam, sequence in zip(output.outputs, expected.sequences.tolist(), strict=True):
-            assert beam.token_ids + sequence[1 + len(beam.token_ids) :] == sequence[1:]
+        how = {"length_penalty": penalty, "early_stopping": early}
+        expected = generate(name, prompt, 8, **how, **model_zoo.beam_options(width))
+        model_zoo.check_beams(output, expected, 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,17 +221,6 @@ def test_rules_of_the_output_are_those_of_transformers(
     num_tokens = expected.index(1) + 1 if 1 in expected else NUM_TOKENS
     assert len(output.outputs[0].token_ids) == num_tokens
     [output] = llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=8), use_tqdm=False)
-    wanted = generate(
-        name,
-        prompt,
-        8,
-        num_beams=4,
-        num_return_sequences=4,
-        output_scores=True,
-        return_dict_in_generate=True,
-        **rules,
+    model_zoo.check_beams(
+        output, generate(name, prompt, 8, **rules, **model_zoo.beam_options(4)), 1
     )
-    scores = [beam.score for beam in output.outputs]
-    assert scores == pytest.approx(wanted.sequences_scores.tolist(), rel=1e-5)
-    for beam, sequence in zip(output.outputs, wanted.sequences.tolist(), strict=True):
-        assert beam.token_ids + sequence[1 + len(beam.token_ids) :] == sequence[1:]

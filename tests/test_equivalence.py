@@ -86,19 +86,11 @@ def test_beams_equal_transformers(name: str, width: int) -> None:
             expected = model.generate(
                 torch.tensor([prompt]),
                 max_new_tokens=8,
-                do_sample=False,
-                num_beams=width,
-                num_return_sequences=width,
                 length_penalty=penalty,
                 early_stopping=early,
-                output_scores=True,
-                return_dict_in_generate=True,
+                **model_zoo.beam_options(width),
             )
-        scores = [beam.score for beam in output.outputs]
-        assert scores == pytest.approx(expected.sequences_scores.tolist(), rel=1e-5)
-        for beam, sequence in zip(output.outputs, expected.sequences.tolist(), strict=True):
-            padded = beam.token_ids + sequence[len(prompt) + len(beam.token_ids) :]
-            assert padded == sequence[len(prompt) :]
+        model_zoo.check_beams(output, expected, len(prompt))
 
 
 def run_alone(llm: LLM, preempt: bool) -> list[list[int]]:

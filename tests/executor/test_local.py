@@ -184,7 +184,7 @@ def test_the_number_of_threads_holds_while_octavo_computes(
 def test_dummy_weights_depend_on_the_seed_alone() -> None:
     plan = prompt_plan(random_token_ids(30))
     spec = SamplingSpec(num_logprobs=5)
-    plan = replace(plan, opened=[replace(plan.opened[0], sampling=spec)])
+    plan = replace(plan, opened=[plan.opened[0]._replace(sampling=spec)])
     results = [
         make_executor(load_format="dummy", seed=seed).submit(plan).result().logprobs
         for seed in (1, 1, 2)

@@ -115,12 +115,8 @@ def test_plans_and_results_arrive_as_they_were_sent() -> None:
     )
     again = decode_plan(encode_plan(plan))
     assert again == plan
-    assert [type(each) for each in (*again.forks, *again.table_writes, *again.copies)] == [
-        Fork,
-        TableWrite,
-        TableWrite,
-        BlockCopy,
-    ]
+    rows = (*again.forks, *again.opened, *again.table_writes, *again.copies)
+    assert [type(each) for each in rows] == [Fork, OpenedRow, TableWrite, TableWrite, BlockCopy]
     scores = [TokenLogprobs(4, -0.25, 1, ((4, -0.25), (5, -2.0)))]
     found = Candidates(np.array([[1, 2]]), np.array([[-1.0, -2.0]]))
     result = StepResult(7, [4], {1: [4, 5]}, found, {1: scores}, {2: scores}, {3: _not_finite()})

@@ -77,6 +77,18 @@ def attention() -> None:
     replace(crossed, query_lens=(1, 19)).run("triton", "cpu")
 
 
+def encoders() -> None:
+    """With relative biases and without."""
+    from test_bidirectional import attended, layers
+
+    from octavo.ops.cuda.attention_encoder import TritonBidirectional
+
+    cpu, lens = torch.device("cpu"), (150, 20)
+    heads = torch.split(torch.zeros(sum(lens), 6, 128, dtype=torch.bfloat16), 2, dim=1)
+    for has_bias in (True, False):
+        attended(TritonBidirectional(layers(2, 2, 128, has_bias, cpu), cpu), lens, heads)
+
+
 def norms() -> None:
     """All forms in which a norm meets the residual stream, and sums over ranks."""
     from test_all_reduce import Neighbour
@@ -185,6 +197,7 @@ if __name__ == "__main__":
     install()
     experts()
     attention()
+    encoders()
     norms()
     projections()
     draws()

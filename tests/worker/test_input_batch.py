@@ -311,7 +311,7 @@ def test_a_row_that_is_opened_again_has_an_empty_table() -> None:
 def test_any_integer_is_a_seed() -> None:
     batch = make_batch()
     seeds = [0, -1, (1 << 63) - 1, 1 << 63, -(1 << 63), (1 << 64) + 5]
-    rows = [replace(opened(i, 1), seed=seed) for i, seed in enumerate(seeds)]
+    rows = [opened(i, 1)._replace(seed=seed) for i, seed in enumerate(seeds)]
     batch.apply(StepPlan(0, [], [], [], [], opened=rows))
     got = batch.sampling_batch(range(len(seeds)), []).seeds.tolist()
     assert got == [0, -1, (1 << 63) - 1, -(1 << 63), -(1 << 63), 5]

@@ -82,8 +82,7 @@ class SamplingSpec:
         return self.num_prompt_logprobs is not None or self.pools_prompt
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedRow:
+class OpenedRow(NamedTuple):
     """A sequence that starts to run on the worker: new, swapped in, or to be recomputed."""
 
     seq_id: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, cast
 
@@ -18,7 +19,7 @@ from octavo.layers.rotary import rotary_table
 from octavo.models.base import CausalLM
 from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription, NormPlacement
 from octavo.ops import AttentionBackend, RotaryTable
-from octavo.ops.bidirectional import BidirectionalAttention
+from octavo.ops.bidirectional import BidirectionalAttention, TorchBidirectional
 from octavo.ops.communicator import Communicator, Reduction, ReductionSite
 
 
@@ -76,12 +77,24 @@ class DecoderLayer(nn.Module):
                 sum of this rank's, and perhaps in several tensors (Branches).
             residual: [num_tokens, hidden_size], or None if there is nothing to add to.
             backend: has been given the step's metadata.
-            indices: int64, the tokens that go on behind the attention; None: all.
+            indices: int64, the tokens that go on behind the last attention; None: all.
 
         Returns:
             The same two, for the next layer.
         """
         raise NotImplementedError
+
+    @property
+    def last_attention(self) -> Attention | CrossAttention:
+        """The one that the feed-forward block follows."""
+        return self.attention
+
+    def _attend(
+        self, hidden: Tensor, residual: Tensor, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """What the last attention's `output` takes, and the residual that its result is added
+        to."""
+        return self.attention.forward(hidden, backend), residual
 
 
 class PreNormLayer(DecoderLayer):
@@ -104,10 +117,10 @@ class PreNormLayer(DecoderLayer):
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward."""
         hidden, residual = self.attention_norm.forward(hidden, residual)
-        attended = self.attention.forward(hidden, backend)
+        attended, residual = self._attend(hidden, residual, backend)
         if indices is not None:
             attended, residual = attended[indices], residual[indices]
-        hidden = self.attention.output.forward_partial(attended)
+        hidden = self.last_attention.output.forward_partial(attended)
         hidden, residual = self.mlp_norm.forward(hidden, residual)
         return self.mlp.forward(hidden), residual
 
@@ -170,13 +183,18 @@ class PostNormLayer(DecoderLayer):
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward; between such layers, hidden is complete and residual None."""
         assert isinstance(hidden, Tensor)
-        attended = self.attention.forward(hidden, backend)
+        attended, hidden = self._attend(hidden, hidden, backend)
         if indices is not None:
             attended, hidden = attended[indices], hidden[indices]
-        branch = self.attention.output.forward_partial(attended)
-        hidden, _ = self.attention_norm.forward(branch, hidden)
+        branch = self.last_attention.output.forward_partial(attended)
+        hidden, _ = self.norm_of_last_attention.forward(branch, hidden)
         hidden, _ = self.mlp_norm.forward(self.mlp.forward(hidden), hidden)
         return hidden, None
+
+    @property
+    def norm_of_last_attention(self) -> Norm:
+        """Of the residual stream behind `last_attention`."""
+        return self.attention_norm
 
 
 class ParallelLayer(DecoderLayer):
@@ -242,30 +260,23 @@ class CrossLayer(DecoderLayer):
     cross_sites: ClassVar[tuple[ReductionSite, ReductionSite]]
     """What `cross_norm` and `mlp_norm` add up over the ranks."""
 
+    @property
+    def last_attention(self) -> CrossAttention:
+        """See DecoderLayer.last_attention."""
+        return self.cross_attention
+
 
 class PreNormCrossLayer(CrossLayer, PreNormLayer):
     """Each block's input is normalised (T5)."""
 
     cross_sites = ReductionSite.ATTENTION, ReductionSite.CROSS_ATTENTION
 
-    def forward(
-        self,
-        hidden: Branches,
-        residual: Tensor | None,
-        backend: AttentionBackend,
-        indices: Tensor | None = None,
-    ) -> tuple[Branches, Tensor | None]:
-        """See DecoderLayer.forward; `indices` apply behind the cross-attention."""
-        hidden, residual = self.attention_norm.forward(hidden, residual)
-        hidden = self.attention.forward(hidden, backend)
-        hidden = self.attention.output.forward_partial(hidden)
-        hidden, residual = self.cross_norm.forward(hidden, residual)
-        hidden = self.cross_attention.forward(hidden, backend)
-        if indices is not None:
-            hidden, residual = hidden[indices], residual[indices]
-        hidden = self.cross_attention.output.forward_partial(hidden)
-        hidden, residual = self.mlp_norm.forward(hidden, residual)
-        return self.mlp.forward(hidden), residual
+    def _attend(
+        self, hidden: Tensor, residual: Tensor, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        branch = self.attention.output.forward_partial(self.attention.forward(hidden, backend))
+        hidden, residual = self.cross_norm.forward(branch, residual)
+        return self.cross_attention.forward(hidden, backend), residual
 
 
 class PostNormCrossLayer(CrossLayer, PostNormLayer):
@@ -273,26 +284,17 @@ class PostNormCrossLayer(CrossLayer, PostNormLayer):
 
     cross_sites = ReductionSite.CROSS_ATTENTION, ReductionSite.MLP
 
-    def forward(
-        self,
-        hidden: Branches,
-        residual: Tensor | None,
-        backend: AttentionBackend,
-        indices: Tensor | None = None,
-    ) -> tuple[Branches, Tensor | None]:
-        """See DecoderLayer.forward, and PostNormLayer; `indices` apply behind the
-        cross-attention."""
-        assert isinstance(hidden, Tensor)
-        branch = self.attention.forward(hidden, backend)
-        branch = self.attention.output.forward_partial(branch)
-        hidden, _ = self.attention_norm.forward(branch, hidden)
-        attended = self.cross_attention.forward(hidden, backend)
-        if indices is not None:
-            attended, hidden = attended[indices], hidden[indices]
-        branch = self.cross_attention.output.forward_partial(attended)
-        hidden, _ = self.cross_norm.forward(branch, hidden)
-        hidden, _ = self.mlp_norm.forward(self.mlp.forward(hidden), hidden)
-        return hidden, None
+    def _attend(
+        self, hidden: Tensor, residual: Tensor, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        branch = self.attention.output.forward_partial(self.attention.forward(hidden, backend))
+        hidden, _ = self.attention_norm.forward(branch, residual)
+        return self.cross_attention.forward(hidden, backend), hidden
+
+    @property
+    def norm_of_last_attention(self) -> Norm:
+        """See PostNormLayer.norm_of_last_attention."""
+        return self.cross_norm
 
 
 LAYERS: dict[NormPlacement, type[DecoderLayer]] = {
@@ -395,9 +397,19 @@ class Encoder(Stack):
 
     def encode(self, vectors: Tensor, positions: Tensor, lens: Sequence[int]) -> Tensor:
         """Hidden states of whole inputs: embeddings [num_tokens, hidden_size] -> the same."""
+        self._attention.plan(lens, vectors.dtype)
+        return self.forward(vectors, positions, cast(AttentionBackend, self._attention))
+
+    @cached_property
+    def _attention(self) -> BidirectionalAttention:
+        """Made when the weights are loaded."""
         specs = [cast(DecoderLayer, layer).attention.spec for layer in self.layers]
-        attention = BidirectionalAttention(specs, lens)
-        return self.forward(vectors, positions, cast(AttentionBackend, attention))
+        device = next(self.parameters()).device
+        if device.type == "cuda":
+            from octavo.ops.cuda.attention_encoder import TritonBidirectional
+
+            return TritonBidirectional(specs, device)
+        return TorchBidirectional(specs, device)
 
 
 class Decoder(Stack, CausalLM):

@@ -1,7 +1,7 @@
 """Attention of an encoder: every token of an input sees all of it. Nothing is cached.
 
-Inputs are computed one after the other by torch's own attention, which has fast kernels for it on
-all devices: an input is computed once, for thousands of decoder tokens that read the result.
+On a GPU all inputs of a step are one launch (cuda/attention_encoder.py). On a CPU they are computed
+one after the other by torch's own attention, which computes each as if it were alone.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ class BidirectionalAttention:
 
     score_features = frozenset({"relative_bias"})
 
-    def __init__(self, layers: Sequence[LayerSpec], lens: Sequence[int]) -> None:
-        """lens: tokens of each input, whose tokens follow each other."""
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
         for layer in layers:
             assert layer.features <= self.score_features
             assert layer.window is None
         self._layers = {layer.layer_id: layer for layer in layers}
-        self._lens = list(lens)
-        self._strip: tuple[RelativeBias, Tensor] | None = None  # of the layer before
+        self._device = device
+
+    def plan(self, lens: Sequence[int], dtype: torch.dtype) -> None:
+        """Prepare a step, before the first `forward`.
+
+        Args:
+            lens: tokens of each input, at least 1; inputs follow each other.
+            dtype: of queries, keys and values.
+        """
+        raise NotImplementedError
 
     def forward(
         self,
@@ -45,13 +52,29 @@ class BidirectionalAttention:
         """See AttentionBackend.forward."""
         assert rotary is None, "no encoder that is served has it"
         assert head_norms is None, "no encoder that is served has them"
-        layer = self._layers[layer_id]
+        return self.attend(self._layers[layer_id], query, key, value)
+
+    def attend(self, layer: LayerSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query, key and value as in AttentionBackend.forward -> [num_tokens, heads * head_dim]."""
+        raise NotImplementedError
+
+
+class TorchBidirectional(BidirectionalAttention):
+    """One input after the other, by torch's own attention."""
+
+    def plan(self, lens: Sequence[int], dtype: torch.dtype) -> None:
+        """See BidirectionalAttention.plan."""
+        self._lens = list(lens)
+        self._strip: tuple[RelativeBias, Tensor] | None = None  # of the layer before
+
+    def attend(self, layer: LayerSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See BidirectionalAttention.attend."""
         heads = (each.transpose(0, 1) for each in (query, key, value))
         inputs = (torch.split(each, self._lens, dim=1) for each in heads)
-        outputs = [self._attend(layer, q, k, v) for q, k, v in zip(*inputs, strict=True)]
+        outputs = [self._attend_one(layer, q, k, v) for q, k, v in zip(*inputs, strict=True)]
         return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1)
 
-    def _attend(self, layer: LayerSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_one(self, layer: LayerSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One input: query, key, value [heads, num_tokens, head_dim] -> like query."""
         is_grouped, scale = layer.num_heads != layer.num_kv_heads, layer.scores.scale
         bias, num_tokens = layer.scores.relative_bias, query.shape[1]

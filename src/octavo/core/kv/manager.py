@@ -73,7 +73,8 @@ class KVCacheManager:
         self.block_sizes = tuple(block_size[: len(self.specs)])
         self.encoder_block_sizes = tuple(block_size[len(self.specs) :])
         self.block_size = max(self.block_sizes)
-        self._is_uniform = min(self.block_sizes) == self.block_size
+        self._least_block_size = min(self.block_sizes)
+        self._is_uniform = self._least_block_size == self.block_size
         self._windowed = [  # KV groups whose sequences free blocks while they grow
             group for group, spec in enumerate(self.specs) if not isinstance(spec, FullAttention)
         ]
@@ -315,9 +316,10 @@ class KVCacheManager:
         """
         assert seq.table is None, f"{seq} has blocks already"
         # Free blocks of the hit are counted only if that matters.
-        num_free, most = self.pool.num_free, num_tokens // min(self.block_sizes) + 2
-        num_encoder_tokens = hit.num_encoder_tokens + hit.num_to_encode
-        most = most * len(self.specs) + self.num_encoder_blocks(num_encoder_tokens)
+        num_free, most = self.pool.num_free, num_tokens // self._least_block_size + 2
+        most *= len(self.specs)
+        if hit.encoder_ids:
+            most += self.num_encoder_blocks(hit.num_input_tokens)
         if most > num_free < self.num_new_blocks(hit, num_tokens):
             return None
         changes = Changes()
@@ -325,9 +327,8 @@ class KVCacheManager:
         for ids, shared in zip(table.block_ids, hit.block_ids, strict=True):
             self.pool.share_all(shared)
             ids.extend(shared)
-        for shared in hit.encoder_ids:
-            self.pool.share_all(shared)
-            table.encoder_ids.append(list(shared))
+        if hit.encoder_ids:
+            self._allocate_input(table, hit)
         table.num_registered = hit.num_tokens // self.block_size
         if hit.partial is not None:
             # Held until the step is over: they must not be overwritten before they are copied.
@@ -347,24 +348,31 @@ class KVCacheManager:
         for group in self._windowed:
             table.num_dropped[group] = hit.block_ids[group].count(NULL_BLOCK)
         self._leave_behind(table, hit.num_tokens)  # the copied tokens may have moved a window on
+        new_block = self.pool.allocate
         for ids, size in zip(table.block_ids, self.block_sizes, strict=True):
             while len(ids) * size < num_tokens:
-                ids.append(self.pool.allocate())
-        if hit.num_to_encode:
-            table.has_new_input = True
-            for ids, size in zip(table.encoder_ids, self.encoder_block_sizes, strict=True):
-                while len(ids) * size < hit.num_to_encode:
-                    ids.append(self.pool.allocate())
+                ids.append(new_block())
         changes.table_writes = self.table_writes(seq)
         table.writable_until = self._capacity(table)
         if hit.ended_by != "not_asked" and seq.request.num_preemptions == 0:
-            self.num_lookup_tokens += num_encoder_tokens + seq.num_tokens
+            self.num_lookup_tokens += hit.num_input_tokens + seq.num_tokens
             self.num_hit_tokens += hit.num_found_tokens
         if self.enable_prefix_caching:
             self._prefixes.announce(seq, num_tokens)
         if self.on_allocate is not None:
             self.on_allocate(seq, hit)
         return changes
+
+    def _allocate_input(self, table: BlockTable, hit: PrefixHit) -> None:
+        """Give a table the blocks of its encoder input: those of the hit, or new ones, and then the
+        hit has no others that they could overwrite."""
+        for shared, size in zip(hit.encoder_ids, self.encoder_block_sizes, strict=True):
+            self.pool.share_all(shared)
+            ids = list(shared)
+            while len(ids) * size < hit.num_to_encode:
+                ids.append(self.pool.allocate())
+            table.encoder_ids.append(ids)
+        table.has_new_input = hit.num_to_encode > 0
 
     def without_partial(self, hit: PrefixHit) -> PrefixHit:
         """The same hit without its partial block."""
@@ -401,9 +409,10 @@ class KVCacheManager:
             taken += self.pool.count_free(shared)
         if hit.partial is not None:
             taken += self.pool.count_free(hit.partial)
-        for shared in hit.encoder_ids:
-            taken += self.pool.count_free(shared)
-        return taken + self.num_encoder_blocks(hit.num_to_encode)
+        if hit.encoder_ids:
+            taken += self.num_encoder_blocks(hit.num_to_encode)
+            taken += sum(map(self.pool.count_free, hit.encoder_ids))
+        return taken
 
     def append(self, targets: Seq[tuple[Sequence, int]]) -> Changes | None:
         """Allocate the blocks that each sequence needs for its target number of tokens.

@@ -55,6 +55,11 @@ class PrefixHit:
         return self.awaited is not None
 
     @property
+    def num_input_tokens(self) -> int:
+        """Tokens of the encoder's input."""
+        return self.num_encoder_tokens + self.num_to_encode
+
+    @property
     def num_found_tokens(self) -> int:
         """Tokens of the encoder's input and of the sequence that need not be computed."""
         return self.num_encoder_tokens + self.num_tokens

@@ -5,15 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octavo.json_fields import Fields
-from octavo.layers.config import (
-    AttentionConfig,
-    EmbeddingScale,
-    MLPConfig,
-    NormConfig,
-    PositionTable,
-)
+from octavo.layers.config import EmbeddingScale, MLPConfig, NormConfig, PositionTable
 from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription
-from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, divided_head_dim
+from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, plain_attention
 from octavo.models.family import Family, WeightNames
 
 POSITION_OFFSET = 2  # the table of positions begins with two rows that are never used
@@ -112,17 +106,8 @@ def _read_layers(config: Fields, side: str, hidden: int) -> tuple[LayerConfig, .
     """The layers of the encoder or of the decoder, all alike."""
     num_layers = config.count(f"{side}_layers", 12, MAX_LAYERS)
     heads = config.count(f"{side}_attention_heads", 16)
-    head_dim = divided_head_dim(config, hidden, heads)
     layer = LayerConfig(
-        attention=AttentionConfig(
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            qkv_bias=True,
-            output_bias=True,
-        ),
+        attention=plain_attention(config, hidden, heads),
         mlp=MLPConfig(
             kind="plain",
             hidden_size=hidden,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from octavo.json_fields import Fields
-from octavo.layers.config import AttentionConfig, MLPConfig, NormConfig
+from octavo.layers.config import MLPConfig, NormConfig
 from octavo.models.config import LayerConfig, ModelDescription
 from octavo.models.families.common import (
     MAX_ALIBI_HEADS,
     MAX_LAYERS,
     alibi_slopes,
-    divided_head_dim,
+    plain_attention,
 )
 from octavo.models.family import Family, WeightNames
 
@@ -40,19 +42,10 @@ def read(config: Fields) -> ModelDescription:
     hidden = config.count(config.either("hidden_size", "n_embed"), 64)
     heads = config.count(config.either("n_head", "num_attention_heads"), 8, MAX_ALIBI_HEADS)
     num_layers = config.count(config.either("n_layer", "num_hidden_layers"), 2, MAX_LAYERS)
-    head_dim = divided_head_dim(config, hidden, heads)
+    attention = plain_attention(config, hidden, heads)
     norm = NormConfig("layer", hidden, config.number("layer_norm_epsilon", 1e-5))
     layer = LayerConfig(
-        attention=AttentionConfig(
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            alibi_slopes=alibi_slopes(heads),
-            qkv_bias=True,
-            output_bias=True,
-        ),
+        attention=replace(attention, alibi_slopes=alibi_slopes(heads)),
         mlp=MLPConfig(
             kind="plain",
             hidden_size=hidden,

@@ -58,6 +58,22 @@ def divided_head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
+def plain_attention(
+    config: Fields, hidden_size: int, num_heads: int, has_biases: bool = True
+) -> AttentionConfig:
+    """Attention with a KV head for each query head, which share the hidden size."""
+    head_dim = divided_head_dim(config, hidden_size, num_heads)
+    return AttentionConfig(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        qkv_bias=has_biases,
+        output_bias=has_biases,
+    )
+
+
 def read_window(config: Fields) -> int | None:
     """sliding_window, where the family's default is 4,096 and a null turns it off."""
     if config.values.get("sliding_window", 4096) is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from octavo.json_fields import Fields
-from octavo.layers.config import AttentionConfig, MLPConfig, NormConfig, PositionTable
+from octavo.layers.config import MLPConfig, NormConfig, PositionTable
 from octavo.models.config import LayerConfig, ModelDescription
-from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, divided_head_dim
+from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, plain_attention
 from octavo.models.family import Family, WeightNames
 
 WEIGHTS = WeightNames(
@@ -37,8 +39,8 @@ def read(config: Fields) -> ModelDescription:
     heads = config.count(config.either("n_head", "num_attention_heads"), 12)
     num_layers = config.count(config.either("n_layer", "num_hidden_layers"), 12, MAX_LAYERS)
     positions = config.count(config.either("n_positions", "max_position_embeddings"), 1024)
-    head_dim = divided_head_dim(config, hidden, heads)
-    scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
+    attention = plain_attention(config, hidden, heads)
+    scale = attention.scale if config.flag("scale_attn_weights", True) else 1.0
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
     norm = NormConfig("layer", hidden, config.number("layer_norm_epsilon", 1e-5))
     mlp = MLPConfig(
@@ -50,15 +52,7 @@ def read(config: Fields) -> ModelDescription:
     )
     layers = [
         LayerConfig(
-            attention=AttentionConfig(
-                hidden_size=hidden,
-                num_heads=heads,
-                num_kv_heads=heads,
-                head_dim=head_dim,
-                scale=scale / (i + 1 if by_layer else 1),
-                qkv_bias=True,
-                output_bias=True,
-            ),
+            attention=replace(attention, scale=scale / (i + 1 if by_layer else 1)),
             mlp=mlp,
             norm=norm,
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from octavo.json_fields import Fields
-from octavo.layers.config import AttentionConfig, MLPConfig, NormConfig, PositionTable
+from octavo.layers.config import MLPConfig, NormConfig, PositionTable
 from octavo.models.config import LayerConfig, ModelDescription
-from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, divided_head_dim
+from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, plain_attention
 from octavo.models.family import Family, WeightNames
 
 POSITION_OFFSET = 2  # the table of positions begins with two rows that are never used
@@ -39,22 +39,13 @@ def read(config: Fields) -> ModelDescription:
     hidden, heads = config.count("hidden_size", 768), config.count("num_attention_heads", 12)
     num_layers = config.count("num_hidden_layers", 12, MAX_LAYERS)
     positions = config.count("max_position_embeddings", 2048)
-    head_dim = divided_head_dim(config, hidden, heads)
     is_pre_norm = config.flag("do_layer_norm_before", True)
     has_final_norm = is_pre_norm and not config.flag("_remove_final_layer_norm", False)
     bias = config.flag("enable_bias", True)
     affine = config.flag("layer_norm_elementwise_affine", True)
     norm = NormConfig("layer", hidden, NORM_EPS, affine)
     layer = LayerConfig(
-        attention=AttentionConfig(
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            qkv_bias=bias,
-            output_bias=bias,
-        ),
+        attention=plain_attention(config, hidden, heads, bias),
         mlp=MLPConfig(
             kind="plain",
             hidden_size=hidden,

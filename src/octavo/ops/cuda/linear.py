@@ -112,8 +112,9 @@ def linear_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-    if epilogue == Epilogue.RELU and bias is not None and _addmm_activation is not None:
-        result: Tensor = _addmm_activation(bias, x, weight.t())
+    if epilogue == Epilogue.RELU and _addmm_activation is not None:
+        shift = _zeros(len(weight), x.dtype, x.device) if bias is None else bias
+        result: Tensor = _addmm_activation(shift, x, weight.t())
         return result
     if epilogue.is_gated and bias is None and pays_in_halves(len(x), *weight.shape):
         return apply_gate(_halves(x, weight), epilogue)
@@ -121,6 +122,12 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: Epilogue) -
     if epilogue == Epilogue.RELU:
         return y.relu_()
     return apply_gate(y, epilogue) if epilogue.is_gated else apply_epilogue(y, epilogue)
+
+
+@cache
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A bias for products that have none, of which cuBLAS has no fused form."""
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def _halves(x: Tensor, weight: Tensor) -> Tensor:

@@ -205,11 +205,6 @@ def _normed_branch(
 
 
 @triton.jit
-def _added(values, residual, row, columns, inside, size):
-    return values + tl.load(residual + row * size + columns, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _scale_and_shift(weight, bias, inside, columns):
     """1 and 0 for what is None; loaded before the preceding kernel has ended (pdl.py)."""
     scale = 1.0
@@ -266,6 +261,10 @@ def _norm_kernel(
     branch_scale, branch_shift = _scale_and_shift(branch_weight, branch_bias, inside, columns)
     twin_scale, twin_shift = _scale_and_shift(twin_weight, twin_bias, inside, columns)
     wait_previous(PDL)
+    residual_row = 0.0
+    if ADDS and not TWO_SHOT:  # asked for before the sums over the row, for which threads wait
+        places = residual + row * size + columns
+        residual_row = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     start = x + (row // heads) * row_stride + (row % heads) * head_stride
     values = _sum_of_splits(start, split_stride, inside, columns, SPLITS)
     if SECOND_SPLITS > 0:
@@ -280,7 +279,8 @@ def _norm_kernel(
             values = _normed_branch(
                 values, branch_scale, branch_shift, inside, size, eps, IS_RMS, NORMS_BRANCH
             )
-            values = _added(values, residual, row, columns, inside, size)
+            places = residual + row * size + columns
+            values += tl.load(places, mask=inside, other=0.0).to(tl.float32)
             total = send_complete_row(
                 values.to(SENT), peers, row, columns, inside, size, slot_rows, RANK, RANKS
             )
@@ -300,8 +300,7 @@ def _norm_kernel(
         )
         if ADDS:
             # The sum is rounded before it is normalised: later layers see the same numbers.
-            values = _added(values, residual, row, columns, inside, size)
-            total = values.to(residual.dtype.element_ty)
+            total = (values + residual_row).to(residual.dtype.element_ty)
             tl.store(residual + row * size + columns, total, mask=inside)
             values = total.to(tl.float32)
     if out is not None:

@@ -20,4 +20,5 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may take; a CPU's interpreter has no limit."""
     if device.type != "cuda":
         return MUCH_SHARED_MEMORY
-    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
