@@ -20,6 +20,7 @@ from octavo.core.step import StepResult
 from octavo.errors import ConfigError, ModelError
 from octavo.layers import experts as layers
 from octavo.layers.config import ExpertsConfig
+from octavo.layers.experts import MixtureOfExperts, QuantizedExperts
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
 from octavo.models.registry import read_model_config
@@ -143,6 +144,26 @@ def test_experts_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(quantized, dense), "computed by the same kernels"
     torch.testing.assert_close(quantized, dense, rtol=1e-4, atol=1e-4)
     assert torch.equal(quantized.argmax(dim=-1), dense.argmax(dim=-1))
+
+
+def test_ranks_keep_parts_of_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Random weights: gates and ups take turns, and down weights are cut along their inputs."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    directory = model_zoo.write_model("gpt_oss", tmp_path / "model", **sizes)
+    fields = json.loads((directory / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(fields))
+    config, x = read_model_config(directory), torch.randn(9, 64)
+
+    def results(config: ModelConfig) -> torch.Tensor:
+        cpu = torch.device("cpu")
+        model = load_model(config, torch.float32, cpu, SingleRank(), "dummy")
+        [block] = [each for each in model.modules() if isinstance(each, MixtureOfExperts)]
+        assert isinstance(block.experts, QuantizedExperts)
+        return block.experts.forward_partial(x, block.router.forward(x))
+
+    ranks = [results(config.sharded(Shard(rank, 2))) for rank in range(2)]
+    torch.testing.assert_close(sum(ranks), results(config), rtol=1e-4, atol=1e-5)
 
 
 def test_layers_with_experts(tmp_path: Path) -> None:

@@ -165,11 +165,14 @@ def draws() -> None:
 
 
 def experts() -> None:
-    """Routing by each rule, and experts of one token, of few and of many for each expert."""
+    """Routing by each rule, and experts of one token, of few and of many for each expert; of all
+    forms of weights."""
     from octavo.ops.cuda import experts as cuda_experts
+    from octavo.ops.cuda import experts_one_packed
     from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
-    from octavo.ops.experts import ExpertWeights, RouterWeights
+    from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, RouterWeights
+    from octavo.ops.quantized import GroupedInt, MxFloat4, ScaledFloat8
     from octavo.routing import RoutingConfig, Scoring
 
     num, size, inner = 32, 704, 192
@@ -188,6 +191,26 @@ def experts() -> None:
             x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
             routed = CudaRouter(router, config, num_hit).apply(x)
             cuda_experts.mix(x, routed, weights, epilogue)
+    for module in (cuda_experts, experts_one_packed):  # what a GPU multiplies in pairs
+        module.has_bfloat16_pairs = lambda device: True
+    dense = torch.randn(num, 2 * inner, size), torch.randn(num, size, inner)
+    zeros = torch.zeros(num, 2 * inner, size // 32, dtype=torch.int16)
+    for quantize in (
+        lambda weight: ScaledFloat8.quantize(weight, (1, weight.shape[2])),
+        lambda weight: ScaledFloat8.quantize(weight, (128, 128)),
+        MxFloat4.quantize,
+        lambda weight: replace(
+            GroupedInt.quantize(weight, 4, 32),
+            zeros=zeros if weight.shape[2] == size else None,
+        ),
+        lambda weight: GroupedInt.quantize(weight, 4, 64),
+    ):
+        forms = QuantizedExpertWeights(*map(quantize, dense))
+        kernel = cuda_experts.CudaExperts.of(forms, Epilogue.SILU_MUL)
+        assert kernel is not None
+        for num_tokens in (1, 2, 128):
+            x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
+            kernel.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.ops.quantized import FormError, GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
+from octavo.ops.quantized import (
+    E2M1,
+    FormError,
+    GroupedInt,
+    MxFloat4,
+    QuantizedWeight,
+    ScaledFloat8,
+)
 
 Make = Callable[[Tensor], QuantizedWeight]
 ALL = slice(0, 384)
@@ -120,3 +127,19 @@ def test_inputs_in_another_order_are_found_again() -> None:
     assert torch.equal(
         GroupedInt.join([form, form]).dequantize(), torch.cat([form.dequantize()] * 2)
     )
+
+
+def test_mxfp4_keeps_its_own_values_and_rounds_others_to_the_nearest() -> None:
+    values = torch.tensor([*E2M1, *(-each for each in E2M1)]).repeat(4, 4)
+    scaled = values * torch.tensor([2.0**-20, 1.0, 2.0, 2.0**30])[:, None]
+    assert torch.equal(MxFloat4.quantize(scaled).dequantize(), scaled)
+    assert torch.equal(MxFloat4.quantize(torch.zeros(1, 32)).dequantize(), torch.zeros(1, 32))
+    dense = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    form = MxFloat4.quantize(dense)
+    steps = torch.exp2(form.exponents.float() - 127).repeat_interleave(32, dim=1)
+    off = (form.dequantize() - dense).abs()
+    is_inside = dense.abs() <= 6 * steps  # larger ones become 6
+    assert (off[is_inside] <= steps[is_inside]).all()
+    assert (off <= 2 * steps).all()
+    with pytest.raises(FormError, match="blocks of 32 do not divide 48 inputs"):
+        MxFloat4.quantize(torch.zeros(2, 48))

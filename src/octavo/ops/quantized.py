@@ -346,7 +346,7 @@ class MxFloat4(QuantizedWeight):
         """
         if dense.shape[-1] % MX_BLOCK:
             raise FormError(f"blocks of {MX_BLOCK} do not divide {dense.shape[-1]} inputs")
-        grouped = _in_groups(dense.float(), MX_BLOCK)
+        grouped = _in_groups(dense.float().contiguous(), MX_BLOCK)
         largest = grouped.abs().amax(dim=-1).clamp_(min=2.0**-125)
         exponents = (largest.frexp().exponent - 3).clamp_(-127, 127)
         scaled = grouped * torch.exp2(-exponents.float()).unsqueeze(-1)

@@ -196,9 +196,12 @@ def _gate_up_packed_kernel(
     gates = weight + gate_row * row_stride
     ups = weight + up_row * row_stride
     pieces = ()
+    up_pieces = ()
     for i in tl.static_range(AHEAD):
-        pieces += (_words_of(gates, is_row, i * BLOCKS, row_stride, BLOCKS),)  # type: ignore[assignment]
-        pieces += (_words_of(ups, is_row, i * BLOCKS, row_stride, BLOCKS),)
+        words = _words_of(gates, is_row, i * BLOCKS, row_stride, BLOCKS)
+        pieces += (words,)  # type: ignore[assignment]
+        words = _words_of(ups, is_row, i * BLOCKS, row_stride, BLOCKS)
+        up_pieces += (words,)  # type: ignore[assignment]
     gate_scales = weight_scales + gate_row * num_scales
     up_scales = weight_scales + up_row * num_scales
     gate_zeros = None
@@ -213,7 +216,7 @@ def _gate_up_packed_kernel(
     for i in tl.static_range(AHEAD):
         start = i * BLOCKS
         acc += _products(
-            pieces[2 * i],
+            pieces[i],
             x_rows,
             is_row,
             gate_scales,
@@ -225,7 +228,7 @@ def _gate_up_packed_kernel(
             ASM,
         )
         up_acc += _products(
-            pieces[2 * i + 1],
+            up_pieces[i],
             x_rows,
             is_row,
             up_scales,

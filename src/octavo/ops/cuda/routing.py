@@ -247,9 +247,10 @@ def _choose(
     if SCORING == SIGMOID:
         scores = 1 / (1 + tl.exp(-logits))
     elif SCORING == SOFTMAX:
-        largest = tl.max(tl.where(is_expert, logits, -float("inf")), 1)
-        scores = tl.where(is_expert, tl.exp(logits - largest[:, None]), 0.0)
-        scores = scores / tl.sum(scores, 1)[:, None]
+        largest = tl.max(tl.where(is_expert, logits, -float("inf")), 1)[:, None]
+        scores = tl.where(is_expert, tl.exp(logits - largest), 0.0)
+        sums = tl.sum(scores, 1)[:, None]
+        scores = scores / sums
     else:
         scores = logits
     choice = scores
@@ -275,8 +276,19 @@ def _choose(
         weights = tl.where(slots[None, :] < TOP_K, weights, 0.0)
     else:
         ids, weights = _choose_in_turn(
-            keys, scores, logits, columns, reach, ALL_EXPERTS, TOP_K, SLOTS, SCORING
+            keys,
+            scores,
+            logits,
+            columns,
+            reach,
+            ALL_EXPERTS,
+            TOP_K,
+            SLOTS,
+            SCORING,
+            correction is None,
         )
+        if correction is None and SCORING == SOFTMAX and GROUPS == 1:
+            weights = tl.where(slots[None, :] < TOP_K, tl.exp(weights - largest) / sums, 0.0)
     if RENORMALISES:
         total = tl.sum(weights, 1)
         weights = weights / tl.where(total < LEAST_SUM, LEAST_SUM, total)[:, None]
@@ -294,14 +306,21 @@ def _choose_in_turn(
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     SCORING: tl.constexpr,
+    IN_KEYS: tl.constexpr,
 ):
-    """Ids and weights [TOKENS, SLOTS], one expert after the other."""
+    """Ids and weights [TOKENS, SLOTS], one expert after the other; with IN_KEYS, weights are what
+    keys were made of, which needs no sum over the experts."""
     slots = tl.arange(0, SLOTS)
     ids = tl.zeros([logits.shape[0], SLOTS], tl.int32)
     weights = tl.zeros([logits.shape[0], SLOTS], tl.float32)
     for slot in range(TOP_K):
-        best = _best(keys, ALL_EXPERTS)
-        weight = _at(scores, columns, best)
+        key = tl.max(keys, 1)
+        best = ALL_EXPERTS - 1 - (key & 0xFFFF).to(tl.int32)
+        if IN_KEYS:
+            bits = (key >> 16).to(tl.int32)
+            weight = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        else:
+            weight = _at(scores, columns, best)
         if SCORING == SPARSEMIXER:
             largest = weight[:, None]
             limit = tl.where(tl.abs(logits) > largest, tl.abs(logits), largest)
