@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from octavo.core.step import StepPlan
-from octavo.ops import ScoreFunction
+from octavo.ops import KVScales, ScoreFunction
 from octavo.ops.cuda.attention_prefill import prefill_attention, prefill_config
 from octavo.ops.cuda.attention_scores import KernelScores
 from octavo.ops.cuda.attention_work_items import Sequences, prefill_items
@@ -35,20 +35,23 @@ from octavo.worker.device.cuda import CudaDevice
 from octavo.worker.kv_cache import KVCache
 from octavo.worker.staging import UploadStaging
 
-DECODES = [(64, 1024), (64, 4096), (64, 8192), (256, 1024), (256, 4096), (1, 8192)]
+DECODES = [(64, 1024), (64, 4096), (64, 8192), (256, 1024), (256, 4096), (1, 8192), (16, 32768)]
 SMALL_DECODES = [(1, 1024), (8, 1024)]
 PREFILLS = [(8, 512), (1, 2048), (4, 2048), (1, 8192)]
 Table = dict[str, dict[str, float]]
 
 
-def measure_decode() -> tuple[Table, Table]:
-    """(TB/s of K and V, microseconds per launch) of one layer's decode, including the KV write."""
+def measure_decode(kv_scales: KVScales | None) -> tuple[Table, Table]:
+    """(TB/s of K and V, microseconds per launch) of one layer's decode, including the KV write.
+
+    kv_scales: of an FP8 KV cache.
+    """
     rates: Table = {}
     times: Table = {}
     for model in MODELS:
         rates[model], times[model] = {}, {}
         for num_seqs, context in DECODES + SMALL_DECODES:
-            work = Work(model, num_seqs, context, new=1)
+            work = Work(model, num_seqs, context, new=1, kv_scales=kv_scales)
             launches = max(work.num_layers, min(48, int(4e9 / work.kv_bytes)))
             elapsed = seconds(work.forward, work.num_layers, launches)
             case = f"{num_seqs}x{context}"
@@ -240,10 +243,13 @@ def main() -> None:
     with torch.inference_mode():
         copy_tb_s = round(copy_bandwidth() / 1e12, 2)
         print(f"device-to-device copy: {copy_tb_s} TB/s")
-        rates, times = measure_decode()
+        rates, times = measure_decode(None)
+        fp8_rates, fp8_times = measure_decode(KVScales(0.5, 0.25))
         results = {
             "decode, TB/s of K and V": rates,
             "decode, us": times,
+            "decode with FP8 KV, TB/s of K and V": fp8_rates,
+            "decode with FP8 KV, us": fp8_times,
             **measure_prefill(),
             "block copy, TB/s": measure_copies(),
             "swap of 1,024 tokens, GB/s": measure_swaps(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -142,7 +143,8 @@ def test_all_tiles_find_room_in_an_h200_s_shared_memory(dtype: torch.dtype, head
         rows = max(16, power_of_2(group))
         sizes = [
             (rows, decode.tile, decode.num_stages)
-            for decode in (decode_config(dtype, head_dim, group, pairs) for pairs in (8, 256, 2048))
+            for pairs, is_fp8 in product((8, 256, 2048), (False, True))
+            for decode in [decode_config(dtype, head_dim, group, pairs, is_fp8=is_fp8)]
         ]
         for tiles in (
             prefill_config(dtype, head_dim, group),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo.core.step import BlockCopy, StepPlan
+from octavo.errors import ConfigError
 from octavo.ops import (
     AttentionBatch,
     LayerPlace,
@@ -276,3 +277,20 @@ def test_every_batch_has_a_size(max_num_seqs: int) -> None:
 
 def test_steps_of_fewer_tokens_than_the_smallest_budget_are_captured() -> None:
     assert [size.num_tokens for size in mixed_sizes(4, 40)] == [16, 32]
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_served"), [((8, 0), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_a_gpu_without_fp8_refuses_an_fp8_kv_cache(
+    capability: tuple[int, int], is_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    device = CudaDevice(DEVICE)
+    monkeypatch.setattr(device, "_is_gpu", True)
+    assert device.resolve_kv_dtype("auto", torch.bfloat16) == torch.bfloat16
+    if is_served:
+        assert device.resolve_kv_dtype("fp8", torch.bfloat16) == torch.float8_e4m3fn
+        return
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype.*capability 8\.9 .*this one has 8\.0"):
+        device.resolve_kv_dtype("fp8", torch.bfloat16)

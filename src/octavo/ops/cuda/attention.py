@@ -135,6 +135,7 @@ class TritonBackend:
         }
         self._shapes = list(dict.fromkeys(layer.shape for layer in self._layers.values()))
         self._dtype = dtype
+        self._is_fp8 = kv_cache.dtype == torch.float8_e4m3fn
         self._shared_memory = shared_memory(kv_cache.device)
         self._cascade_supports = {
             shape: support
@@ -192,7 +193,9 @@ class TritonBackend:
             seqs, kv_heads = shape.keys_of(causal, encoded), shape.num_kv_heads
             work = self._cut_cascade(shape, seqs, cascade, num_padded)
             config = decode_config(
-                self._dtype, shape.head_dim, shape.group, num_seqs * kv_heads, self._shared_memory
+                *(self._dtype, shape.head_dim, shape.group, num_seqs * kv_heads),
+                self._shared_memory,
+                self._is_fp8,
             )
             alignment = tile_alignment(config.tile, shape.block_size)
             num_splits = max(1, config.num_programs // kv_heads)

@@ -31,6 +31,24 @@ Heads of 256 (Gemma 3, tiles of 16 keys; by warps, tiles in flight and programs)
           256 x 65            31          22           26
   16 / 8: 64 x 1,024         167         128
           256 x 65            57          42           45
+
+An FP8 cache (heads of 128; by keys per tile, warps, tiles in flight and programs) has half the
+bytes, and takes this many times as long as bf16 with the configuration above:
+                          64, 1, 2, 1056   32, 1, 2, 1056   32, 1, 3, 1056   128, 4, 3, 132
+  32 / 8:  16 x 32,768         0.53             0.65             0.62             1.12
+           64 x 4,096          0.53             0.64             0.62             0.71
+           256 x 1,024         0.55             0.65             0.59             0.62
+           64 x 1,024          0.58             0.66             0.69             0.78
+           8 x 1,024           0.84             0.94             0.87             1.03
+           1 x 1,024           1.19             1.27             1.22             1.19
+           1 x 8,192           1.32             1.43             1.37             1.08
+           256 x 33            1.00             0.78             0.79             2.62
+           1,024 x 65          0.82             0.69             0.72             1.93
+  40 / 40: 64 x 1,024          0.58             0.58             0.57             0.60
+           256 x 33            1.17             0.77             0.83             3.18
+           8 x 1,024           0.62             0.71             0.68             0.63
+One sequence is a matter of latency, to which the conversions add. Other head sizes and groups have
+the tiles of bf16; they were not measured.
 Block ids are carried from tile to tile: loaded in the same iteration, Triton would copy them
 through shared memory, 4 bytes per copy and as many copies as the keys themselves need.
 """
@@ -101,13 +119,22 @@ def decode_config(
     group: int,
     num_pairs: int,
     shared_memory: int = MUCH_SHARED_MEMORY,
+    is_fp8: bool = False,
 ) -> DecodeConfig:
     """The configuration for a step.
 
     group: query heads per KV head; num_pairs: sequences times KV heads; shared_memory: bytes that a
-    program may take.
+    program may take; is_fp8: whether the cache is e4m3.
     """
     padded = max(16, power_of_2(head_dim))
+    is_few = num_pairs <= 16
+    # Queries of up to 16 heads take the rows of one tile, however many there are.
+    if is_fp8 and dtype != torch.float32 and padded == 128 and group <= (7 if is_few else 16):
+        if is_few:
+            return DecodeConfig(128, 4, num_stages=3, num_programs=_SMS)
+        if group == 1 and num_pairs >= 512:
+            return DecodeConfig(32, 1, num_stages=3, num_programs=MAX_PROGRAMS)
+        return DecodeConfig(64, 1, num_stages=2, num_programs=MAX_PROGRAMS)
     if dtype == torch.float32:
         return DecodeConfig(max(16, 2048 // padded), 4, num_stages=2, num_programs=MAX_PROGRAMS)
     is_evenly_cut = num_pairs <= _SMS // 2 and num_pairs * (_SMS // num_pairs) >= 0.9 * _SMS
