@@ -43,14 +43,16 @@ NUM_SMS = 132
 def candidates(
     num_tokens: int, stored: StoredWeight, num_rows: int, is_gated: bool
 ) -> Iterator[Tiles]:
-    tokens = next(size for size in (8, 16, 32, 64, 128, 256) if num_tokens <= size)
+    sizes = [size for size in (8, 16, 32, 64, 128) if num_tokens <= size][:1] or [128, 256]
     width = stored.weight.nbytes // stored.shape[0] / (stored.shape[1] / 128)
     num_blocks = -(-stored.shape[1] // 128)
     halves = 2 if is_gated else 1
-    for rows, per_sm in itertools.product((64, 128), (1, 2, 3)):
+    for tokens, rows, per_sm in itertools.product(sizes, (64, 128), (1, 2, 3)):
         if tokens * rows * halves * per_sm > 64 * 256 * 2 or (per_sm == 3 and tokens > 32):
             continue
-        num_tiles = -(-num_rows // rows)
+        if tokens == 256 and is_gated:
+            continue
+        num_tiles = -(-num_rows // rows) * -(-num_tokens // tokens)
         for fill in (1, 2):
             splits = max(1, min(8, NUM_SMS * per_sm * fill // num_tiles, num_blocks // 4))
             if fill == 2 and (splits == 1 or per_sm > 1):

@@ -2,13 +2,13 @@
 
 As linear_hopper.py: one warp loads tiles of W and x by TMA, and the other warps multiply them by
 wgmma. Here those load a tile of W into registers, in the order in which wgmma takes its left
-operand, and dequantize it there to bfloat16 while the products with the tile before it run. Values
-are exact in bfloat16; scales multiply the float32 sums of a block of 128 inputs, or, if tokens are
+operand, and dequantize it there to x's dtype while the products with the tile before it run. Values
+are exact in 16 bits; scales multiply the float32 sums of a block of 128 inputs, or, if tokens are
 many and registers few, the weights (SCALE). A scale per output multiplies the result.
 
 Integers come packed for this (`pack_integers`): a thread's two neighbouring words hold the pairs of
-inputs that it needs, so that one logical operation makes two bfloat16 numbers of them, by placing
-the bits in the mantissa of 128.0.
+inputs that it needs, so that one logical operation makes two numbers of them, by placing the bits
+in the mantissa of 128.0 (bfloat16) or 1024.0 (float16).
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ _SCALE_SUMS = tl.constexpr(SCALE_SUMS)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _BLOCK = tl.constexpr(BLOCK)
 
-# Two words -> eight pairs of bfloat16 numbers q - 8: (128 + q) - 136.
-_UNPACK_INT4 = tl.constexpr(
-    """{
+# Two words -> eight pairs of numbers q - 8: (128 + q) - 136 in bfloat16.
+_UNPACK_INT4 = """{
     .reg .b32 t, m, h, z;
     mov.b32 m, 0x000F000F;
     mov.b32 h, 0x43004300;
@@ -68,11 +67,9 @@ _UNPACK_INT4 = tl.constexpr(
     sub.rn.bf16x2 $6, $6, z;
     sub.rn.bf16x2 $7, $7, z;
     }"""
-)
 # Two words -> four pairs of q - 128: the low seven bits plus 128, minus 128 or, without the highest
 # bit, 256.
-_UNPACK_INT8 = tl.constexpr(
-    """{
+_UNPACK_INT8 = """{
     .reg .b32 t, l, s, h, a, b;
     mov.b32 l, 0x007F007F;
     mov.b32 s, 0x00800080;
@@ -92,7 +89,23 @@ _UNPACK_INT8 = tl.constexpr(
     lop3.b32 b, t, s, h, 0xEA;
     sub.rn.bf16x2 $3, a, b;
     }"""
-)
+
+
+def _in_float16(assembly: str) -> str:
+    """The same with 1024.0 in place of 128.0, whose mantissa has more bits."""
+    for bfloat, half in (
+        ("0x43004300", "0x64006400"),
+        ("0x43084308", "0x64086408"),
+        ("bf16x2", "f16x2"),
+    ):
+        assembly = assembly.replace(bfloat, half)
+    return assembly
+
+
+_INT4_TO_BFLOAT16 = tl.constexpr(_UNPACK_INT4)
+_INT4_TO_FLOAT16 = tl.constexpr(_in_float16(_UNPACK_INT4))
+_INT8_TO_BFLOAT16 = tl.constexpr(_UNPACK_INT8)
+_INT8_TO_FLOAT16 = tl.constexpr(_in_float16(_UNPACK_INT8))
 
 
 def pack_integers(values: Tensor, bits: int) -> Tensor:
@@ -136,33 +149,45 @@ def _interleave(pieces):
 
 
 @gluon.jit
-def _dequantized(tile, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
-    """A tile in shared memory as bfloat16 [rows, 128], wgmma's left operand in registers."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
-    stored = tile.load(OPERAND)
-    if FORMAT == _FLOAT8:
-        values = stored.to(gl.float16).to(gl.float32).to(gl.bfloat16)
-    elif FORMAT == _INT4:
+def _integers(stored, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
+    """Words [rows, n] -> integers minus half of their range [rows, 128], of DTYPE."""
+    if FORMAT == _INT4 and DTYPE == gl.bfloat16:
         pieces = gl.inline_asm_elementwise(
-            _UNPACK_INT4,
+            _INT4_TO_BFLOAT16,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
             [stored],
             dtype=(gl.bfloat16,) * 8,
             is_pure=True,
             pack=2,
         )
-        values = gl.convert_layout(_interleave(pieces), OPERAND)
-    else:
+    elif FORMAT == _INT4:
         pieces = gl.inline_asm_elementwise(
-            _UNPACK_INT8,
+            _INT4_TO_FLOAT16,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [stored],
+            dtype=(gl.float16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    elif DTYPE == gl.bfloat16:
+        pieces = gl.inline_asm_elementwise(
+            _INT8_TO_BFLOAT16,
             "=&r,=&r,=&r,=&r,r,r",
             [stored],
             dtype=(gl.bfloat16,) * 4,
             is_pure=True,
             pack=2,
         )
-        values = gl.convert_layout(_interleave(pieces), OPERAND)
-    return values
+    else:
+        pieces = gl.inline_asm_elementwise(
+            _INT8_TO_FLOAT16,
+            "=&r,=&r,=&r,=&r,r,r",
+            [stored],
+            dtype=(gl.float16,) * 4,
+            is_pure=True,
+            pack=2,
+        )
+    return _interleave(pieces)
 
 
 @gluon.jit
@@ -172,17 +197,28 @@ def _weights(
     zeros,
     group,
     FORMAT: gl.constexpr,
+    DTYPE: gl.constexpr,
     SCALE: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """See _dequantized; minus zero points, and with SCALE_WEIGHTS times scales."""
-    values = _dequantized(tile, FORMAT, LAYOUT)
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, LAYOUT, k_width=2))
-    if HAS_ZEROS:
-        values = values - zeros.index(group).load(BY_ROW)[:, None]
-    if SCALE == _SCALE_WEIGHTS:
-        values = values * scales.index(group).load(BY_ROW).to(gl.bfloat16)[:, None]
+    """A tile in shared memory as DTYPE [rows, 128], wgmma's left operand in registers.
+
+    Minus zero points, and with SCALE_WEIGHTS times scales.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
+    if FORMAT == _FLOAT8:
+        values = tile.load(OPERAND).to(gl.float16).to(gl.float32)
+        if SCALE == _SCALE_WEIGHTS:
+            values = values * scales.index(group).load(BY_ROW)[:, None]
+        values = values.to(DTYPE)
+    else:
+        values = gl.convert_layout(_integers(tile.load(OPERAND), FORMAT, DTYPE), OPERAND)
+        if HAS_ZEROS:
+            values = values - zeros.index(group).load(BY_ROW)[:, None]
+        if SCALE == _SCALE_WEIGHTS:
+            values = values * scales.index(group).load(BY_ROW).to(DTYPE)[:, None]
     return values
 
 
@@ -234,6 +270,7 @@ def _consume(
     STAGES: gl.constexpr = tiles.shape[0]
     BN: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
+    DTYPE: gl.constexpr = x_tiles.dtype
     first_group = first // GROUP_BLOCKS
     if SCALE != _SCALE_RESULT:
         _stage_scales(scales, staged, row, first_group, num_rows, num_groups, strides)
@@ -251,7 +288,9 @@ def _consume(
     KEEP: gl.constexpr = SCALE != _SCALE_SUMS
     mbarrier.wait(ready.index(0), 0)
     group = 0
-    ws = _weights(tiles.index(0), staged, staged_zeros, group, FORMAT, SCALE, HAS_ZEROS, LAYOUT)
+    ws = _weights(
+        tiles.index(0), staged, staged_zeros, group, FORMAT, DTYPE, SCALE, HAS_ZEROS, LAYOUT
+    )
     for i in range(count):
         stage = i % STAGES
         xs = x_tiles.index(stage).permute((1, 0))
@@ -265,6 +304,7 @@ def _consume(
                 up_staged_zeros,
                 group,
                 FORMAT,
+                DTYPE,
                 SCALE,
                 HAS_ZEROS,
                 LAYOUT,
@@ -279,6 +319,7 @@ def _consume(
                 staged_zeros,
                 next_group,
                 FORMAT,
+                DTYPE,
                 SCALE,
                 HAS_ZEROS,
                 LAYOUT,
@@ -293,6 +334,7 @@ def _consume(
                 staged_zeros,
                 next_group,
                 FORMAT,
+                DTYPE,
                 SCALE,
                 HAS_ZEROS,
                 LAYOUT,
@@ -340,10 +382,10 @@ def quantized_linear_kernel(
     """epilogue(x W^T + b) into out [num_tokens, num_rows].
 
     Args:
-        x, weight: descriptors of bfloat16 [num_tokens, in_features], and of W as it is stored,
+        x, weight: descriptors of x [num_tokens, in_features], of 16 bits, and of W as it is stored,
             float8 [num_rows or 2 * num_rows, in_features] or words as of pack_integers.
         scales: of row r and group g at (r // block_rows) * stride_row + g * stride_group.
-        zeros: bfloat16, minus half of the integers' range, at the same places.
+        zeros: minus half of the integers' range, at the same places.
         out: with PARTIAL float32 [num_splits, num_tokens, num_rows].
         sums: float32 workspace, for SPLITS > 1.
         arrivals: int32, 0 for every tile before and after the kernel.
@@ -378,12 +420,12 @@ def quantized_linear_kernel(
     up_staged = staged
     up_staged_zeros = staged
     if HAS_ZEROS:
-        staged_zeros = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, BN], FLAT)
+        staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, BN], FLAT)
     if GATED:
         up_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, WIDTH], weight.layout)
         up_staged = gl.allocate_shared_memory(gl.float32, [GROUPS, BN], FLAT)
         if HAS_ZEROS:
-            up_staged_zeros = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, BN], FLAT)
+            up_staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, BN], FLAT)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
