@@ -21,6 +21,7 @@ from octavo.ops.cuda import linear_quantized as quantized
 from octavo.ops.cuda.linear import linear
 from octavo.ops.cuda.linear_gemv import Programs, linear_one
 from octavo.ops.cuda.linear_quantized import StoredWeight, Tiles
+from octavo.ops.cuda.quantize import quantize_rows
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
@@ -48,7 +49,9 @@ def candidates(
     num_blocks = -(-stored.shape[1] // 128)
     halves = 2 if is_gated else 1
     for tokens, rows, per_sm in itertools.product(sizes, (64, 128), (1, 2, 3)):
-        if tokens * rows * halves * per_sm > 64 * 256 * 2 or (per_sm == 3 and tokens > 32):
+        if tokens * rows * halves * per_sm > 64 * 256 * 2 or (
+            per_sm == 3 and (tokens > 32 or rows > 64)
+        ):
             continue
         if tokens == 256 and is_gated:
             continue
@@ -66,6 +69,18 @@ def candidates(
                 continue
             is_large = tokens * halves >= 128 and stored.group_blocks > 0
             yield Tiles(tokens, rows, stages, rows // 16, splits, per_sm, per_sm > 1, is_large)
+
+
+def both_rounded(x: Tensor, stored: StoredWeight, is_fast: bool) -> Tensor:
+    rounded, scales = quantize_rows(x)
+    return torch._scaled_mm(
+        rounded,
+        stored.weight.t(),
+        scale_a=scales,
+        scale_b=stored.scales.t(),
+        out_dtype=x.dtype,
+        use_fast_accum=is_fast,
+    )
 
 
 def microseconds(works: list[Callable[[], object]]) -> float:
@@ -160,6 +175,14 @@ def main() -> None:
                         Programs(1, 2048, 2, 1),
                         Programs(4, 2048, 1, 1),
                     )
+                ]
+            if num_tokens >= 64 and kind == "fp8" and not epilogue.is_gated:
+                works += [
+                    (
+                        f"FP8 x FP8, {is_fast}",
+                        lambda s, is_fast=is_fast: out.copy_(both_rounded(x, s, is_fast)),
+                    )
+                    for is_fast in (False, True)
                 ]
             for what, work in works:
                 if arguments.warm and next(counter) % arguments.warm[1] != arguments.warm[0]:
