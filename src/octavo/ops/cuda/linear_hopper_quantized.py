@@ -151,7 +151,7 @@ def _interleave(pieces):
 @gluon.jit
 def _integers(stored, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
     """Words [rows, n] -> integers minus half of their range [rows, 128], of DTYPE."""
-    if FORMAT == _INT4 and DTYPE == gl.bfloat16:
+    if FORMAT == _INT4 and gl.bfloat16 == DTYPE:
         pieces = gl.inline_asm_elementwise(
             _INT4_TO_BFLOAT16,
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
@@ -169,7 +169,7 @@ def _integers(stored, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
             is_pure=True,
             pack=2,
         )
-    elif DTYPE == gl.bfloat16:
+    elif gl.bfloat16 == DTYPE:
         pieces = gl.inline_asm_elementwise(
             _INT8_TO_BFLOAT16,
             "=&r,=&r,=&r,=&r,r,r",
@@ -245,7 +245,8 @@ def _stage_scales(source, target, row, first, num_rows, num_groups, strides):
         for i in gl.static_range(AT_ONCE):
             group = first + start + i
             inside = (rows < num_rows) & (group < num_groups)
-            loaded += (gl.load(places + group * stride_group, mask=inside, other=0.0),)
+            values = gl.load(places + group * stride_group, mask=inside, other=0.0)
+            loaded += (values,)  # type: ignore[assignment]
         for i in gl.static_range(AT_ONCE):
             target.index(start + i).store(loaded[i].to(target.dtype))
 

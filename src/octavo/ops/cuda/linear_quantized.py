@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.cuda.linear import PARTIAL_DTYPE, _descriptor, _workspace, linear, linear_partial
+from octavo.ops.cuda.activation import apply_gate
+from octavo.ops.cuda.linear import PARTIAL_DTYPE, _descriptor, _is_hopper, _workspace, linear
+from octavo.ops.cuda.linear_gemv import Programs, linear_one
 from octavo.ops.cuda.linear_hopper_quantized import (
     BLOCK,
     FLOAT8,
@@ -27,10 +29,15 @@ from octavo.ops.cuda.linear_hopper_quantized import (
     quantized_linear_kernel,
 )
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
-from octavo.ops.epilogue import Epilogue
+from octavo.ops.cuda.quantize import quantize_rows
+from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
+MAX_TOKENS = 256  # that are computed without dequantizing W as a whole
+_NUM_SMS = 132
+_SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _REGISTERS = 65536  # per SM
+_PROGRAMS = Programs(2, 2048, 2, per_sm=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,17 @@ class StoredWeight:
     num_groups: int
     group_blocks: int  # blocks of BLOCK inputs that share a scale; 0: one scale per output
     zeros: Tensor | None  # bfloat16 at the same places as scales, minus half of the range
+    quantizes_inputs: bool = False  # see ScaledFloat8
+
+    @property
+    def row_bytes(self) -> int:
+        """Of BLOCK inputs of a row."""
+        return BLOCK if self.format == FLOAT8 else BLOCK // (2 if self.format == INT4 else 1)
+
+    @property
+    def row_scales(self) -> Tensor:
+        """float32 [1, out_features]: a scale per output, where there are no blocks of inputs."""
+        return self.scales.repeat_interleave(self.block_rows, dim=0)[: self.shape[0]].view(1, -1)
 
     @classmethod
     def of(cls, form: QuantizedWeight) -> StoredWeight | None:
@@ -82,6 +100,7 @@ class StoredWeight:
                 scales.shape[1],
                 columns // BLOCK if columns < size else 0,
                 None,
+                form.quantizes_inputs,
             )
         if isinstance(form, GroupedInt):
             if form.permutation is not None or (form.group < size and form.group % BLOCK):
@@ -132,7 +151,7 @@ def launch(
         scale = SCALE_WEIGHTS if tiles.scales_weights else SCALE_SUMS
     reduces = tiles.splits > 1 and not is_partial
     sums, arrivals = _workspace(x.device)
-    width = BLOCK if stored.format == FLOAT8 else BLOCK // 32 * (4 if stored.format == INT4 else 8)
+    width = stored.row_bytes // stored.weight.element_size()
     quantized_linear_kernel[grid](
         _descriptor(x, tiles.tokens, BLOCK),
         _stored_descriptor(stored.weight, tiles.rows, width),
@@ -175,6 +194,130 @@ def _stored_descriptor(weight: Tensor, rows: int, columns: int):
     element = gl.float8e4nv if weight.dtype == torch.float8_e4m3fn else gl.int32
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
     return TensorDescriptor.from_tensor(weight, [rows, columns], layout)
+
+
+class QuantizedCudaLinear:
+    """Owns W as StoredWeight has it."""
+
+    keeps_weight = True
+
+    def __init__(
+        self, stored: StoredWeight, permutation: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """permutation: int64 [in_features], of the inputs (GroupedInt)."""
+        self._stored = stored
+        self._permutation = permutation
+        _reserve(stored, dtype)
+
+    def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """See LinearKernel.apply."""
+        stored, num_tokens = self._stored, len(x)
+        x = self._aligned(x)
+        num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
+        out = x.new_empty((num_tokens, num_rows))
+        if num_tokens == 1 and stored.format == FLOAT8 and stored.group_blocks == 0:
+            linear_one(
+                x, stored.weight, bias, out, epilogue, stored.scales, stored.block_rows, _PROGRAMS
+            )
+            return out
+        tiles = choose_tiles(num_tokens, stored, epilogue.is_gated)
+        if tiles is None:
+            return self._apply_many(x, bias, epilogue)
+        launch(x, stored, bias, out, epilogue, tiles, is_partial=False)
+        return out
+
+    def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See LinearKernel.apply_partial."""
+        stored, num_tokens = self._stored, len(x)
+        tiles = choose_tiles(num_tokens, stored, False)
+        is_one = num_tokens == 1 and stored.format == FLOAT8 and stored.group_blocks == 0
+        if tiles is None or tiles.splits == 1 or is_one:
+            return self.apply(x, bias, Epilogue.NONE)
+        x = self._aligned(x)
+        shape = (tiles.splits, num_tokens, stored.shape[0])
+        out = x.new_empty(shape, dtype=PARTIAL_DTYPE)
+        launch(x, stored, bias, out, Epilogue.NONE, tiles, is_partial=True)
+        return out
+
+    def _apply_many(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        stored = self._stored
+        if stored.quantizes_inputs and stored.group_blocks == 0:
+            return self._apply_rounded(x, bias, epilogue)
+        dense = _workspaces[x.device, x.dtype][: stored.shape[0] * stored.shape[1]]
+        dense = dense.view(stored.shape)
+        dequantize(stored, dense)
+        return linear(x, dense, bias, epilogue)
+
+    def _apply_rounded(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """With inputs in FP8, too."""
+        rounded, scales = quantize_rows(x)
+        y = torch._scaled_mm(
+            rounded,
+            self._stored.weight.t(),
+            scale_a=scales,
+            scale_b=self._stored.row_scales,
+            bias=bias,
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+        return apply_gate(y, epilogue) if epilogue.is_gated else apply_epilogue(y, epilogue)
+
+    def _aligned(self, x: Tensor) -> Tensor:
+        """The inputs in the order of W's columns, where TMA can fetch them."""
+        if self._permutation is not None:
+            return x.index_select(1, self._permutation)
+        is_aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+        return x if is_aligned else x.contiguous().clone()
+
+
+# Where weights are dequantized, one after the other: as large as the largest one needs.
+_workspaces: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def _reserve(stored: StoredWeight, dtype: torch.dtype) -> None:
+    device, numel = stored.weight.device, stored.shape[0] * stored.shape[1]
+    present = _workspaces.get((device, dtype))
+    if present is None or present.numel() < numel:
+        _workspaces[device, dtype] = torch.empty(numel, dtype=dtype, device=device)
+
+
+def make_kernel(form: QuantizedWeight, dtype: torch.dtype) -> QuantizedCudaLinear | None:
+    """None: no kernel here takes the form, the dtype or the device."""
+    if dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(form.device):
+        return None
+    stored = StoredWeight.of(form)
+    if stored is None:
+        return None
+    permutation = form.permutation if isinstance(form, GroupedInt) else None
+    return QuantizedCudaLinear(stored, permutation, dtype)
+
+
+def choose_tiles(num_tokens: int, stored: StoredWeight, is_gated: bool) -> Tiles | None:
+    """None: so many tokens that W is dequantized, or inputs are rounded."""
+    if num_tokens > MAX_TOKENS:
+        return None
+    num_rows, size = stored.shape
+    halves = 2 if is_gated else 1
+    tokens = next((each for each in (8, 16, 32, 64) if num_tokens <= each), 128)
+    rows = 64
+    num_blocks = triton.cdiv(size, BLOCK)
+    num_tiles = triton.cdiv(num_rows // halves, rows) * triton.cdiv(num_tokens, tokens)
+    per_sm = 2 if tokens * halves <= 64 else 1
+    splits = max(1, min(8, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
+    groups = triton.next_power_of_2(triton.cdiv(num_blocks, splits) if stored.group_blocks else 1)
+    room = _SHARED_MEMORY // per_sm - 4 * groups * rows * halves - 1024
+    stage = stored.row_bytes * rows * halves + 2 * BLOCK * tokens
+    stages = max(2, min(room // stage, 12, triton.cdiv(num_blocks, splits)))
+    return Tiles(
+        tokens,
+        rows,
+        stages,
+        rows // 16,
+        splits,
+        per_sm,
+        per_sm > 1,
+        stored.group_blocks > 0 and tokens * halves >= 128,
+    )
 
 
 @triton.jit

@@ -45,9 +45,10 @@ def _quantize_rows_kernel(x, rounded, scales, stride, size, BLOCK: tl.constexpr,
     inside = columns < size
     wait_previous(PDL)
     values = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    # The sum of differences is NaN if a value is; a maximum may leave NaN out.
-    faults = tl.sum(values - values, 0)
+    is_finite = tl.abs(values) < float("inf")  # not so for NaN
+    values = tl.where(is_finite, values, 0.0)
     scale = tl.maximum(tl.max(tl.abs(values), 0), 1e-12) / _MAX
     values = values / scale
+    scale = tl.where(tl.min(is_finite.to(tl.int32), 0) == 1, scale, float("nan"))
     tl.store(rounded + row * size + columns, values.to(rounded.dtype.element_ty), mask=inside)
-    tl.store(scales + row, scale + faults)
+    tl.store(scales + row, scale)
