@@ -103,7 +103,7 @@ class StoredWeight:
                 form.quantizes_inputs,
             )
         if isinstance(form, GroupedInt):
-            if form.permutation is not None or (form.group < size and form.group % BLOCK):
+            if form.group < size and form.group % BLOCK:
                 return None
             half = 1 << (form.bits - 1)
             zeros = None if form.zeros is None else (form.zeros - half).t().to(torch.bfloat16)
