@@ -60,14 +60,13 @@ def candidates(
             splits = max(1, min(8, NUM_SMS * per_sm * fill // num_tiles, num_blocks // 4))
             if fill == 2 and (splits == 1 or per_sm > 1):
                 continue
-            groups = -(-num_blocks // splits) if stored.group_blocks else 1
-            groups = 1 << (groups - 1).bit_length()
-            room = SHARED_MEMORY // per_sm - groups * rows * 4 * halves - 1024
+            staged = stored.staged_groups(splits) * rows * 4 * halves
+            room = SHARED_MEMORY // per_sm - staged - 1024
             stage = int(width * rows * halves) + 256 * tokens
             stages = min(room // stage, 12, -(-num_blocks // splits))
             if stages < 2:
                 continue
-            is_large = tokens * halves >= 128 and stored.group_blocks > 0
+            is_large = tokens * halves >= 128 and stored.group > 0
             yield Tiles(tokens, rows, stages, rows // 16, splits, per_sm, per_sm > 1, is_large)
 
 

@@ -150,7 +150,7 @@ def _interleave(pieces):
 
 @gluon.jit
 def _integers(stored, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
-    """Words [rows, n] -> integers minus half of their range [rows, 128], of DTYPE."""
+    """Words [rows, n] -> planes of integers minus half of their range, each [rows, n], of DTYPE."""
     if FORMAT == _INT4 and gl.bfloat16 == DTYPE:
         pieces = gl.inline_asm_elementwise(
             _INT4_TO_BFLOAT16,
@@ -187,7 +187,7 @@ def _integers(stored, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
             is_pure=True,
             pack=2,
         )
-    return _interleave(pieces)
+    return pieces
 
 
 @gluon.jit
@@ -200,11 +200,13 @@ def _weights(
     DTYPE: gl.constexpr,
     SCALE: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
+    PARTS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """A tile in shared memory as DTYPE [rows, 128], wgmma's left operand in registers.
 
-    Minus zero points, and with SCALE_WEIGHTS times scales.
+    Minus zero points, and with SCALE_WEIGHTS times scales; `group` is the first of the tile's
+    PARTS groups.
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
@@ -214,11 +216,19 @@ def _weights(
             values = values * scales.index(group).load(BY_ROW)[:, None]
         values = values.to(DTYPE)
     else:
-        values = gl.convert_layout(_integers(tile.load(OPERAND), FORMAT, DTYPE), OPERAND)
-        if HAS_ZEROS:
-            values = values - zeros.index(group).load(BY_ROW)[:, None]
-        if SCALE == _SCALE_WEIGHTS:
-            values = values * scales.index(group).load(BY_ROW).to(DTYPE)[:, None]
+        planes = _integers(tile.load(OPERAND), FORMAT, DTYPE)
+        NUM: gl.constexpr = 8 if FORMAT == _INT4 else 4
+        done = ()
+        for i in gl.static_range(NUM):
+            values = planes[i]
+            if HAS_ZEROS:
+                values = values - zeros.index(group + i * PARTS // NUM).load(BY_ROW)[:, None]
+            if SCALE == _SCALE_WEIGHTS:
+                values = (
+                    values * scales.index(group + i * PARTS // NUM).load(BY_ROW).to(DTYPE)[:, None]
+                )
+            done += (values,)  # type: ignore[assignment]
+        values = gl.convert_layout(_interleave(done), OPERAND)
     return values
 
 
@@ -262,6 +272,7 @@ def _consume(
     SCALE: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr,
+    PARTS: gl.constexpr,
     LAYOUT: gl.constexpr,
     GATED: gl.constexpr,
 ):
@@ -272,7 +283,7 @@ def _consume(
     BN: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
     DTYPE: gl.constexpr = x_tiles.dtype
-    first_group = first // GROUP_BLOCKS
+    first_group = first // GROUP_BLOCKS * PARTS
     if SCALE != _SCALE_RESULT:
         _stage_scales(scales, staged, row, first_group, num_rows, num_groups, strides)
         if GATED:
@@ -290,14 +301,14 @@ def _consume(
     mbarrier.wait(ready.index(0), 0)
     group = 0
     ws = _weights(
-        tiles.index(0), staged, staged_zeros, group, FORMAT, DTYPE, SCALE, HAS_ZEROS, LAYOUT
+        tiles.index(0), staged, staged_zeros, group, FORMAT, DTYPE, SCALE, HAS_ZEROS, PARTS, LAYOUT
     )
     for i in range(count):
         stage = i % STAGES
         xs = x_tiles.index(stage).permute((1, 0))
         product = warpgroup_mma(ws, xs, acc, use_acc=KEEP, is_async=True)
         after = gl.minimum(i + 1, count - 1)
-        next_group = (first + after) // GROUP_BLOCKS - first_group
+        next_group = (first + after) // GROUP_BLOCKS * PARTS - first_group
         if GATED:
             us = _weights(
                 up_tiles.index(stage),
@@ -308,6 +319,7 @@ def _consume(
                 DTYPE,
                 SCALE,
                 HAS_ZEROS,
+                PARTS,
                 LAYOUT,
             )
             up_product = warpgroup_mma(us, xs, up, use_acc=KEEP, is_async=True)
@@ -323,6 +335,7 @@ def _consume(
                 DTYPE,
                 SCALE,
                 HAS_ZEROS,
+                PARTS,
                 LAYOUT,
             )
             up_product, us = warpgroup_mma_wait(0, deps=[up_product, us])
@@ -338,6 +351,7 @@ def _consume(
                 DTYPE,
                 SCALE,
                 HAS_ZEROS,
+                PARTS,
                 LAYOUT,
             )
             product, ws = warpgroup_mma_wait(0, deps=[product, ws])
@@ -373,6 +387,7 @@ def quantized_linear_kernel(
     SCALE: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     GROUP_BLOCKS: gl.constexpr,
+    PARTS: gl.constexpr,
     GROUPS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
@@ -391,7 +406,8 @@ def quantized_linear_kernel(
         sums: float32 workspace, for SPLITS > 1.
         arrivals: int32, 0 for every tile before and after the kernel.
         num_blocks: of 128 inputs.
-        GROUP_BLOCKS: how many of them share scales.
+        GROUP_BLOCKS: how many of them share scales; 1 if a block has several groups.
+        PARTS: how many groups a block has; 1 if several blocks share scales.
         GROUPS: at least how many groups a split has; a power of 2.
     """
     if PDL and EARLY:
@@ -450,6 +466,7 @@ def quantized_linear_kernel(
                     SCALE,
                     HAS_ZEROS,
                     GROUP_BLOCKS,
+                    PARTS,
                     LAYOUT,
                     GATED,
                 ),

@@ -15,7 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.cuda.activation import apply_gate
-from octavo.ops.cuda.linear import PARTIAL_DTYPE, _descriptor, _is_hopper, _workspace, linear
+from octavo.ops.cuda.linear import (
+    PARTIAL_DTYPE,
+    _descriptor,
+    _is_hopper,
+    _workspace,
+    linear,
+    linear_partial,
+)
 from octavo.ops.cuda.linear_gemv import Programs, linear_one
 from octavo.ops.cuda.linear_hopper_quantized import (
     BLOCK,
@@ -30,6 +37,7 @@ from octavo.ops.cuda.linear_hopper_quantized import (
 )
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.quantize import quantize_rows
+from octavo.ops.cuda.tile_sizes import power_of_2
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
@@ -66,7 +74,7 @@ class StoredWeight:
     stride_group: int
     block_rows: int
     num_groups: int
-    group_blocks: int  # blocks of BLOCK inputs that share a scale; 0: one scale per output
+    group: int  # inputs that share a scale; 0: there is one scale per output
     zeros: Tensor | None  # bfloat16 at the same places as scales, minus half of the range
     quantizes_inputs: bool = False  # see ScaledFloat8
 
@@ -74,6 +82,14 @@ class StoredWeight:
     def row_bytes(self) -> int:
         """Of BLOCK inputs of a row."""
         return BLOCK if self.format == FLOAT8 else BLOCK // (2 if self.format == INT4 else 1)
+
+    def staged_groups(self, splits: int) -> int:
+        """How many groups a split of the inputs may have, rounded up to a power of 2."""
+        if not self.group:
+            return 1
+        num_inputs = triton.cdiv(triton.cdiv(self.shape[1], BLOCK), splits) * BLOCK
+        groups = triton.cdiv(num_inputs, self.group) + (self.group > BLOCK)
+        return power_of_2(groups)
 
     @property
     def row_scales(self) -> Tensor:
@@ -98,12 +114,12 @@ class StoredWeight:
                 1,
                 rows,
                 scales.shape[1],
-                columns // BLOCK if columns < size else 0,
+                columns if columns < size else 0,
                 None,
                 form.quantizes_inputs,
             )
         if isinstance(form, GroupedInt):
-            if form.group < size and form.group % BLOCK:
+            if form.group < size and form.group % BLOCK and form.group not in (32, 64):
                 return None
             half = 1 << (form.bits - 1)
             zeros = None if form.zeros is None else (form.zeros - half).t().to(torch.bfloat16)
@@ -116,7 +132,7 @@ class StoredWeight:
                 num_rows,
                 1,
                 form.scales.shape[1],
-                form.group // BLOCK if form.group < size else 0,
+                form.group if form.group < size else 0,
                 None if zeros is None else zeros.contiguous(),
             )
         return None
@@ -140,15 +156,10 @@ def launch(
         tiles.splits,
     )
     num_blocks = triton.cdiv(size, BLOCK)
-    group_blocks = stored.group_blocks or num_blocks
-    groups = 1
-    if stored.group_blocks:
-        groups = triton.cdiv(triton.cdiv(num_blocks, tiles.splits), group_blocks) + (
-            group_blocks > 1
-        )
     scale = SCALE_RESULT
-    if stored.group_blocks:
-        scale = SCALE_WEIGHTS if tiles.scales_weights else SCALE_SUMS
+    if stored.group:
+        scales_weights = tiles.scales_weights or stored.group < BLOCK
+        scale = SCALE_WEIGHTS if scales_weights else SCALE_SUMS
     reduces = tiles.splits > 1 and not is_partial
     sums, arrivals = _workspace(x.device)
     width = stored.row_bytes // stored.weight.element_size()
@@ -175,8 +186,9 @@ def launch(
         FORMAT=stored.format,
         SCALE=scale,
         HAS_ZEROS=stored.zeros is not None,
-        GROUP_BLOCKS=group_blocks,
-        GROUPS=triton.next_power_of_2(groups),
+        GROUP_BLOCKS=max(1, stored.group // BLOCK) if stored.group else num_blocks,
+        PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
+        GROUPS=stored.staged_groups(tiles.splits),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
@@ -207,46 +219,55 @@ class QuantizedCudaLinear:
         """permutation: int64 [in_features], of the inputs (GroupedInt)."""
         self._stored = stored
         self._permutation = permutation
+        # What torch's product of FP8 with FP8 takes.
+        is_served = dtype == torch.bfloat16 and all(each % 16 == 0 for each in stored.shape)
+        self._rounds_inputs = stored.quantizes_inputs and stored.group == 0 and is_served
+        self._row_scales = stored.row_scales if self._rounds_inputs else None
         _reserve(stored, dtype)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply."""
-        stored, num_tokens = self._stored, len(x)
-        x = self._aligned(x)
-        num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
-        out = x.new_empty((num_tokens, num_rows))
-        if num_tokens == 1 and stored.format == FLOAT8 and stored.group_blocks == 0:
-            linear_one(
-                x, stored.weight, bias, out, epilogue, stored.scales, stored.block_rows, _PROGRAMS
-            )
-            return out
-        tiles = choose_tiles(num_tokens, stored, epilogue.is_gated)
-        if tiles is None:
-            return self._apply_many(x, bias, epilogue)
-        launch(x, stored, bias, out, epilogue, tiles, is_partial=False)
-        return out
+        return self._apply(self._aligned(x), bias, epilogue)
 
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
-        stored, num_tokens = self._stored, len(x)
+        stored, num_tokens, x = self._stored, len(x), self._aligned(x)
         tiles = choose_tiles(num_tokens, stored, False)
-        is_one = num_tokens == 1 and stored.format == FLOAT8 and stored.group_blocks == 0
-        if tiles is None or tiles.splits == 1 or is_one:
-            return self.apply(x, bias, Epilogue.NONE)
-        x = self._aligned(x)
+        if tiles is None and not self._rounds_inputs:
+            return linear_partial(x, self._dense(x.dtype), bias)
+        if tiles is None or tiles.splits == 1 or self._is_gemv(num_tokens):
+            return self._apply(x, bias, Epilogue.NONE)
         shape = (tiles.splits, num_tokens, stored.shape[0])
         out = x.new_empty(shape, dtype=PARTIAL_DTYPE)
         launch(x, stored, bias, out, Epilogue.NONE, tiles, is_partial=True)
         return out
 
-    def _apply_many(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-        stored = self._stored
-        if stored.quantizes_inputs and stored.group_blocks == 0:
-            return self._apply_rounded(x, bias, epilogue)
-        dense = _workspaces[x.device, x.dtype][: stored.shape[0] * stored.shape[1]]
-        dense = dense.view(stored.shape)
-        dequantize(stored, dense)
-        return linear(x, dense, bias, epilogue)
+    def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        stored, num_tokens = self._stored, len(x)
+        num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
+        tiles = choose_tiles(num_tokens, stored, epilogue.is_gated)
+        if tiles is None:
+            if self._rounds_inputs:
+                return self._apply_rounded(x, bias, epilogue)
+            return linear(x, self._dense(x.dtype), bias, epilogue)
+        out = x.new_empty((num_tokens, num_rows))
+        if self._is_gemv(num_tokens):
+            weight, scales, height = stored.weight, stored.scales, stored.block_rows
+            linear_one(x, weight, bias, out, epilogue, scales, height, _PROGRAMS)
+        else:
+            launch(x, stored, bias, out, epilogue, tiles, is_partial=False)
+        return out
+
+    def _is_gemv(self, num_tokens: int) -> bool:
+        """Whether linear_gemv.py computes: it knows no scales of blocks of inputs."""
+        return num_tokens == 1 and self._stored.format == FLOAT8 and self._stored.group == 0
+
+    def _dense(self, dtype: torch.dtype) -> Tensor:
+        """W, until another weight is dequantized."""
+        num_rows, size = self._stored.shape
+        dense = _workspaces[self._stored.weight.device, dtype][: num_rows * size]
+        dequantize(self._stored, dense.view(num_rows, size))
+        return dense.view(num_rows, size)
 
     def _apply_rounded(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """With inputs in FP8, too."""
@@ -255,7 +276,7 @@ class QuantizedCudaLinear:
             rounded,
             self._stored.weight.t(),
             scale_a=scales,
-            scale_b=self._stored.row_scales,
+            scale_b=self._row_scales,
             bias=bias,
             out_dtype=x.dtype,
             use_fast_accum=True,
@@ -304,8 +325,8 @@ def choose_tiles(num_tokens: int, stored: StoredWeight, is_gated: bool) -> Tiles
     num_tiles = triton.cdiv(num_rows // halves, rows) * triton.cdiv(num_tokens, tokens)
     per_sm = 2 if tokens * halves <= 64 else 1
     splits = max(1, min(8, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
-    groups = triton.next_power_of_2(triton.cdiv(num_blocks, splits) if stored.group_blocks else 1)
-    room = _SHARED_MEMORY // per_sm - 4 * groups * rows * halves - 1024
+    staged = 4 * stored.staged_groups(splits) * rows * halves
+    room = _SHARED_MEMORY // per_sm - staged - 1024
     stage = stored.row_bytes * rows * halves + 2 * BLOCK * tokens
     stages = max(2, min(room // stage, 12, triton.cdiv(num_blocks, splits)))
     return Tiles(
@@ -316,7 +337,7 @@ def choose_tiles(num_tokens: int, stored: StoredWeight, is_gated: bool) -> Tiles
         splits,
         per_sm,
         per_sm > 1,
-        stored.group_blocks > 0 and tokens * halves >= 128,
+        stored.group > 0 and tokens * halves >= 128,
     )
 
 
@@ -357,7 +378,7 @@ def _dequantize_int_kernel(
     num_rows,
     size,
     num_blocks,
-    group_blocks,
+    group,
     BITS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -370,18 +391,14 @@ def _dequantize_int_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     block = tl.program_id(1)
-    group = block // group_blocks
-    factors = tl.load(scales + group * num_rows + rows, mask=is_row, other=0.0).to(tl.float32)
-    shift = tl.zeros([ROWS], tl.float32)
-    if HAS_ZEROS:
-        shift = tl.load(zeros + group * num_rows + rows, mask=is_row, other=0.0).to(tl.float32)
     pairs = tl.arange(0, 2 * BITS)
-    places = (rows.to(tl.int64) * num_blocks + block)[:, None] * (4 * BITS) + 2 * pairs[None, :]
+    sources = words + (rows.to(tl.int64) * num_blocks + block)[:, None] * (4 * BITS)
+    sources += 2 * pairs[None, :]
     inner = tl.arange(0, 4 * BITS)
     outputs = out + rows.to(tl.int64)[:, None] * size + inner[None, :]
     wait_previous(PDL)
     for word in tl.static_range(2):
-        stored = tl.load(words + places + word, mask=is_row[:, None], other=0)
+        stored = tl.load(sources + word, mask=is_row[:, None], other=0)
         for plane in tl.static_range(PLANES):
             low = (stored >> (BITS * plane)) & (2 * HALF - 1)
             high = (stored >> (16 + BITS * plane)) & (2 * HALF - 1)
@@ -389,6 +406,11 @@ def _dequantize_int_kernel(
             if BITS == 8:
                 values = values ^ 128
             column = block * 128 + (word * PLANES + plane) * (4 * BITS)
+            places = tl.minimum(column, size - 1) // group * num_rows + rows
+            factors = tl.load(scales + places, mask=is_row, other=0.0).to(tl.float32)
+            shift = tl.zeros([ROWS], tl.float32)
+            if HAS_ZEROS:
+                shift = tl.load(zeros + places, mask=is_row, other=0.0).to(tl.float32)
             dense = (values.to(tl.float32) - HALF - shift[:, None]) * factors[:, None]
             inside = is_row[:, None] & (column + inner < size)[None, :]
             tl.store(outputs + column, dense.to(out.dtype.element_ty), mask=inside)
@@ -399,7 +421,7 @@ def dequantize(stored: StoredWeight, out: Tensor) -> None:
     num_rows, size = stored.shape
     num_blocks = triton.cdiv(size, BLOCK)
     if stored.format == FLOAT8:
-        rows, columns = 16, 512 if stored.group_blocks == 0 else BLOCK
+        rows, columns = 16, 512 if stored.group == 0 else BLOCK
         _dequantize_float8_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(size, columns))](
             stored.weight,
             stored.scales,
@@ -408,7 +430,7 @@ def dequantize(stored: StoredWeight, out: Tensor) -> None:
             size,
             stored.stride_row,
             stored.block_rows,
-            stored.group_blocks * BLOCK or size + columns,
+            stored.group or size + columns,
             ROWS=rows,
             BLOCK=columns,
             **launch_options(out.device),
@@ -423,7 +445,7 @@ def dequantize(stored: StoredWeight, out: Tensor) -> None:
         num_rows,
         size,
         num_blocks,
-        stored.group_blocks or num_blocks,
+        stored.group or size + BLOCK,
         BITS=4 if stored.format == INT4 else 8,
         HAS_ZEROS=stored.zeros is not None,
         ROWS=rows,
