@@ -29,6 +29,8 @@ def test_kernels_compile_for_hopper_without_a_gpu() -> None:
     expected = {"_decode_kernel", "_prefill_kernel", "_cascade_kernel", "_norm_kernel"}
     expected |= {"_linear_one_kernel", "linear_kernel", "_gate_kernel", "_soft_cap_kernel"}
     expected |= {"_peak_kernel", "find_limits", "_sum_kernel", "_draw_kernel"}
+    expected |= {"quantized_linear_kernel", "_dequantize_float8_kernel", "_dequantize_int_kernel"}
+    expected |= {"_quantize_rows_kernel"}
     expected |= {"_route_kernel", "_list_kernel", "_experts_kernel"}
     expected |= {"_gate_up_one_kernel", "_down_one_kernel"}
     assert compiled.keys() >= expected
