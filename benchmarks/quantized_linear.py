@@ -20,7 +20,8 @@ from torch import Tensor
 from octavo.ops.cuda import linear_quantized as quantized
 from octavo.ops.cuda.linear import linear
 from octavo.ops.cuda.linear_gemv import Programs, linear_one
-from octavo.ops.cuda.linear_quantized import StoredWeight, Tiles
+from octavo.ops.cuda.linear_quantized import Tiles
+from octavo.ops.cuda.stored_weights import StoredWeight, dequantize
 from octavo.ops.cuda.quantize import quantize_rows
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
@@ -137,10 +138,10 @@ def main() -> None:
             dequantized = form.dequantize()
             denses = [dense.clone() for _ in range(max(2, int(160e6 // dense.nbytes) + 1))]
             target = torch.empty_like(dense)
-            quantized.dequantize(stored, target)
+            dequantize(stored, target)
             error = (target.float() - dequantized).abs().max() / dequantized.abs().max()
             spent = microseconds(
-                [lambda s=s: quantized.dequantize(s, target) for s in stores]  # type: ignore
+                [lambda s=s: dequantize(s, target) for s in stores]  # type: ignore
             )
             print(f"{name:8} {kind:9} dequantize {spent:7.1f} us, error {error:.1e}", flush=True)
         for num_tokens in arguments.tokens:

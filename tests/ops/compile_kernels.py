@@ -134,8 +134,9 @@ def quantized_projections() -> None:
 
     from octavo.ops.cuda import linear_quantized
     from octavo.ops.cuda.linear_gemv import linear_one
-    from octavo.ops.cuda.linear_quantized import FLOAT8, StoredWeight, choose_tiles, launch
+    from octavo.ops.cuda.linear_quantized import choose_tiles, launch
     from octavo.ops.cuda.quantize import quantize_rows
+    from octavo.ops.cuda.stored_weights import FLOAT8, StoredWeight, dequantize
     from octavo.ops.epilogue import Epilogue
 
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
@@ -146,7 +147,7 @@ def quantized_projections() -> None:
         if stored is None:
             assert name == "mxfloat4"
             continue
-        linear_quantized.dequantize(stored, torch.zeros(128, 1024, dtype=dtype))
+        dequantize(stored, torch.zeros(128, 1024, dtype=dtype))
         for num_tokens, epilogue in ((1, Epilogue.NONE), (64, Epilogue.SILU_MUL)):
             x = torch.zeros(num_tokens, 1024, dtype=dtype)
             out = x.new_zeros(num_tokens, 64 if epilogue.is_gated else 128)

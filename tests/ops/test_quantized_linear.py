@@ -9,10 +9,11 @@ import torch
 from test_quantized_forms import FORMS
 from torch import Tensor
 
-from octavo.ops.cuda import linear_quantized
+from octavo.ops.cuda import stored_weights
 from octavo.ops.cuda.linear_gemv import Programs, linear_one
-from octavo.ops.cuda.linear_quantized import StoredWeight, make_kernel
+from octavo.ops.cuda.linear_quantized import make_kernel
 from octavo.ops.cuda.quantize import quantize_rows
+from octavo.ops.cuda.stored_weights import StoredWeight
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
@@ -51,7 +52,7 @@ def test_weights_are_dequantized_exactly(
     stored = StoredWeight.of(form)
     assert stored is not None
     out = torch.empty(num_rows, size, device=device)
-    linear_quantized.dequantize(stored, out)
+    stored_weights.dequantize(stored, out)
     assert torch.equal(out, form.dequantize())
 
 

@@ -6,16 +6,14 @@ operand, and dequantize it there to x's dtype while the products with the tile b
 are exact in 16 bits; scales multiply the float32 sums of a block of 128 inputs, or, if tokens are
 many and registers few, the weights (SCALE). A scale per output multiplies the result.
 
-Integers come packed for this (`pack_integers`): a thread's two neighbouring words hold the pairs of
-inputs that it needs, so that one logical operation makes two numbers of them, by placing the bits
-in the mantissa of 128.0 (bfloat16) or 1024.0 (float16).
+Integers come packed for this (stored_weights.py): a thread's two neighbouring words hold the pairs
+of inputs that it needs, so that one logical operation makes two numbers of them, by placing the
+bits in the mantissa of 128.0 (bfloat16) or 1024.0 (float16).
 """
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,9 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from octavo.ops.cuda.linear_hopper import _barrier, _finish, _produce
+from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
 
-BLOCK = 128  # inputs of a tile
-FLOAT8, INT4, INT8 = 0, 1, 2  # FORMAT
 SCALE_RESULT, SCALE_SUMS, SCALE_WEIGHTS = 0, 1, 2  # SCALE
 
 _FLOAT8 = tl.constexpr(FLOAT8)
@@ -106,33 +103,6 @@ _INT4_TO_BFLOAT16 = tl.constexpr(_UNPACK_INT4)
 _INT4_TO_FLOAT16 = tl.constexpr(_in_float16(_UNPACK_INT4))
 _INT8_TO_BFLOAT16 = tl.constexpr(_UNPACK_INT8)
 _INT8_TO_FLOAT16 = tl.constexpr(_in_float16(_UNPACK_INT8))
-
-
-def pack_integers(values: Tensor, bits: int) -> Tensor:
-    """Integers in the order in which the kernel unpacks them.
-
-    Args:
-        values: uint8 [out_features, in_features], each of `bits`.
-        bits: 4 or 8. Integers of 8 bits are stored minus 128.
-
-    Returns:
-        int32 [out_features, in_features / 128 * 4 * bits], in_features rounded up. A block of 128
-        inputs are `32 / bits` planes of `4 * bits` inputs. Words 2 i and 2 i + 1 hold the planes'
-        inputs 2 i in their low halves and 2 i + 1 in their high halves: the first half of the
-        planes in the first word, lowest bits first, the others in the second word.
-    """
-    num_planes, width = 32 // bits, 4 * bits
-    if bits == 8:
-        values = values ^ 128
-    values = torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK))
-    rows = len(values)
-    # [rows, blocks, half of the planes, plane, pair, place in the pair]
-    planes = values.view(rows, -1, 2, num_planes // 2, width // 2, 2).permute(0, 1, 4, 2, 5, 3)
-    words = torch.zeros(planes.shape[:-1], dtype=torch.int32, device=values.device)
-    for plane in range(num_planes // 2):
-        words |= planes[..., plane].to(torch.int32) << (bits * plane)
-    low, high = words.unbind(-1)  # of [rows, blocks, pair, word, place]
-    return (low | (high << 16)).reshape(rows, -1).contiguous()
 
 
 @gluon.jit
