@@ -134,8 +134,9 @@ def quantized_projections() -> None:
 
     from octavo.ops.cuda import linear_quantized
     from octavo.ops.cuda.linear_gemv import linear_one
-    from octavo.ops.cuda.linear_quantized import choose_tiles, launch
+    from octavo.ops.cuda.linear_quantized import launch
     from octavo.ops.cuda.quantize import quantize_rows
+    from octavo.ops.cuda.quantized_tiles import choose_tiles
     from octavo.ops.cuda.stored_weights import FLOAT8, StoredWeight, dequantize
     from octavo.ops.epilogue import Epilogue
 

@@ -7,11 +7,12 @@ writing it, and the product with many tokens costs more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 from torch import Tensor
+from triton.testing import do_bench
 
 from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.linear import (
@@ -31,29 +32,19 @@ from octavo.ops.cuda.linear_hopper_quantized import (
 )
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.cuda.quantize import quantize_rows
+from octavo.ops.cuda.quantized_tiles import (
+    Product,
+    Tiles,
+    candidates,
+    choose_tiles,
+    keep_tiles,
+)
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 
-MAX_TOKENS = 256  # that are computed without dequantizing W as a whole
-_NUM_SMS = 132
-_SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _REGISTERS = 65536  # per SM
 _PROGRAMS = Programs(2, 2048, 2, per_sm=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """A configuration of linear_hopper_quantized.py's kernel."""
-
-    tokens: int  # BM
-    rows: int  # BN, of W
-    stages: int
-    warps: int = 4  # that multiply
-    splits: int = 1  # of K
-    per_sm: int = 1  # programs that fit on one SM
-    early: bool = False  # PDL: the next kernel may start from the beginning
-    scales_weights: bool = False  # not the sums
 
 
 def launch(
@@ -231,29 +222,23 @@ def make_kernel(form: QuantizedWeight, dtype: torch.dtype) -> QuantizedCudaLinea
     return QuantizedCudaLinear(stored, permutation, dtype)
 
 
-def choose_tiles(num_tokens: int, stored: StoredWeight, is_gated: bool) -> Tiles | None:
-    """None: so many tokens that W is dequantized, or inputs are rounded."""
-    if num_tokens > MAX_TOKENS:
-        return None
-    num_rows, size = stored.shape
-    halves = 2 if is_gated else 1
-    tokens = next((each for each in (8, 16, 32, 64) if num_tokens <= each), 128)
-    rows = 64
-    num_blocks = triton.cdiv(size, BLOCK)
-    num_tiles = triton.cdiv(num_rows // halves, rows) * triton.cdiv(num_tokens, tokens)
-    per_sm = 2 if tokens * halves <= 64 else 1
-    splits = max(1, min(8, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
-    staged = 4 * stored.staged_groups(splits) * rows * halves
-    room = _SHARED_MEMORY // per_sm - staged - 1024
-    stage = stored.row_bytes * rows * halves + 2 * BLOCK * tokens
-    stages = max(2, min(room // stage, 12, triton.cdiv(num_blocks, splits)))
-    return Tiles(
-        tokens,
-        rows,
-        stages,
-        rows // 16,
-        splits,
-        per_sm,
-        per_sm > 1,
-        stored.group > 0 and tokens * halves >= 128,
-    )
+def measure_tiles(form: QuantizedWeight, num_tokens: int, epilogue: Epilogue) -> dict[Tiles, float]:
+    """Measure the candidates of tiles for products with weights like `form`, and keep the best.
+
+    Weights are read from memory, not from the L2 cache. Inputs are bfloat16.
+
+    Returns:
+        Microseconds of each; empty if there is nothing to choose.
+    """
+    stored = StoredWeight.of(form)
+    product = None if stored is None else Product.of(num_tokens, stored, epilogue.is_gated)
+    if stored is None or product is None:
+        return {}
+    x = torch.randn(num_tokens, product.size, device=form.device, dtype=torch.bfloat16)
+    out = x.new_empty((num_tokens, product.num_rows))
+    times = {}
+    for tiles in candidates(product, stored):
+        work = partial(launch, x, stored, None, out, epilogue, tiles, is_partial=False)
+        times[tiles] = 1e3 * do_bench(work, warmup=5, rep=20, return_mode="median")
+    keep_tiles(form.device, product, min(times, key=lambda tiles: times[tiles]))
+    return times
