@@ -1,13 +1,17 @@
 """y = x W^T on Hopper with W quantized in memory.
 
-Few tokens are computed with W as it is stored (linear_hopper_quantized.py). With many tokens, W is
-dequantized into a workspace first, and computed with as any other weight: that costs as much as
-writing it, and the product with many tokens costs more.
+Few tokens are computed with W as it is stored (linear_hopper_quantized.py). With many tokens, a
+model that was made for it has its inputs rounded to FP8, too. Otherwise W is dequantized into a
+workspace first, and computed with as any other weight: that costs as much as writing it, and the
+product with many tokens costs more.
+
+Not yet measured on a GPU: tiles, and from how many tokens on which way is taken, are reasoned.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -43,6 +47,9 @@ from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, StoredWeight, dequanti
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 
+# With more tokens than these, reading W is no longer what bounds a product, and one of FP8 with FP8
+# is faster.
+MAX_EXACT_TOKENS = 64
 _REGISTERS = 65536  # per SM
 _PROGRAMS = Programs(2, 2048, 2, per_sm=1)
 
@@ -108,7 +115,8 @@ def launch(
     )
 
 
-def _stored_descriptor(weight: Tensor, rows: int, columns: int):
+def _stored_descriptor(weight: Tensor, rows: int, columns: int) -> Any:
+    """The TMA descriptor for fetching blocks [rows, columns] of W as it is stored."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -131,7 +139,7 @@ class QuantizedCudaLinear:
         # What torch's product of FP8 with FP8 takes.
         is_served = dtype == torch.bfloat16 and all(each % 16 == 0 for each in stored.shape)
         self._rounds_inputs = stored.quantizes_inputs and stored.group == 0 and is_served
-        self._row_scales = stored.row_scales if self._rounds_inputs else None
+        self._row_scales = stored.row_scales if self._rounds_inputs else stored.scales
         _reserve(stored, dtype)
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
@@ -141,7 +149,7 @@ class QuantizedCudaLinear:
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
-        tiles = choose_tiles(num_tokens, stored, False)
+        tiles = self._tiles(num_tokens, is_gated=False)
         if tiles is None and not self._rounds_inputs:
             return linear_partial(x, self._dense(x.dtype), bias)
         if tiles is None or tiles.splits == 1 or self._is_gemv(num_tokens):
@@ -154,7 +162,7 @@ class QuantizedCudaLinear:
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         stored, num_tokens = self._stored, len(x)
         num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
-        tiles = choose_tiles(num_tokens, stored, epilogue.is_gated)
+        tiles = self._tiles(num_tokens, epilogue.is_gated)
         if tiles is None:
             if self._rounds_inputs:
                 return self._apply_rounded(x, bias, epilogue)
@@ -166,6 +174,12 @@ class QuantizedCudaLinear:
         else:
             launch(x, stored, bias, out, epilogue, tiles, is_partial=False)
         return out
+
+    def _tiles(self, num_tokens: int, is_gated: bool) -> Tiles | None:
+        """None: W is dequantized, or inputs are rounded."""
+        if self._rounds_inputs and num_tokens > MAX_EXACT_TOKENS:
+            return None
+        return choose_tiles(num_tokens, self._stored, is_gated)
 
     def _is_gemv(self, num_tokens: int) -> bool:
         """Whether linear_gemv.py computes: it knows no scales of blocks of inputs."""

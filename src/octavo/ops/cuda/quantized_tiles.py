@@ -74,7 +74,9 @@ def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
     )  # more of them, and the sums need more registers than there are
     is_large = tokens * halves >= 128
     found = []
-    for rows, per_sm in ((64, 2), (64, 1), (128, 1), (64, 3)):
+    # With many tokens tensor cores must not wait for what prepares their operands: two warpgroups.
+    kinds = ((64, 2), (64, 1), (128, 1), (64, 3)) if tokens < 128 else ((128, 1), (64, 1))
+    for rows, per_sm in kinds:
         if per_sm > 1 and tokens * halves > 64 // (per_sm - 1):
             continue
         tiles = _fitting(product, stored, tokens, rows, per_sm, stored.group > 0 and is_large)
