@@ -37,6 +37,8 @@ from octavo.executor.launching import LocalLauncher
 from octavo.executor.ranks import RankGroup
 
 CONTEXT = 1024
+# Bytes of a weight of a layer's projections with its share of the scales.
+PROJECTION_BYTES = {"none": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
 ENCODER_INPUT = 512
 MAX_TOKENS = 400  # that a sequence may draw
 WARM_UP, STEPS = 12, 48
@@ -77,6 +79,13 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a sequence")
+    parser.add_argument(
+        "--quantization",
+        nargs="*",
+        choices=PROJECTION_BYTES,
+        default=["none"],
+        help="how projections are quantized; several are measured one after the other",
+    )
     arguments = parser.parse_args()
     if arguments.profile:
         os.environ[step_profile.REQUEST] = arguments.profile
@@ -86,9 +95,12 @@ def main() -> None:
     size = arguments.tensor_parallel_size
     bandwidth = 1e12 * card.get("copy_tb_s", math.inf) * size
     results: dict[str, Any] = {}
-    for model, model_impl in product(arguments.models, arguments.model_impl):
+    for model, model_impl, quantization in product(
+        arguments.models, arguments.model_impl, arguments.quantization
+    ):
         engine = make_engine(
             model,
+            quantization=None if quantization == "none" else quantization,
             model_impl=model_impl,
             max_num_seqs=max(arguments.batches or BATCHES[model]),
             max_num_batched_tokens=8192,
@@ -110,10 +122,15 @@ def main() -> None:
             wall = statistics.fmean(walls)
             hit, expected = experts_per_layer(engine, batch, num_hit)
             num_bytes = weight_bytes(engine, batch, hit, expected)
+            described = engine.model_config
+            beside = described.head.num_parameters + described.num_lookup_parameters()
+            in_layers = described.num_parameters() - beside
+            num_bytes -= (2 - PROJECTION_BYTES[quantization]) * in_layers
             num_bytes -= 2 * engine.model_config.num_encoding_parameters()
             num_bytes += batch * kv_bytes_read(engine, arguments.context)
             share = num_bytes / bandwidth / wall
-            name = model if model_impl == "auto" else f"{model}, {model_impl}"
+            details = [each for each in (model_impl, quantization) if each not in ("auto", "none")]
+            name = ", ".join([model, *details])
             if encoding:
                 results[f"{name}@{batch}, encoder"] = encoder_row(engine, model, batch, encoding)
             results[f"{name}@{batch}"] = {

@@ -625,6 +625,17 @@ def test_llama_31(tmp_path: Path) -> None:
     assert config.kv_specs() == [FullAttention()] * 32
 
 
+def test_quantized_weights_take_fewer_bytes(tmp_path: Path) -> None:
+    dense = read(tmp_path, LLAMA_31_8B)
+    fields = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    config = read(tmp_path, LLAMA_31_8B | {"quantization_config": fields})
+    assert dense.least_weight_bytes(2) == dense.weight_bytes(2) == config.weight_bytes(2)
+    layer = dense.layers[0]
+    projections = dense.num_layers * (layer.num_parameters - 2 * layer.norm.num_parameters)
+    saved = dense.weight_bytes(2) - config.least_weight_bytes(2)
+    assert saved == pytest.approx((2 - 0.5 - 2 / 128) * projections, abs=1)
+
+
 def test_weight_bytes_count_the_rotary_table(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA_31_8B)
     table = 2 * 131072 * 64 * 4  # cos and sin of each position and pair of elements, float32

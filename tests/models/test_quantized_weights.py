@@ -16,9 +16,11 @@ from torch import Tensor
 from octavo import LLM, SamplingParams
 from octavo.errors import ModelError
 from octavo.layers.base import WeightSlot
+from octavo.layers.linear import QuantizedLinear, warn_once
 from octavo.models.loader import build_model, load_weights, weight_targets
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
+from octavo.ops.quantized import GroupedInt, ScaledFloat8
 from octavo.parallel import Shard
 
 SAMPLES = Path(__file__).parent / "quantized"
@@ -36,8 +38,9 @@ class OneOf(SingleRank):
         self.shard = shard
 
 
-def loaded(directory: Path, shard: Shard | None = None) -> dict[str, Tensor]:
-    """The projections' weights in float32, by the checkpoint's names; one rank's slices."""
+def slots(directory: Path, shard: Shard | None = None) -> dict[str, WeightSlot]:
+    """Where the projections' weights go, by the checkpoint's names, once they are loaded; one
+    rank's slices."""
     shard = shard or Shard(0, 1)
     config = read_model_config(directory).sharded(shard)
     model = build_model(config, torch.float32, CPU, OneOf(shard))
@@ -45,10 +48,15 @@ def loaded(directory: Path, shard: Shard | None = None) -> dict[str, Tensor]:
     found = {}
     for name, target in weight_targets(model, config).items():
         if name.endswith("proj.weight"):
-            slots = [each.target for each in target.slices]
-            assert all(isinstance(each, WeightSlot) for each in slots)
-            found[name] = torch.cat([each.dense() for each in slots])
+            (part,) = target.slices
+            assert isinstance(part.target, WeightSlot)
+            found[name] = part.target
     return found
+
+
+def loaded(directory: Path, shard: Shard | None = None) -> dict[str, Tensor]:
+    """The projections' weights in float32, by the checkpoint's names; one rank's slices."""
+    return {name: slot.dense() for name, slot in slots(directory, shard).items()}
 
 
 def probe(size: int) -> Tensor:
@@ -84,6 +92,37 @@ def test_weights_are_those_of_the_quantizer(name: str) -> None:
         # Some quantizers round the dequantized weights to 16 bits.
         error = min((ours - product).abs().max(), (rounded - product).abs().max())
         assert error <= 2e-3 * product.abs().max(), (key, error)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_stay_quantized(name: str) -> None:
+    kinds = {type(slot.content) for slot in slots(SAMPLES / name).values()}
+    if name in ("bitsandbytes_nf4", "bitsandbytes_fp4"):
+        expected: type = Tensor
+    else:
+        expected = ScaledFloat8 if name.startswith(("fp8", "torchao")) else GroupedInt
+    assert kinds == {expected}
+
+
+def test_merged_projections_of_different_forms_are_dequantized(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def leave_out(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{K_PROJ}weight_scale"]
+        tensors[f"{K_PROJ}weight"] = tensors[f"{K_PROJ}weight"].float()
+
+    directory = changed(tmp_path, "fp8_channel", leave_out)
+    config = read_model_config(directory)
+    method = QuantizedLinear(config.layers[0].attention.qkv)
+    names = [f"layers.0.self_attn.{each}_proj" for each in "qkv"]
+    parts = [slots(directory)[f"{name}.weight"] for name in names]
+    assert [type(each.content) for each in parts] == [ScaledFloat8, Tensor, ScaledFloat8]
+    expected = torch.cat([each.dense() for each in parts])
+    method._slots = parts
+    warn_once.cache_clear()
+    method.finalize()
+    assert "merged projections are dequantized: some of them are not quantized" in caplog.text
+    assert torch.allclose(method.forward(torch.eye(128)).t(), expected)
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "packed_int4_asymmetric", "awq", "gptq"])

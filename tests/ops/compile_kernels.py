@@ -140,6 +140,38 @@ def projections() -> None:
     soft_cap(x, 30.0)
 
 
+def quantized_projections() -> None:
+    """Skinny GEMMs of each form, with scales of groups and of outputs; GEMVs; what dequantizes."""
+    from test_quantized_forms import FORMS, dense
+
+    from octavo.ops.cuda import linear_quantized
+    from octavo.ops.cuda.linear_gemv import linear_one
+    from octavo.ops.cuda.linear_quantized import launch
+    from octavo.ops.cuda.quantize import quantize_rows
+    from octavo.ops.cuda.quantized_tiles import choose_tiles
+    from octavo.ops.cuda.stored_weights import FLOAT8, StoredWeight, dequantize
+    from octavo.ops.epilogue import Epilogue
+
+    workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
+    linear_quantized._workspace = lambda device: workspace  # type: ignore[assignment]
+    for i, name in enumerate(FORMS):
+        dtype = torch.float16 if i % 2 else torch.bfloat16
+        stored = StoredWeight.of(FORMS[name](dense(128, 1024).to(dtype)))
+        if stored is None:
+            assert name == "mxfloat4"
+            continue
+        dequantize(stored, torch.zeros(128, 1024, dtype=dtype))
+        for num_tokens, epilogue in ((1, Epilogue.NONE), (64, Epilogue.SILU_MUL)):
+            x = torch.zeros(num_tokens, 1024, dtype=dtype)
+            out = x.new_zeros(num_tokens, 64 if epilogue.is_gated else 128)
+            tiles = choose_tiles(num_tokens, stored, epilogue.is_gated)
+            assert tiles is not None
+            launch(x, stored, out[0], out, epilogue, tiles, is_partial=num_tokens == 1)
+        if stored.format == FLOAT8:
+            linear_one(x[:1], stored.weight, None, out[:1], Epilogue.NONE, stored.scales)
+    quantize_rows(torch.zeros(3, 4096, dtype=torch.bfloat16))
+
+
 def draws() -> None:
     """Greedy, random and limited draws, of whole rows, with masks."""
     from octavo.ops.cuda.sampling import DeviceDraws, sample
@@ -223,5 +255,6 @@ if __name__ == "__main__":
     encoders()
     norms()
     projections()
+    quantized_projections()
     draws()
     print(dict(compiled))

@@ -46,6 +46,7 @@ FORMS: dict[str, Make] = {
     "float8-block": lambda weight: ScaledFloat8.quantize(weight, (128, 128)),
     "int4": lambda weight: GroupedInt.quantize(weight, 4, 128),
     "int4-asymmetric": asymmetric,
+    "int4-small": lambda weight: GroupedInt.quantize(weight, 4, 32),
     "int8-row": lambda weight: GroupedInt.quantize(weight, 8, weight.shape[-1]),
     "mxfloat4": mx_float4,
 }

@@ -311,6 +311,11 @@ class MLPConfig:
         return self.up.num_parameters + self.down.num_parameters
 
     @property
+    def num_quantized_parameters(self) -> int:
+        """Those that stay quantized if the checkpoint has them so."""
+        return self.num_parameters if self.linear_method == "quantized" else 0
+
+    @property
     def num_active_parameters(self) -> int:
         """Those that one token's result depends on: all."""
         return self.num_parameters
@@ -370,6 +375,13 @@ class ExpertsConfig:
     @property
     def num_parameters(self) -> int:
         return self._num_parameters(self.routing.num_experts)
+
+    @property
+    def num_quantized_parameters(self) -> int:
+        """Those that stay quantized if the checkpoint has them so."""
+        shared = 0 if self.shared is None else self.shared.num_quantized_parameters
+        is_quantized = self.method == "quantized"
+        return shared + is_quantized * self.routing.num_experts * self.expert_parameters
 
     @property
     def num_active_parameters(self) -> int:

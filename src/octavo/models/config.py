@@ -84,6 +84,17 @@ class LayerConfig:
         return self._beside_mlp + self.mlp.num_parameters
 
     @property
+    def num_quantized_parameters(self) -> int:
+        """Those that stay quantized if the checkpoint has them so."""
+        attentions = [self.attention, self.cross_attention]
+        projections = sum(
+            each.qkv.num_parameters + each.output.num_parameters
+            for each in attentions
+            if each is not None and each.linear_method == "quantized"
+        )
+        return projections + self.mlp.num_quantized_parameters
+
+    @property
     def num_active_parameters(self) -> int:
         """Those that one token's result depends on: of a mixture of experts, some."""
         return self._beside_mlp + self.mlp.num_active_parameters
@@ -363,6 +374,17 @@ class ModelConfig(ModelDescription):
     quantization: Quantization | None = None  # of the weights in the files
     # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def least_weight_bytes(self, dtype_bytes: int) -> int:
+        """`weight_bytes` where all quantized weights stay quantized: on a GPU that has kernels for
+        their form, unless merged projections differ in it."""
+        total = self.weight_bytes(dtype_bytes)
+        per_weight = None if self.quantization is None else self.quantization.weight_bytes
+        if per_weight is None:
+            return total
+        encoder = () if self.encoder is None else self.encoder.layers
+        num_quantized = sum(each.num_quantized_parameters for each in (*self.layers, *encoder))
+        return total - int((dtype_bytes - per_weight) * num_quantized)
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""

@@ -36,6 +36,13 @@ class Quantization:
     group_size: int | None = None  # inputs that share a scale of integers; None: all of an output
     quantizes_inputs: bool = False  # whether the model was made for inputs in FP8, too
 
+    @property
+    def weight_bytes(self) -> float | None:
+        """Bytes of a weight in its form, with its share of the scales; None: it has no form."""
+        if self.form == "int":
+            return self.num_bits / 8 + (2 / self.group_size if self.group_size else 0)
+        return None if self.form is None else 1.0 if self.form == "float8" else 0.5 + 1 / 32
+
 
 # What the option `quantization` makes of weights that are not quantized, while they are loaded.
 ON_LOAD: Mapping[QuantizationName, Quantization] = {

@@ -78,7 +78,11 @@ def make_quantized_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> Linear
 
     None: there is none on this device, or for such a form.
     """
-    return None
+    if weight.device.type != "cuda":
+        return None
+    from octavo.ops.cuda.linear_quantized import make_kernel
+
+    return make_kernel(weight, dtype)
 
 
 def has_numba_kernel(weight: Tensor) -> bool:

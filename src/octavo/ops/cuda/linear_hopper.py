@@ -63,24 +63,25 @@ def _produce(
 ):
     x_tiles, tiles, up_tiles, ready, free = buffers
     STAGES: gl.constexpr = tiles.shape[0]
-    BK: gl.constexpr = tiles.shape[2]
+    BK: gl.constexpr = x_tiles.shape[2]
+    WIDTH: gl.constexpr = tiles.shape[2]  # BK, unless several weights share an element
     WEIGHT_BYTES: gl.constexpr = weight.block_type.nbytes * (2 if GATED else 1)
     BYTES: gl.constexpr = WEIGHT_BYTES + x.block_type.nbytes
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(weight, tiles, up_tiles, ready, i, row, up_row, (first + i) * BK, GATED)
+        _fetch_weights(weight, tiles, up_tiles, ready, i, row, up_row, (first + i) * WIDTH, GATED)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
         _fetch_tile(x, [token, (first + i) * BK], ready.index(i), x_tiles.index(i))
     for i in range(ahead, count):
         stage = i % STAGES
-        column = (first + i) * BK
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
+        column = (first + i) * WIDTH
         _fetch_weights(weight, tiles, up_tiles, ready, stage, row, up_row, column, GATED)
-        _fetch_tile(x, [token, column], ready.index(stage), x_tiles.index(stage))
+        _fetch_tile(x, [token, (first + i) * BK], ready.index(stage), x_tiles.index(stage))
     if PDL and not EARLY:
         # All loads of W are issued: only now may the next kernel's weights compete with ours.
         tl.extra.cuda.gdc_launch_dependents()

@@ -85,7 +85,7 @@ class CudaDevice(Device):
     def plan_memory(self, demand: Demand) -> None:
         """See Device.plan_memory: only whether the weights fit."""
         self._total_memory = free_memory(demand.config.cache, self.torch_device)
-        weights = demand.model_config.weight_bytes(demand.dtype.itemsize)
+        weights = demand.model_config.least_weight_bytes(demand.dtype.itemsize)
         if weights > self._total_memory:
             raise OutOfMemory(
                 f"the weights take {format_bytes(weights)} in {demand.dtype}, but this process may "

@@ -1,0 +1,121 @@
+"""Projections with quantized weights: kernels alone, beside bf16's and the memory's bandwidth.
+
+Each time is that of one product in a CUDA graph of several, whose weights together do not fit the
+L2 cache. The bandwidth counts the weight's bytes alone. --measure first measures the candidates of
+tiles for these shapes, and keeps the best for this card, in the user's cache directory: engines use
+them from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+from itertools import product
+
+import torch
+from gpu_harness import report
+from torch import Tensor
+
+from octavo.ops.cuda.linear import linear
+from octavo.ops.cuda.linear_quantized import make_kernel, measure_tiles
+from octavo.ops.cuda.quantized_tiles import SIZES
+from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
+
+SHAPES = {  # of Llama 3 8B: rows of W, inputs, epilogue
+    "qkv": (6144, 4096, Epilogue.NONE),
+    "o": (4096, 4096, Epilogue.NONE),
+    "gate_up": (28672, 4096, Epilogue.SILU_MUL),
+    "down": (4096, 14336, Epilogue.NONE),
+}
+FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "fp8": lambda dense: ScaledFloat8.quantize(dense, (1, dense.shape[1]), quantizes_inputs=True),
+    "fp8-weights": lambda dense: ScaledFloat8.quantize(dense, (1, dense.shape[1])),
+    "fp8-block": lambda dense: ScaledFloat8.quantize(dense, (128, 128)),
+    "int8": lambda dense: GroupedInt.quantize(dense, 8, dense.shape[1]),
+    "int4": lambda dense: GroupedInt.quantize(dense, 4, 128),
+}
+L2_BYTES = 160e6  # of several weights that do not fit it together
+REPLAYS = 9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 8, 16, 64, 256, 1024])
+    parser.add_argument("--measure", action="store_true", help="measure tiles, and keep the best")
+    arguments = parser.parse_args()
+    results = {}
+    for shape, kind in product(arguments.shapes, arguments.forms):
+        num_rows, size, epilogue = SHAPES[shape]
+        dense = torch.randn(num_rows, size, device="cuda", dtype=torch.bfloat16) * size**-0.5
+        form = FORMS[kind](dense)
+        if arguments.measure:
+            measure(f"{shape}, {kind}", form, arguments.tokens, epilogue)
+        weight = form.dequantize()
+        kernels = [make_kernel(copied(form), dense.dtype) for _ in range(num_copies(form.nbytes))]
+        denses = [dense.clone() for _ in range(num_copies(dense.nbytes))]
+        for num_tokens in arguments.tokens:
+            x = torch.randn(num_tokens, size, device="cuda", dtype=torch.bfloat16)
+            works = [partial(each.apply, x, None, epilogue) for each in kernels if each is not None]
+            wanted = apply_epilogue(x.float() @ weight.t(), epilogue)
+            error = float((works[0]().float() - wanted).norm() / wanted.norm())
+            spent = microseconds(works)
+            base = microseconds([partial(linear, x, each, None, epilogue) for each in denses])
+            rate = form.nbytes / spent / 1e6
+            results[f"{shape}, {kind}@{num_tokens}"] = {
+                "us": round(spent, 1),
+                "bf16_us": round(base, 1),
+                "tb_s": round(rate, 2),
+                "error": round(error, 5),
+            }
+            print(
+                f"{shape:>8} {kind:>12} {num_tokens:5} tokens: {spent:7.1f} us, {rate:5.2f} TB/s, "
+                f"bf16 {base:7.1f} us ({base / spent:.2f}x), relative error {error:.1e}",
+                flush=True,
+            )
+    report("quantized_linear", products=results)
+
+
+def measure(name: str, form: QuantizedWeight, numbers: Sequence[int], epilogue: Epilogue) -> None:
+    """Measure the candidates of tiles for so many tokens, and keep the best."""
+    for num_tokens in sorted({each for each in numbers if each <= SIZES[-1]}):
+        times = measure_tiles(form, num_tokens, epilogue)
+        for tiles, spent in sorted(times.items(), key=lambda item: item[1]):
+            print(f"{name}, {num_tokens} tokens: {spent:.1f} us with {tiles}", flush=True)
+
+
+def num_copies(num_bytes: int) -> int:
+    return int(L2_BYTES // num_bytes) + 2
+
+
+def copied(form: QuantizedWeight) -> QuantizedWeight:
+    """The same elsewhere in memory."""
+    return copy(form).to(torch.device("cpu")).to(form.device)
+
+
+def microseconds(works: Sequence[Callable[[], object]]) -> float:
+    """Of each, one after the other in a graph: the median of REPLAYS."""
+    for work in works:
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in works:
+            work()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(works))
+    return sorted(times)[len(times) // 2]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,494 @@
+"""Skinny GEMM on Hopper with quantized weights: y = x W^T of few tokens, bound by reading W.
+
+As linear_hopper.py: one warp loads tiles of W and x by TMA, and the other warps multiply them by
+wgmma. Here those load a tile of W into registers, in the order in which wgmma takes its left
+operand, and dequantize it there to x's dtype while the products with the tile before it run. Values
+are exact in 16 bits; scales multiply the float32 sums of a block of 128 inputs, or, if tokens are
+many and registers few, the weights (SCALE). A scale per output multiplies the result.
+
+Integers come packed for this (stored_weights.py): a thread's two neighbouring words hold the pairs
+of inputs that it needs, so that one logical operation makes two numbers of them, by placing the
+bits in the mantissa of 128.0 (bfloat16) or 1024.0 (float16).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from octavo.ops.cuda.linear_hopper import _barrier, _finish, _produce
+from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, INT4
+
+SCALE_RESULT, SCALE_SUMS, SCALE_WEIGHTS = 0, 1, 2  # SCALE
+
+_FLOAT8 = tl.constexpr(FLOAT8)
+_INT4 = tl.constexpr(INT4)
+_SCALE_RESULT = tl.constexpr(SCALE_RESULT)
+_SCALE_SUMS = tl.constexpr(SCALE_SUMS)
+_SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
+_BLOCK = tl.constexpr(BLOCK)
+
+# Two words -> eight pairs of numbers q - 8: (128 + q) - 136 in bfloat16.
+_UNPACK_INT4 = """{
+    .reg .b32 t, m, h, z;
+    mov.b32 m, 0x000F000F;
+    mov.b32 h, 0x43004300;
+    mov.b32 z, 0x43084308;
+    lop3.b32 $0, $8, m, h, 0xEA;
+    shr.u32 t, $8, 4;
+    lop3.b32 $1, t, m, h, 0xEA;
+    shr.u32 t, $8, 8;
+    lop3.b32 $2, t, m, h, 0xEA;
+    shr.u32 t, $8, 12;
+    lop3.b32 $3, t, m, h, 0xEA;
+    lop3.b32 $4, $9, m, h, 0xEA;
+    shr.u32 t, $9, 4;
+    lop3.b32 $5, t, m, h, 0xEA;
+    shr.u32 t, $9, 8;
+    lop3.b32 $6, t, m, h, 0xEA;
+    shr.u32 t, $9, 12;
+    lop3.b32 $7, t, m, h, 0xEA;
+    sub.rn.bf16x2 $0, $0, z;
+    sub.rn.bf16x2 $1, $1, z;
+    sub.rn.bf16x2 $2, $2, z;
+    sub.rn.bf16x2 $3, $3, z;
+    sub.rn.bf16x2 $4, $4, z;
+    sub.rn.bf16x2 $5, $5, z;
+    sub.rn.bf16x2 $6, $6, z;
+    sub.rn.bf16x2 $7, $7, z;
+    }"""
+# Two words -> four pairs of q - 128: the low seven bits plus 128, minus 128 or, without the highest
+# bit, 256.
+_UNPACK_INT8 = """{
+    .reg .b32 t, l, s, h, a, b;
+    mov.b32 l, 0x007F007F;
+    mov.b32 s, 0x00800080;
+    mov.b32 h, 0x43004300;
+    lop3.b32 a, $4, l, h, 0xEA;
+    lop3.b32 b, $4, s, h, 0xEA;
+    sub.rn.bf16x2 $0, a, b;
+    shr.u32 t, $4, 8;
+    lop3.b32 a, t, l, h, 0xEA;
+    lop3.b32 b, t, s, h, 0xEA;
+    sub.rn.bf16x2 $1, a, b;
+    lop3.b32 a, $5, l, h, 0xEA;
+    lop3.b32 b, $5, s, h, 0xEA;
+    sub.rn.bf16x2 $2, a, b;
+    shr.u32 t, $5, 8;
+    lop3.b32 a, t, l, h, 0xEA;
+    lop3.b32 b, t, s, h, 0xEA;
+    sub.rn.bf16x2 $3, a, b;
+    }"""
+
+
+def _in_float16(assembly: str) -> str:
+    """The same with 1024.0 in place of 128.0, whose mantissa has more bits."""
+    for bfloat, half in (
+        ("0x43004300", "0x64006400"),
+        ("0x43084308", "0x64086408"),
+        ("bf16x2", "f16x2"),
+    ):
+        assembly = assembly.replace(bfloat, half)
+    return assembly
+
+
+_INT4_TO_BFLOAT16 = tl.constexpr(_UNPACK_INT4)
+_INT4_TO_FLOAT16 = tl.constexpr(_in_float16(_UNPACK_INT4))
+_INT8_TO_BFLOAT16 = tl.constexpr(_UNPACK_INT8)
+_INT8_TO_FLOAT16 = tl.constexpr(_in_float16(_UNPACK_INT8))
+
+
+@gluon.jit
+def _interleave(pieces):
+    """Planes [rows, n], as a tuple, side by side: [rows, n * len(pieces)]."""
+    if len(pieces) == 8:
+        first = gl.join(gl.join(pieces[0], pieces[4]), gl.join(pieces[2], pieces[6]))
+        second = gl.join(gl.join(pieces[1], pieces[5]), gl.join(pieces[3], pieces[7]))
+        joined = gl.join(first, second).permute((0, 2, 3, 4, 1))
+    else:
+        joined = gl.join(gl.join(pieces[0], pieces[2]), gl.join(pieces[1], pieces[3]))
+        joined = joined.permute((0, 2, 3, 1))
+    return joined.reshape([pieces[0].shape[0], pieces[0].shape[1] * len(pieces)])
+
+
+@gluon.jit
+def _integers(stored, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
+    """Words [rows, n] -> planes of integers minus half of their range, each [rows, n], of DTYPE."""
+    if FORMAT == _INT4 and gl.bfloat16 == DTYPE:
+        pieces = gl.inline_asm_elementwise(
+            _INT4_TO_BFLOAT16,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [stored],
+            dtype=(gl.bfloat16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    elif FORMAT == _INT4:
+        pieces = gl.inline_asm_elementwise(
+            _INT4_TO_FLOAT16,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [stored],
+            dtype=(gl.float16,) * 8,
+            is_pure=True,
+            pack=2,
+        )
+    elif gl.bfloat16 == DTYPE:
+        pieces = gl.inline_asm_elementwise(
+            _INT8_TO_BFLOAT16,
+            "=&r,=&r,=&r,=&r,r,r",
+            [stored],
+            dtype=(gl.bfloat16,) * 4,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        pieces = gl.inline_asm_elementwise(
+            _INT8_TO_FLOAT16,
+            "=&r,=&r,=&r,=&r,r,r",
+            [stored],
+            dtype=(gl.float16,) * 4,
+            is_pure=True,
+            pack=2,
+        )
+    return pieces
+
+
+@gluon.jit
+def _weights(
+    tile,
+    scales,
+    zeros,
+    group,
+    FORMAT: gl.constexpr,
+    DTYPE: gl.constexpr,
+    SCALE: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    PARTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """A tile in shared memory as DTYPE [rows, 128], wgmma's left operand in registers.
+
+    Minus zero points, and with SCALE_WEIGHTS times scales; `group` is the first of the tile's
+    PARTS groups.
+    """
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
+    if FORMAT == _FLOAT8:
+        values = tile.load(OPERAND).to(gl.float16).to(gl.float32)
+        if SCALE == _SCALE_WEIGHTS:
+            values = values * scales.index(group).load(BY_ROW)[:, None]
+        values = values.to(DTYPE)
+    else:
+        planes = _integers(tile.load(OPERAND), FORMAT, DTYPE)
+        NUM: gl.constexpr = 8 if FORMAT == _INT4 else 4
+        done = ()
+        for i in gl.static_range(NUM):
+            values = planes[i]
+            if HAS_ZEROS:
+                values = values - zeros.index(group + i * PARTS // NUM).load(BY_ROW)[:, None]
+            if SCALE == _SCALE_WEIGHTS:
+                values = (
+                    values * scales.index(group + i * PARTS // NUM).load(BY_ROW).to(DTYPE)[:, None]
+                )
+            done += (values,)  # type: ignore[assignment]
+        values = gl.convert_layout(_interleave(done), OPERAND)
+    return values
+
+
+@gluon.jit
+def _add(acc, product, scales, group, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sums with a block's product; otherwise than for SCALE_SUMS, that has them already."""
+    if SCALE == _SCALE_SUMS:
+        return acc + product * scales.index(group).load(gl.SliceLayout(1, LAYOUT))[:, None]
+    return product
+
+
+@gluon.jit
+def _stage_scales(source, target, row, first, num_rows, num_groups, strides):
+    """Copy scales, or zero points, of a program's rows and groups to shared memory."""
+    GROUPS: gl.constexpr = target.shape[0]
+    ROWS: gl.constexpr = target.shape[1]
+    AT_ONCE: gl.constexpr = min(GROUPS, 16)  # loads in flight
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    stride_row, stride_group, block_rows = strides
+    rows = row + gl.arange(0, ROWS, layout=LAYOUT)
+    places = source + (rows // block_rows) * stride_row
+    for start in range(0, GROUPS, AT_ONCE):
+        loaded = ()
+        for i in gl.static_range(AT_ONCE):
+            group = first + start + i
+            inside = (rows < num_rows) & (group < num_groups)
+            values = gl.load(places + group * stride_group, mask=inside, other=0.0)
+            loaded += (values,)  # type: ignore[assignment]
+        for i in gl.static_range(AT_ONCE):
+            target.index(start + i).store(loaded[i].to(target.dtype))
+
+
+@gluon.jit
+def _consume(
+    buffers,
+    factors,
+    places,
+    first,
+    count,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr,
+    PARTS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    x_tiles, tiles, up_tiles, ready, free = buffers
+    scales, zeros, staged, staged_zeros, up_staged, up_staged_zeros = factors
+    row, up_row, num_rows, num_groups, strides = places
+    STAGES: gl.constexpr = tiles.shape[0]
+    BN: gl.constexpr = tiles.shape[1]
+    BM: gl.constexpr = x_tiles.shape[1]
+    DTYPE: gl.constexpr = x_tiles.dtype
+    first_group = first // GROUP_BLOCKS * PARTS
+    if SCALE != _SCALE_RESULT:
+        _stage_scales(scales, staged, row, first_group, num_rows, num_groups, strides)
+        if GATED:
+            _stage_scales(scales, up_staged, up_row, first_group, num_rows, num_groups, strides)
+    if HAS_ZEROS:
+        _stage_scales(zeros, staged_zeros, row, first_group, num_rows, num_groups, strides)
+        if GATED:
+            _stage_scales(
+                zeros, up_staged_zeros, up_row, first_group, num_rows, num_groups, strides
+            )
+    _barrier()
+    acc = gl.zeros([BN, BM], gl.float32, LAYOUT)
+    up = acc
+    KEEP: gl.constexpr = SCALE != _SCALE_SUMS
+    mbarrier.wait(ready.index(0), 0)
+    group = 0
+    ws = _weights(
+        tiles.index(0), staged, staged_zeros, group, FORMAT, DTYPE, SCALE, HAS_ZEROS, PARTS, LAYOUT
+    )
+    for i in range(count):
+        stage = i % STAGES
+        xs = x_tiles.index(stage).permute((1, 0))
+        product = warpgroup_mma(ws, xs, acc, use_acc=KEEP, is_async=True)
+        after = gl.minimum(i + 1, count - 1)
+        next_group = (first + after) // GROUP_BLOCKS * PARTS - first_group
+        if GATED:
+            us = _weights(
+                up_tiles.index(stage),
+                up_staged,
+                up_staged_zeros,
+                group,
+                FORMAT,
+                DTYPE,
+                SCALE,
+                HAS_ZEROS,
+                PARTS,
+                LAYOUT,
+            )
+            up_product = warpgroup_mma(us, xs, up, use_acc=KEEP, is_async=True)
+            product, ws = warpgroup_mma_wait(1, deps=[product, ws])
+            acc = _add(acc, product, staged, group, SCALE, LAYOUT)
+            mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
+            ws = _weights(
+                tiles.index(after % STAGES),
+                staged,
+                staged_zeros,
+                next_group,
+                FORMAT,
+                DTYPE,
+                SCALE,
+                HAS_ZEROS,
+                PARTS,
+                LAYOUT,
+            )
+            up_product, us = warpgroup_mma_wait(0, deps=[up_product, us])
+            up = _add(up, up_product, up_staged, group, SCALE, LAYOUT)
+        else:
+            mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
+            following = _weights(
+                tiles.index(after % STAGES),
+                staged,
+                staged_zeros,
+                next_group,
+                FORMAT,
+                DTYPE,
+                SCALE,
+                HAS_ZEROS,
+                PARTS,
+                LAYOUT,
+            )
+            product, ws = warpgroup_mma_wait(0, deps=[product, ws])
+            acc = _add(acc, product, staged, group, SCALE, LAYOUT)
+            ws = following
+        mbarrier.arrive(free.index(stage), count=1)
+        group = next_group
+    return acc, up
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_splits"])
+def quantized_linear_kernel(
+    x,
+    weight,
+    scales,
+    zeros,
+    bias,
+    out,
+    sums,
+    arrivals,
+    num_tokens,
+    num_rows,
+    num_blocks,
+    num_splits,
+    num_groups,
+    stride_row,
+    stride_group,
+    block_rows,
+    STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+    PARTIAL: gl.constexpr,
+    FORMAT: gl.constexpr,
+    SCALE: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    GROUP_BLOCKS: gl.constexpr,
+    PARTS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """epilogue(x W^T + b) into out [num_tokens, num_rows].
+
+    Args:
+        x, weight: descriptors of x [num_tokens, in_features], of 16 bits, and of W as it is stored,
+            float8 [num_rows or 2 * num_rows, in_features] or words as of pack_integers.
+        scales: of row r and group g at (r // block_rows) * stride_row + g * stride_group.
+        zeros: minus half of the integers' range, at the same places.
+        out: with PARTIAL float32 [num_splits, num_tokens, num_rows].
+        sums: float32 workspace, for SPLITS > 1.
+        arrivals: int32, 0 for every tile before and after the kernel.
+        num_blocks: of 128 inputs.
+        GROUP_BLOCKS: how many of them share scales; 1 if a block has several groups.
+        PARTS: how many groups a block has; 1 if several blocks share scales.
+        GROUPS: at least how many groups a split has; a power of 2.
+    """
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    BN: gl.constexpr = weight.block_type.shape[0]
+    WIDTH: gl.constexpr = weight.block_type.shape[1]
+    BM: gl.constexpr = x.block_type.shape[0]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BM, 16]
+    )
+    token = gl.program_id(0) * BM
+    tile = gl.program_id(1)
+    split = gl.program_id(2)
+    row = tile * BN
+    per_split = gl.cdiv(num_blocks, num_splits)
+    first = split * per_split
+    count = gl.minimum(first + per_split, num_blocks) - first
+
+    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, WIDTH], weight.layout)
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, _BLOCK], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    staged = gl.allocate_shared_memory(gl.float32, [GROUPS, BN], FLAT)
+    staged_zeros = staged
+    up_tiles = tiles
+    up_staged = staged
+    up_staged_zeros = staged
+    if HAS_ZEROS:
+        staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, BN], FLAT)
+    if GATED:
+        up_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, WIDTH], weight.layout)
+        up_staged = gl.allocate_shared_memory(gl.float32, [GROUPS, BN], FLAT)
+        if HAS_ZEROS:
+            up_staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, BN], FLAT)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()
+    buffers = (x_tiles, tiles, up_tiles, ready, free)
+    factors = (scales, zeros, staged, staged_zeros, up_staged, up_staged_zeros)
+    up_row = row + num_rows
+    total_rows = num_rows * 2 if GATED else num_rows
+    places = (row, up_row, total_rows, num_groups, (stride_row, stride_group, block_rows))
+    acc, up = gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    buffers,
+                    factors,
+                    places,
+                    first,
+                    count,
+                    FORMAT,
+                    SCALE,
+                    HAS_ZEROS,
+                    GROUP_BLOCKS,
+                    PARTS,
+                    LAYOUT,
+                    GATED,
+                ),
+            ),
+            (
+                _produce,
+                (x, weight, buffers, token, row, up_row, first, count, GATED, EARLY, PDL),
+            ),
+        ],
+        [1],
+        [24],
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if SCALE == _SCALE_RESULT:
+        rows = row + gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT))
+        factor = gl.load(
+            scales + (rows // block_rows) * stride_row, mask=rows < num_rows, other=0.0
+        )
+        acc = acc * factor.to(gl.float32)[:, None]
+        if GATED:
+            factor = gl.load(
+                scales + ((rows + num_rows) // block_rows) * stride_row,
+                mask=rows < num_rows,
+                other=0.0,
+            )
+            up = up * factor.to(gl.float32)[:, None]
+    if SPLITS == 1:
+        if PARTIAL:
+            out += split.to(gl.int64) * num_tokens * num_rows
+        shape = (token, row, num_tokens, num_rows)
+        _finish(acc, up, bias, out, shape, split == 0, False, EPILOGUE, GATED, HAS_BIAS)
+    else:
+        rows = gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT))
+        tokens = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+        inner = rows[:, None] * BM + tokens[None, :]
+        SIZE: gl.constexpr = BM * BN
+        slot = tile * gl.num_programs(0) + gl.program_id(0)
+        base = sums + slot.to(gl.int64) * (SPLITS * SIZE * (2 if GATED else 1)) + inner
+        gl.store(base + split * SIZE, acc)
+        if GATED:
+            gl.store(base + (SPLITS + split) * SIZE, up)
+        _barrier()
+        seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
+        if seen == SPLITS - 1:
+            acc = gl.load(base)
+            for i in gl.static_range(1, SPLITS):
+                acc += gl.load(base + i * SIZE)
+            if GATED:
+                up = gl.load(base + SPLITS * SIZE)
+                for i in gl.static_range(1, SPLITS):
+                    up += gl.load(base + (SPLITS + i) * SIZE)
+            shape = (token, row, num_tokens, num_rows)
+            _finish(acc, up, bias, out, shape, True, False, EPILOGUE, GATED, HAS_BIAS)
+            gl.store(arrivals + slot, 0)

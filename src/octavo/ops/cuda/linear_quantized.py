@@ -1,0 +1,258 @@
+"""y = x W^T on Hopper with W quantized in memory.
+
+Few tokens are computed with W as it is stored (linear_hopper_quantized.py). With many tokens, a
+model that was made for it has its inputs rounded to FP8, too. Otherwise W is dequantized into a
+workspace first, and computed with as any other weight: that costs as much as writing it, and the
+product with many tokens costs more.
+
+Not yet measured on a GPU: tiles, and from how many tokens on which way is taken, are reasoned.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.testing import do_bench
+
+from octavo.ops.cuda.activation import apply_gate
+from octavo.ops.cuda.linear import (
+    PARTIAL_DTYPE,
+    _descriptor,
+    _is_hopper,
+    _workspace,
+    linear,
+    linear_partial,
+)
+from octavo.ops.cuda.linear_gemv import Programs, linear_one
+from octavo.ops.cuda.linear_hopper_quantized import (
+    SCALE_RESULT,
+    SCALE_SUMS,
+    SCALE_WEIGHTS,
+    quantized_linear_kernel,
+)
+from octavo.ops.cuda.pdl import launch_options
+from octavo.ops.cuda.quantize import quantize_rows
+from octavo.ops.cuda.quantized_tiles import (
+    Product,
+    Tiles,
+    candidates,
+    choose_tiles,
+    keep_tiles,
+)
+from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, StoredWeight, dequantize
+from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.quantized import GroupedInt, QuantizedWeight
+
+# With more tokens than these, reading W is no longer what bounds a product, and one of FP8 with FP8
+# is faster.
+MAX_EXACT_TOKENS = 64
+_REGISTERS = 65536  # per SM
+_PROGRAMS = Programs(2, 2048, 2, per_sm=1)
+
+
+def launch(
+    x: Tensor,
+    stored: StoredWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    epilogue: Epilogue,
+    tiles: Tiles,
+    is_partial: bool,
+) -> None:
+    """Run linear_hopper_quantized's kernel."""
+    num_tokens, size = x.shape
+    num_rows = out.shape[-1]
+    grid = (
+        triton.cdiv(num_tokens, tiles.tokens),
+        triton.cdiv(num_rows, tiles.rows),
+        tiles.splits,
+    )
+    num_blocks = triton.cdiv(size, BLOCK)
+    scale = SCALE_RESULT
+    if stored.group:
+        scales_weights = tiles.scales_weights or stored.group < BLOCK
+        scale = SCALE_WEIGHTS if scales_weights else SCALE_SUMS
+    reduces = tiles.splits > 1 and not is_partial
+    sums, arrivals = _workspace(x.device)
+    width = stored.row_bytes // stored.weight.element_size()
+    quantized_linear_kernel[grid](
+        _descriptor(x, tiles.tokens, BLOCK),
+        _stored_descriptor(stored.weight, tiles.rows, width),
+        stored.scales,
+        stored.scales if stored.zeros is None else stored.zeros,
+        bias,
+        out,
+        sums,
+        arrivals,
+        num_tokens,
+        num_rows,
+        num_blocks,
+        tiles.splits,
+        stored.num_groups,
+        stored.stride_row,
+        stored.stride_group,
+        stored.block_rows,
+        STAGES=tiles.stages,
+        SPLITS=tiles.splits if reduces else 1,
+        PARTIAL=is_partial,
+        FORMAT=stored.format,
+        SCALE=scale,
+        HAS_ZEROS=stored.zeros is not None,
+        GROUP_BLOCKS=max(1, stored.group // BLOCK) if stored.group else num_blocks,
+        PARTS=max(1, BLOCK // stored.group) if stored.group else 1,
+        GROUPS=stored.staged_groups(tiles.splits),
+        EPILOGUE=int(epilogue),
+        GATED=epilogue.is_gated,
+        HAS_BIAS=bias is not None,
+        EARLY=tiles.early,
+        num_warps=tiles.warps,
+        maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),
+        **launch_options(x.device),
+    )
+
+
+def _stored_descriptor(weight: Tensor, rows: int, columns: int) -> Any:
+    """The TMA descriptor for fetching blocks [rows, columns] of W as it is stored."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = gl.float8e4nv if weight.dtype == torch.float8_e4m3fn else gl.int32
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+    return TensorDescriptor.from_tensor(weight, [rows, columns], layout)
+
+
+class QuantizedCudaLinear:
+    """Owns W as StoredWeight has it."""
+
+    keeps_weight = True
+
+    def __init__(
+        self, stored: StoredWeight, permutation: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """permutation: int64 [in_features], of the inputs (GroupedInt)."""
+        self._stored = stored
+        self._permutation = permutation
+        # What torch's product of FP8 with FP8 takes.
+        is_served = dtype == torch.bfloat16 and all(each % 16 == 0 for each in stored.shape)
+        self._rounds_inputs = stored.quantizes_inputs and stored.group == 0 and is_served
+        self._row_scales = stored.row_scales if self._rounds_inputs else stored.scales
+        _reserve(stored, dtype)
+
+    def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """See LinearKernel.apply."""
+        return self._apply(self._aligned(x), bias, epilogue)
+
+    def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See LinearKernel.apply_partial."""
+        stored, num_tokens, x = self._stored, len(x), self._aligned(x)
+        tiles = self._tiles(num_tokens, is_gated=False)
+        if tiles is None and not self._rounds_inputs:
+            return linear_partial(x, self._dense(x.dtype), bias)
+        if tiles is None or tiles.splits == 1 or self._is_gemv(num_tokens):
+            return self._apply(x, bias, Epilogue.NONE)
+        shape = (tiles.splits, num_tokens, stored.shape[0])
+        out = x.new_empty(shape, dtype=PARTIAL_DTYPE)
+        launch(x, stored, bias, out, Epilogue.NONE, tiles, is_partial=True)
+        return out
+
+    def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        stored, num_tokens = self._stored, len(x)
+        num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
+        tiles = self._tiles(num_tokens, epilogue.is_gated)
+        if tiles is None:
+            if self._rounds_inputs:
+                return self._apply_rounded(x, bias, epilogue)
+            return linear(x, self._dense(x.dtype), bias, epilogue)
+        out = x.new_empty((num_tokens, num_rows))
+        if self._is_gemv(num_tokens):
+            weight, scales, height = stored.weight, stored.scales, stored.block_rows
+            linear_one(x, weight, bias, out, epilogue, scales, height, _PROGRAMS)
+        else:
+            launch(x, stored, bias, out, epilogue, tiles, is_partial=False)
+        return out
+
+    def _tiles(self, num_tokens: int, is_gated: bool) -> Tiles | None:
+        """None: W is dequantized, or inputs are rounded."""
+        if self._rounds_inputs and num_tokens > MAX_EXACT_TOKENS:
+            return None
+        return choose_tiles(num_tokens, self._stored, is_gated)
+
+    def _is_gemv(self, num_tokens: int) -> bool:
+        """Whether linear_gemv.py computes: it knows no scales of blocks of inputs."""
+        return num_tokens == 1 and self._stored.format == FLOAT8 and self._stored.group == 0
+
+    def _dense(self, dtype: torch.dtype) -> Tensor:
+        """W, until another weight is dequantized."""
+        num_rows, size = self._stored.shape
+        dense = _workspaces[self._stored.weight.device, dtype][: num_rows * size]
+        dequantize(self._stored, dense.view(num_rows, size))
+        return dense.view(num_rows, size)
+
+    def _apply_rounded(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """With inputs in FP8, too."""
+        rounded, scales = quantize_rows(x)
+        y = torch._scaled_mm(
+            rounded,
+            self._stored.weight.t(),
+            scale_a=scales,
+            scale_b=self._row_scales,
+            bias=bias,
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+        return apply_gate(y, epilogue) if epilogue.is_gated else apply_epilogue(y, epilogue)
+
+    def _aligned(self, x: Tensor) -> Tensor:
+        """The inputs in the order of W's columns, where TMA can fetch them."""
+        if self._permutation is not None:
+            return x.index_select(1, self._permutation)
+        is_aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+        return x if is_aligned else x.contiguous().clone()
+
+
+# Where weights are dequantized, one after the other: as large as the largest one needs.
+_workspaces: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def _reserve(stored: StoredWeight, dtype: torch.dtype) -> None:
+    device, numel = stored.weight.device, stored.shape[0] * stored.shape[1]
+    present = _workspaces.get((device, dtype))
+    if present is None or present.numel() < numel:
+        _workspaces[device, dtype] = torch.empty(numel, dtype=dtype, device=device)
+
+
+def make_kernel(form: QuantizedWeight, dtype: torch.dtype) -> QuantizedCudaLinear | None:
+    """None: no kernel here takes the form, the dtype or the device."""
+    if dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(form.device):
+        return None
+    stored = StoredWeight.of(form)
+    if stored is None:
+        return None
+    permutation = form.permutation if isinstance(form, GroupedInt) else None
+    return QuantizedCudaLinear(stored, permutation, dtype)
+
+
+def measure_tiles(form: QuantizedWeight, num_tokens: int, epilogue: Epilogue) -> dict[Tiles, float]:
+    """Measure the candidates of tiles for products with weights like `form`, and keep the best.
+
+    Weights are read from memory, not from the L2 cache. Inputs are bfloat16.
+
+    Returns:
+        Microseconds of each; empty if there is nothing to choose.
+    """
+    stored = StoredWeight.of(form)
+    product = None if stored is None else Product.of(num_tokens, stored, epilogue.is_gated)
+    if stored is None or product is None:
+        return {}
+    x = torch.randn(num_tokens, product.size, device=form.device, dtype=torch.bfloat16)
+    out = x.new_empty((num_tokens, product.num_rows))
+    times = {}
+    for tiles in candidates(product, stored):
+        work = partial(launch, x, stored, None, out, epilogue, tiles, is_partial=False)
+        times[tiles] = 1e3 * do_bench(work, warmup=5, rep=20, return_mode="median")
+    keep_tiles(form.device, product, min(times, key=lambda tiles: times[tiles]))
+    return times

@@ -1,0 +1,153 @@
+"""Which tiles a skinny GEMM with quantized weights takes (linear_hopper_quantized.py).
+
+A rule proposes a few by the shape, the best guess first. Which of them is fastest on a card can be
+measured (`octavo.ops.cuda.linear_quantized.measure_tiles`): that takes seconds per shape, most of
+them for compiling, so it is done once, and the file that `table_path` names keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import astuple, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+
+from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight
+
+logger = logging.getLogger(__name__)
+
+SIZES = (8, 16, 32, 64, 128, 256)  # what tokens are padded to; more are computed otherwise
+_NUM_SMS = 132
+_SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
+_MAX_SPLITS = 8
+_MAX_STAGES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A configuration of linear_hopper_quantized.py's kernel."""
+
+    tokens: int  # BM
+    rows: int  # BN, of W
+    stages: int
+    warps: int = 4  # that multiply
+    splits: int = 1  # of K
+    per_sm: int = 1  # programs that fit on one SM
+    early: bool = False  # PDL: the next kernel may start from the beginning
+    scales_weights: bool = False  # not the sums
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What tiles are chosen for."""
+
+    tokens: int  # padded
+    num_rows: int  # results per token
+    size: int  # inputs
+    format: int
+    group: int
+    has_zeros: bool
+    is_gated: bool
+
+    @classmethod
+    def of(cls, num_tokens: int, stored: StoredWeight, is_gated: bool) -> Product | None:
+        """None: too many tokens for the kernel."""
+        tokens = next((each for each in SIZES if num_tokens <= each), None)
+        if tokens is None:
+            return None
+        num_rows, size = stored.shape
+        num_rows //= 2 if is_gated else 1
+        has_zeros = stored.zeros is not None
+        return cls(tokens, num_rows, size, stored.format, stored.group, has_zeros, is_gated)
+
+
+def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
+    """The tiles among which to choose, the best guess first."""
+    halves = 2 if product.is_gated else 1
+    tokens = min(
+        product.tokens, 128
+    )  # more of them, and the sums need more registers than there are
+    is_large = tokens * halves >= 128
+    found = []
+    # With many tokens tensor cores must not wait for what prepares their operands: two warpgroups.
+    kinds = ((64, 2), (64, 1), (128, 1), (64, 3)) if tokens < 128 else ((128, 1), (64, 1))
+    for rows, per_sm in kinds:
+        if per_sm > 1 and tokens * halves > 64 // (per_sm - 1):
+            continue
+        tiles = _fitting(product, stored, tokens, rows, per_sm, stored.group > 0 and is_large)
+        if tiles is not None and tiles not in found:
+            found.append(tiles)
+    return found
+
+
+def _fitting(
+    product: Product, stored: StoredWeight, tokens: int, rows: int, per_sm: int, is_scaled: bool
+) -> Tiles | None:
+    """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit."""
+    halves = 2 if product.is_gated else 1
+    num_blocks = triton.cdiv(product.size, BLOCK)
+    num_tiles = triton.cdiv(product.num_rows, rows) * triton.cdiv(product.tokens, tokens)
+    splits = max(1, min(_MAX_SPLITS, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
+    per_split = triton.cdiv(num_blocks, splits)
+    splits = triton.cdiv(num_blocks, per_split)  # none of them empty
+    staged = (8 if product.has_zeros else 4) * stored.staged_groups(splits) * rows * halves
+    stage = stored.row_bytes * rows * halves + 2 * BLOCK * tokens
+    stages = min((_SHARED_MEMORY // per_sm - staged - 1024) // stage, _MAX_STAGES, per_split)
+    if stages < min(2, per_split):
+        return None
+    return Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1, is_scaled)
+
+
+def choose_tiles(num_tokens: int, stored: StoredWeight, is_gated: bool) -> Tiles | None:
+    """The measured ones, or the best guess; None: with so many tokens W is dequantized, or inputs
+    are rounded."""
+    product = Product.of(num_tokens, stored, is_gated)
+    if product is None:
+        return None
+    if stored.weight.device.type == "cuda":
+        measured = measured_tiles(stored.weight.device).get(_key(product))
+        if measured is not None:
+            return measured
+    found = candidates(product, stored)
+    return found[0] if found else None
+
+
+def table_path(device: torch.device) -> Path:
+    """Where the measurements of a card are kept: in the user's cache, by card and Triton."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    card = torch.cuda.get_device_name(device).replace(" ", "-")
+    return root / "octavo" / f"quantized-tiles-{card}-triton-{triton.__version__}.json"
+
+
+@cache
+def measured_tiles(device: torch.device) -> dict[str, Tiles]:
+    """What was measured on such a card; empty if nothing was, or if the file cannot be read."""
+    path = table_path(device)
+    try:
+        entries = json.loads(path.read_text())
+        return {key: Tiles(*values) for key, values in entries.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.warning("%s is not used, because it cannot be read: %s", path, error)
+        return {}
+
+
+def keep_tiles(device: torch.device, product: Product, tiles: Tiles) -> None:
+    """Note what is fastest, for this process and for later ones."""
+    table = measured_tiles(device)
+    table[_key(product)] = tiles
+    path = table_path(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps({key: astuple(value) for key, value in table.items()}, indent=1))
+    partial.replace(path)
+
+
+def _key(product: Product) -> str:
+    return "/".join(str(int(each)) for each in astuple(product))

@@ -1,0 +1,233 @@
+"""Quantized weights as kernels on a GPU take them, and the kernels that dequantize them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
+from octavo.ops.cuda.tile_sizes import power_of_2
+from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
+
+BLOCK = 128  # inputs of a tile
+FLOAT8, INT4, INT8 = 0, 1, 2  # FORMAT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeight:
+    """A quantized W [out_features, in_features] as the kernel takes it."""
+
+    shape: tuple[int, int]
+    weight: Tensor  # float8 [out_features, in_features], or int32 words (pack_integers)
+    format: int
+    scales: Tensor
+    stride_row: int
+    stride_group: int
+    block_rows: int
+    num_groups: int
+    group: int  # inputs that share a scale; 0: there is one scale per output
+    zeros: Tensor | None  # bfloat16 at the same places as scales, minus half of the range
+    quantizes_inputs: bool = False  # see ScaledFloat8
+
+    @property
+    def row_bytes(self) -> int:
+        """Of BLOCK inputs of a row."""
+        return BLOCK if self.format == FLOAT8 else BLOCK // (2 if self.format == INT4 else 1)
+
+    def staged_groups(self, splits: int) -> int:
+        """How many groups a split of the inputs may have, rounded up to a power of 2."""
+        if not self.group:
+            return 1
+        num_inputs = triton.cdiv(triton.cdiv(self.shape[1], BLOCK), splits) * BLOCK
+        groups = triton.cdiv(num_inputs, self.group) + (self.group > BLOCK)
+        return power_of_2(groups)
+
+    @property
+    def row_scales(self) -> Tensor:
+        """float32 [1, out_features]: a scale per output, where there are no blocks of inputs."""
+        return self.scales.repeat_interleave(self.block_rows, dim=0)[: self.shape[0]].view(1, -1)
+
+    @classmethod
+    def of(cls, form: QuantizedWeight) -> StoredWeight | None:
+        """None: the kernel does not take such a weight."""
+        num_rows, size = form.shape
+        if isinstance(form, ScaledFloat8):
+            rows, columns = form.block
+            if size % 16 or (columns < size and columns % BLOCK):
+                return None
+            scales = form.scales.contiguous()
+            return cls(
+                (num_rows, size),
+                form.weight.contiguous(),
+                FLOAT8,
+                scales,
+                scales.shape[1],
+                1,
+                rows,
+                scales.shape[1],
+                columns if columns < size else 0,
+                None,
+                form.quantizes_inputs,
+            )
+        if isinstance(form, GroupedInt):
+            if form.group < size and form.group % BLOCK and form.group not in (32, 64):
+                return None
+            half = 1 << (form.bits - 1)
+            zeros = None if form.zeros is None else (form.zeros - half).t().to(torch.bfloat16)
+            return cls(
+                (num_rows, size),
+                pack_integers(form.values(), form.bits),
+                INT4 if form.bits == 4 else INT8,
+                form.scales.t().contiguous(),
+                1,
+                num_rows,
+                1,
+                form.scales.shape[1],
+                form.group if form.group < size else 0,
+                None if zeros is None else zeros.contiguous(),
+            )
+        return None
+
+
+def pack_integers(values: Tensor, bits: int) -> Tensor:
+    """Integers in the order in which the kernel unpacks them.
+
+    Args:
+        values: uint8 [out_features, in_features], each of `bits`.
+        bits: 4 or 8. Integers of 8 bits are stored minus 128.
+
+    Returns:
+        int32 [out_features, in_features / 128 * 4 * bits], in_features rounded up. A block of 128
+        inputs are `32 / bits` planes of `4 * bits` inputs. Words 2 i and 2 i + 1 hold the planes'
+        inputs 2 i in their low halves and 2 i + 1 in their high halves: the first half of the
+        planes in the first word, lowest bits first, the others in the second word.
+    """
+    num_planes, width = 32 // bits, 4 * bits
+    if bits == 8:
+        values = values ^ 128
+    values = F.pad(values, (0, -values.shape[1] % BLOCK))
+    rows = len(values)
+    # [rows, blocks, half of the planes, plane, pair, place in the pair]
+    planes = values.view(rows, -1, 2, num_planes // 2, width // 2, 2).permute(0, 1, 4, 2, 5, 3)
+    words = torch.zeros(planes.shape[:-1], dtype=torch.int32, device=values.device)
+    for plane in range(num_planes // 2):
+        words |= planes[..., plane].to(torch.int32) << (bits * plane)
+    low, high = words.unbind(-1)  # of [rows, blocks, pair, word, place]
+    return (low | (high << 16)).reshape(rows, -1).contiguous()
+
+
+@triton.jit
+def _dequantize_float8_kernel(
+    weight,
+    scales,
+    out,
+    num_rows,
+    size,
+    stride_row,
+    block_rows,
+    block_columns,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    allow_next(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < num_rows)[:, None] & (columns < size)[None, :]
+    places = rows.to(tl.int64)[:, None] * size + columns[None, :]
+    values = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
+    block = tl.program_id(1) * BLOCK // block_columns
+    factors = tl.load(
+        scales + (rows // block_rows) * stride_row + block, mask=rows < num_rows, other=0.0
+    )
+    wait_previous(PDL)
+    tl.store(out + places, (values * factors[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dequantize_int_kernel(
+    words,
+    scales,
+    zeros,
+    out,
+    num_rows,
+    size,
+    num_blocks,
+    group,
+    BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program takes ROWS rows of a block of 128 inputs; see pack_integers."""
+    allow_next(PDL)
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    PLANES: tl.constexpr = 16 // BITS  # in a word
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    block = tl.program_id(1)
+    pairs = tl.arange(0, 2 * BITS)
+    sources = words + (rows.to(tl.int64) * num_blocks + block)[:, None] * (4 * BITS)
+    sources += 2 * pairs[None, :]
+    inner = tl.arange(0, 4 * BITS)
+    outputs = out + rows.to(tl.int64)[:, None] * size + inner[None, :]
+    wait_previous(PDL)
+    for word in tl.static_range(2):
+        stored = tl.load(sources + word, mask=is_row[:, None], other=0)
+        for plane in tl.static_range(PLANES):
+            low = (stored >> (BITS * plane)) & (2 * HALF - 1)
+            high = (stored >> (16 + BITS * plane)) & (2 * HALF - 1)
+            values = tl.reshape(tl.join(low, high), [ROWS, 4 * BITS])
+            if BITS == 8:
+                values = values ^ 128
+            column = block * 128 + (word * PLANES + plane) * (4 * BITS)
+            places = tl.minimum(column, size - 1) // group * num_rows + rows
+            factors = tl.load(scales + places, mask=is_row, other=0.0).to(tl.float32)
+            shift = tl.zeros([ROWS], tl.float32)
+            if HAS_ZEROS:
+                shift = tl.load(zeros + places, mask=is_row, other=0.0).to(tl.float32)
+            dense = (values.to(tl.float32) - HALF - shift[:, None]) * factors[:, None]
+            inside = is_row[:, None] & (column + inner < size)[None, :]
+            tl.store(outputs + column, dense.to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize(stored: StoredWeight, out: Tensor) -> None:
+    """Write W to out [out_features, in_features]."""
+    num_rows, size = stored.shape
+    num_blocks = triton.cdiv(size, BLOCK)
+    if stored.format == FLOAT8:
+        rows, columns = 16, 512 if stored.group == 0 else BLOCK
+        _dequantize_float8_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(size, columns))](
+            stored.weight,
+            stored.scales,
+            out,
+            num_rows,
+            size,
+            stored.stride_row,
+            stored.block_rows,
+            stored.group or size + columns,
+            ROWS=rows,
+            BLOCK=columns,
+            **launch_options(out.device),
+        )
+        return
+    rows = 64
+    _dequantize_int_kernel[(triton.cdiv(num_rows, rows), num_blocks)](
+        stored.weight,
+        stored.scales,
+        stored.zeros,
+        out,
+        num_rows,
+        size,
+        num_blocks,
+        stored.group or size + BLOCK,
+        BITS=4 if stored.format == INT4 else 8,
+        HAS_ZEROS=stored.zeros is not None,
+        ROWS=rows,
+        **launch_options(out.device),
+    )

@@ -1,0 +1,345 @@
+"""Carries out Gluon kernels in torch: Triton's interpreter knows none.
+
+Only what the kernels of linear_hopper.py and linear_hopper_quantized.py use. Layouts say where a
+value lies, not what it is, and are ignored; except that inline assembly takes neighbouring columns
+together, as the operands of wgmma do. The partitions of a program run in threads, and wait for each
+other at the barriers in shared memory; programs run one after the other.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from itertools import product
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+PATIENCE = 20.0  # seconds that a partition waits at a barrier
+# Of Gluon's names, what torch has under another one.
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+}
+LAYOUTS = (
+    "BlockedLayout",
+    "DotOperandLayout",
+    "NVMMADistributedLayout",
+    "SliceLayout",
+    "SwizzledSharedLayout",
+)
+
+
+class Block(Tensor):
+    """A tensor in registers."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+
+def block(values: Tensor) -> Block:
+    return values.as_subclass(Block)
+
+
+class Pointer:
+    """Into a tensor, as many elements behind its first one as `offset` says."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory = memory.view(-1)
+        self.offset = offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+
+class Shared:
+    """A tensor in shared memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.dtype = values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.values[int(i)])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.values.permute(order))
+
+    def load(self, layout: object) -> Block:
+        return block(self.values.clone())
+
+    def store(self, values: Tensor) -> None:
+        self.values.copy_(values)
+
+
+class Descriptor:
+    """What TMA fetches blocks of."""
+
+    def __init__(self, matrix: Tensor, rows: int, columns: int) -> None:
+        self.matrix, self.dtype, self.layout = matrix, matrix.dtype, None
+        nbytes = rows * columns * matrix.element_size()
+        self.block_type = SimpleNamespace(shape=(rows, columns), nbytes=nbytes)
+
+
+class Barriers:
+    """mbarriers: a phase ends when it was arrived at, and all bytes that it expects are there."""
+
+    def __init__(self, count: int) -> None:
+        self.changed = threading.Condition()
+        self.phases, self.pending, self.missing = [0] * count, [1] * count, [0] * count
+
+    def index(self, i: int) -> tuple[Barriers, int]:
+        return self, int(i)
+
+    def change(self, i: int, arrivals: int, num_bytes: int) -> None:
+        with self.changed:
+            self.pending[i] -= arrivals
+            self.missing[i] += num_bytes
+            assert self.pending[i] >= 0, "a barrier was arrived at twice in a phase"
+            if not self.pending[i] and not self.missing[i]:
+                self.phases[i] += 1
+                self.pending[i] = 1
+                self.changed.notify_all()
+
+    def wait(self, i: int, parity: int) -> None:
+        with self.changed:
+            done = self.changed.wait_for(lambda: self.phases[i] % 2 != int(parity), PATIENCE)
+        assert done, "a partition waits for ever"
+
+
+def run(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Run a kernel's programs one after the other.
+
+    args: tensors for pointers, Descriptor for TMA. constants: its compile-time constants.
+    """
+    num_warps = constants.pop("num_warps")
+    given = [Pointer(each) if isinstance(each, Tensor) else each for each in args]
+    for program in product(*map(range, grid)):
+        function = _Namespaces(program, grid, num_warps).rebound(kernel)
+        function(*given, **constants)
+
+
+class Emulated:
+    """In place of a kernel: a launch of it is carried out here."""
+
+    def __init__(self, kernel: JITFunction[Any]) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            del options["maxnreg"]
+            given = [
+                Descriptor(each.base, *each.block_shape)
+                if isinstance(each, TensorDescriptor)
+                else each
+                for each in args
+            ]
+            run(self._kernel, grid, *given, **options)
+
+        return launch
+
+
+class _Namespaces:
+    """What the names of a kernel's module mean while a program runs."""
+
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
+        barrier = SimpleNamespace(
+            init=lambda bar, count: None,
+            wait=lambda bar, parity: bar[0].wait(bar[1], parity),
+            expect=lambda bar, num_bytes: bar[0].change(bar[1], 1, num_bytes),
+            arrive=lambda bar, count, pred=True: bar[0].change(bar[1], count, 0) if pred else None,
+            MBarrierLayout=lambda: "barrier",
+        )
+        language = SimpleNamespace(
+            **DTYPES,
+            **{name: lambda *args, **options: None for name in LAYOUTS},
+            program_id=lambda axis: block(torch.tensor(program[axis])),
+            num_programs=lambda axis: grid[axis],
+            num_warps=lambda: num_warps,
+            static_range=range,
+            allocate_shared_memory=_allocate,
+            arange=lambda start, end, layout=None: block(torch.arange(start, end)),
+            zeros=lambda shape, dtype, layout: block(torch.zeros(shape, dtype=dtype)),
+            cdiv=lambda a, b: -(-a // b),
+            minimum=_extreme(min, torch.minimum),
+            maximum=_extreme(max, torch.maximum),
+            exp=torch.exp,
+            erf=torch.erf,
+            where=lambda condition, a, b: torch.where(condition, a, b),
+            join=lambda a, b: torch.stack((a, b), dim=-1),
+            convert_layout=lambda values, layout: values,
+            inline_asm_elementwise=_assembly,
+            warp_specialize=_partitions,
+            load=_load,
+            store=_store,
+            atomic_add=_atomic_add,
+        )
+        self.meanings = {
+            "gl": language,
+            "mbarrier": barrier,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": _multiply,
+            "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
+            "_barrier": lambda: None,
+            "_fetch_tile": _fetch,
+        }
+        self.globals: dict[int, dict[str, Any]] = {}
+
+    def rebound(self, function: JITFunction[Any]) -> Callable[..., Any]:
+        raw: FunctionType = function.fn
+        return FunctionType(
+            raw.__code__, self._globals(raw.__globals__), raw.__name__, raw.__defaults__
+        )
+
+    def _globals(self, module: dict[str, Any]) -> dict[str, Any]:
+        if id(module) not in self.globals:
+            own: dict[str, Any] = {"__builtins__": __builtins__}
+            self.globals[id(module)] = own
+            for name, value in module.items():
+                if isinstance(value, ModuleType) or name.startswith("__"):
+                    continue
+                if isinstance(value, JITFunction):
+                    value = self.rebound(value)
+                own[name] = getattr(value, "value", value)
+            own |= self.meanings | {"min": min}
+        return self.globals[id(module)]
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], layout: object) -> Shared | Barriers:
+    if layout == "barrier":
+        return Barriers(shape[0])
+    values = torch.empty(shape, dtype=dtype)
+    values.view(torch.uint8).fill_(255)  # NaN, or -1
+    return Shared(values)
+
+
+def _fetch(matrix: Descriptor, place: list[int], bar: tuple[Barriers, int], target: Shared) -> None:
+    (row, column), (rows, columns) = map(int, place), matrix.block_type.shape
+    octets = target.values.view(torch.uint8)  # not every operation knows float8
+    octets.zero_()
+    found = matrix.matrix[row : row + rows, column : column + columns].contiguous()
+    if found.numel():
+        octets[: len(found), : found.shape[1] * found.element_size()] = found.view(torch.uint8)
+    bar[0].change(bar[1], 0, -matrix.block_type.nbytes)
+
+
+def _multiply(a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Any:
+    left = a.values if isinstance(a, Shared) else a
+    product = left.float() @ b.values.float()
+    return block(product + acc if use_acc else product)
+
+
+def _extreme(of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    def extreme(a: Any, b: Any) -> Any:
+        if isinstance(a, Tensor):
+            return of_tensors(a, torch.as_tensor(b, dtype=a.dtype))
+        return of_numbers(a, b)
+
+    return extreme
+
+
+def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
+    offset = torch.as_tensor(pointer.offset)
+    if mask is None:
+        return block(pointer.memory[offset])
+    inside = torch.as_tensor(mask).expand(offset.shape)
+    values = pointer.memory[offset.clamp(0, len(pointer.memory) - 1)]
+    assert (offset[inside] < len(pointer.memory)).all(), "a load from behind a tensor"
+    return block(torch.where(inside, values, torch.tensor(other, dtype=values.dtype)))
+
+
+def _store(pointer: Pointer, values: Any, mask: Any = None) -> None:
+    offset = torch.as_tensor(pointer.offset)
+    inside = torch.ones_like(offset, dtype=torch.bool) if mask is None else mask
+    values = torch.as_tensor(values).expand(offset.shape).to(pointer.memory.dtype)
+    inside = torch.as_tensor(inside).expand(offset.shape)
+    pointer.memory[offset[inside].as_subclass(Tensor)] = values[inside].as_subclass(Tensor)
+
+
+def _atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> int:
+    before = int(pointer.memory[int(pointer.offset)])
+    pointer.memory[int(pointer.offset)] += value
+    return before
+
+
+def _partitions(
+    functions: list[tuple[Callable[..., Any], tuple[Any, ...]]], warps: object, registers: object
+) -> Any:
+    """Run the partitions in threads; the first one's result."""
+    results: dict[int, Any] = {}
+
+    def carry_out(i: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            results[i] = function(*args)
+        except BaseException as error:
+            results[i] = error
+
+    threads = [
+        threading.Thread(target=carry_out, args=(i, *each)) for i, each in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    return results[0]
+
+
+def _assembly(
+    text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
+) -> tuple[Block, ...]:
+    """PTX of 32-bit registers: mov, shr, lop3 as (a & b) | c, and sub of two 16-bit numbers."""
+    (words,), num = args, len(dtype)
+    assert pack == 2
+    assert words.dtype == torch.int32
+    registers: dict[str, Tensor] = {
+        f"${num + i}": words[..., i::2].to(torch.int64) & 0xFFFFFFFF for i in range(2)
+    }
+
+    def value(name: str) -> Tensor:
+        if name in registers:
+            return registers[name]
+        return torch.full_like(registers[f"${num}"], int(name, 0))
+
+    for line in re.sub(r"[{}]", "", text).split(";"):
+        if not line.strip() or ".reg" in line:
+            continue
+        operation, operands = line.split(maxsplit=1)
+        target, *sources = [each.strip() for each in operands.split(",")]
+        if operation == "mov.b32":
+            result = value(sources[0])
+        elif operation == "shr.u32":
+            result = value(sources[0]) >> int(sources[1])
+        elif operation == "lop3.b32":
+            assert sources[3] == "0xEA"
+            result = (value(sources[0]) & value(sources[1])) | value(sources[2])
+        else:
+            assert operation in ("sub.rn.bf16x2", "sub.rn.f16x2"), operation
+            halves = [_halves(value(each), dtype[0]) for each in sources]
+            result = _joined(halves[0] - halves[1])
+        registers[target] = result
+    return tuple(block(_halves(registers[f"${i}"], dtype[i]).flatten(-2)) for i in range(num))
+
+
+def _halves(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """32 bits -> two numbers of 16 bits, the low half first, in a new last dimension."""
+    pairs = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+    return pairs.to(torch.int32).to(torch.uint16).contiguous().view(dtype)
+
+
+def _joined(halves: Tensor) -> Tensor:
+    bits = halves.contiguous().view(torch.uint16).to(torch.int64)
+    return bits[..., 0] | (bits[..., 1] << 16)

@@ -1,0 +1,221 @@
+"""Kernels of quantized projections, against float32 products of what the weights stand for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gluon_emulator import Descriptor, Emulated, run
+from test_quantized_forms import FORMS
+from torch import Tensor
+
+from octavo.ops.cuda import linear_quantized, stored_weights
+from octavo.ops.cuda.linear_gemv import Programs, linear_one
+from octavo.ops.cuda.linear_hopper import linear_kernel
+from octavo.ops.cuda.linear_quantized import launch, make_kernel
+from octavo.ops.cuda.quantize import quantize_rows
+from octavo.ops.cuda.quantized_tiles import (
+    Product,
+    Tiles,
+    candidates,
+    keep_tiles,
+    measured_tiles,
+)
+from octavo.ops.cuda.stored_weights import StoredWeight
+from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+CPU = torch.device("cpu")
+TOLERANCE = 8e-3  # of 16-bit inputs, dequantized weights, gates and results
+SERVED = [name for name in FORMS if name != "mxfloat4"]
+
+
+@pytest.fixture
+def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The device; a CPU in the place of a Hopper GPU."""
+    if device.type == "cpu":
+        workspace = torch.empty(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
+        emulated = Emulated(linear_quantized.quantized_linear_kernel)
+        monkeypatch.setattr(linear_quantized, "quantized_linear_kernel", emulated)
+        monkeypatch.setattr(linear_quantized, "_workspace", lambda device: workspace)
+        monkeypatch.setattr(linear_quantized, "_is_hopper", lambda device: True)
+    return device
+
+
+def made(name: str, num_rows: int, size: int, device: torch.device) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(num_rows + size)
+    dense = torch.randn(num_rows, size, generator=generator) * size**-0.5
+    return FORMS[name](dense.bfloat16()).to(device)
+
+
+def inputs(num_tokens: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens * size)
+    return torch.randn(num_tokens, size, generator=generator).to(device, dtype)
+
+
+def relative(actual: Tensor, wanted: Tensor) -> float:
+    return float((actual.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(("num_rows", "size"), [(70, 256), (200, 384)])
+def test_weights_are_dequantized_exactly(
+    device: torch.device, name: str, num_rows: int, size: int
+) -> None:
+    form = made(name, num_rows, size, device)
+    stored = StoredWeight.of(form)
+    assert stored is not None
+    out = torch.empty(num_rows, size, device=device)
+    stored_weights.dequantize(stored, out)
+    assert torch.equal(out, form.dequantize())
+
+
+@pytest.mark.parametrize("name", ["float8-tensor", "float8-row"])
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+def test_one_token(device: torch.device, name: str, epilogue: Epilogue) -> None:
+    form = made(name, 70, 320, device)
+    assert isinstance(form, ScaledFloat8)
+    x, bias = inputs(1, 320, torch.float32, device), inputs(1, 70, torch.float32, device)[0]
+    wanted = apply_epilogue(x @ form.dequantize().t() + bias, epilogue)
+    out = torch.empty_like(wanted)
+    scales, height = form.scales, form.block[0]
+    linear_one(x, form.weight, bias, out, epilogue, scales, height, Programs(2, 128, 2, 1))
+    assert relative(out, wanted) < 1e-5
+
+
+def test_rows_of_inputs_are_rounded_by_themselves(device: torch.device) -> None:
+    x = inputs(4, 300, torch.bfloat16, device)
+    x[1] *= 1000
+    x[2, 7], x[3, 5] = torch.nan, torch.inf
+    rounded, scales = quantize_rows(x)
+    values = rounded.float() * scales
+    wanted = x[:2].float()
+    assert torch.allclose(scales[:2], wanted.abs().amax(dim=1, keepdim=True) / 448)
+    if device.type == "cuda":  # the interpreter rounds 126 to 64
+        smallest = 2**-9 * scales[:2]
+        assert ((values[:2] - wanted).abs() <= 2**-4 * wanted.abs() + smallest).all()
+    assert values[2:].isnan().all()
+
+
+CASES = [(100, 256, each) for each in (1, 3, 40, 130, 300)] + [(260, 1152, 20)]
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
+@pytest.mark.parametrize(("num_rows", "size", "num_tokens"), CASES)
+def test_any_number_of_tokens(
+    hopper: torch.device,
+    name: str,
+    epilogue: Epilogue,
+    num_rows: int,
+    size: int,
+    num_tokens: int,
+) -> None:
+    dtype = torch.bfloat16 if num_tokens % 2 else torch.float16
+    form = made(name, num_rows, size, hopper)
+    kernel = make_kernel(form, dtype)
+    assert kernel is not None
+    x, bias = inputs(num_tokens, size, dtype, hopper), inputs(1, num_rows, dtype, hopper)[0]
+    y = x.float() @ form.dequantize().t() + bias.float()
+    wanted = apply_epilogue(y, epilogue)
+    assert relative(kernel.apply(x, bias, epilogue), wanted) < TOLERANCE
+    if epilogue == Epilogue.NONE:
+        parts = kernel.apply_partial(x, bias)
+        assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, y) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["float8-row", "float8-block", "int4-asymmetric", "int4-small"])
+def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: str) -> None:
+    form = made(name, 260, 1152, hopper)
+    stored = StoredWeight.of(form)
+    assert stored is not None
+    x = inputs(20, 1152, torch.bfloat16, hopper)
+    wanted = apply_epilogue(x.float() @ form.dequantize().t(), Epilogue.SILU_MUL)
+    product = Product.of(20, stored, is_gated=True)
+    assert product is not None
+    found = candidates(product, stored)
+    assert len(found) >= 2
+    found.append(replace(found[0], splits=3, scales_weights=True))
+    for tiles in found:
+        out = x.new_empty(20, 130)
+        launch(x, stored, None, out, Epilogue.SILU_MUL, tiles, is_partial=False)
+        assert relative(out, wanted) < TOLERANCE, tiles
+
+
+def test_measured_tiles_are_kept_for_later_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some card")
+    product = Product(16, 4096, 4096, 1, 128, has_zeros=False, is_gated=True)
+    measured_tiles.cache_clear()
+    tiles = Tiles(16, 64, 5, splits=2, per_sm=2, early=True)
+    keep_tiles(CPU, product, tiles)
+    measured_tiles.cache_clear()
+    assert list(measured_tiles(CPU).values()) == [tiles]
+    [path] = tmp_path.rglob("*.json")
+    path.write_text("[1]")
+    measured_tiles.cache_clear()
+    assert measured_tiles(CPU) == {}
+    assert f"{path} is not used, because it cannot be read" in caplog.text
+    measured_tiles.cache_clear()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_rows_that_are_not_finite_spoil_no_others(hopper: torch.device, name: str) -> None:
+    form = made(name, 128, 256, hopper)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    for num_tokens in (5, 64, 300):
+        x = inputs(num_tokens, 256, torch.bfloat16, hopper)
+        clean = kernel.apply(x, None, Epilogue.NONE)
+        x[3] = torch.nan
+        spoiled = kernel.apply(x, None, Epilogue.NONE)
+        assert spoiled[3].isnan().all()
+        others = torch.arange(num_tokens, device=hopper) != 3
+        assert torch.equal(spoiled[others], clean[others])
+
+
+def test_inputs_may_stand_in_another_order(hopper: torch.device) -> None:
+    weight = torch.randn(128, 256, device=hopper)
+    permutation = torch.randperm(256, device=hopper)
+    plain = GroupedInt.quantize(weight, 4, 128)
+    form = GroupedInt.from_values(plain.values(), plain.scales, None, 4, permutation)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    for num_tokens in (1, 20, 300):
+        x = inputs(num_tokens, 256, torch.bfloat16, hopper)
+        wanted = x.float() @ form.dequantize().t()
+        assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < TOLERANCE
+        parts = kernel.apply_partial(x, None)
+        assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, wanted) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs torch's FP8 product")
+def test_inputs_are_rounded_if_the_model_was_made_for_it() -> None:
+    device = torch.device("cuda")
+    weight = torch.randn(256, 512, device=device)
+    form = ScaledFloat8.quantize(weight, (1, 512), quantizes_inputs=True)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    x = inputs(700, 512, torch.bfloat16, device)
+    for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
+        wanted = apply_epilogue(x.float() @ form.dequantize().t(), epilogue)
+        assert relative(kernel.apply(x, None, epilogue), wanted) < 0.06
+
+
+def test_the_emulator_carries_out_a_kernel_that_gpus_have_run() -> None:
+    x, weight = inputs(5, 256, torch.bfloat16, CPU), inputs(100, 256, torch.bfloat16, CPU)
+    bias, out = inputs(1, 100, torch.bfloat16, CPU)[0], torch.empty(5, 100, dtype=x.dtype)
+    sums, arrivals = torch.empty(1 << 16), torch.zeros(8, dtype=torch.int32)
+    operands = Descriptor(x, 16, 64), Descriptor(weight, 64, 64)
+    constants = {"SPLITS": 2, "PARTIAL": False, "SWAP": False, "EPILOGUE": 0, "GATED": False}
+    constants |= {"HAS_BIAS": True, "EARLY": False, "PDL": False, "STAGES": 2, "num_warps": 4}
+    sizes = (5, 100, 256, 2)
+    run(linear_kernel, (1, 2, 2), *operands, bias, out, sums, arrivals, *sizes, **constants)
+    assert relative(out, x.float() @ weight.float().t() + bias.float()) < TOLERANCE
+    assert not arrivals.any()
