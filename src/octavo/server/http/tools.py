@@ -19,8 +19,8 @@ MAX_TOOLS = 512
 MAX_NAME = 128  # characters
 NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
-# Keywords by which a schema says itself whether there are arguments beside its properties. For those
-# that do not, a function has no others.
+# Keywords by which a schema says itself whether there are arguments beside its properties. To one
+# that does not, there are none.
 _OPENINGS = {
     *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
     *("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "minProperties"),
