@@ -39,9 +39,13 @@ class Client:
 
 CLIENTS = (
     Client("openai (node)", "openai_node.mjs", ("openai@^7.55.0",)),
+    Client("openai", "use_openai.py", ("openai>=3.50,<4", "pydantic>=2")),
     Client("langchain-openai", "use_langchain.py", ("langchain-openai>=1.7,<2",)),
     # Later versions need a certifi that not every index has.
-    Client("litellm", "use_litellm.py", ("litellm>=1.100,<1.107",)),
+    Client("litellm", "use_litellm.py", ("litellm>=1.100,<1.107", "mcp>=2")),
+    Client("instructor", "use_instructor.py", ("instructor>=1.11",)),
+    Client("pydantic-ai", "use_pydantic_ai.py", ("pydantic-ai-slim[openai]>=1",)),
+    Client("openai-agents", "use_openai_agents.py", ("openai-agents>=0.4",)),
     Client("lm-eval", "use_lm_eval.py", ("lm-eval[api]>=0.4.13,<0.5", "transformers>=5")),
     # torch first: guidellm alone would install the build for GPUs if the index has it.
     Client("guidellm", "use_guidellm.py", ("torch==2.13.0", "guidellm>=0.8.1,<0.9")),

@@ -1,14 +1,56 @@
-"""langchain-openai: invoke, stream with usage, batch, async, completions, log-probabilities."""
+"""langchain-openai: invoke, stream with usage, batch, async, completions, log-probabilities, tools,
+answers of a form by tools and by schema."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Annotated
 
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
 URL = f"{sys.argv[1]}/v1"
 QUESTION = "What is a cat?"
+
+
+class Cat(BaseModel):
+    """A cat."""
+
+    name: str = Field(max_length=12)
+    age: int = Field(ge=0, le=30)
+    model_config = ConfigDict(extra="forbid")
+
+
+@tool
+def weather(
+    city: Annotated[str, Field(max_length=12)], days: Annotated[int, Field(ge=1, le=9)]
+) -> str:
+    """The weather of a city."""
+    return f"warm for {days} days"
+
+
+def use_tools(chat: ChatOpenAI) -> None:
+    bound = chat.bind_tools([weather], tool_choice="required", parallel_tool_calls=False)
+    answer = bound.invoke(QUESTION)
+    [call] = answer.tool_calls
+    assert call["name"] == "weather"
+    assert isinstance(call["args"]["days"], int)
+    assert answer.response_metadata["finish_reason"] == "tool_calls"
+    chunks = list(bound.stream(QUESTION))
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    assert whole.tool_calls[0]["args"] == call["args"]
+    said = weather.invoke(call)
+    assert isinstance(said, ToolMessage)
+    chat.bind_tools([weather]).invoke([HumanMessage(QUESTION), answer, said])
+    # Not the third way, which demands any JSON object, of which the demo model finds no end.
+    for method in ("function_calling", "json_schema"):
+        structured = chat.with_structured_output(Cat, method=method, strict=True)
+        assert isinstance(structured.invoke(QUESTION), Cat), method
 
 
 def main() -> None:
@@ -37,10 +79,11 @@ def main() -> None:
     scored = chat.bind(logprobs=True, top_logprobs=2, stop=["."]).invoke(QUESTION)
     assert "." not in scored.content
     assert len(scored.response_metadata["logprobs"]["content"][0]["top_logprobs"]) == 2
+    use_tools(chat.model_copy(update={"max_tokens": 200, "stream_usage": False}))
     completion = OpenAI(base_url=URL, api_key="none", model="demo", temperature=0, max_tokens=8)
     text = completion.invoke("Once upon a time")
     assert "".join(completion.stream("Once upon a time")) == text
-    print("invoke, stream, batch, async, logprobs, completions")
+    print("invoke, stream, batch, async, logprobs, completions, tools, structured output")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""litellm: its `openai` and `hosted_vllm` providers, with and without streaming."""
+"""litellm: its `openai` and `hosted_vllm` providers, with and without streaming, with tools."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 
@@ -12,6 +13,38 @@ import litellm
 
 URL = f"{sys.argv[1]}/v1"
 MESSAGES = [{"role": "user", "content": "What is a cat?"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def use_tools(arguments: dict) -> None:
+    asked = arguments | {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+    }
+    whole = litellm.completion(**asked).choices[0]
+    [call] = whole.message.tool_calls
+    assert whole.finish_reason == "tool_calls"
+    assert set(json.loads(call.function.arguments)) == {"city"}
+    built = litellm.stream_chunk_builder(list(litellm.completion(**asked, stream=True)))
+    [again] = built.choices[0].message.tool_calls
+    assert again.function.arguments == call.function.arguments
+    said = {"role": "tool", "tool_call_id": call.id, "content": "warm"}
+    messages = [*MESSAGES, whole.message.model_dump(), said]
+    litellm.completion(**arguments | {"messages": messages, "tools": [TOOL]})
 
 
 def main() -> None:
@@ -38,6 +71,7 @@ def main() -> None:
         assert again.choices[0].message.content == text
         sampled = litellm.completion(**arguments | {"temperature": 0.9}, n=2, seed=3)
         assert len(sampled.choices) == 2
+        use_tools(arguments)
     for provider in ("text-completion-openai", "hosted_vllm"):
         try:
             text = litellm.text_completion(
@@ -54,7 +88,7 @@ def main() -> None:
     try:
         litellm.completion(**arguments | {"model": "openai/none"})
     except litellm.NotFoundError:
-        print("openai and hosted_vllm: chats, streams, async, n, completions, errors")
+        print("openai and hosted_vllm: chats, streams, async, n, completions, tools, errors")
     else:
         raise AssertionError("a model that is not served was served")
 

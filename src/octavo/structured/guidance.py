@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 16
 MAX_COMPILED = 256  # grammars that stay compiled
-# White space between the parts of a JSON text: some models would write it for ever.
-WHITE_SPACE = r"[ \t\n\r]{1,64}"
+# White space between the parts of a JSON text: a space, or a new line and what it is indented by.
+# Some models would write it for ever.
+WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
 MAX_MESSAGE = 400  # characters of the library's own words
 
 

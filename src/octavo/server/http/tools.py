@@ -19,7 +19,12 @@ MAX_TOOLS = 512
 MAX_NAME = 128  # characters
 NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 
-FUNCTION = "function"
+# Keywords by which a schema says itself whether there are arguments beside its properties. To one
+# that does not, there are none.
+_OPENINGS = {
+    *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
+    *("$ref", "allOf", "anyOf", "oneOf", "dependentSchemas", "minProperties"),
+}
 
 
 class _Lenient(BaseModel):
@@ -139,19 +144,19 @@ def tool_use(
     if choice == "none":
         return None
     able = [_callable(each.function, f"{field}[{i}].function") for i, each in enumerate(tools)]
-    is_required = choice == "required"
+    is_required, is_parallel = choice == "required", parallel is not False
     if isinstance(choice, NamedTool):
-        name, is_required = choice.function.name, True
+        name, is_required, is_parallel = choice.function.name, True, False
         able = [each for each in able if each.name == name]
         if not able:
             raise refused("tool_choice.function.name", f"there is no tool {name[:MAX_NAME]!r}")
     shown = [each.model_dump(exclude_none=True) for each in tools]
-    return ToolUse(shown, able, is_required, parallel is not False, field)
+    return ToolUse(shown, able, is_required, is_parallel, field)
 
 
 def _callable(function: FunctionTool, field: str) -> CallableTool:
     where = f"{field}.parameters"
-    schema = dict(function.parameters or {})
+    schema = dict(function.parameters or {"properties": {}})
     if schema.setdefault("type", "object") != "object":
         raise refused(f"{where}.type", "the arguments of a function are an object")
     for name, kind in (("properties", dict), ("required", list)):
@@ -159,6 +164,8 @@ def _callable(function: FunctionTool, field: str) -> CallableTool:
             raise refused(
                 f"{where}.{name}", f"it is not {'an object' if kind is dict else 'a list'}"
             )
+    if "properties" in schema and _OPENINGS.isdisjoint(schema):
+        schema["additionalProperties"] = False
     size = len(json.dumps(schema))
     if size > MAX_GRAMMAR_BYTES:
         raise refused(where, f"{size} bytes are more than {MAX_GRAMMAR_BYTES}")
