@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
 import click
 from rich.console import RenderableType
 
 from octavo.bench.tables import columns, facts, show
 from octavo.cli.options import engine_options, integers, size
-from octavo.config import DTYPE_BYTES, EngineConfig, make_config
+from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName, make_config
 from octavo.core.kv.specs import group_layers
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, OutOfMemory
 from octavo.host_memory import host_memory
 from octavo.memory_budget import (
     FixedMemory,
@@ -24,10 +26,16 @@ from octavo.memory_budget import (
 )
 from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
-from octavo.models.registry import read_model_config
+from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.parallel import Shard
+from octavo.simulation.cost_model import CostModel, ModelSize
+from octavo.simulation.gpus import GPU, find_gpu
+from octavo.simulation.step_shape import StepShape
 
 DEFAULT_LENGTHS = "512,2048,8192"
+GPU_SHARE = 0.9  # of a GPU's memory, as gpu_memory_utilization has it
+CONTEXT = 1024  # tokens of each sequence whose decoding is priced
+BATCHES = (1, 64, 256)
 
 
 @click.command()
@@ -44,9 +52,15 @@ DEFAULT_LENGTHS = "512,2048,8192"
     show_default=True,
     help="How many sequences of these lengths fit.",
 )
+@click.option(
+    "--gpu",
+    help="What a device is, with its memory: one of the simulator's names, or a .json file; adds "
+    "what each quantization takes, and how fast it is expected to decode.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @engine_options(
     "dtype",
+    "quantization",
     "max_model_len",
     "block_size",
     "num_blocks",
@@ -61,6 +75,7 @@ def memory(
     model: str,
     device_memory: int | None,
     lengths: tuple[int, ...],
+    gpu: str | None,
     as_json: bool,
     engine: dict[str, Any],
 ) -> None:
@@ -70,11 +85,64 @@ def memory(
     own estimate of the largest step; KV is counted without a backend's padding of heads. With
     --tensor-parallel-size, all sizes are those of one device.
     """
+    if gpu is not None:
+        named = find_gpu(gpu)
+        device_memory = device_memory or int(GPU_SHARE * named.memory)
+        forms = list(compare_forms(model, device_memory, engine, named))
     budget = Budget.of(model, device_memory, engine)
     if as_json:
-        click.echo(json.dumps(budget.values(lengths)))
-    else:
-        show(*budget.tables(lengths))
+        values = budget.values(lengths)
+        if gpu is not None:
+            values["forms"] = [asdict(form) for form in forms]
+        click.echo(json.dumps(values))
+        return
+    show(*budget.tables(lengths))
+    if gpu is not None:
+        show("", forms_table(forms))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a model with weights of one form takes of a device, and how fast it should be."""
+
+    quantization: str
+    weights: int | None  # bytes; None: they leave no room for a KV cache
+    kv_slots: int | None
+    tokens_per_second: dict[int, float]  # expected of decodes at CONTEXT tokens, by batch size
+
+
+def compare_forms(
+    model: str, device_memory: int, engine: dict[str, Any], gpu: GPU
+) -> Iterator[Form]:
+    """As the files have the weights and, if they are not quantized, with each `quantization`."""
+    own = read_model_config(resolve_model(model, weights=False)).quantization
+    names = ["as stored", *(get_args(QuantizationName) if own is None else ())]
+    for name in names:
+        options = {**engine, "quantization": name if name in get_args(QuantizationName) else None}
+        try:
+            budget = Budget.of(model, device_memory, options)
+        except OutOfMemory:
+            yield Form(name, None, None, {})
+            continue
+        yield Form(name, budget.weight_bytes, budget.kv_slots, budget.decode_rates(gpu))
+
+
+def forms_table(forms: list[Form]) -> RenderableType:
+    """A row per form."""
+    titles = [f"tokens/s at {batch}" for batch in BATCHES]
+    table = columns("quantization", "weights", "KV tokens", *titles)
+    for form in forms:
+        if form.weights is None:
+            table.add_row(form.quantization, "do not fit", "", *("" for _ in BATCHES))
+            continue
+        rates = [form.tokens_per_second.get(batch) for batch in BATCHES]
+        table.add_row(
+            form.quantization,
+            format_bytes(form.weights),
+            f"{form.kv_slots:,}",
+            *("no room" if rate is None else f"{rate:,.0f}" for rate in rates),
+        )
+    return table
 
 
 class Budget:
@@ -99,8 +167,9 @@ class Budget:
             config.cache.element_bytes(dtype),
             model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
         )
+        self.weight_bytes = shard.least_weight_bytes(dtype_bytes)
         fixed = FixedMemory(
-            shard.weight_bytes(dtype_bytes),
+            self.weight_bytes,
             estimate_activations(shard, config.scheduler, dtype_bytes),
         )
         swap_limit = config.cache.swap_space // size
@@ -115,6 +184,8 @@ class Budget:
         config = make_config(model, **engine)
         directory = resolve_model(model, weights=False)
         model_config = read_model_config(directory, config.model_impl)
+        if config.quantization is not None:
+            model_config = quantized_on_load(model_config, config.quantization)
         if config.max_model_len is not None:
             model_config = model_config.with_max_model_len(config.max_model_len)
         dtype = config.dtype_for(model_config.dtype)
@@ -124,6 +195,25 @@ class Budget:
             config = config.for_gpu(device_memory)
         total = device_memory or host_memory() // config.tensor_parallel_size
         return cls(config, model_config, dtype, total)
+
+    @property
+    def kv_slots(self) -> int:
+        """Tokens that the KV cache has room for."""
+        return self._budget.num_blocks * self._shape.block_size
+
+    def decode_rates(self, gpu: GPU) -> dict[int, float]:
+        """Tokens per second that the simulator expects of decodes, by the number of sequences, of
+        those whose KV fits."""
+        element_bytes = self._config.cache.element_bytes(self._dtype)
+        size = ModelSize.of(self._model_config, self._dtype, element_bytes)
+        cost = CostModel(size, gpu, self._size, self._shape.block_size)
+        context = min(CONTEXT, self._model_config.max_model_len)
+        rates = {}
+        for batch in BATCHES:
+            if batch * context <= self.kv_slots:
+                step = StepShape(batch, batch, batch, batch * context, 0, num_requests=batch)
+                rates[batch] = batch / cost.compute_seconds(step)
+        return rates
 
     def fits(self, num_tokens: int) -> int | None:
         """How many sequences of that length fit at once; None if it is beyond the model."""
@@ -151,8 +241,7 @@ class Budget:
             ),
             (
                 "KV slots",
-                f"{self._budget.num_blocks * shape.block_size:,} tokens in "
-                f"{self._budget.num_blocks:,} blocks",
+                f"{self.kv_slots:,} tokens in {self._budget.num_blocks:,} blocks",
             ),
         ]
         if shape.encoder_len:
@@ -169,8 +258,6 @@ class Budget:
 
     def _shown(self, length: int, count: int) -> str:
         """What sequences of a length take."""
-        from octavo.memory_budget import format_bytes
-
         held, read = self._shape.held_bytes(length), self._shape.read_bytes(length)
         return (
             f"{count:,} sequences at once; {format_bytes(held)} of KV each, "
@@ -209,8 +296,6 @@ class Budget:
         ]
 
     def values(self, lengths: tuple[int, ...]) -> dict[str, Any]:
-        from dataclasses import asdict
-
         return {
             "model": str(self._model_config.directory),
             "architecture": self._model_config.architecture,
@@ -224,7 +309,7 @@ class Budget:
             "max_encoder_len": self._shape.encoder_len,
             "budget": asdict(self._budget) | {"unused": self._budget.unused},
             "kv_bytes_per_token": self._shape.bytes_per_token,
-            "kv_slots": self._budget.num_blocks * self._shape.block_size,
+            "kv_slots": self.kv_slots,
             "kv_groups": self._groups(),
             "sequences": {str(length): self.fits(length) for length in lengths},
             "kv_bytes": {str(length): self._shape.held_bytes(length) for length in lengths},

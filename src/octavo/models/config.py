@@ -378,13 +378,30 @@ class ModelConfig(ModelDescription):
     def least_weight_bytes(self, dtype_bytes: int) -> int:
         """`weight_bytes` where all quantized weights stay quantized: on a GPU that has kernels for
         their form, unless merged projections differ in it."""
-        total = self.weight_bytes(dtype_bytes)
-        per_weight = None if self.quantization is None else self.quantization.weight_bytes
-        if per_weight is None:
-            return total
         encoder = () if self.encoder is None else self.encoder.layers
         num_quantized = sum(each.num_quantized_parameters for each in (*self.layers, *encoder))
-        return total - int((dtype_bytes - per_weight) * num_quantized)
+        return self.weight_bytes(dtype_bytes) - self._saved_bytes(dtype_bytes, num_quantized)
+
+    def read_bytes(self, dtype_bytes: int) -> tuple[int, int]:
+        """Bytes of weights that every step reads, and those of all experts that routers choose
+        from, where all quantized weights stay quantized."""
+        experts = self.num_expert_parameters()
+        dense = self.num_parameters() - self.num_lookup_parameters() - experts
+        quantized = sum(each.num_quantized_parameters for each in self.layers)
+        quantized_experts = sum(
+            each.mlp.routing.num_experts * each.mlp.expert_parameters
+            for each in self.layers
+            if isinstance(each.mlp, ExpertsConfig) and each.mlp.method == "quantized"
+        )
+        return (
+            dense * dtype_bytes - self._saved_bytes(dtype_bytes, quantized - quantized_experts),
+            experts * dtype_bytes - self._saved_bytes(dtype_bytes, quantized_experts),
+        )
+
+    def _saved_bytes(self, dtype_bytes: int, num_quantized: int) -> int:
+        """What so many quantized parameters take less than in the model's dtype."""
+        per_weight = None if self.quantization is None else self.quantization.weight_bytes
+        return 0 if per_weight is None else int((dtype_bytes - per_weight) * num_quantized)
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""

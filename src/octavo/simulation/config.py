@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.config import DTYPE_BYTES, CacheConfig, DTypeName, EngineConfig, SchedulerConfig
+from octavo.config import (
+    DTYPE_BYTES,
+    CacheConfig,
+    DTypeName,
+    EngineConfig,
+    QuantizationName,
+    SchedulerConfig,
+)
 from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError
 from octavo.executor.base import KVCapacity
 from octavo.memory_budget import FixedMemory, KVShape, estimate_activations, plan_memory
 from octavo.models.config import ModelConfig
+from octavo.models.registry import quantized_on_load
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
 from octavo.simulation.models import find_model
@@ -23,6 +31,7 @@ class SimulationConfig:
     gpu: str  # a name in `GPUS`, or a .json file
     num_gpus: int = 1  # tensor parallel
     dtype: DTypeName = "auto"
+    quantization: QuantizationName | None = None  # of weights that are not quantized yet
     max_model_len: int | None = None
     memory_share: float = 0.95  # of a device's memory
     workspace: int = 1 * GIB  # bytes on each device that no other item accounts for
@@ -47,6 +56,7 @@ class SimulationConfig:
         return EngineConfig(
             self.model,
             dtype=self.dtype,
+            quantization=self.quantization,
             max_model_len=self.max_model_len,
             seed=self.seed,
             overlap=self.overlap,
@@ -67,11 +77,8 @@ class SimulationConfig:
                 "model", f"{self.model} has an encoder, whose time the cost model does not know"
             )
         gpu = find_gpu(self.gpu)
-        if model.mixtures():
-            raise ConfigError(
-                "model",
-                f"{self.model} is a mixture of experts, for which the simulation has no cost model",
-            )
+        if self.quantization is not None:
+            model = quantized_on_load(model, self.quantization)
         if self.max_model_len is not None:
             model = model.with_max_model_len(self.max_model_len)
         for num_heads in {layer.attention.num_heads for layer in model.layers}:
@@ -94,7 +101,7 @@ class SimulationConfig:
         num_kv_heads = max(model.num_kv_heads, self.num_gpus)
         shape = KVShape.dense(layout, self.cache.block_size, num_kv_heads, model.head_dim, kv_bytes)
         fixed = FixedMemory(
-            model.num_parameters() * dtype_bytes,
+            model.least_weight_bytes(dtype_bytes),
             estimate_activations(model, self.scheduler, dtype_bytes)
             + self.workspace * self.num_gpus,
         )

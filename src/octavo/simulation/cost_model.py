@@ -122,11 +122,12 @@ class ModelSize:
         embeddings = model.head.num_parameters
         layer_bytes = 2 * model.num_kv_heads * model.head_dim * (kv_bytes or dtype_bytes)
         query_sizes = [layer.attention.output.in_features for layer in model.layers]
-        experts = model.num_expert_parameters()
-        read = model.num_parameters() - model.num_lookup_parameters() - experts
+        dense_bytes, expert_bytes = model.read_bytes(dtype_bytes)
+        read = model.num_parameters() - model.num_lookup_parameters()
         active = model.num_active_parameters() - model.num_lookup_parameters()
+        experts = model.num_expert_parameters()
         return cls(
-            weight_bytes=read * dtype_bytes,
+            weight_bytes=dense_bytes,
             token_flops=2.0 * (active - embeddings),
             logit_flops=2.0 * embeddings,
             pair_flops=4.0 * sum(query_sizes),
@@ -134,8 +135,8 @@ class ModelSize:
             block_token_bytes=group_layers(model.kv_specs()).layers_per_block * layer_bytes,
             hidden_bytes=model.hidden_size * dtype_bytes,
             num_layers=model.num_layers,
-            expert_bytes=experts * dtype_bytes,
-            miss_share=(read + experts - active) / experts if experts else 0.0,
+            expert_bytes=expert_bytes,
+            miss_share=(read - active) / experts if experts else 0.0,
         )
 
     def read_bytes(self, num_tokens: int) -> float:
