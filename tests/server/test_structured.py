@@ -134,7 +134,7 @@ def test_what_cannot_be_enforced_is_a_400_and_nobody_waits(server: LiveServer) -
             for tools, field in (
                 ([tool({"properties": {"a": SLOW}})], "tools[0].function.parameters"),
                 ([tool({"title": "x" * 4_000_000})], "tools[0].function.parameters"),
-                ([tool({}, f"f{i}") for i in range(10_000)], "tools"),
+                ([tool({}, f"f{i}") for i in range(5_000)], "tools"),
                 ([tool({}, f"f{i % 500}") for i in range(512)], "tools[0].function.name"),
             )
         ],
@@ -185,7 +185,8 @@ CALL_FOUR = tool({"properties": {"a": FOUR}, "required": ["a"], "additionalPrope
 )
 def test_kills_in_the_middle_of_a_stream_change_no_token(path: str, asked: dict[str, Any]) -> None:
     body = {**ASK, "n": 2, "max_tokens": 400, "return_token_ids": True, **asked}
-    with live_server("--log-level", "error") as server:
+    # In bfloat16, a token may depend on the batch in which it is computed.
+    with live_server("--log-level", "error", "--dtype", "float32") as server:
         reply = server.post(path, body).raise_for_status().json()
         wanted = [choice["token_ids"] for choice in reply["choices"]]
         pieces: list[list[int]] = [[], []]
