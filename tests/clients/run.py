@@ -40,6 +40,7 @@ class Client:
 CLIENTS = (
     Client("openai (node)", "openai_node.mjs", ("openai@^7.55.0",)),
     Client("langchain-openai", "use_langchain.py", ("langchain-openai>=1.7,<2",)),
+    Client("anthropic", "use_anthropic.py", ("anthropic>=0.70,<1",)),
     # Later versions need a certifi that not every index has.
     Client("litellm", "use_litellm.py", ("litellm>=1.100,<1.107",)),
     Client("lm-eval", "use_lm_eval.py", ("lm-eval[api]>=0.4.13,<0.5", "transformers>=5")),

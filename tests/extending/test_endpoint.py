@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from octavo.outputs import RequestOutput, SequenceDelta
-from octavo.server.batch import post
 from octavo.server.http.app import create_app
+from octavo.server.http.batch import post
 from octavo.server.http.bodies import Integer
 from octavo.server.http.context import Context
 from octavo.server.http.dialect import Dialect, Writer, in_order

@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server.batch import post
-from octavo.server.batches import Batches
 from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.app import create_app
+from octavo.server.http.batch import post
+from octavo.server.http.batches import Batches
 from octavo.server.http.file_store import FileStore, Shelf
 from octavo.server.http.keys import ANONYMOUS, ApiKeys
 from octavo.server.http.settings import ServerSettings

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from octavo.server.batch import post
 from octavo.server.engine_process.placement import Replication
 from octavo.server.http.app import create_app
+from octavo.server.http.batch import post
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.settings import ServerSettings
 from server.clients import run, symbolic_client

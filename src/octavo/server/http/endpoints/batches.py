@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 from pydantic import Field
 
-from octavo.server.batches import (
+from octavo.server.http.batches import (
     METADATA_ENTRIES,
     METADATA_KEY,
     METADATA_VALUE,

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 from starlette.types import ASGIApp
 
-from octavo.server.batch import URLS, Tally, prepare, read_lines, run_batch
+from octavo.server.http.batch import URLS, Tally, prepare, read_lines, run_batch
 from octavo.server.http.errors import ApiError, refused
 from octavo.server.http.file_store import FileRecord, FileStore, Record, Records
 from octavo.server.http.keys import Tenant
