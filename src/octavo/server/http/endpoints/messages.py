@@ -126,7 +126,7 @@ class MessageMetadata(Lenient):
     """Goes to the request log, if it is on."""
 
 
-class CountBody(PromptBody):
+class CountTokensBody(PromptBody):
     """POST /v1/messages/count_tokens"""
 
     messages: Annotated[list[MessageParam], Field(min_length=1), FAIL_FAST]
@@ -142,7 +142,7 @@ class CountBody(PromptBody):
     cache_control: Annotated[object, Refused("equal prefixes are shared by themselves")] = None
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountTokensBody):
     """POST /v1/messages"""
 
     max_tokens: Annotated[int, Integer(1)]
@@ -294,12 +294,12 @@ async def create_message(request: Request) -> Response:
 
 @router.post(
     "/v1/messages/count_tokens",
-    **documented(CountBody, TokenCount, example={"messages": EXAMPLE["messages"]}),
+    **documented(CountTokensBody, TokenCount, example={"messages": EXAMPLE["messages"]}),
 )
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation takes as a prompt."""
     context = context_of(request)
-    body = await context.body(request, CountBody)
+    body = await context.body(request, CountTokensBody)
     context.model_name(body.model)
     known = context.tokenizer("messages").template_variables
     try:
@@ -314,7 +314,7 @@ async def count_tokens(request: Request) -> Response:
 # ---------------------------------------------------------------- translation
 
 
-def _chat(body: CountBody, known: Any, **fields: Any) -> Any:
+def _chat(body: CountTokensBody, known: Any, **fields: Any) -> Any:
     """The body as a chat's; `known`: the variables of the chat template."""
     system = body.system
     if system is not None and not isinstance(system, str):
