@@ -20,7 +20,7 @@ def main() -> None:
     with client.messages.stream(**fields) as stream:
         assert "".join(stream.text_stream) == text
         final = stream.get_final_message()
-    assert final.content == whole.content
+    assert [block.text for block in final.content] == [text]
     assert (final.stop_reason, final.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
     assert final.usage.output_tokens == whole.usage.output_tokens
     events = [event.type for event in client.messages.create(**fields, stream=True)]

@@ -276,10 +276,10 @@ def test_forms_and_defaults_arrive() -> None:
 
 def test_a_response_of_a_real_model(server: LiveServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
-        fields: dict[str, Any] = {"model": "demo", "max_output_tokens": 8, "temperature": 0}
+        fields: dict[str, Any] = {"model": "demo", "max_output_tokens": 200, "temperature": 0}
         chat = client.chat.completions.create(
             model="demo",
-            max_tokens=8,
+            max_tokens=200,
             temperature=0,
             messages=[{"role": "user", "content": "What is a cat?"}],
         )
