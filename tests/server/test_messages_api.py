@@ -38,7 +38,7 @@ def asked(
             whole = {"messages": HI, **defaults} | body
             status, _, data = await post(app, path, json.dumps(whole).encode())
             replies.append((status, data))
-        scripted.offload.close()
+        await scripted.close()
         return replies
 
     return asyncio.run(ask()), scripted
@@ -235,7 +235,7 @@ def test_the_key_may_come_as_anthropic_s_clients_send_it() -> None:
     assert asyncio.run(ask(**{"x-api-key": "a-key-of-mine"})) == 200
     assert asyncio.run(ask(**{"x-api-key": "another-key"})) == 401
     assert asyncio.run(ask()) == 401
-    client.offload.close()
+    asyncio.run(client.close())
 
 
 def test_a_message_of_a_real_model(server: LiveServer) -> None:
