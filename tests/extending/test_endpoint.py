@@ -42,7 +42,7 @@ class Count(msgspec.Struct, kw_only=True):
 
 
 class CountWriter(Writer[CountBody, list[int]]):
-    id_prefix = "count"
+    id_prefix = "count-"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Count:
         [output] = outputs

@@ -53,7 +53,7 @@ class ReplyWriter(ABC, Generic[BodyT]):
         self.texts = context.token_ids if body.return_tokens_as_token_ids else context.texts
         self.body = body
         self.streams = streams
-        self.id = f"{self.id_prefix}-{request_id_of(request)}"
+        self.id = f"{self.id_prefix}{request_id_of(request)}"
         # The fields of `Reply`.
         self.head: dict[str, Any] = {
             "id": self.id,

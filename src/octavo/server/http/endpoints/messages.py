@@ -201,7 +201,7 @@ class TokenCount(msgspec.Struct):
 class MessagesWriter(BlockWriter):
     """Writes a message."""
 
-    id_prefix = "msg"
+    id_prefix = "msg_"
 
     def reply(self) -> Message:
         return self._message([_shown(each) for each in self.blocks.all])

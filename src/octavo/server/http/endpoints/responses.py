@@ -315,7 +315,7 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 class ResponsesWriter(BlockWriter):
     """Writes a response, and stores it."""
 
-    id_prefix = "resp"
+    id_prefix = "resp_"
     own: ResponsesBody
     messages: list[ChatMessage]  # of the conversation so far, without the instructions
     _number = 0  # of the next event
