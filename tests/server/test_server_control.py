@@ -41,7 +41,9 @@ def test_aborted_requests_end_and_their_clients_are_told() -> None:
                 begin("three", prompt=PROMPT, max_tokens=30),
             ]
             requests = client.open_requests
-            while len(requests) < 5 or not all(each.is_accepted for each in requests.values()):
+            while len(requests) < 5 or not all(
+                each.at is not None and each.at.is_accepted for each in requests.values()
+            ):
                 await asyncio.sleep(0.001)
             status, reply = await ask(
                 app, "/abort_requests", request_ids=["cmpl-one", "two", "none", "two"]

@@ -56,7 +56,7 @@ def create_app(
         settings,
         TokenTexts(client.tokenizer),
         answer_format=answer_format,
-        responses=ResponseStore(settings.max_stored_responses),
+        stored_responses=ResponseStore(settings.max_stored_responses),
         storage=storage,
     )
     add_error_handlers(app)

@@ -405,7 +405,7 @@ class ResponsesWriter(BlockWriter):
             response.completed_at = int(time.time())
         response.usage = self._usage()
         if self.own.store is not False:
-            store, tenant = context_of(self.request).responses, tenant_of(self.request)
+            store, tenant = context_of(self.request).stored_responses, tenant_of(self.request)
             answer = _answer_message(self.blocks.all)
             messages = [*self.messages, answer]
             store.put(tenant, self.id, response, messages, sum(map(_num_characters, messages)))
@@ -489,7 +489,9 @@ async def create_response(request: Request) -> Response:
         request.state.request_id = body.request_id
     known: Sequence[ChatMessage] = ()
     if body.previous_response_id is not None:
-        stored = context.responses.get(tenant, body.previous_response_id, "previous_response_id")
+        stored = context.stored_responses.get(
+            tenant, body.previous_response_id, "previous_response_id"
+        )
         known = stored.messages
     messages = [*known, *input_messages(body.input, known)]
     instructions = []
@@ -506,14 +508,14 @@ async def create_response(request: Request) -> Response:
 @router.get("/v1/responses/{response_id}", **documented(None, ResponseObject))
 async def get_response(request: Request, response_id: str) -> Response:
     """A response that is still stored."""
-    store = context_of(request).responses
+    store = context_of(request).stored_responses
     return reply(store.get(tenant_of(request), response_id, "response_id").response)
 
 
 @router.delete("/v1/responses/{response_id}", **documented(None, DeletedResponse))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget a stored response; those that continue it are kept."""
-    store, tenant = context_of(request).responses, tenant_of(request)
+    store, tenant = context_of(request).stored_responses, tenant_of(request)
     store.get(tenant, response_id, "response_id")
     store.remove(tenant, response_id)
     return reply(DeletedResponse(id=response_id))
