@@ -37,7 +37,8 @@ ANSWER = f"<think>\nhm, hm\n</think>\n\nLet me see.{CALLS}"
 class ScriptedStream:
     """One output, in pieces."""
 
-    prompt_logprobs = None
+    prompt_logprobs = output = None
+    samples = ()  # none that could be forked
 
     def __init__(self, prompt: list[int], pieces: list[str], reason: str, stop: str | None) -> None:
         self.prompt_token_ids, self.num_cached_tokens = prompt, 3
