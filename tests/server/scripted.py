@@ -14,7 +14,7 @@ from octavo.outputs import RequestOutput, SequenceDelta, SequenceOutput
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.http.app import create_app
 from octavo.server.http.settings import ServerSettings
-from server.observed import engine_info
+from server.observed import engine_info, open_request
 
 # Shows everything that a conversation can have.
 TEMPLATE = (
@@ -43,6 +43,7 @@ class ScriptedStream:
     def __init__(self, prompt: list[int], pieces: list[str], reason: str, stop: str | None) -> None:
         self.prompt_token_ids, self.num_cached_tokens = prompt, 3
         self._pieces, self._reason, self._stop = pieces, reason, stop
+        self.entry = open_request()
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         for number, piece in enumerate(self._pieces, start=1):

@@ -42,7 +42,8 @@ def test_aborted_requests_end_and_their_clients_are_told() -> None:
             ]
             requests = client.open_requests
             while len(requests) < 5 or not all(
-                each.at is not None and each.at.is_accepted for each in requests.values()
+                each.assignment is not None and each.assignment.is_accepted
+                for each in requests.values()
             ):
                 await asyncio.sleep(0.001)
             status, reply = await ask(
