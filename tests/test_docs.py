@@ -168,11 +168,14 @@ def mistakes_in_command(line: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def app() -> FastAPI:
-    """The server's application; no engine runs."""
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
+    """The server's application, with files; no engine runs."""
     observation = Observation("demo")
     client = EngineClient(make_config("demo"), Supervision(), observation.listeners)
-    return create_app(client, ServerSettings(("demo",)), observation.routers(client))
+    settings = ServerSettings(("demo",), files_dir=str(tmp_path_factory.mktemp("files")))
+    application = create_app(client, settings, observation.routers(client))
+    yield application
+    application.state.context.files.close()
 
 
 @pytest.fixture(params=DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())

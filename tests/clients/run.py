@@ -41,6 +41,7 @@ CLIENTS = (
     Client("openai (node)", "openai_node.mjs", ("openai@^7.55.0",)),
     Client("openai", "use_openai.py", ("openai>=3.50,<4", "pydantic>=2")),
     Client("langchain-openai", "use_langchain.py", ("langchain-openai>=1.7,<2",)),
+    Client("anthropic", "use_anthropic.py", ("anthropic>=0.70,<1",)),
     # Later versions need a certifi that not every index has.
     Client("litellm", "use_litellm.py", ("litellm>=1.100,<1.107", "mcp>=2")),
     Client("instructor", "use_instructor.py", ("instructor>=1.11",)),

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from octavo.outputs import RequestOutput, SequenceDelta
-from octavo.server.batch import post
 from octavo.server.http.app import create_app
+from octavo.server.http.batch import post
 from octavo.server.http.bodies import Integer
 from octavo.server.http.context import Context
 from octavo.server.http.dialect import Dialect, Writer, in_order
@@ -42,7 +42,7 @@ class Count(msgspec.Struct, kw_only=True):
 
 
 class CountWriter(Writer[CountBody, list[int]]):
-    id_prefix = "count"
+    id_prefix = "count-"
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Count:
         [output] = outputs

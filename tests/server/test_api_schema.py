@@ -36,11 +36,18 @@ def keep_short(body: Any) -> None:
                 body[name] = min(body[name], MAX_TOKENS)
 
 
-def test_every_curl_line_of_the_description_works(server: LiveServer) -> None:
+def make_what_examples_name(server: LiveServer) -> None:
+    """A request, a fork and a response that the examples ask about."""
     named = {"X-Request-Id": "my-request"}
     server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, **named).raise_for_status()
     fork = {"parent": "cmpl-my-request", "max_tokens": 1, "background": True}
     server.post("/v1/forks", fork, **named).raise_for_status()
+    response = {"input": "a", "max_output_tokens": 1}
+    server.post("/v1/responses", response, **named).raise_for_status()
+
+
+def test_every_curl_line_of_the_description_works(server: LiveServer) -> None:
+    make_what_examples_name(server)
     description = server.get("/openapi.json").json()
     assert "POST" not in json.dumps(description["paths"]["/health"]["get"]["x-codeSamples"])
     for path, methods in description["paths"].items():
@@ -69,8 +76,7 @@ def test_every_curl_line_of_the_description_works(server: LiveServer) -> None:
 
 
 def test_every_program_of_the_description_works(server: LiveServer) -> None:
-    named = {"X-Request-Id": "my-request"}
-    server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, **named).raise_for_status()
+    make_what_examples_name(server)
     description = server.get("/openapi.json").json()
     for path, methods in description["paths"].items():
         for method, operation in methods.items():

@@ -16,8 +16,8 @@ import pytest
 from octavo.errors import InvalidRequest
 from octavo.llm import LLM
 from octavo.sampling_params import PoolingParams
-from octavo.server.batch import post
 from octavo.server.http.app import create_app
+from octavo.server.http.batch import post
 from octavo.server.http.settings import ServerSettings
 from server.clients import run, symbolic_client
 from server.live_server import LiveServer

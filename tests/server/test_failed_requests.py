@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from octavo.server.batch import Tally, post, prepare, run_batch
 from octavo.server.http.app import create_app
+from octavo.server.http.batch import Tally, post, prepare, run_batch
 from octavo.server.http.settings import ServerSettings
 from server.clients import complete, run, symbolic_client
 from server.symbolic_engine import NOT_FINITE, NOT_QUEUED

@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.server.batch import post
-from octavo.server.batches import Batches
 from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.app import create_app
+from octavo.server.http.batch import post
+from octavo.server.http.batches import Batches
 from octavo.server.http.file_store import FileStore, Shelf
 from octavo.server.http.keys import ANONYMOUS, ApiKeys
 from octavo.server.http.settings import ServerSettings
@@ -224,7 +224,7 @@ def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
             batches = app.state.context.batches
             batches.start(app)
             file = add_file(app, tmp_path, *[token_line(i, 10) for i in range(60)])
-            record = batches.create(ANONYMOUS, file, "/v1/completions", None)
+            record = await batches.create(ANONYMOUS, file, "/v1/completions", None)
             while record.completed < 10:
                 await asyncio.sleep(0.01)
             await batches.stop()
@@ -255,8 +255,8 @@ def test_a_cancelled_batch_keeps_its_answers(tmp_path: Path) -> None:
             batches = app.state.context.batches
             batches.start(app)
             file = add_file(app, tmp_path, *[token_line(i, 20) for i in range(50)])
-            first = batches.create(ANONYMOUS, file, "/v1/completions", None)
-            second = batches.create(ANONYMOUS, file, "/v1/completions", None)
+            first = await batches.create(ANONYMOUS, file, "/v1/completions", None)
+            second = await batches.create(ANONYMOUS, file, "/v1/completions", None)
             while not first.completed:
                 await asyncio.sleep(0.01)
             for record in (first, second):
@@ -283,7 +283,7 @@ def test_a_batch_waits_where_there_is_no_room(tmp_path: Path) -> None:
             batches = app.state.context.batches
             batches.start(app)
             file = add_file(app, tmp_path, *[token_line(i, 2) for i in range(12)])
-            record = batches.create(ANONYMOUS, file, "/v1/completions", None)
+            record = await batches.create(ANONYMOUS, file, "/v1/completions", None)
             record = await ended(batches, record.id)
             assert (record.completed, record.failed) == (12, 0)
             await batches.stop()

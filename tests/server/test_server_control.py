@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from octavo.server.batch import post
 from octavo.server.engine_process.placement import Replication
 from octavo.server.http.app import create_app
+from octavo.server.http.batch import post
 from octavo.server.http.keys import ApiKeys
 from octavo.server.http.settings import ServerSettings
 from server.clients import run, symbolic_client
@@ -41,7 +41,10 @@ def test_aborted_requests_end_and_their_clients_are_told() -> None:
                 begin("three", prompt=PROMPT, max_tokens=30),
             ]
             requests = client.open_requests
-            while len(requests) < 5 or not all(each.is_accepted for each in requests.values()):
+            while len(requests) < 5 or not all(
+                each.assignment is not None and each.assignment.is_accepted
+                for each in requests.values()
+            ):
                 await asyncio.sleep(0.001)
             status, reply = await ask(
                 app, "/abort_requests", request_ids=["cmpl-one", "two", "none", "two"]

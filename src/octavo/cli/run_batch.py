@@ -13,7 +13,7 @@ from octavo.cli.options import engine_options
 from octavo.cli.session import dim
 from octavo.config import make_config
 from octavo.errors import EngineFailed
-from octavo.server.batch import Tally, prepare
+from octavo.server.http.batch import Tally, prepare
 from octavo.server.http.settings import ServerSettings
 from octavo.server.run import run_batch_file
 

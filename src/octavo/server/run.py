@@ -19,11 +19,11 @@ from fastapi import APIRouter, FastAPI
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.server.batch import Batch, Tally, run_batch
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
 from octavo.server.http.app import create_app
+from octavo.server.http.batch import Batch, Tally, run_batch
 from octavo.server.http.context import Storage
 from octavo.server.http.listener import RESERVED_FILES, HttpServer
 from octavo.server.http.settings import ConnectionLimits, Listening, ServerSettings

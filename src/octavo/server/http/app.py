@@ -11,14 +11,15 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from octavo import __version__
-from octavo.server.batches import Batches
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.http.answers import format_of
+from octavo.server.http.batches import Batches
 from octavo.server.http.context import Context, Storage
 from octavo.server.http.endpoints import ROUTERS, STORAGE_ROUTERS
 from octavo.server.http.errors import add_error_handlers
 from octavo.server.http.file_store import FileStore, Shelf
 from octavo.server.http.gate import Gate
+from octavo.server.http.response_store import ResponseStore
 from octavo.server.http.schema import describe
 from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenTexts
@@ -55,6 +56,7 @@ def create_app(
         settings,
         TokenTexts(client.tokenizer),
         answer_format=answer_format,
+        stored_responses=ResponseStore(settings.max_stored_responses),
         storage=storage,
     )
     add_error_handlers(app)

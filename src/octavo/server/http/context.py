@@ -14,13 +14,14 @@ from octavo import __version__
 from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import InvalidRequest
 from octavo.parsing.formats import AnswerFormat, find_format
-from octavo.server.batches import Batches
 from octavo.server.engine_process.client import EngineClient
+from octavo.server.http.batches import Batches
 from octavo.server.http.bodies import B, read_body
 from octavo.server.http.errors import ApiError
 from octavo.server.http.file_store import FileStore
 from octavo.server.http.forks import Forks
 from octavo.server.http.keys import Tenant
+from octavo.server.http.response_store import ResponseStore
 from octavo.server.http.responses import Responses
 from octavo.server.http.settings import ServerSettings
 from octavo.server.http.token_texts import TokenIds, TokenTexts
@@ -49,6 +50,7 @@ class Context:
     )  # when the model was, for clients
     answer_format: AnswerFormat = field(default_factory=lambda: find_format(None))  # of the model
     opening: set[str] = field(default_factory=set)  # ids of requests that are being queued
+    stored_responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
     storage: Storage | None = None  # None: the server keeps no files
     token_ids: TokenTexts = field(init=False)  # `texts`, for those who want ids instead
     responses: Responses = field(init=False)  # that can be forked

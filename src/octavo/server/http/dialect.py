@@ -39,11 +39,8 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 ChoiceT = TypeVar("ChoiceT")
 
 
-class Writer(ABC, Generic[BodyT, ChoiceT]):
-    """Writes the reply to one HTTP request, which has a stream for each of its prompts.
-
-    `ChoiceT` is a piece of a choice in a chunk of a stream.
-    """
+class ReplyWriter(ABC, Generic[BodyT]):
+    """Writes the reply to one HTTP request, which has a stream for each of its prompts."""
 
     id_prefix: str
     reader: AnswerReader = PLAIN  # of the outputs; the dialect's `reading` chooses another one
@@ -56,7 +53,7 @@ class Writer(ABC, Generic[BodyT, ChoiceT]):
         self.texts = context.token_ids if body.return_tokens_as_token_ids else context.texts
         self.body = body
         self.streams = streams
-        self.id = f"{self.id_prefix}-{request_id_of(request)}"
+        self.id = f"{self.id_prefix}{request_id_of(request)}"
         # The fields of `Reply`.
         self.head: dict[str, Any] = {
             "id": self.id,
@@ -70,6 +67,38 @@ class Writer(ABC, Generic[BodyT, ChoiceT]):
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> Any:
         """The whole reply, of an output for each prompt."""
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """The reply as server-sent events; those that come together are one item."""
+
+    def usage(self) -> Usage:
+        """What has been read and written so far."""
+        num_prompt = sum(len(each.prompt_token_ids) for each in self.streams)
+        num_cached = sum(each.num_cached_tokens for each in self.streams)
+        return Usage(
+            num_prompt,
+            self.num_output_tokens,
+            num_prompt + self.num_output_tokens,
+            PromptTokensDetails(num_cached),
+        )
+
+    def log(self, usage: Usage) -> None:
+        """Note the counts for the request log, and nothing of what was said."""
+        self.request.state.log = {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+        if self.body.user is not None:
+            self.request.state.log["user"] = self.body.user
+
+
+class Writer(ReplyWriter[BodyT], Generic[BodyT, ChoiceT]):
+    """Writes replies that have choices, and streams of their pieces.
+
+    `ChoiceT` is a piece of a choice in a chunk of a stream.
+    """
 
     @abstractmethod
     def chunk(self, choices: list[ChoiceT]) -> Any:
@@ -118,27 +147,6 @@ class Writer(ABC, Generic[BodyT, ChoiceT]):
             yield event(as_api_error(error).reply)
         yield DONE
 
-    def usage(self) -> Usage:
-        """What has been read and written so far."""
-        num_prompt = sum(len(each.prompt_token_ids) for each in self.streams)
-        num_cached = sum(each.num_cached_tokens for each in self.streams)
-        return Usage(
-            num_prompt,
-            self.num_output_tokens,
-            num_prompt + self.num_output_tokens,
-            PromptTokensDetails(num_cached),
-        )
-
-    def log(self, usage: Usage) -> None:
-        """Note the counts for the request log, and nothing of what was said."""
-        self.request.state.log = {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-            "output_tokens": usage.completion_tokens,
-        }
-        if self.body.user is not None:
-            self.request.state.log["user"] = self.body.user
-
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[BodyT]):
@@ -157,7 +165,7 @@ class Dialect(Generic[BodyT]):
     body: type[BodyT]
     params: Callable[[BodyT, Mapping[str, Any]], Params]
     prompts: Callable[[Context, BodyT], Awaitable[Sequence[Prompt]]]
-    writer: type[Writer[BodyT, Any]]
+    writer: Callable[[Request, BodyT, str, Sequence[RequestStream]], ReplyWriter[BodyT]]
     client_names: Mapping[str, str] = field(default_factory=dict)
     reading: (
         Callable[[Context, BodyT, Params, Sequence[Prompt]], Awaitable[tuple[Params, AnswerReader]]]
@@ -170,9 +178,10 @@ class Dialect(Generic[BodyT]):
         body = await context_of(request).body(request, self.body)
         if body.request_id is not None:
             request.state.request_id = body.request_id
-        return await while_connected(request.receive, self._answer(request, body))
+        return await while_connected(request.receive, self.answer(request, body))
 
-    async def _answer(self, request: Request, body: BodyT) -> Response:
+    async def answer(self, request: Request, body: BodyT) -> Response:
+        """Answer a request that has this body, which may be another's translation."""
         context = context_of(request)
         model = context.model_name(body.model)
         params = self.params(body, context.client.model_config.sampling_defaults)

@@ -69,7 +69,10 @@ class Gate:
         keys = self._settings.api_keys
         if scope["path"].startswith(ADMIN_PATHS) and self._settings.admin_keys:
             keys = self._settings.admin_keys
-        tenant = keys.tenant(headers.get("authorization"))
+        authorization = headers.get("authorization")
+        if authorization is None and "x-api-key" in headers:  # as Anthropic's clients send it
+            authorization = f"Bearer {headers['x-api-key']}"
+        tenant = keys.tenant(authorization)
         if tenant is None and scope["path"] not in OPEN_PATHS:
             # A browser asks its user for the key if it is offered Basic; other clients use Bearer.
             wants_page = "text/html" in headers.get("accept", "")

@@ -101,6 +101,7 @@ def describe(app: FastAPI, model_name: str, needs_key: bool) -> dict[str, Any]:
         "model": model_name,
         "name": PREFIX_EXAMPLE["name"],
         "request_id": "my-request",
+        "response_id": "resp_my-request",
         "file_id": "file-ID",
         "batch_id": "batch-ID",
         "fork_id": "fork-my-request",

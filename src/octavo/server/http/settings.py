@@ -75,6 +75,8 @@ class ServerSettings:
     """Largest body."""
     max_prompts: int = 256
     """Most prompts in one request."""
+    max_stored_responses: int = 1_000
+    """Responses kept in memory for previous_response_id; 0: none."""
     files_dir: str | None = None
     """Directory of /v1/files and /v1/batches, which need one; no other server may use it."""
     max_file_bytes: int = 128 * MIB
@@ -115,6 +117,8 @@ class ServerSettings:
                 raise ConfigError(name, f"{getattr(self, name)} is less than 1")
         if self.max_forkable < 0:
             raise ConfigError("max_forkable", f"{self.max_forkable} is less than 0")
+        if self.max_stored_responses < 0:
+            raise ConfigError("max_stored_responses", f"{self.max_stored_responses} is less than 0")
         if not 0 <= self.ping_seconds <= DAY:
             raise ConfigError(
                 "ping_seconds", f"{self.ping_seconds} is not between 0 and {DAY} (a day)"

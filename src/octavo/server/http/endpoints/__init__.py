@@ -14,8 +14,10 @@ from octavo.server.http.endpoints import (
     files,
     forks,
     invocations,
+    messages,
     models,
     prefixes,
+    responses,
     score,
     tokens,
 )
@@ -23,6 +25,8 @@ from octavo.server.http.endpoints import (
 ROUTERS: tuple[APIRouter, ...] = (
     completions.router,
     chat.router,
+    responses.router,
+    messages.router,
     embeddings.router,
     score.router,
     tokens.router,

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 from pydantic import Field
 
-from octavo.server.batches import (
+from octavo.server.http.batches import (
     METADATA_ENTRIES,
     METADATA_KEY,
     METADATA_VALUE,
@@ -107,7 +107,8 @@ async def create_batch(request: Request) -> Response:
     context, tenant = context_of(request), tenant_of(request)
     body = await context.body(request, BatchBody)
     file = context.files.records.get(body.input_file_id, tenant, "input_file_id")
-    return reply(_shown(context.batches.create(tenant, file, body.endpoint, body.metadata)))
+    record = await context.batches.create(tenant, file, body.endpoint, body.metadata)
+    return reply(_shown(record))
 
 
 @router.get("", **documented(None, BatchList))

@@ -226,7 +226,7 @@ async def _prompts(context: Context, body: ChatBody) -> list[list[int]]:
 class ChatWriter(Writer[ChatBody, ChatChunkChoice]):
     """Writes the answers of a chat. A choice's stream begins with its role."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
     def __init__(
         self, request: Request, body: ChatBody, model: str, streams: Sequence[RequestStream]

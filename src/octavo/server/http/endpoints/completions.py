@@ -107,7 +107,7 @@ async def _prompts(context: Context, body: CompletionBody) -> Sequence[Prompt]:
 class CompletionWriter(Writer[CompletionBody, CompletionChoice]):
     """Writes completions; with `echo`, each choice begins with its prompt."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
 
     def __init__(
         self, request: Request, body: CompletionBody, model: str, streams: Sequence[RequestStream]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Annotated, Literal
@@ -65,8 +66,8 @@ async def upload_file(request: Request) -> Response:
     form = files.new_part()
     try:
         await _receive(request, form)
-        parts = parts_of(form, boundary)
-        record = _add(request, files, form, parts)
+        filename, part = await asyncio.to_thread(_file_in, files, form, boundary)
+        record = files.add(part, filename, PURPOSE, tenant_of(request))
     finally:
         form.unlink(missing_ok=True)
     return reply(_shown(record))
@@ -135,8 +136,9 @@ async def _receive(request: Request, path: Path) -> None:
         raise unwritable(error) from error
 
 
-def _add(request: Request, files: FileStore, form: Path, parts: dict[str, Part]) -> FileRecord:
-    """Add the file that a form brings."""
+def _file_in(files: FileStore, form: Path, boundary: bytes) -> tuple[str, Path]:
+    """The name of the file that a form brings, and where it is now. Raises ApiError."""
+    parts = parts_of(form, boundary)
     for name in parts:
         if name not in FORM:
             raise refused(name, "there is no such field", "unknown_field")
@@ -160,7 +162,7 @@ def _add(request: Request, files: FileStore, form: Path, parts: dict[str, Part])
     except OSError as error:
         part.unlink(missing_ok=True)
         raise unwritable(error) from error
-    return files.add(part, file.filename[:MAX_FILENAME], purpose, tenant_of(request))
+    return file.filename[:MAX_FILENAME], part
 
 
 def _value(form: Path, part: Part) -> str:

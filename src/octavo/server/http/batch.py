@@ -29,7 +29,10 @@ from octavo.server.http.keys import Tenant
 
 T = TypeVar("T")
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/embeddings", "/v1/score"),
+)
 RETRY_SECONDS = 1.0  # until a patient batch asks again, where it is not told when
 BUSY = (429, 503)
 ID_PREFIX = "batch_req_"

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 from starlette.types import ASGIApp
 
-from octavo.server.batch import URLS, Tally, prepare, read_lines, run_batch
+from octavo.server.http.batch import URLS, Tally, prepare, read_lines, run_batch
 from octavo.server.http.errors import ApiError, refused
 from octavo.server.http.file_store import FileRecord, FileStore, Record, Records
 from octavo.server.http.keys import Tenant
@@ -92,7 +92,7 @@ class Batches:
             self._runner.cancel()
             await asyncio.wait([self._runner])
 
-    def create(
+    async def create(
         self, tenant: Tenant, file: FileRecord, endpoint: str, metadata: dict[str, str] | None
     ) -> BatchRecord:
         """Queue a batch. Raises ApiError if it cannot be one."""
@@ -107,7 +107,7 @@ class Batches:
                     429, f"{MAX_BATCHES} batches wait already", code="overloaded", retry_after=60
                 )
             self.records.remove(oldest)
-        total = sum(1 for _ in read_lines(self._files.path(file)))
+        total = await asyncio.to_thread(_num_lines, self._files.path(file))
         if not total:
             raise refused("input_file_id", "the file has no requests")
         record = BatchRecord(
@@ -144,7 +144,10 @@ class Batches:
                     await self._run(app, record)
                 except Exception as error:
                     logger.exception("batch %s failed", record.id)
-                    self._end(record, "failed", str(error) or type(error).__name__)
+                    try:
+                        self._end(record, "failed", str(error) or type(error).__name__)
+                    except ApiError as unwritten:  # then it is tried again after a restart
+                        logger.error("batch %s cannot be recorded: %s", record.id, unwritten)
 
     async def _run(self, app: ASGIApp, record: BatchRecord) -> None:
         """Answer one batch, or what is left of it."""
@@ -153,11 +156,11 @@ class Batches:
             self._end(record, "failed", "its input file is gone")
             return
         work = self._work_path(record)
-        if record.cancelled_at is not None:
-            self._finish(record, "cancelled")
-            return
         record.begun_at = record.begun_at or int(time.time())
         batch = await asyncio.to_thread(prepare, self._files.path(file), work)
+        if record.cancelled_at is not None:
+            await self._finish(record, "cancelled")
+            return
         known_failed = record.failed
 
         def show(tally: Tally) -> None:
@@ -184,19 +187,13 @@ class Batches:
                 task.cancel()
                 await asyncio.wait([task])
         record.status = "finalizing"
-        self._finish(record, status)
+        await self._finish(record, status)
 
-    def _finish(self, record: BatchRecord, status: Status) -> None:
-        """Divide the replies into those that are answers and those that are errors."""
+    async def _finish(self, record: BatchRecord, status: Status) -> None:
+        """End a batch with what has been answered."""
         work, tenant = self._work_path(record), Tenant(record.salt, record.tenant)
         paths = [self._files.new_part() for _ in range(2)]
-        counts = [0, 0]
-        with contextlib.ExitStack() as stack:
-            outputs = [stack.enter_context(path.open("wb")) for path in paths]
-            for line in _lines(work):
-                is_error = msgspec.json.decode(line, type=_Reply).response.status_code != 200
-                outputs[is_error].write(line)
-                counts[is_error] += 1
+        counts = await asyncio.to_thread(_divide, work, paths)
         ids: list[str | None] = [None, None]
         for kind, (path, count) in enumerate(zip(paths, counts, strict=True)):
             if count:
@@ -215,6 +212,23 @@ class Batches:
 
     def _work_path(self, record: BatchRecord) -> Path:
         return self.records.directory / f"{record.id}.jsonl"
+
+
+def _num_lines(path: Path) -> int:
+    return sum(1 for _ in read_lines(path))
+
+
+def _divide(work: Path, paths: Sequence[Path]) -> list[int]:
+    """Write replies into two files, those that are answers and those that are errors. Returns how
+    many there are of both."""
+    counts = [0, 0]
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(path.open("wb")) for path in paths]
+        for line in _lines(work):
+            is_error = msgspec.json.decode(line, type=_Reply).response.status_code != 200
+            outputs[is_error].write(line)
+            counts[is_error] += 1
+    return counts
 
 
 def _lines(path: Path) -> Iterator[bytes]:

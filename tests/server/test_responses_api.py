@@ -1,0 +1,297 @@
+"""/v1/responses: events in OpenAI's order, tools, and what is kept between requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from octavo.server.http.errors import ApiError
+from octavo.server.http.keys import ANONYMOUS, Tenant
+from octavo.server.http.response_store import MAX_CHARACTERS, ResponseStore
+from server.live_server import LiveServer
+from server.scripted import ScriptedClient, scripted_app
+
+TOOLS = [
+    {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
+    {"type": "function", "name": "now", "description": "The time", "strict": False},
+]
+
+
+def asked(test: Callable[[openai.AsyncOpenAI, ScriptedClient], Any]) -> None:
+    """Run a test with OpenAI's client of an application that says what it is told to."""
+
+    async def connected() -> None:
+        app, scripted = scripted_app()
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=http
+        ) as client:
+            await test(client, scripted)
+        await scripted.close()
+
+    asyncio.run(connected())
+
+
+def without_times(response: Any) -> dict[str, Any]:
+    plain = response.model_dump()
+    for name in ("created_at", "completed_at", "id"):
+        del plain[name]
+    text = json.dumps(plain)
+    for item in plain["output"]:
+        text = text.replace(item["id"], item["type"])
+        if item["type"] == "function_call":
+            text = text.replace(item["call_id"], "call")
+    return json.loads(text)
+
+
+def test_streams_have_the_events_of_openai_s_api() -> None:
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        whole = await client.responses.create(model="demo", input="hi", tools=TOOLS)  # type: ignore[arg-type]
+        assert whole.output_text == "Let me see."
+        kinds = [item.type for item in whole.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        for seed in range(12):
+            scripted.seed = seed
+            stream = await client.responses.create(
+                model="demo",
+                input="hi",
+                tools=TOOLS,
+                stream=True,  # type: ignore[arg-type]
+            )
+            events = [event async for event in stream]
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            names = [event.type.removeprefix("response.") for event in events]
+            order = [n for i, n in enumerate(names) if i == 0 or names[i - 1] != n]
+            assert order == [
+                *("created", "in_progress"),
+                *("output_item.added", "content_part.added", "reasoning_text.delta"),
+                *("reasoning_text.done", "content_part.done", "output_item.done"),
+                *("output_item.added", "content_part.added", "output_text.delta"),
+                *("output_text.done", "content_part.done", "output_item.done"),
+                *("output_item.added", "function_call_arguments.delta"),
+                *("function_call_arguments.done", "output_item.done"),
+                *("output_item.added", "function_call_arguments.delta"),
+                *("function_call_arguments.done", "output_item.done"),
+                "completed",
+            ]
+            texts: dict[int, str] = {}
+            for event in events:
+                if event.type.endswith(".delta"):
+                    index = event.output_index  # type: ignore[union-attr]
+                    texts[index] = texts.get(index, "") + event.delta  # type: ignore[union-attr]
+                if event.type.endswith("text.done"):
+                    assert event.text == texts[event.output_index]  # type: ignore[union-attr]
+                if event.type == "response.function_call_arguments.done":
+                    assert event.arguments == texts[event.output_index]
+                    json.loads(event.arguments)
+            assert texts[1] == "Let me see."
+            assert json.loads(texts[2]) == {"a": 1, "b": "x<y"}
+            final = events[-1].response  # type: ignore[union-attr]
+            expected = without_times(whole) | {"usage": final.usage.model_dump()}
+            assert without_times(final) == expected
+
+    asked(test)
+
+
+def test_a_conversation_goes_on_with_calls_and_their_outputs() -> None:
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        first = await client.responses.create(
+            model="demo",
+            input="hi",
+            tools=TOOLS,
+            instructions="Be brief.",  # type: ignore[arg-type]
+        )
+        calls = [item for item in first.output if item.type == "function_call"]
+        scripted.text = "Two."
+        second = await client.responses.create(
+            model="demo",
+            previous_response_id=first.id,
+            instructions="Be long.",
+            input=[
+                {"type": "function_call_output", "call_id": calls[0].call_id, "output": "2"},
+                {
+                    "type": "function_call_output",
+                    "call_id": calls[1].call_id,
+                    "output": [{"type": "input_text", "text": "noon"}],
+                },
+            ],
+        )
+        assert second.output_text == "Two."
+        prompt = scripted.prompts[-1]
+        assert "Be brief" not in prompt
+        assert prompt.startswith("<|system|>Be long.<|user|>hi<|assistant|><think>hm, hm</think>")
+        assert f"<|tool|>2[{calls[0].call_id}]<|tool|>noon[{calls[1].call_id}]" in prompt
+        # The same conversation, sent whole.
+        items: list[Any] = [{"role": "user", "content": "hi"}]
+        items += [item.model_dump(exclude_none=True) for item in first.output]
+        items += [
+            {"type": "function_call_output", "call_id": call.call_id, "output": output}
+            for call, output in zip(calls, ("2", "noon"), strict=True)
+        ]
+        await client.responses.create(
+            model="demo", store=False, instructions="Be long.", input=items
+        )
+        assert scripted.prompts[-1] == prompt
+        assert (await client.responses.retrieve(second.id)).output_text == "Two."
+        await client.responses.delete(second.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(second.id)
+
+    asked(test)
+
+
+def test_only_so_many_responses_are_kept() -> None:
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        scripted.text = "yes"
+        made = [await client.responses.create(model="demo", input="a") for _ in range(6)]
+        off = await client.responses.create(model="demo", input="a", store=False)
+        for gone in (made[0], made[1], off):
+            with pytest.raises(openai.NotFoundError, match="the last 4 are"):
+                await client.responses.create(model="demo", input="b", previous_response_id=gone.id)
+        kept = await client.responses.create(
+            model="demo", input="b", previous_response_id=made[2].id
+        )
+        assert kept.previous_response_id == made[2].id
+        assert scripted.prompts[-1].count("<|user|>") == 2
+
+    asked(test)
+
+
+def test_the_store_is_bounded_and_divided() -> None:
+    store = ResponseStore(10)
+    for i in range(20):
+        store.put(ANONYMOUS, str(i), i, [], MAX_CHARACTERS // 4)
+    assert len(store) <= 4
+    assert store.get(ANONYMOUS, "19", "x").response == 19
+    store.put(ANONYMOUS, "big", 1, [], MAX_CHARACTERS + 1)
+    with pytest.raises(ApiError):
+        store.get(ANONYMOUS, "big", "x")
+    with pytest.raises(ApiError):
+        store.get(Tenant("other"), "19", "x")
+
+
+def test_an_output_that_is_cut_is_incomplete() -> None:
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        scripted.text, scripted.reason = "Let me", "length"
+        whole = await client.responses.create(model="demo", input="hi", max_output_tokens=9)
+        assert (whole.status, whole.incomplete_details.reason) == (  # type: ignore[union-attr]
+            "incomplete",
+            "max_output_tokens",
+        )
+        assert scripted.params[-1].max_tokens == 9
+        stream = await client.responses.create(model="demo", input="hi", stream=True)
+        assert [event.type async for event in stream][-1] == "response.incomplete"
+        scripted.text, scripted.reason = "", "stop"
+        empty = await client.responses.create(model="demo", input="hi")
+        assert [item.type for item in empty.output] == ["message"]
+
+    asked(test)
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "x", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input[0].content[0].text",
+        ),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [CALL | {"call_id": None}]}, "input[0].call_id"),
+        ({"input": [CALL | {"arguments": "{"}]}, "input[0].arguments"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "1"}]},
+            "input[0].call_id",
+        ),
+        ({"input": [CALL, {"type": "function_call_output", "call_id": "c"}]}, "input[1].output"),
+        ({"input": [{"role": "system", "content": "a"}]}, "input"),
+        ({"input": "a " * 5000}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[0].name"),
+        ({"tools": [TOOLS[0] | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
+        ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"include": ["x"]}, "include"),
+        ({"metadata": {"a": 5}}, "metadata"),
+        ({"instruction": "a"}, "instruction"),
+        ({"max_tokens": 5}, "max_tokens"),
+    ],
+)
+def test_bad_responses_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.post("/responses", body={"input": "a"} | fields, cast_to=object)
+        assert caught.value.status_code in (400, 404)
+        assert caught.value.body["param"] == param, caught.value.body  # type: ignore[index]
+        assert not scripted.prompts
+
+    asked(test)
+
+
+def test_forms_and_defaults_arrive() -> None:
+    async def test(client: openai.AsyncOpenAI, scripted: ScriptedClient) -> None:
+        scripted.text = "{}"
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        format_: Any = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
+        reply = await client.responses.create(
+            model="demo",
+            input="a",
+            text={"format": format_},
+            temperature=0.5,
+            extra_body={"seed": 3, "include": [], "prompt_cache_key": "k"},
+        )
+        params = scripted.params[-1]
+        assert (params.temperature, params.seed) == (0.5, 3)
+        assert json.dumps(schema) in str(params.structured)
+        assert reply.text.format.schema_ == schema  # type: ignore[union-attr]
+
+    asked(test)
+
+
+def test_a_response_of_a_real_model(server: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        fields: dict[str, Any] = {"model": "demo", "max_output_tokens": 200, "temperature": 0}
+        chat = client.chat.completions.create(
+            model="demo",
+            max_tokens=200,
+            temperature=0,
+            messages=[{"role": "user", "content": "What is a cat?"}],
+        )
+        whole = client.responses.create(input="What is a cat?", **fields)
+        assert whole.output_text == chat.choices[0].message.content
+        with client.responses.stream(input="What is a cat?", **fields) as stream:
+            for _ in stream:
+                pass
+            final = stream.get_final_response()
+        assert final.output_text == whole.output_text
+        assert final.usage is not None
+        assert final.usage.output_tokens == chat.usage.completion_tokens  # type: ignore[union-attr]
+        more = client.responses.create(input="And a dog?", previous_response_id=whole.id, **fields)
+        assert more.usage is not None
+        assert more.usage.input_tokens > final.usage.input_tokens
