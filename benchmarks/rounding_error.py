@@ -1,13 +1,14 @@
-"""What an FP8 KV cache costs in accuracy: logits beside those of the same model with bfloat16 KV.
+"""What small numbers cost in accuracy: logits beside those of the same model in bfloat16.
 
-The demo model reads texts of its corpus that it was not trained on; models of random weights, those
-of logits_error.py, read random tokens. Everything but the cache is the same. For each model: the
+An FP8 KV cache, and weights that the option `quantization` rounds while they are loaded. The demo
+model reads texts of its corpus that it was not trained on; models of random weights, those of
+logits_error.py, read random tokens with an FP8 KV cache. Everything else is the same. For each: the
 mean difference of the logits, in percent of their standard deviation; the KL divergence from the
-distribution with bfloat16 KV to that with FP8 KV (mean and 99th percentile, in nats); how often the
-likeliest token is the same; and by how much the loss on the texts grows.
+distribution in bfloat16 (mean and 99th percentile, in nats); how often the likeliest token is the
+same; and by how much the loss on the texts grows.
 
-    PYTHONPATH=src:demo python benchmarks/kv_cache_error.py                # on this machine's CPU
-    PYTHONPATH=src:demo python benchmarks/kv_cache_error.py --device cuda
+    PYTHONPATH=src:demo python benchmarks/rounding_error.py                # on this machine's CPU
+    PYTHONPATH=src:demo python benchmarks/rounding_error.py --device cuda
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from itertools import islice
+from typing import cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,25 +24,28 @@ from logits_error import BF16, FAMILIES, VOCAB_SIZE, Octavo, model_config, rando
 from logits_error import SCALES as SIZES
 from torch import Tensor
 
+from octavo.config import QuantizationName
 from octavo.engine.tokenizer import Tokenizer
+from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model, load_weights
-from octavo.models.registry import read_model_config
+from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops import KVScales
 from octavo.ops.communicator import SingleRank
 from octavo_demo.corpus import documents, text_of
 
+KV = "KV in fp8"
 SKILLS = ("stories", "translation")
 NUM_TEXTS, TEXT_TOKENS = 32, 512
 NUM_SEEDS = 4
 
 
-def compare(plain: Tensor, fp8: Tensor, ids: Tensor | None) -> dict[str, float]:
+def compare(plain: Tensor, rounded: Tensor, ids: Tensor | None) -> dict[str, float]:
     """Logits [num_tokens, vocab_size] of both; ids: the tokens of the text, if it is one."""
-    expected, got = plain.double().log_softmax(-1), fp8.double().log_softmax(-1)
+    expected, got = plain.double().log_softmax(-1), rounded.double().log_softmax(-1)
     divergence = F.kl_div(got, expected, reduction="none", log_target=True).sum(-1)
     found = {
-        "error": float((plain - fp8).abs().mean() / plain.std()),
+        "error": float((plain - rounded).abs().mean() / plain.std()),
         "kl_mean": float(divergence.mean()),
         "kl_p99": float(divergence.quantile(0.99)),
         "same_token": float((expected.argmax(-1) == got.argmax(-1)).float().mean()),
@@ -51,21 +56,29 @@ def compare(plain: Tensor, fp8: Tensor, ids: Tensor | None) -> dict[str, float]:
     return found
 
 
-def demo_model(skill: str, device: torch.device, backend: str) -> dict[str, float]:
-    """The demo model on held-out documents of one kind."""
+def demo_model(rounding: str, skill: str, device: torch.device, backend: str) -> dict[str, float]:
+    """The demo model on held-out documents of one kind; rounding: KV, or a `quantization`."""
     directory = resolve_model("demo")
     tokenizer = Tokenizer.from_directory(directory)
     config = read_model_config(directory).with_max_model_len(TEXT_TOKENS)
-    model = build_model(config, BF16, device, SingleRank())
-    load_weights(model, config)
-    pair = [Octavo(model, config, backend, 1, scales) for scales in (None, KVScales())]
-    results = []
+
+    def octavo(config: ModelConfig, scales: KVScales | None = None) -> Octavo:
+        model = build_model(config, BF16, device, SingleRank())
+        load_weights(model, config)
+        return Octavo(model, config, backend, 1, scales)
+
+    if rounding == KV:
+        other = octavo(config, KVScales())
+    else:
+        other = octavo(quantized_on_load(config, cast("QuantizationName", rounding)))
+    plain, results = octavo(config), []
     for document in islice(documents("KV cache", skill, held_out=True), NUM_TEXTS):
         ids = torch.tensor(tokenizer.encode(text_of(document))[:TEXT_TOKENS], device=device)
-        for each in pair:
+        logits = []
+        for each in (plain, other):
             each.forget()
-        plain, fp8 = (each.logits(ids[None])[0] for each in pair)
-        results.append(compare(plain, fp8, ids))
+            logits.append(each.logits(ids[None])[0])
+        results.append(compare(*logits, ids))
     return _mean(results)
 
 
@@ -93,8 +106,12 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     backend = "triton" if args.device == "cuda" else "cpu"
-    found = {f"demo, {skill}": demo_model(skill, device, backend) for skill in SKILLS}
-    found |= {f"random {name}": random_weights(name, device, backend) for name in FAMILIES}
+    found = {
+        f"demo, {skill}, {rounding}": demo_model(rounding, skill, device, backend)
+        for rounding in (KV, *get_args(QuantizationName))
+        for skill in SKILLS
+    }
+    found |= {f"random {name}, {KV}": random_weights(name, device, backend) for name in FAMILIES}
     print("| model | logits | KL, mean | KL, 99th percentile | same token | loss |")
     print("|---|---|---|---|---|---|")
     for name, values in found.items():
@@ -109,7 +126,7 @@ def main() -> None:
             growth,
         )
         print(f"| {name} | {' | '.join(cells)} |")
-    print(json.dumps({"benchmark": "kv_cache_error", "device": args.device, "results": found}))
+    print(json.dumps({"benchmark": "rounding_error", "device": args.device, "results": found}))
 
 
 if __name__ == "__main__":
