@@ -74,6 +74,14 @@ class RequestOutput:
     embedding: array[float] | None = None
     """What `embed` asked for: float32, as many as the model's hidden size, or as `dimensions`."""
 
+    @property
+    def finish_reason(self) -> str:
+        """Why the first sample or the best beam ended; of an embedding, "stop"; "abort" where
+        there is neither."""
+        if self.outputs:
+            return self.outputs[0].finish_reason
+        return "abort" if self.embedding is None else "stop"
+
 
 @dataclass(slots=True)
 class SequenceDelta:

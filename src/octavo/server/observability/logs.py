@@ -89,7 +89,7 @@ class RequestLog(Listener):
                 "cached_tokens": 0 if admission is None else admission.num_hit_tokens,
                 "output_tokens": sum(len(each.token_ids) for each in output.outputs),
                 "num_sequences": len(output.outputs),
-                "finish_reason": output.outputs[0].finish_reason if output.outputs else "abort",
+                "finish_reason": output.finish_reason,
                 "seconds": _since(request.arrival_time, output.finish_time),
                 "queue_seconds": _since(request.arrival_time, request.admitted_time),
                 "first_token_seconds": _since(request.arrival_time, request.first_token_time),

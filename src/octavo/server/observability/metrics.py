@@ -174,10 +174,7 @@ class Metrics(Listener):
         self._observe("request_params_n", request.request.width)
         self._observe("request_num_preemptions", output.num_preemptions)
         self._token_times.pop(request.request_id, None)
-        reason = "abort" if output.embedding is None else "stop"
-        if output.outputs:
-            reason = output.outputs[0].finish_reason
-        self._count("request_success", 1, reason)
+        self._count("request_success", 1, output.finish_reason)
 
     def request_failed(self, request: OpenRequest, error: Exception) -> None:
         self._token_times.pop(request.request_id, None)
