@@ -165,6 +165,7 @@ def _check_index(kv: KVCacheManager) -> None:
     for entry in cache._entries.values():
         is_short = len(entry.node.tokens) < kv.block_size * TOKEN_BYTES
         assert is_short == entry.is_tail == (entry.node.key in tails), "a tail is lost"
+        assert any(block_id is not None for block_id in entry.block_ids), "an entry has no block"
     for siblings in cache._children.values():
         tokens = [entry.node.tokens for entry in siblings]
         assert tokens == sorted(tokens), "children of a prefix are out of order"

@@ -149,24 +149,27 @@ class PrefixCache:
     def add_tail(self, parent: PrefixNode, tokens: bytes, block_ids: list[int | None]) -> list[int]:
         """Add the blocks of a tail: packed `tokens` after `parent`, fewer than a whole block has.
 
-        `block_ids`: a block for each place, None where the tail needs none or it is gone. None of
-        them is known here. Returns those that were added, as the indexed ones or as copies.
+        `block_ids`: a block for each place, None where the tail needs none or it is gone. Those
+        that hold more than the tail, and have been added for that, are left alone. Returns those
+        that were added, as the indexed ones or as copies.
         """
         node = PrefixNode(parent, tokens, self._digest(parent.key + tokens))
         entry = self._entries.get(node.key)
         if entry is not None and not same_prefix(entry.node, node):
             return []
+        new = {
+            place: block_id
+            for place, block_id in enumerate(block_ids)
+            if block_id is not None and block_id not in self._places
+        }
         if entry is None:
+            if not new:
+                return []  # an entry without a block would never be forgotten
             num_unused = block_ids.count(None)
             entry = CachedPrefix(node, self._num_places, is_tail=True, num_unused=num_unused)
             self._entries[node.key] = self._tails[node.key] = entry
         self._tails.move_to_end(node.key)
-        places = [place for place, block_id in enumerate(block_ids) if block_id is not None]
-        return [
-            block_id
-            for place in places
-            if (block_id := block_ids[place]) is not None and self.add(node, place, block_id)
-        ]
+        return [block_id for place, block_id in new.items() if self.add(node, place, block_id)]
 
     @property
     def tails(self) -> list[PrefixNode]:
