@@ -363,5 +363,7 @@ def test_broken_rules_are_noticed(
     break_rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_rule(monkeypatch)
+    # Few workloads read a tail whose block has been overwritten.
+    first = 280 if break_rule is keep_the_tail_as_it_was else 0
     with pytest.raises((AssertionError, IndexError, KeyError)):
-        run_workloads(range(FEW), has_encoder=break_rule in WITH_AN_ENCODER)
+        run_workloads(range(first, first + FEW), has_encoder=break_rule in WITH_AN_ENCODER)
