@@ -245,9 +245,7 @@ class GroupedInt(QuantizedWeight):
         )
 
     @classmethod
-    def quantize(
-        cls, dense: Tensor, bits: int, group: int, quantizes_inputs: bool = False
-    ) -> Self:
+    def quantize(cls, dense: Tensor, bits: int, group: int, quantizes_inputs: bool = False) -> Self:
         """Round a weight [..., out_features, in_features] to integers without zero points.
 
         Scales have the weight's dtype. Raises FormError if groups do not divide the inputs.

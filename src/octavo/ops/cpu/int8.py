@@ -5,10 +5,11 @@ int32, and then multiplied by both scales: a token's result does not depend on t
 The private ops of torch are those into which its compiler turns quantized models. Where they are
 missing, or where the CPU would saturate sums in 16 bits, there is no kernel.
 
-Measured on two cores of a Xeon with AMX (benchmarks/cpu_kernels.py prints such times), the product
-takes half to two thirds of the time of bf16's: with up to 64 tokens, it is bound by the bytes of
-the weights. Left out: aten::_weight_int8pack_mm, which does not round inputs, is as fast for one
-token and ten times as slow for 64, and aten::_int_mm, which packs the weight in every call.
+Measured on one core of a Xeon with AMX, weights from memory, this takes 0.25 to 0.75 of the time of
+bf16's product for one token, and 0.3 to 0.95 for 64, on a machine that others used, too. Left out:
+aten::_weight_int8pack_mm, which does not round inputs, is no faster for one token and 24 times as
+slow as bf16 for 64; and aten::_int_mm, which packs the weight in every call, and takes as long as
+bf16's product.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Int8Linear:
 
     def _multiply(self, rounded: Tensor) -> Tensor:
         """Products with W of int8 [num_tokens, in_features], in float32."""
-        product: Tensor = torch.ops.onednn.qlinear_pointwise(
+        product: Tensor = torch.ops.onednn.qlinear_pointwise.default(
             rounded, 1.0, 0, self._packed, self._scales, self._zeros, None, 1.0, 0,
             torch.float32, "none", [], "",
         )  # fmt: skip
