@@ -13,7 +13,6 @@ from torch import Tensor
 from model_zoo import model_directory, write_model
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
-from octavo.models.registry import read_model_config
 from octavo.ops.cpu.int8 import has_int8_product
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
@@ -108,7 +107,7 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not has_int8_product(), reason="no exact int8 product here")
 def test_int8_on_a_cpu_rounds_inputs_and_serves_them_alike() -> None:
-    """Tokens do not depend on the batch, on how prompts are cut, on preemption or cached prefixes."""
+    """Neither the batch, chunks of prompts, preemption nor cached prefixes change tokens."""
     generator = torch.Generator().manual_seed(5)
     prompts = [
         torch.randint(3, 250, (size,), generator=generator).tolist() for size in (5, 70, 33, 90, 64)

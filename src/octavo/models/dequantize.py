@@ -333,8 +333,10 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
 
 
 def _bitsandbytes_int8(parts: Parts, quantization: Quantization) -> QuantizedWeight:
-    """int8, of which 127 stands for the largest value of each row. Inputs stay as they are: LLM.int8()
-    rounds all of them but outliers."""
+    """int8, of which 127 stands for the largest value of each row.
+
+    Inputs stay as they are: LLM.int8() rounds all of them but outliers.
+    """
     return _int8(parts["weight"], parts["SCB"].unsqueeze(1) / 127, "SCB", None)
 
 
