@@ -26,6 +26,7 @@ def load_octavo(options: dict[str, Any]) -> Generate:
         max_model_len=MAX_PROMPT + MAX_OUTPUT,
         enable_prefix_caching=False,
         owns_process=options["owns_process"],
+        quantization=options["quantization"],
     )
 
     def generate(requests: Requests) -> list[list[int]]:

@@ -106,8 +106,10 @@ def measure(
     threads: int,
     model: Path | None = None,
     owns_process: bool = True,
+    quantization: str | None = None,
 ) -> Measurement:
-    """Run `case` on `engine` in a new process, which octavo may tune if `owns_process`.
+    """Run `case` on `engine` in a new process, which octavo may tune if `owns_process`, and whose
+    projections it quantizes on load if that is given.
 
     Raises:
         RuntimeError: the process failed; the message holds the end of its output.
@@ -119,6 +121,7 @@ def measure(
         "threads": threads,
         "num_requests": case.num_requests,
         "owns_process": owns_process,
+        "quantization": quantization,
     }
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     start = time.perf_counter()

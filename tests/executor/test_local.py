@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from model_zoo import model_directory, random_token_ids, reference_model
-from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.config import CacheConfig, EngineConfig, QuantizationName, SchedulerConfig
 from octavo.core.step import OpenedRow, SamplingSpec, StepPlan, TableWrite
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.executor.base import Executor
 from octavo.executor.local import LocalExecutor
-from octavo.models.registry import read_model_config
+from octavo.models.registry import quantized_on_load, read_model_config
+from octavo.ops.cpu.int8 import has_int8_product
 from octavo.worker.input_batch import InputBatch
 
 SCHEDULER = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
@@ -75,6 +76,25 @@ def test_capacity_is_what_the_budget_says() -> None:
     assert capacity.budget.kv_cache == 65 * block_bytes
     assert not config.tied_embeddings
     assert capacity.budget.weights == config.weight_bytes(4)
+
+
+@pytest.mark.skipif(not has_int8_product(), reason="no exact int8 product here")
+def test_the_budget_counts_weights_as_they_are_kept() -> None:
+    def saved(name: str, quantization: QuantizationName) -> int:
+        dense = make_executor(name).capacity.budget.weights
+        directory = model_directory(name)
+        config = EngineConfig(str(directory), cache=CacheConfig(num_blocks=64))
+        config = replace(config, quantization=quantization, scheduler=SCHEDULER)
+        executor = LocalExecutor(
+            config, quantized_on_load(read_model_config(directory), quantization)
+        )
+        return dense - executor.capacity.budget.weights
+
+    layers = read_model_config(model_directory("llama3")).layers
+    projections = sum(each.num_parameters - 2 * each.norm.num_parameters for each in layers)
+    assert saved("llama3", "int8") == 3 * projections > 0
+    assert saved("llama3", "int4") == 0, "dequantized"
+    assert saved("mixtral", "int8") == 0, "experts are dequantized"
 
 
 def test_blocks_follow_from_memory() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from model_zoo import model_directory, write_model
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
+from octavo.ops.cpu.int8 import has_int8_product
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
 SAMPLES = Path(__file__).parent / "quantized"
@@ -37,7 +38,7 @@ def generated(directory: Path, **options: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
 def test_tokens_are_those_of_the_rounded_weights(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Merged projections too, and groups that must be smaller than 128 inputs."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "tie_word_embeddings": False}
@@ -49,6 +50,8 @@ def test_tokens_are_those_of_the_rounded_weights(
         tensors[key] = form_of(name, tensors[key].float()).dequantize()
     save_file(tensors, rounded / "model.safetensors", {"format": "pt"})
 
+    # Inputs stay as they are; what rounding them changes is tested with the kernels that do.
+    monkeypatch.setattr("octavo.layers.linear.make_quantized_kernel", lambda form, dtype: None)
     expected = generated(rounded)
     with caplog.at_level(logging.INFO, logger="octavo.models.loader"):
         assert generated(directory, quantization=name) == expected
@@ -100,3 +103,35 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             LLM(str(directory), **options)
         assert caught.value.field == "quantization"
+
+
+@pytest.mark.skipif(not has_int8_product(), reason="no exact int8 product here")
+def test_int8_on_a_cpu_rounds_inputs_and_serves_them_alike() -> None:
+    """Neither the batch, chunks of prompts, preemption nor cached prefixes change tokens."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [
+        torch.randint(3, 250, (size,), generator=generator).tolist() for size in (5, 70, 33, 90, 64)
+    ]
+    prompts.append([*prompts[1], 9, 8])
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+
+    def tokens(one_by_one: bool = False, **options: object) -> list[list[int]]:
+        directory = str(model_directory("llama3"))
+        common: dict[str, object] = {"dtype": "float32", "block_size": 16, "num_blocks": 200}
+        with LLM(directory, **(common | {"quantization": "int8"} | options)) as llm:
+            batches = [[each] for each in prompts] if one_by_one else [prompts]
+            outputs = [
+                output for batch in batches for output in llm.generate(batch, params, use_tqdm=0)
+            ]
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    expected = tokens(one_by_one=True, enable_prefix_caching=False)
+    variants: list[dict[str, object]] = [
+        {},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+        {"num_blocks": 20, "swap_space": 0},  # too few for all
+        {"one_by_one": True, "enable_prefix_caching": True},
+    ]
+    for options in variants:
+        assert tokens(**options) == expected, options  # type: ignore[arg-type]
+    assert tokens(quantization=None) != expected, "the samples cannot tell"

@@ -376,8 +376,8 @@ class ModelConfig(ModelDescription):
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def least_weight_bytes(self, dtype_bytes: int) -> int:
-        """`weight_bytes` where all quantized weights stay quantized: on a GPU that has kernels for
-        their form, unless merged projections differ in it."""
+        """`weight_bytes` where all quantized weights stay quantized: on a device that has kernels
+        for their form, unless merged projections differ in it."""
         encoder = () if self.encoder is None else self.encoder.layers
         num_quantized = sum(each.num_quantized_parameters for each in (*self.layers, *encoder))
         return self.weight_bytes(dtype_bytes) - self._saved_bytes(dtype_bytes, num_quantized)

@@ -203,7 +203,7 @@ def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedW
         zeros = parts.get("weight_zero_point")
         if zeros is not None:
             zeros = _per_row(zeros, len(weight), "weight_zero_point").expand(len(weight), 1) + 128
-        return _int8(weight, scale, "weight_scale", zeros)
+        return _int8(weight, scale, "weight_scale", zeros, quantization.quantizes_inputs)
     packed, bits = parts["weight_packed"], quantization.num_bits
     if packed.dtype != torch.int32:
         raise FormatError("weight_packed", f"is {packed.dtype}; it must be torch.int32")
@@ -294,12 +294,18 @@ def _spread_groups(
     return (values.float() - shift).mul_(scale.float()[:, groups])
 
 
-def _int8(values: Tensor, scale: Tensor, name: str, zeros: Tensor | None) -> QuantizedWeight:
+def _int8(
+    values: Tensor,
+    scale: Tensor,
+    name: str,
+    zeros: Tensor | None,
+    quantizes_inputs: bool = False,
+) -> QuantizedWeight:
     """int8 with a scale per row; zeros: of the values plus 128."""
     _check_scales(scale, name)
     scale = _per_row(scale, len(values), name).expand(len(values), 1)
     unsigned = values.view(torch.uint8) ^ 128
-    return GroupedInt.from_values(unsigned, scale, zeros, 8)
+    return GroupedInt.from_values(unsigned, scale, zeros, 8, quantizes_inputs=quantizes_inputs)
 
 
 def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
@@ -327,7 +333,10 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
 
 
 def _bitsandbytes_int8(parts: Parts, quantization: Quantization) -> QuantizedWeight:
-    """int8, of which 127 stands for the largest value of each row."""
+    """int8, of which 127 stands for the largest value of each row.
+
+    Inputs stay as they are: LLM.int8() rounds all of them but outliers.
+    """
     return _int8(parts["weight"], parts["SCB"].unsqueeze(1) / 127, "SCB", None)
 
 

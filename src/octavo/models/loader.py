@@ -324,7 +324,9 @@ def _form_of(
         while size % group and group > SMALLEST_GROUP:
             group //= 2
         try:
-            return GroupedInt.quantize(dense, quantization.num_bits, group)
+            return GroupedInt.quantize(
+                dense, quantization.num_bits, group, quantization.quantizes_inputs
+            )
         except FormError as error:
             warn_once(f"weights of {size} inputs stay as they are: {error}")
     return None

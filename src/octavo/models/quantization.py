@@ -34,7 +34,7 @@ class Quantization:
     # As which of ops/quantized.py's forms the weights stay in memory; None: as none of them.
     form: FormKind | None = None
     group_size: int | None = None  # inputs that share a scale of integers; None: all of an output
-    quantizes_inputs: bool = False  # whether the model was made for inputs in FP8, too
+    quantizes_inputs: bool = False  # whether the model was made for inputs of 8 bits, too
 
     @property
     def weight_bytes(self) -> float | None:
@@ -47,7 +47,7 @@ class Quantization:
 # What the option `quantization` makes of weights that are not quantized, while they are loaded.
 ON_LOAD: Mapping[QuantizationName, Quantization] = {
     "fp8": Quantization(ON_LOAD_METHOD, form="float8", quantizes_inputs=True),
-    "int8": Quantization(ON_LOAD_METHOD, form="int", num_bits=8),
+    "int8": Quantization(ON_LOAD_METHOD, form="int", num_bits=8, quantizes_inputs=True),
     "int4": Quantization(ON_LOAD_METHOD, form="int", num_bits=4, group_size=128),
 }
 
@@ -103,7 +103,7 @@ def _read_compressed_tensors(fields: Fields) -> Quantization:
         num_bits.add(weights.count("num_bits", 8))
         is_float = weights.get("type", "int") == "float"
         kinds.add("float8" if is_float else "int")
-        quantizes_inputs |= is_float and group.get("input_activations", None) is not None
+        quantizes_inputs |= group.get("input_activations", None) is not None
         if weights.get("group_size", None) not in (None, -1):
             group_size = weights.count("group_size")
         if weights.get("block_structure", None) is not None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops.cpu import onednn
+from octavo.ops.cpu import int8, onednn
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import QuantizedWeight
 
@@ -79,7 +79,7 @@ def make_quantized_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> Linear
     None: there is none on this device, or for such a form.
     """
     if weight.device.type != "cuda":
-        return None
+        return int8.make_kernel(weight, dtype)
     from octavo.ops.cuda.linear_quantized import make_kernel
 
     return make_kernel(weight, dtype)

@@ -213,6 +213,7 @@ class GroupedInt(QuantizedWeight):
     bits: int
     # int64 [in_features]: which input each column of `packed` belongs to; None: in their order.
     permutation: Tensor | None = None
+    quantizes_inputs: bool = False  # see ScaledFloat8; to integers of 8 bits
 
     def __post_init__(self) -> None:
         assert self.bits in (4, 8)
@@ -229,6 +230,7 @@ class GroupedInt(QuantizedWeight):
         zeros: Tensor | None,
         bits: int,
         permutation: Tensor | None = None,
+        quantizes_inputs: bool = False,
     ) -> Self:
         """Of integers uint8 [..., out_features, in_features], one in each byte."""
         if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
@@ -238,10 +240,12 @@ class GroupedInt(QuantizedWeight):
         if bits == 4:
             values = values[..., ::2] | (values[..., 1::2] << 4)
         zeros = None if zeros is None else zeros.to(torch.int16).contiguous()
-        return cls(values.contiguous(), scales.contiguous(), zeros, bits, permutation)
+        return cls(
+            values.contiguous(), scales.contiguous(), zeros, bits, permutation, quantizes_inputs
+        )
 
     @classmethod
-    def quantize(cls, dense: Tensor, bits: int, group: int) -> Self:
+    def quantize(cls, dense: Tensor, bits: int, group: int, quantizes_inputs: bool = False) -> Self:
         """Round a weight [..., out_features, in_features] to integers without zero points.
 
         Scales have the weight's dtype. Raises FormError if groups do not divide the inputs.
@@ -252,7 +256,8 @@ class GroupedInt(QuantizedWeight):
         grouped = _in_groups(dense.float(), group)
         scales = (grouped.abs().amax(dim=-1) / (half - 0.5)).clamp_(min=1e-12).to(dense.dtype)
         values = (grouped / scales.float().unsqueeze(-1)).round_().clamp_(-half, half - 1) + half
-        return cls.from_values(values.flatten(-2).to(torch.uint8), scales, None, bits)
+        integers = values.flatten(-2).to(torch.uint8)
+        return cls.from_values(integers, scales, None, bits, quantizes_inputs=quantizes_inputs)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -306,6 +311,7 @@ class GroupedInt(QuantizedWeight):
             packed=torch.cat([each.packed for each in parts], dim=-2),
             scales=torch.cat([each.scales for each in parts], dim=-2),
             zeros=_joined([each.zeros for each in parts]),
+            quantizes_inputs=all(each.quantizes_inputs for each in parts),
         )
 
     @classmethod

@@ -17,8 +17,11 @@ from octavo.ops.cpu.jit import compile_kernel, digest_of, jit
 from octavo.ops.cpu.vectors import (
     exp2_nonpositive,
     fetch_add,
+    from_bits,
     from_float,
+    magnitude_bits,
     pointer_to,
+    round_to_int8,
     size_of,
     to_float,
 )
@@ -31,6 +34,9 @@ NUM_ARGS = 17
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
 GELU_LINEAR = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
 GELU_CUBIC = np.float32(0.044715 * 1.5957691216057308)
+INT8_MAX = np.float32(127.0)
+SMALLEST_ROW = np.float32(1e-30)  # whose reciprocal is finite; smaller numbers become 0
+INFINITY_BITS = 0x7F800000
 ALPHA, LIMIT = np.float32(SWIGLU_ALPHA), np.float32(SWIGLU_LIMIT)
 
 # The sum of a row may be taken in any order, as long as it is always the same.
@@ -198,6 +204,64 @@ def _weighted_sum(address: int, like: Any) -> None:
         begin = fetch_add(address, args[CHUNK])
 
 
+@jit
+def _largest(row: Any, size: int) -> Any:
+    """The size of the largest element, as its bits: infinity or NaN if there is one."""
+    largest = np.int32(0)
+    for i in range(size):
+        largest = max(largest, magnitude_bits(to_float(row[i])))
+    return largest
+
+
+@jit
+def _quantize(address: int, like: Any, rounded: Any) -> None:
+    """output int8 [tokens, size] times weight [tokens] = source [tokens, size], rounded.
+
+    Of a row with an infinity or a NaN, the weight is NaN.
+    """
+    args = carray(pointer_to(address, int64), NUM_ARGS)
+    size, itemsize = args[SIZE], size_of(like)
+    scales = carray(pointer_to(args[WEIGHT], float32), args[TOKENS])
+    begin = fetch_add(address, args[CHUNK])
+    while begin < args[TOKENS]:
+        for r in range(begin, min(begin + args[CHUNK], args[TOKENS])):
+            row = carray(pointer_to(args[SOURCE] + r * args[STRIDE] * itemsize, like), size)
+            output = carray(pointer_to(args[OUTPUT] + r * size, rounded), size)
+            bits = _largest(row, size)
+            if bits >= INFINITY_BITS:
+                scales[r] = np.float32(np.nan)
+                output[:] = 0
+            else:
+                largest = max(from_bits(bits), SMALLEST_ROW)
+                scales[r] = largest / INT8_MAX
+                inverse = INT8_MAX / largest
+                for i in range(size):
+                    output[i] = round_to_int8(to_float(row[i]) * inverse)
+        begin = fetch_add(address, args[CHUNK])
+
+
+@jit
+def _rescale(address: int, like: Any) -> None:
+    """output [tokens, size] = source float32 [tokens, size] * weight [tokens] + bias [size]."""
+    args = carray(pointer_to(address, int64), NUM_ARGS)
+    size, itemsize = args[SIZE], size_of(like)
+    scales = carray(pointer_to(args[WEIGHT], float32), args[TOKENS])
+    bias = carray(pointer_to(args[BIAS], like), size)
+    begin = fetch_add(address, args[CHUNK])
+    while begin < args[TOKENS]:
+        for r in range(begin, min(begin + args[CHUNK], args[TOKENS])):
+            scale = scales[r]
+            row = carray(pointer_to(args[SOURCE] + r * size * 4, float32), size)
+            output = carray(pointer_to(args[OUTPUT] + r * size * itemsize, like), size)
+            if args[BIAS] == 0:
+                for i in range(size):
+                    output[i] = from_float(row[i] * scale, like)
+            else:
+                for i in range(size):
+                    output[i] = from_float(row[i] * scale + to_float(bias[i]), like)
+        begin = fetch_add(address, args[CHUNK])
+
+
 def compile_norm(element: Any, weight_element: Any, is_rms: bool) -> Any:
     """As a C function of the address of its arguments; elements are float32 or uint16 (bf16)."""
     sources = digest_of(cpu_vectors)
@@ -230,3 +294,25 @@ def compile_weighted_sum(element: Any) -> Any:
         _weighted_sum(address, np.empty(0, element))
 
     return compile_kernel(weighted_sum)
+
+
+def compile_quantize(element: Any) -> Any:
+    """See compile_norm."""
+    sources = digest_of(cpu_vectors)
+
+    def quantize(address):
+        sources  # noqa: B018
+        _quantize(address, np.empty(0, element), np.empty(0, np.int8))
+
+    return compile_kernel(quantize)
+
+
+def compile_rescale(element: Any) -> Any:
+    """See compile_norm."""
+    sources = digest_of(cpu_vectors)
+
+    def rescale(address):
+        sources  # noqa: B018
+        _rescale(address, np.empty(0, element))
+
+    return compile_kernel(rescale)

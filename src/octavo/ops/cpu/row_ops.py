@@ -129,6 +129,50 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return output
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [num_tokens, size], rounded: int8 of the same shape, times float32 [num_tokens].
+
+    A token's largest element becomes 127. The scale of one with an infinity or a NaN is NaN.
+    """
+    num_tokens, size = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    kernel = _quantize_kernel(x.dtype)
+    if kernel is None:
+        wide = x.float()
+        largest = wide.abs().amax(dim=1, keepdim=True).clamp_(min=1e-30)
+        is_finite = largest.isfinite()
+        scales = (largest / 127).where(is_finite, torch.nan)
+        inverse = torch.tensor(127.0) / largest  # 127 / largest would round twice
+        rounded = (wide * inverse).round_().where(is_finite, 0)
+        return rounded.to(torch.int8), scales.flatten()
+    rounded, scales = x.new_empty((num_tokens, size), dtype=torch.int8), torch.empty(num_tokens)
+    args = _Args(
+        0, x.data_ptr(), 0, 0, 0, scales.data_ptr(), 0, rounded.data_ptr(), 0, 0, 0, 0,
+        num_tokens, 1, size, x.stride(0), max(1, CHUNK // size),
+    )  # fmt: skip
+    _run(kernel, args, num_tokens * size)
+    return rounded, scales
+
+
+def rescale_rows(sums: Tensor, scales: Tensor, bias: Tensor | None, output: Tensor) -> None:
+    """Write sums [num_tokens, size] * scales [num_tokens] + bias [size] into `output`.
+
+    All of them are dense; sums and scales are float32, bias and output of another dtype.
+    """
+    kernel = _rescale_kernel(output.dtype)
+    if kernel is None:
+        scaled = sums * scales.unsqueeze(1)
+        output.copy_(scaled if bias is None else scaled.add_(bias))
+        return
+    num_tokens, size = sums.shape
+    args = _Args(
+        0, sums.data_ptr(), 0, 0, 0, scales.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        output.data_ptr(), 0, 0, 0, 0, num_tokens, 1, size, size, max(1, CHUNK // size),
+    )  # fmt: skip
+    _run(kernel, args, num_tokens * size)
+
+
 def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
     """Like `epilogue.apply_epilogue`, with our kernels where they exist."""
     if epilogue.is_gated:
@@ -199,3 +243,21 @@ def _weighted_sum_kernel(dtype: torch.dtype) -> Runner | None:
     from octavo.ops.cpu.row_kernels import compile_weighted_sum
 
     return make_runner(compile_weighted_sum(element))
+
+
+@cache
+def _quantize_kernel(dtype: torch.dtype) -> Runner | None:
+    if (element := _element(dtype)) is None:
+        return None
+    from octavo.ops.cpu.row_kernels import compile_quantize
+
+    return make_runner(compile_quantize(element))
+
+
+@cache
+def _rescale_kernel(dtype: torch.dtype) -> Runner | None:
+    if (element := _element(dtype)) is None:
+        return None
+    from octavo.ops.cpu.row_kernels import compile_rescale
+
+    return make_runner(compile_rescale(element))

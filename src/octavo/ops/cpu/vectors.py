@@ -209,6 +209,39 @@ def from_cached(typingctx, cached, like):
 
 
 @intrinsic
+def magnitude_bits(typingctx, number):
+    """The bits of |number| (float32) as an int32: in the order of sizes, infinity behind all
+    numbers, and NaN behind infinity."""
+
+    def codegen(context, b, sig, args):
+        return b.and_(b.bitcast(args[0], I32), ir.Constant(I32, 0x7FFFFFFF))
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def from_bits(typingctx, bits):
+    """A float32 from its bits, an int32."""
+
+    def codegen(context, b, sig, args):
+        return b.bitcast(args[0], F32)
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def round_to_int8(typingctx, number):
+    """A float32 of at most 127 in size as an int8, rounded to nearest even."""
+
+    def codegen(context, b, sig, args):
+        # 1.5 * 2**23: adding it rounds to an integer, held in the low bits
+        shifted = b.fadd(args[0], ir.Constant(F32, 12582912.0))
+        return b.trunc(b.bitcast(shifted, I32), I8)
+
+    return types.int8(types.float32), codegen
+
+
+@intrinsic
 def size_of(typingctx, like):
     """Bytes of an element of `like`, as a constant (an array's itemsize is read at run time)."""
     size = like.dtype.bitwidth // 8

@@ -21,6 +21,7 @@ from octavo.memory_budget import (
     format_bytes,
 )
 from octavo.ops import AttentionBackend, Staging, load_backend
+from octavo.ops.cpu.int8 import has_int8_product
 from octavo.worker.device.base import DTYPES, Demand, Device
 from octavo.worker.device.cpu_sampling import CpuDrawer
 
@@ -68,7 +69,7 @@ class CpuDevice(Device):
     def plan_memory(self, demand: Demand) -> MemoryBudget:
         """See Device.plan_memory: by an estimate; weights and both tiers share the host's RAM."""
         model, dtype_bytes = demand.model_config, demand.dtype.itemsize
-        weights = model.weight_bytes(dtype_bytes)
+        weights = _weight_bytes(demand)
         if model.tied_embeddings:
             # A table to look up, and the same once more packed for the projection to logits.
             weights += model.head.num_parameters * dtype_bytes
@@ -113,6 +114,24 @@ class CpuDevice(Device):
         block_bytes = blocks.view(len(blocks), -1).view(torch.uint8).numpy()
         for source, target, _ in copies.tolist():
             np.copyto(block_bytes[target], block_bytes[source])
+
+
+def _weight_bytes(demand: Demand) -> int:
+    """Bytes of the weights as they are kept: quantized where int8.py has a kernel.
+
+    Experts are dequantized; a model that has some is counted as if all of it were.
+    """
+    model, quantization = demand.model_config, demand.model_config.quantization
+    dtype_bytes = demand.dtype.itemsize
+    stays_int8 = (
+        quantization is not None
+        and (quantization.form, quantization.num_bits) == ("int", 8)
+        and quantization.group_size is None
+        and quantization.quantizes_inputs
+        and not model.num_expert_parameters()
+        and has_int8_product()
+    )
+    return model.least_weight_bytes(dtype_bytes) if stays_int8 else model.weight_bytes(dtype_bytes)
 
 
 class _TorchThreads:

@@ -1,0 +1,158 @@
+"""Products of int8 weights and rounded inputs on a CPU, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.ops.cpu import int8, row_ops
+from octavo.ops.cpu.int8 import CHUNK_TOKENS, Int8Linear, has_int8_product, make_kernel
+from octavo.ops.epilogue import Epilogue, apply_epilogue
+from octavo.ops.linear import make_quantized_kernel
+from octavo.ops.quantized import GroupedInt
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # relative, and of the largest value
+needs_product = pytest.mark.skipif(not has_int8_product(), reason="no exact int8 product here")
+
+
+def operands(num_tokens: int, out_features: int, in_features: int) -> tuple[Tensor, GroupedInt]:
+    generator = torch.Generator().manual_seed(num_tokens + out_features + in_features)
+    x = torch.randn(num_tokens, in_features, generator=generator)
+    x *= torch.logspace(-3, 3, num_tokens).unsqueeze(1)
+    weight = torch.randn(out_features, in_features, generator=generator) * in_features**-0.5
+    return x, GroupedInt.quantize(weight, 8, in_features, quantizes_inputs=True)
+
+
+def kernel_of(form: GroupedInt, dtype: torch.dtype) -> Int8Linear:
+    kernel = make_quantized_kernel(form, dtype)
+    assert isinstance(kernel, Int8Linear)
+    return kernel
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Each token with its largest element at 127 steps."""
+    scales = x.double().abs().amax(dim=1, keepdim=True) / 127
+    return (x.double() / scales).round() * scales
+
+
+@pytest.fixture(params=["numba", "torch"])
+def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        for name in ("_quantize_kernel", "_rescale_kernel"):
+            monkeypatch.setattr(row_ops, name, lambda dtype: None)
+
+
+@needs_product
+@pytest.mark.usefixtures("rows_by")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "out_features", "in_features"),
+    [(1, 48, 64), (3, 34, 70), (17, 6, 1100), (CHUNK_TOKENS + 1, 66, 33), (0, 8, 16), (2, 2, 1)],
+)
+def test_products_are_those_of_rounded_inputs(
+    dtype: torch.dtype, has_bias: bool, num_tokens: int, out_features: int, in_features: int
+) -> None:
+    x, form = operands(num_tokens, out_features, in_features)
+    x, bias = x.to(dtype), torch.linspace(-2, 2, out_features).to(dtype) if has_bias else None
+    wanted = rounded(x) @ form.dequantize().double().T
+    if bias is not None:
+        wanted += bias.double()
+    kernel = kernel_of(form, dtype)
+    for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL, Epilogue.RELU):
+        actual = kernel.apply(x, bias, epilogue)
+        assert actual.dtype == dtype
+        expected = apply_epilogue(wanted.to(dtype), epilogue)
+        largest = float(expected.abs().max()) if len(x) else 0.0
+        limit = TOLERANCE[dtype]
+        torch.testing.assert_close(actual, expected, rtol=limit, atol=limit * largest / 10)
+
+
+@needs_product
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    x, form = operands(CHUNK_TOKENS + 44, 320, 1536)
+    x, kernel = x.to(dtype), kernel_of(form, dtype)
+    together = kernel.apply(x, None, Epilogue.SILU_MUL)
+    for part in (slice(0, 1), slice(7, 23), slice(250, 270), slice(40, 104)):
+        assert torch.equal(kernel.apply(x[part], None, Epilogue.SILU_MUL), together[part])
+
+
+@needs_product
+@pytest.mark.usefixtures("rows_by")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, bad: float) -> None:
+    x, form = operands(5, 32, 64)
+    x, kernel = x.to(dtype), kernel_of(form, dtype)
+    before = kernel.apply_partial(x, None)
+    x[2, 9] = bad
+    after = kernel.apply_partial(x, None)
+    assert after[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(after[others], before[others])
+
+
+@needs_product
+@pytest.mark.usefixtures("rows_by")
+def test_rows_of_zeros_and_of_extremes() -> None:
+    _, form = operands(1, 32, 64)
+    x = torch.zeros(5, 64)
+    x[1] = 1e-40  # subnormal
+    x[2] = torch.finfo(torch.float32).max / 64
+    x[3, 5] = 1e30
+    x[4] = torch.linspace(-1, 1, 64)
+    strided = torch.empty(64, 5).t().copy_(x)  # tokens are not dense
+    kernel = kernel_of(form, torch.float32)
+    y = kernel.apply_partial(x, None)
+    assert (y[:2] == 0).all()
+    wanted = rounded(x[2:]) @ form.dequantize().double().T
+    assert ((y[2:].double() - wanted).norm(dim=1) < 1e-5 * wanted.norm(dim=1)).all()
+    assert torch.equal(kernel.apply_partial(strided, None), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_rounded_by_torch_as_by_numba(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = operands(9, 4, 1000)[0].to(dtype)[:, :777]
+    x[0] = torch.arange(777) - 250.5  # halves between two integers, some of them
+    x[1, 5], x[2] = math.nan, 0
+    ours = row_ops.quantize_rows(x)
+    monkeypatch.setattr(row_ops, "_quantize_kernel", lambda dtype: None)
+    for mine, torchs in zip(ours, row_ops.quantize_rows(x), strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_other_forms_have_no_kernel() -> None:
+    weight = torch.randn(8, 64)
+    served = GroupedInt.quantize(weight, 8, 64, quantizes_inputs=True)
+    for form in (
+        GroupedInt.quantize(weight, 8, 64),
+        GroupedInt.quantize(weight, 8, 32, quantizes_inputs=True),
+        GroupedInt.quantize(weight, 4, 64, quantizes_inputs=True),
+        GroupedInt.join([GroupedInt.quantize(weight, 8, 64), served]),
+    ):
+        assert make_kernel(form, torch.bfloat16) is None
+    assert make_kernel(served, torch.float16) is None
+    assert (make_kernel(served, torch.bfloat16) is not None) == has_int8_product()
+
+
+@needs_product
+@pytest.mark.parametrize("sums", ["saturated", "missing"])
+def test_inexact_or_missing_products_are_not_used(
+    sums: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(self: Int8Linear, rounded: Tensor) -> Tensor:
+        if sums == "missing":
+            raise RuntimeError("qlinear_pointwise has another schema")
+        return torch.full((len(rounded), 32), 32767.0)
+
+    monkeypatch.setattr(Int8Linear, "_multiply", product)
+    monkeypatch.setattr(int8, "has_int8_product", has_int8_product.__wrapped__)
+    form = operands(1, 32, 64)[1]
+    assert make_quantized_kernel(form, torch.bfloat16) is None
