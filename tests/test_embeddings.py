@@ -75,7 +75,7 @@ def test_embeddings_do_not_depend_on_the_crowd(mode: str) -> None:
 
 def test_only_what_is_not_read_comes_from_the_cache() -> None:
     prompt = PROMPTS[-1]
-    with load() as llm:
+    with load(max_tails=0) as llm:
         for kind, num_cached in (("mean", 0), ("last", 80), ("cls", 0)):
             [output] = llm.embed(prompt, PoolingParams(pooling=kind), use_tqdm=False)
             assert output.num_cached_tokens == num_cached
@@ -84,7 +84,7 @@ def test_only_what_is_not_read_comes_from_the_cache() -> None:
 
 def test_the_end_of_a_prompt_is_scored_with_the_rest_from_the_cache() -> None:
     prompt = PROMPTS[-1]
-    with load() as llm:
+    with load(max_tails=0) as llm:
         whole = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
         [all_scores] = llm.generate(prompt, whole, use_tqdm=False)
         for start in (0, 1, 2, 50, len(prompt) - 1, len(prompt), 1000):

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from octavo.cli.main import main
 from octavo.cli.options import (
+    SIZES,
     ENGINE_HELP,
     SAMPLING_HELP,
     engine_options,
@@ -95,10 +96,11 @@ def test_the_help_of_serve_shows_the_defaults_of_its_settings() -> None:
         default = defaults.get(parameter.name)
         if found and isinstance(default, int | float | str) and not isinstance(default, bool):
             shown[parameter.name] = found[1]
-    shown["max_body_bytes"] = str(size(shown["max_body_bytes"]))
+    for name in SIZES & shown.keys():
+        shown[name] = str(size(shown[name]))
     for name, text in shown.items():
         assert type(defaults[name])(text) == defaults[name], name
-    assert len(shown) == 14
+    assert len(shown) == 20
 
 
 @pytest.mark.parametrize(

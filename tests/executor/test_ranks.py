@@ -119,7 +119,9 @@ def test_plans_and_results_arrive_as_they_were_sent() -> None:
     assert [type(each) for each in rows] == [Fork, OpenedRow, TableWrite, TableWrite, BlockCopy]
     scores = [TokenLogprobs(4, -0.25, 1, ((4, -0.25), (5, -2.0)))]
     found = Candidates(np.array([[1, 2]]), np.array([[-1.0, -2.0]]))
-    result = StepResult(7, [4], {1: [4, 5]}, found, {1: scores}, {2: scores}, {3: _not_finite()})
+    result = StepResult(
+        7, [4], {1: [4, 5]}, found, {1: scores}, {2: scores}, errors={3: _not_finite()}
+    )
     back = decode(encode(result))
     assert (back.token_ids, back.draws, back.logprobs) == ([4], {1: [4, 5]}, {1: scores})
     assert back.candidates.token_ids.tolist() == [[1, 2]]

@@ -17,7 +17,7 @@ import model_zoo
 from octavo import LLM, SamplingParams
 from octavo.cli.main import main
 from octavo.core.step import StepResult
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ModelError
 from octavo.layers import experts as layers
 from octavo.layers.config import ExpertsConfig
 from octavo.layers.experts import MixtureOfExperts, QuantizedExperts
@@ -31,7 +31,6 @@ from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import QuantizedExpertWeights, Routed
 from octavo.parallel import Shard
 from octavo.routing import RoutingConfig
-from octavo.simulation.config import SimulationConfig
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
@@ -198,9 +197,3 @@ def test_memory_tells_experts_from_other_weights() -> None:
     text = CliRunner().invoke(main, arguments).stdout
     assert "a token takes 3,353.0 M of them" in text
     assert "54.00 GiB of the weights" in text
-
-
-def test_the_simulation_has_no_cost_model_of_experts() -> None:
-    config = SimulationConfig(model=str(CONFIGS / "qwen3-30b-a3b"), gpu="h200")
-    with pytest.raises(ConfigError, match=r"model: .* is a mixture of experts"):
-        config.prepare()

@@ -53,6 +53,7 @@ class FakeClient:
 
     number, num_restarts, load, is_serving, state = 0, 0, 0, True, "ready"
     exchange = SimpleNamespace(open={})
+    tokenizer = None
 
     def __init__(self) -> None:
         self.replicas = [self]

@@ -55,9 +55,11 @@ def test_what_fails_at_the_start_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("octavo.server.http.listener.HttpServer.start", fail)
     client: Any = SimpleNamespace(start=nothing, close=nothing)
+    app = FastAPI()
+    app.state.context = SimpleNamespace(storage=None)
     listening = Listening(port=0)
     with bind(listening) as listener:
-        serving = _serve(client, FastAPI(), listening, ConnectionLimits(), listener, said.append)
+        serving = _serve(client, app, listening, ConnectionLimits(), listener, said.append)
         with pytest.raises(RuntimeError, match="cannot watch"):
             run(serving)
     assert said == ["client", "client"]  # started and closed, and never ready

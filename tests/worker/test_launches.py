@@ -57,7 +57,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _kernel(self, name: str, returned: int | None = None) -> Any:
-        def launch(*args: object) -> object:
+        def launch(*args: object, **options: object) -> object:
             self.counts[name] += 1
             return None if returned is None else args[returned]
 

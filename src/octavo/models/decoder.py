@@ -89,12 +89,12 @@ class DecoderLayer(nn.Module):
         """The one that the feed-forward block follows."""
         return self.attention
 
-    def _attend(
-        self, hidden: Tensor, residual: Tensor, backend: AttentionBackend
+    def _read_encoder(
+        self, attended: Tensor, residual: Tensor, backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        """What the last attention's `output` takes, and the residual that its result is added
-        to."""
-        return self.attention.forward(hidden, backend), residual
+        """What the last attention's `output` takes, and the residual that its result is added to;
+        `attended` is what that of the first takes."""
+        return attended, residual
 
 
 class PreNormLayer(DecoderLayer):
@@ -117,7 +117,8 @@ class PreNormLayer(DecoderLayer):
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward."""
         hidden, residual = self.attention_norm.forward(hidden, residual)
-        attended, residual = self._attend(hidden, residual, backend)
+        attended = self.attention.forward(hidden, backend)
+        attended, residual = self._read_encoder(attended, residual, backend)
         if indices is not None:
             attended, residual = attended[indices], residual[indices]
         hidden = self.last_attention.output.forward_partial(attended)
@@ -183,7 +184,8 @@ class PostNormLayer(DecoderLayer):
     ) -> tuple[Branches, Tensor | None]:
         """See DecoderLayer.forward; between such layers, hidden is complete and residual None."""
         assert isinstance(hidden, Tensor)
-        attended, hidden = self._attend(hidden, hidden, backend)
+        attended = self.attention.forward(hidden, backend)
+        attended, hidden = self._read_encoder(attended, hidden, backend)
         if indices is not None:
             attended, hidden = attended[indices], hidden[indices]
         branch = self.last_attention.output.forward_partial(attended)
@@ -271,10 +273,10 @@ class PreNormCrossLayer(CrossLayer, PreNormLayer):
 
     cross_sites = ReductionSite.ATTENTION, ReductionSite.CROSS_ATTENTION
 
-    def _attend(
-        self, hidden: Tensor, residual: Tensor, backend: AttentionBackend
+    def _read_encoder(
+        self, attended: Tensor, residual: Tensor, backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        branch = self.attention.output.forward_partial(self.attention.forward(hidden, backend))
+        branch = self.attention.output.forward_partial(attended)
         hidden, residual = self.cross_norm.forward(branch, residual)
         return self.cross_attention.forward(hidden, backend), residual
 
@@ -284,10 +286,10 @@ class PostNormCrossLayer(CrossLayer, PostNormLayer):
 
     cross_sites = ReductionSite.CROSS_ATTENTION, ReductionSite.MLP
 
-    def _attend(
-        self, hidden: Tensor, residual: Tensor, backend: AttentionBackend
+    def _read_encoder(
+        self, attended: Tensor, residual: Tensor, backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        branch = self.attention.output.forward_partial(self.attention.forward(hidden, backend))
+        branch = self.attention.output.forward_partial(attended)
         hidden, _ = self.attention_norm.forward(branch, residual)
         return self.cross_attention.forward(hidden, backend), hidden
 

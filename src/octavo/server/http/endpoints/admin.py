@@ -24,7 +24,7 @@ router = APIRouter(tags=["Server"])
 
 MAX_SECONDS = 86_400.0
 MAX_IDS = 4_096
-ID_PREFIXES = re.compile("^(cmpl|chatcmpl|embd|score|resp|msg)[-_]")  # of the ids in replies
+ID_PREFIXES = re.compile("^(cmpl|chatcmpl|embd|fork|score|resp|msg)[-_]")  # of the ids in replies
 
 
 class DrainBody(Body):

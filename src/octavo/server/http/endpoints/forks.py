@@ -113,7 +113,7 @@ class Cancelled(msgspec.Struct, kw_only=True):
 class ForkWriter(CompletionWriter):
     """Writes what has come of children, from their beginning, as completions are written."""
 
-    id_prefix = "fork"
+    id_prefix = "fork-"
     fork: Fork[ForkBody]
     only: int | None = None  # one child; None: all
 
