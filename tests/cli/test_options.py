@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from octavo.cli.main import main
 from octavo.cli.options import (
-    SIZES,
     ENGINE_HELP,
     SAMPLING_HELP,
+    SIZES,
     engine_options,
     integers,
     sampling_options,
