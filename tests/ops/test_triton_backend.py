@@ -103,7 +103,9 @@ def check(case: Case, device: str) -> None:
             for got, expected in zip(
                 bench.read(seq, token), reference.read(seq, token), strict=True
             ):
-                torch.testing.assert_close(got.float(), expected.float())
+                # A rotation that is contracted to FMAs may round to the neighbouring value.
+                ulp = torch.finfo(case.dtype).eps
+                torch.testing.assert_close(got.float(), expected.float(), rtol=ulp, atol=1e-5)
 
 
 @pytest.mark.skipif(GPU, reason="without the interpreter the same runs on the GPU")
