@@ -37,7 +37,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
-        mp.spawn(_rank, (torch.cuda.device_count(), store, arguments), torch.cuda.device_count())
+        mp.spawn(  # type: ignore[attr-defined]
+            _rank, (torch.cuda.device_count(), store, arguments), torch.cuda.device_count()
+        )
 
 
 def _rank(rank: int, size: int, store: str, arguments: argparse.Namespace) -> None:

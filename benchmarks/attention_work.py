@@ -50,6 +50,12 @@ class DirectStaging:
         assert values.size <= capacity, name
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
+    def begin(self) -> None:
+        """See Staging.begin: nothing is kept."""
+
+    def flush(self) -> None:
+        """See Staging.flush: everything has been uploaded."""
+
 
 @dataclass
 class Work:
@@ -75,11 +81,13 @@ class Work:
         block = kind.kv_block_shape(BLOCK_SIZE, self.kv_heads, head_dim)
         shape = (n * blocks + 1, self.num_layers, *block)
         self.cache = torch.empty(shape, dtype=stored, device=GPU)
-        for part in self.cache.split(max(1, (1 << 28) // self.cache[0].numel())):
+        for part in torch.split(self.cache, max(1, (1 << 28) // self.cache[0].numel())):
             part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=GPU))
         self.table = (torch.randperm(n * blocks, device=GPU) + 1).int().view(n, blocks)
         fused = torch.randn(n * self.new, self.heads + 2 * self.kv_heads, head_dim, device=GPU)
-        self.heads_of_tokens = fused.bfloat16().split([self.heads, *(2 * [self.kv_heads])], dim=1)
+        sizes = [self.heads, *(2 * [self.kv_heads])]
+        query, key, value = torch.split(fused.bfloat16(), sizes, dim=1)
+        self.heads_of_tokens = (query, key, value)
         self.rotary = rotary_table(self.context, head_dim) if rotated else None
         self.batch = self._batch()
         self.backend = self.backend_for(ScoreFunction(head_dim**-0.5))
@@ -113,7 +121,8 @@ class Work:
         )
 
     def forward(self, layer: int) -> Tensor:
-        return self.backend.forward(layer, *self.heads_of_tokens, self.rotary)
+        query, key, value = self.heads_of_tokens
+        return self.backend.forward(layer, query, key, value, self.rotary)
 
 
 def rotary_table(positions: int, head_dim: int = HEAD_DIM) -> RotaryTable:

@@ -91,7 +91,7 @@ def main() -> None:
         for config in arguments.configs:
             if config != "chosen":
                 tiles = CascadeConfig(*map(int, config.split(",")))
-                triton_backend.cascade_config = lambda *_, tiles=tiles: tiles  # type: ignore[assignment]
+                vars(triton_backend)["cascade_config"] = lambda *_, tiles=tiles: tiles
             for model in arguments.models:
                 cells = results[f"{model}, {config}"] = {}
                 print(f"{model}, {config}")

@@ -25,8 +25,8 @@ from octavo import LLM, SamplingParams
 from octavo.outputs import RequestOutput
 
 WIDER = 4
-WIDTHS = ("hidden_size", "n_embd", "intermediate_size", "ffn_dim", "ffn_hidden_size", "head_dim")
-WIDTHS += ("d_model", "word_embed_proj_dim", "query_pre_attn_scalar", "n_inner")
+WIDTHS = ["hidden_size", "n_embd", "intermediate_size", "ffn_dim", "ffn_hidden_size", "head_dim"]
+WIDTHS += ["d_model", "word_embed_proj_dim", "query_pre_attn_scalar", "n_inner"]
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 60, 20
 PARAMS = SamplingParams(
     temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=1, logprobs=1
@@ -54,9 +54,10 @@ def logprobs(
     directory: Path, device: str, dtype: torch.dtype, ids: list[list[int]]
 ) -> torch.Tensor:
     """[sequences, tokens - 1]: of each token but the first, as transformers computes them."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation="eager"
-    ).to(device)
+    )
+    model.to(device)
     tokens = torch.tensor(ids, device=device)
     with torch.inference_mode():
         logits = model(tokens).logits.float()

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,8 @@ def kv_write(work: Work) -> Callable[[int], Tensor]:
 
     def write(layer: int) -> Tensor:
         cache = work.cache[:, layer]
-        return write_kv(*work.heads_of_tokens, tokens, work.table, cache, changes)
+        query, key, value = work.heads_of_tokens
+        return write_kv(query, key, value, tokens, work.table, cache, changes)
 
     return write
 
@@ -164,13 +166,19 @@ def measure_copies() -> Table:
             sources, targets = pairs.long().unbind(1)
             copies = torch.cat((pairs, torch.full_like(pairs[:, :1], BLOCK_SIZE)), 1)
             moved = 4 * count * words
-            ours = seconds(lambda _, c=cache, p=copies: copy_blocks(c, p), 1, 10)
-            theirs = seconds(
-                lambda _, c=cache, s=sources, t=targets: c.index_copy_(0, t, c[s]), 1, 10
-            )
+            ours = seconds(partial(_copy, cache, copies), 1, 10)
+            theirs = seconds(partial(_index_copy, cache, sources, targets), 1, 10)
             results[model][f"{count} blocks"] = round(moved / ours / 1e12, 2)
             results[model][f"{count} blocks, torch"] = round(moved / theirs / 1e12, 2)
     return results
+
+
+def _copy(cache: Tensor, copies: Tensor, _: int) -> None:
+    copy_blocks(cache, copies)
+
+
+def _index_copy(cache: Tensor, sources: Tensor, targets: Tensor, _: int) -> None:
+    cache.index_copy_(0, targets, cache[sources])
 
 
 def measure_swaps() -> Table:
@@ -190,12 +198,12 @@ def measure_swaps() -> Table:
             "in": _swap_rate(cache, num_bytes, swap_in=back),
         }
         dense, host = cache.blocks[1 : count + 1], cache.swapped[1 : count + 1]
-        results[model]["out, one copy"] = _rate(lambda d=dense, h=host: h.copy_(d, True), num_bytes)
-        results[model]["in, one copy"] = _rate(lambda d=dense, h=host: d.copy_(h, True), num_bytes)
+        results[model]["out, one copy"] = _rate(partial(host.copy_, dense, True), num_bytes)
+        results[model]["in, one copy"] = _rate(partial(dense.copy_, host, True), num_bytes)
     return results
 
 
-def _swap_rate(cache: KVCache, num_bytes: int, **moves: list[tuple[int, int]]) -> float:
+def _swap_rate(cache: KVCache, num_bytes: int, **moves: Any) -> float:
     plan = StepPlan(0, [], [], [], [], **moves)
     return _rate(lambda: cache.move(plan, []), num_bytes)
 

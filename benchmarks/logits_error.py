@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -145,7 +146,7 @@ def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: 
             assert module.weight is not None
             module.weight.copy_(normal(module.weight, module.weight.shape[1] ** -0.5))
         elif isinstance(module, nn.Module) and type(module).__name__.endswith("Embedding"):
-            module.weight.copy_(normal(module.weight, 1.0))  # type: ignore[operator]
+            module.get_parameter("weight").copy_(normal(module.get_parameter("weight"), 1.0))
         if isinstance(module, Norm) and module.weight is not None:
             module.weight.copy_(1 + normal(module.weight, 0.1))
         bias = getattr(module, "bias", None)
@@ -154,9 +155,9 @@ def random_model(config: ModelConfig, device: torch.device, seed: int, cancels: 
     outliers = torch.randperm(config.hidden_size, generator=generator)[:NUM_OUTLIERS].to(device)
     model.embedding.weight[:, outliers] *= OUTLIER
     for layer in model.layers:  # type: ignore[union-attr]
-        for norm in (layer.attention_norm, layer.mlp_norm):  # type: ignore[union-attr]
+        for norm in (layer.attention_norm, layer.mlp_norm):
             norm.weight[outliers] /= OUTLIER
-        _add_outlier_pairs(layer.mlp.up, layer.mlp.down, generator, cancels)  # type: ignore[union-attr]
+        _add_outlier_pairs(layer.mlp.up, layer.mlp.down, generator, cancels)
     model.norm.weight[outliers] /= OUTLIER  # type: ignore[index, union-attr, operator]
     return model
 
@@ -459,19 +460,19 @@ def partial_sums_in(name: str) -> Iterator[None]:
         yield
         return
     from octavo.ops.cuda import linear
+    from octavo.ops.cuda.linear_table import choose_tiles
 
     dtype, divisor = PARTIAL_SUMS[name]
-    before, choose = linear.PARTIAL_DTYPE, linear.choose_tiles
 
     def fewer(*shape: Any) -> Any:
-        tiles = choose(*shape)
+        tiles = choose_tiles(*shape)
         return tiles and replace(tiles, splits=max(1, tiles.splits // divisor))
 
-    linear.PARTIAL_DTYPE, linear.choose_tiles = dtype, fewer
-    try:
+    with (
+        patch.object(linear, "PARTIAL_DTYPE", dtype),
+        patch.object(linear, "choose_tiles", fewer),
+    ):
         yield
-    finally:
-        linear.PARTIAL_DTYPE, linear.choose_tiles = before, choose
 
 
 def is_worse(ours: Sequence[float], theirs: Sequence[float]) -> bool:

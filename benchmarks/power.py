@@ -112,7 +112,7 @@ class LayerGemms:
     def __init__(self) -> None:
         def weight(rows: int, columns: int) -> Tensor:
             values = torch.randn(rows, columns, device=GPU, dtype=torch.bfloat16)
-            return values * columns**-0.5
+            return values.mul_(columns**-0.5)
 
         self.qkv, self.output = weight(HEADS_AND_KV, HIDDEN), weight(HIDDEN, HIDDEN)
         self.gate_up, self.down = weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER)

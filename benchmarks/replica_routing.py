@@ -101,7 +101,7 @@ def is_serving(url: str) -> bool:
     )
     try:
         with urllib.request.urlopen(request, timeout=10) as reply:
-            return reply.status == 200
+            return bool(reply.status == 200)
     except OSError:
         return False
 

@@ -74,11 +74,9 @@ def demo_model(rounding: str, skill: str, device: torch.device, backend: str) ->
     plain, results = octavo(config), []
     for document in islice(documents("KV cache", skill, held_out=True), NUM_TEXTS):
         ids = torch.tensor(tokenizer.encode(text_of(document))[:TEXT_TOKENS], device=device)
-        logits = []
         for each in (plain, other):
             each.forget()
-            logits.append(each.logits(ids[None])[0])
-        results.append(compare(*logits, ids))
+        results.append(compare(plain.logits(ids[None])[0], other.logits(ids[None])[0], ids))
     return _mean(results)
 
 

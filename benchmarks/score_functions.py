@@ -66,7 +66,7 @@ def use_tanh(fast: bool) -> None:
         return fast
 
     for module in (attention_decode, attention_prefill, attention_cascade):
-        module.has_fast_tanh = chosen  # type: ignore[assignment]
+        vars(module)["has_fast_tanh"] = chosen
 
 
 def measure(case: tuple[int, int, int]) -> dict[str, float]:
@@ -85,7 +85,8 @@ def launcher(work: Work, variant: Variant) -> Callable[[int], Tensor]:
     backend = work.backend_for(variant.scores, variant.window)
 
     def launch(layer: int) -> Tensor:
-        return backend.forward(layer, *work.heads_of_tokens, work.rotary)
+        query, key, value = work.heads_of_tokens
+        return backend.forward(layer, query, key, value, work.rotary)
 
     return launch
 

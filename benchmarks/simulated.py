@@ -16,13 +16,13 @@ import argparse
 import json
 import random
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, process_time
 
 from octavo.bench.tables import show
 from octavo.bench.throughput import Decoding, ThroughputReport, run_throughput
-from octavo.bench.traces import TraceRequest, read_trace
+from octavo.bench.traces import HASH_BLOCK_SIZE, TraceRequest, read_trace
 from octavo.config import EngineConfig, make_config
 from octavo.engine.engine import Engine
 from octavo.engine.local_client import LocalClient
@@ -33,18 +33,10 @@ from octavo.simulation.report import calibration_tables
 from octavo.simulation.result import SimulationResult
 from octavo.simulation.run import simulate
 from octavo.simulation.step_records import StepRecorder, computing_dtype, read_step_records
+from octavo.simulation.workloads import Workload
 
 ROOT = Path(__file__).parent
 GREEDY = Decoding(temperature=0.0)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """A workload in which all requests arrive at once."""
-
-    requests: list[TraceRequest]
-    decoding: Decoding = GREEDY
-    hash_block_size: int = 16
 
 
 def main() -> None:
@@ -73,7 +65,8 @@ def main() -> None:
             calibration = calibrate(setting, records + read_step_records(after)[1])
         show(*calibration_tables(calibration))
         result = simulate(
-            calibration.apply(simulation_config(engine, config, args.gpu)), Traffic(predicted)
+            calibration.apply(simulation_config(engine, config, args.gpu)),
+            Workload(tuple(predicted), GREEDY, HASH_BLOCK_SIZE),
         )
     finally:
         engine.executor.shutdown()

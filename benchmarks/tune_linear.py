@@ -23,11 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from gpu_harness import CONFIGS, device_seconds, report
 from torch import Tensor
 
+from octavo.layers.config import ExpertsConfig
 from octavo.layers.mlp import GATED_EPILOGUES, PLAIN_EPILOGUES
 from octavo.models.registry import read_model_config
 from octavo.ops.cuda import linear as cuda_linear
@@ -77,6 +79,8 @@ def read_model(name: str) -> Model:
     config = read_model_config(str(CONFIGS / name)).sharded(Shard(0, int(ranks or 1)))
     layer = config.layers[0]
     attention, mlp = layer.attention, layer.mlp
+    if isinstance(mlp, ExpertsConfig):
+        raise SystemExit(f"{name}: layers of experts have no products of their own to tune")
     gated = mlp.kind == "gated"
     epilogue = (GATED_EPILOGUES if gated else PLAIN_EPILOGUES)[mlp.activation]
     none = Epilogue.NONE
@@ -163,14 +167,12 @@ def _shape(product: Product) -> tuple[int, int, bool]:
 def chosen(choices: dict[Product, Choice]) -> Iterator[None]:
     """Products take these tiles or programs."""
     by_shape = {(p.rows, p.size, p.epilogue): choice for p, choice in choices.items()}
-    before = cuda_linear.choose_tiles, linear_gemv.choose_programs
     by_gate = {_shape(product): choice for product, choice in choices.items()}
-    cuda_linear.choose_tiles = lambda _, *shape: by_shape[shape]  # type: ignore[assignment]
-    linear_gemv.choose_programs = lambda *shape: by_gate[shape]
-    try:
+    with (
+        patch.object(cuda_linear, "choose_tiles", lambda _, *shape: by_shape[shape]),
+        patch.object(linear_gemv, "choose_programs", lambda *shape: by_gate[shape]),
+    ):
         yield
-    finally:
-        cuda_linear.choose_tiles, linear_gemv.choose_programs = before
 
 
 def run(product: Product, x: Tensor, weight: Tensor) -> Tensor:
