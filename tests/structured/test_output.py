@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import model_zoo
@@ -17,6 +19,7 @@ from octavo.engine.validation import Params
 from octavo.errors import InvalidRequest
 from octavo.sampling_params import ThinkingLimit
 from octavo.structured import guidance
+from octavo.structured.constraint import num_words
 from octavo.structured.output import MAX_GRAMMAR_BYTES, StructuredOutput
 
 PERSON = {
@@ -318,7 +321,8 @@ def test_without_the_library_the_message_says_what_to_install(
 
 def test_compiled_grammars_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guidance, "MAX_COMPILED", 2)
-    library = guidance.constraint_library(model_zoo.model_directory("llama3"), 320, [1])
+    monkeypatch.setattr(guidance, "MATCHERS_PER_THREAD", 1)
+    library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1])
     a, b, c = (Grammar("regex", text) for text in "abc")
     first = library.compile(a)
     assert library.compile(Grammar("regex", "a", "another field")) is first
@@ -326,4 +330,32 @@ def test_compiled_grammars_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPat
     assert library.compile(a) is first
     library.compile(c)
     assert library.compile(a) is first
+    library.compile(b)
+    library.compile(c)
+    assert library.compile(a) is not first
     assert MAX_GRAMMAR_BYTES == 262_144
+
+
+def test_masks_of_one_grammar_are_computed_under_several_locks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = guidance.Guidance(model_zoo.model_directory("llama3"), 320, [1], num_threads=3)
+    quick = Grammar("regex", "[a-z]{3}")
+    states = [library.compile(quick).fork() for _ in range(30)]
+    assert sorted(Counter(each.lock_id for each in states).values()) == [5] * 6
+    library.fill(states[:1], first := np.empty((1, num_words(320)), np.int32))
+    token_id = int(np.flatnonzero(np.unpackbits(first.view(np.uint8), bitorder="little"))[0])
+    tokens = [token_id, token_id]
+    for number, state in enumerate(states):  # masks are those of the states, in their order
+        assert not state.accept(tokens[: number % 3])
+    words = np.empty((30, num_words(320)), np.int32)
+    filled = library.fill(states, words)
+    assert filled.errors == [""] * 30
+    alone = np.empty((1, num_words(320)), np.int32)
+    for number in range(30):
+        library.fill([states[number]], alone)
+        assert (words[number] == alone[0]).all()
+    # What takes long to compile is compiled once.
+    monkeypatch.setattr(guidance, "MAX_REPEATED_SECONDS", 0.0)
+    slow = Grammar("regex", "[a-z]{4}")
+    assert len({library.compile(slow).lock_id for _ in range(9)}) == 1

@@ -46,7 +46,7 @@ class ConstraintLibrary(Protocol):
         Raises InvalidRequest if that cannot be."""
 
     def compile(self, grammar: Grammar) -> TokenConstraint:
-        """The constraint before the first token. Equal grammars are compiled once, for a while.
+        """The constraint before the first token. An equal grammar is not compiled for each request.
 
         Takes milliseconds, releases the GIL, and gives up at limits which are the same in every
         process. Raises InvalidRequest if the grammar cannot be enforced.

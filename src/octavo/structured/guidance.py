@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from threading import Lock
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 16
 MAX_COMPILED = 256  # grammars that stay compiled
+# Copies of a matcher share a lock, which each holds while it computes a mask. Several matchers of
+# one grammar let several threads compute masks for it; each is compiled, if that is quick.
+MATCHERS_PER_THREAD = 2
+MAX_REPEATED_SECONDS = 0.02
 # White space between the parts of a JSON text: a space, or a new line and what it is indented by.
 # Some models would write it for ever.
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
@@ -35,10 +42,12 @@ MAX_MESSAGE = 400  # characters of the library's own words
 class GuidanceConstraint:
     """See TokenConstraint."""
 
-    __slots__ = ("matcher",)
+    __slots__ = ("lock_id", "matcher")
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, lock_id: int) -> None:
+        """`lock_id`: the same for constraints whose masks cannot be computed at the same time."""
         self.matcher = matcher
+        self.lock_id = lock_id
 
     def accept(self, token_ids: Sequence[int]) -> str:
         if self.matcher.consume_tokens(list(token_ids)):
@@ -49,11 +58,20 @@ class GuidanceConstraint:
         self.matcher.rollback(num_tokens)
 
     def fork(self) -> GuidanceConstraint:
-        return GuidanceConstraint(self.matcher.deep_copy())
+        return GuidanceConstraint(self.matcher.deep_copy(), self.lock_id)
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A grammar, as often as it was compiled."""
+
+    constraints: list[GuidanceConstraint] = field(default_factory=list)
+    num_uses: int = 0
+    seconds: float = 0.0  # that it took the last time
 
 
 class Guidance:
-    """Owns llguidance's form of one vocabulary, and the grammars that were compiled last.
+    """Owns llguidance's form of one vocabulary, and the grammars that were used last.
 
     See ConstraintLibrary. Calls may come from several threads.
     """
@@ -76,7 +94,8 @@ class Guidance:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._num_threads = num_threads
-        self._compiled: OrderedDict[Grammar, GuidanceConstraint] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
+        self._lock_ids = count()
         self._lock = Lock()
         self._loading = Lock()
         self._tokenizer: Any = None
@@ -86,37 +105,52 @@ class Guidance:
 
     def compile(self, grammar: Grammar) -> GuidanceConstraint:
         with self._lock:
-            known = self._compiled.get(grammar)
-            if known is not None:
-                self._compiled.move_to_end(grammar)
-                return known
-        compiled = self._compile(grammar)
-        with self._lock:
-            self._compiled[grammar] = compiled
+            known = self._compiled.setdefault(grammar, _Compiled())
+            self._compiled.move_to_end(grammar)
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
+            num = len(known.constraints)
+            if num and (
+                num >= MATCHERS_PER_THREAD * self._num_threads
+                or known.seconds > MAX_REPEATED_SECONDS
+            ):
+                known.num_uses += 1
+                return known.constraints[known.num_uses % num]
+        self.load(grammar.field)
+        began = perf_counter()
+        compiled = self._compile(grammar)
+        with self._lock:
+            known.seconds = perf_counter() - began
+            known.constraints.append(compiled)
         return compiled
 
     def fill(self, constraints: Sequence[GuidanceConstraint], words: Words) -> Filled:
-        matchers = [constraint.matcher for constraint in constraints]
+        # Each thread takes neighbours, which should not be in the way of other threads.
+        order = sorted(range(len(constraints)), key=lambda i: constraints[i].lock_id)
+        matchers = [constraints[i].matcher for i in order]
         masks = np.empty((len(matchers), self._num_words), np.int32)
         self._executor.unsafe_compute_mask_ptr(
-            [(matcher, i) for i, matcher in enumerate(matchers)],
+            [(matcher, place) for place, matcher in enumerate(matchers)],
             masks.ctypes.data,
             4 * self._num_words,
             len(matchers),
         )
         unsigned = masks.view(np.uint32)
         end = self._end_ids[0]
-        is_accepting = (unsigned[:, end // WORD_BITS] >> np.uint32(end % WORD_BITS)) & 1
+        accepts = (unsigned[:, end // WORD_BITS] >> np.uint32(end % WORD_BITS)) & 1
         for token_id in self._end_ids:
             unsigned[:, token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)
-        words[:] = masks[:, : words.shape[1]]
+        words[order] = masks[:, : words.shape[1]]
         beyond = self._vocab_size % WORD_BITS
         if beyond:
             words.view(np.uint32)[:, -1] &= np.uint32((1 << beyond) - 1)
-        errors = [_message(m.get_error()) if m.is_error() else "" for m in matchers]
-        return Filled(is_accepting.astype(np.bool_), errors)
+        is_accepting = np.empty(len(matchers), np.bool_)
+        is_accepting[order] = accepts.astype(np.bool_)
+        errors = [
+            _message(each.matcher.get_error()) if each.matcher.is_error() else ""
+            for each in constraints
+        ]
+        return Filled(is_accepting, errors)
 
     def load(self, field: str = "structured") -> None:
         """Read the vocabulary, which takes up to a second; nothing happens the second time.
@@ -153,7 +187,6 @@ class Guidance:
             self._tokenizer = tokenizer
 
     def _compile(self, grammar: Grammar) -> GuidanceConstraint:
-        self.load(grammar.field)
         from llguidance import LLMatcher, LLParserLimits
 
         schema: Any = None
@@ -179,7 +212,7 @@ class Guidance:
             message = _message(matcher.get_error())
             place = "" if schema is None else place_of(schema, message)
             raise InvalidRequest(grammar.field, f"{place}{message}")
-        return GuidanceConstraint(matcher)
+        return GuidanceConstraint(matcher, next(self._lock_ids))
 
 
 def _in_library_form(kind: str, source: str) -> dict[str, Any]:
