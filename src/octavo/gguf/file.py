@@ -246,8 +246,8 @@ class _Header:
         num_bytes = prod(shape) // block * block_bytes
         if begin + offset + num_bytes > self._size:
             raise ModelError(
-                f"{where} ({type_name} {list(shape)}) ends at byte {begin + offset + num_bytes:,} of "
-                f"{self._size:,}: the file is truncated"
+                f"{where} ({type_name} {list(shape)}) ends at byte "
+                f"{begin + offset + num_bytes:,} of {self._size:,}: the file is truncated"
             )
         return GgufTensor(self._path, name, shape, type_name, begin + offset, num_bytes)
 

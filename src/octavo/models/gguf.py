@@ -32,6 +32,11 @@ DENSE_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Types whose blocks are integers times a scale, as GroupedInt has them, and their bits.
 FORM_BITS = {"Q8_0": 8, "Q4_0": 4}
 GROUP = 32  # inputs that share a scale in these
+# Names in generation_config.json and, behind "general.sampling.", in the metadata.
+SAMPLING = {
+    **{"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
+    "repetition_penalty": "penalty_repeat",
+}
 # Layers of Gemma 2 and 3 27B, whose scores are scaled by the hidden size per head.
 WIDE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 
@@ -193,6 +198,7 @@ class GgufModel:
 
     name: str  # of its architecture
     config: Fields  # as config.json of the family
+    generation: Fields  # as generation_config.json
     quantization: Quantization | None
 
 
@@ -218,6 +224,7 @@ def read_gguf_model(path: Path) -> GgufModel:
     return GgufModel(
         name,
         Fields(f"{file.path}, as config.json", _Reader(file, name, architecture).config()),
+        _generation(file),
         _quantization(file),
     )
 
@@ -368,8 +375,8 @@ class _Reader:
             raise ModelError(f"{self._file.path} has no tensor {name}")
         if tensor.type != "F32" or tensor.shape != (dim // 2,):
             raise ModelError(
-                f"{tensor.path}: tensor {name} is {tensor.type} {list(tensor.shape)}; it must be F32 "
-                f"[{dim // 2}]"
+                f"{tensor.path}: tensor {name} is {tensor.type} {list(tensor.shape)}; it must be "
+                f"F32 [{dim // 2}]"
             )
         factors = np.fromfile(tensor.path, "<f4", dim // 2, offset=tensor.offset)
         if not (np.isfinite(factors).all() and (factors > 0).all()):
@@ -437,6 +444,21 @@ def _longrope(
     return {"rope_scaling": scaling}
 
 
+def _generation(file: GgufFile) -> Fields:
+    """The model's own sampling parameters."""
+    found = {
+        name: file.find(f"general.sampling.{key}", (int, float), "a number")
+        for name, key in SAMPLING.items()
+    }
+    values = {
+        # As it was before it was rounded to float32.
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in found.items()
+        if value is not None
+    }
+    return Fields(f"{file.path}: general.sampling", values | {"do_sample": bool(values)})
+
+
 def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
     """Of a model whose matrices are stored so; quantized ones are computed with in bfloat16."""
     types = {each.type for name, each in tensors.items() if PROJECTION.fullmatch(name)}
@@ -451,8 +473,8 @@ def _quantization(file: GgufFile) -> Quantization | None:
     for kind, tensor in {each.type: each for each in file.tensors.values()}.items():
         if kind not in DENSE_TYPES and not _is_dequantized(kind):
             raise ModelError(
-                f"{tensor.path}: tensor {tensor.name} is of type {kind}, which the gguf package does "
-                "not dequantize"
+                f"{tensor.path}: tensor {tensor.name} is of type {kind}, which the gguf package "
+                "does not dequantize"
             )
     if types <= DENSE_TYPES.keys():
         return None

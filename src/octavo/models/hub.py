@@ -46,11 +46,13 @@ def resolve_model(name: str, weights: bool = True) -> Path:
         raise ModelError(
             f"{name} is a file; give the directory that holds config.json, or a {SUFFIX} file"
         )
+    if path.suffix == SUFFIX:
+        raise ModelError(f"no model {name!r}: there is no such file ({path.absolute()})")
     if HUB_ID.fullmatch(name):
         return _fetch_from_hub(name, HUB_WEIGHTS + HUB_FILES if weights else HUB_FILES)
     raise ModelError(
-        f"no model {name!r}: it is not a file or directory ({path.absolute()}), not 'demo', and not "
-        "a hub id of the form organisation/name"
+        f"no model {name!r}: it is not a directory or file ({path.absolute()}), not 'demo', and "
+        "not a hub id of the form organisation/name"
     )
 
 

@@ -108,7 +108,7 @@ def _read_gguf(path: Path, model_impl: ModelImpl) -> ModelConfig:
     from octavo.models.gguf import read_gguf_model
 
     model = read_gguf_model(path)
-    config = _read_native(path, model.config, Fields("", {}), model.quantization)
+    config = _read_native(path, model.config, model.generation, model.quantization)
     return replace(config, gguf_architecture=model.name)
 
 
