@@ -85,7 +85,7 @@ def convert(source: Path, path: Path, choose: Choose, metadata: Mapping[str, Any
     config = transformers.AutoConfig.from_pretrained(source)
     arch = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(None, arch)
-    values = {**_metadata(config, arch), **_tokenizer(source), **metadata}
+    values = {**_metadata(config, arch), **tokenizer_metadata(source), **metadata}
     for key, value in values.items():
         if value is not None:
             add_value(writer, key, value)
@@ -238,7 +238,7 @@ def _rotary_factors(config: PreTrainedConfig, arch: str) -> dict[str, NDArray[np
     return {}
 
 
-def _tokenizer(source: Path) -> dict[str, Any]:
+def tokenizer_metadata(source: Path) -> dict[str, Any]:
     """Of byte-level BPE, from tokenizer.json."""
     fields = json.loads((source / "tokenizer.json").read_text())
     vocabulary = Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab()
