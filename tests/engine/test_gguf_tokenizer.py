@@ -108,7 +108,7 @@ def test_sentencepiece(sentencepiece: tuple[Backend, Fields], tmp_path: Path) ->
     backend, metadata = sentencepiece
     tokenizer = Tokenizer.find(write(tmp_path / "model.gguf", metadata))
     assert tokenizer is not None
-    for text in [*TEXTS, f"{TEXTS[0]}<|turn|>{TEXTS[2]} <|turn|> x"]:
+    for text in [*TEXTS, f"{TEXTS[0]}<|turn|>{TEXTS[2]} <|turn|> <unk>x"]:
         ids = backend.encode(text).ids
         assert tokenizer.encode(text) == [1, *ids]  # it adds BOS unless the file says otherwise
         assert tokenizer.decode(ids) == backend.decode(ids)
@@ -171,6 +171,16 @@ def test_digits_are_words_of_their_own(byte_level: tuple[Backend, Fields], tmp_p
     assert read is not None
     words = [word for word, _ in read.backend.pre_tokenizer.pre_tokenize_str("it's 123")]
     assert words == ["it", "'s", "Ġ", "1", "2", "3"]
+
+
+def test_a_file_that_does_not_say_how_texts_are_split(
+    byte_level: tuple[Backend, Fields], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, metadata = byte_level
+    tokenizer = Tokenizer.find(write(tmp_path / "a.gguf", {**metadata, "tokenizer.ggml.pre": None}))
+    assert tokenizer is not None
+    assert tokenizer.encode(TEXTS[3]) == backend.encode(TEXTS[3]).ids
+    assert "does not say how texts are split (tokenizer.ggml.pre)" in caplog.text
 
 
 def test_tokens_with_a_meaning(byte_level: tuple[Backend, Fields], tmp_path: Path) -> None:

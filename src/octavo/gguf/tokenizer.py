@@ -7,6 +7,7 @@ BPE splits a text first, is known by the name that the file gives it (`tokenizer
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -26,10 +27,13 @@ from tokenizers import (
 from octavo.errors import ModelError, shown
 from octavo.gguf.file import GgufFile
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "tokenizer.ggml."
 TOKENS, TYPES, SCORES, MERGES = (
     PREFIX + name for name in ("tokens", "token_type", "scores", "merges")
 )
+DEFAULT_SPLITTING = "default"  # also what files mean that do not name one
 SPACE_MARK = "\u2581"
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # Ids of SentencePiece's tokens in files that do not say them.
@@ -90,7 +94,7 @@ _TEKKEN = Splitting(
 )
 _DIGITS = Splitting(single_digits=True)
 SPLITTINGS: Mapping[str, Splitting] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2"), _GPT2),
+    **dict.fromkeys((DEFAULT_SPLITTING, "gpt-2", "phi-2", "mpt"), _GPT2),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _CL100K),
     "qwen2": replace(_QWEN2, composes=True),
@@ -100,6 +104,9 @@ SPLITTINGS: Mapping[str, Splitting] = {
     **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGITS),
     "command-r": replace(_DIGITS, composes=True),
     "olmo": replace(_GPT2, composes=True),
+    "seed-coder": Splitting(
+        rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+    ),
 }
 
 
@@ -131,15 +138,10 @@ def read_tokenizer(file: GgufFile) -> GgufTokenizer | None:
     tokens, types = _tokens(file), _types(file)
     try:
         backend, adds_bos = builders[kind](file, tokens, types)
-        backend.add_special_tokens(
-            [_added(file, token, True) for token in _of_type(tokens, types, TokenType.CONTROL)]
-        )
-        backend.add_tokens(
-            [
-                _added(file, token, False)
-                for token in _of_type(tokens, types, TokenType.USER_DEFINED)
-            ]
-        )
+        special = _of_types(tokens, types, TokenType.UNKNOWN, TokenType.CONTROL)
+        backend.add_special_tokens([_added(file, token, True) for token in special])
+        plain = _of_types(tokens, types, TokenType.USER_DEFINED)
+        backend.add_tokens([_added(file, token, False) for token in plain])
         _add_ends(file, backend, tokens, adds_bos)
     except ModelError:
         raise
@@ -189,7 +191,13 @@ def end_token_ids(file: GgufFile) -> tuple[int, ...]:
 def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
     """BPE of bytes, each written as a printable character; whether it adds BOS by itself."""
     key = PREFIX + "pre"
-    name = file.text(key) or "default"
+    name = file.text(key) or DEFAULT_SPLITTING
+    if name == DEFAULT_SPLITTING:
+        logger.warning(
+            "%s does not say how texts are split (%s): they are split as GPT-2 splits them",
+            file.path,
+            key,
+        )
     if name not in SPLITTINGS:
         raise file.error(key, f"octavo knows {', '.join(SPLITTINGS)}")
     splitting = SPLITTINGS[name]
@@ -326,6 +334,6 @@ def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
     return vocabulary
 
 
-def _of_type(tokens: list[str], types: list[int], kind: TokenType) -> list[str]:
-    found = (token for token, each in zip(tokens, types, strict=True) if each == kind)
+def _of_types(tokens: list[str], types: list[int], *kinds: TokenType) -> list[str]:
+    found = (token for token, kind in zip(tokens, types, strict=True) if kind in kinds)
     return [token for token in found if token]

@@ -240,7 +240,7 @@ class _Reader:
     def config(self) -> dict[str, Any]:
         """Raises ModelError."""
         architecture, file = self._architecture, self._file
-        values = COMMON | architecture.values
+        values = {**COMMON, **architecture.values}
         self._check_keys({value.key for value in values.values()})
         config = dict(architecture.fixed) | {"model_type": architecture.model_type}
         for name, value in values.items():
@@ -341,9 +341,11 @@ class _Reader:
             factors = self._factors(LLAMA3_FACTORS, dim)
             return config | _longrope(factors, factors, original, attention_factor or 1.0)
         if LONG_FACTORS in self._file.tensors or SHORT_FACTORS in self._file.tensors:
-            factors = self._factors(SHORT_FACTORS, dim), self._factors(LONG_FACTORS, dim)
+            short, long = self._factors(SHORT_FACTORS, dim), self._factors(LONG_FACTORS, dim)
             config["original_max_position_embeddings"] = original
-            return config | _longrope(*factors, original, attention_factor)
+            return config | _longrope(short, long, original, attention_factor)
+        if kind != "yarn" and attention_factor not in (None, 1.0):
+            raise self._error("rope.scaling.attn_factor", f"rope.scaling.type is {kind}")
         if kind in (None, "none"):
             factor = self._number("rope.scale_linear")
             if factor in (None, 1.0):
