@@ -487,6 +487,11 @@ def _quantization(file: GgufFile) -> Quantization | None:
     return Quantization(METHOD, num_bits=num_bits, form="int", group_size=GROUP)
 
 
+def is_projection(name: str) -> bool:
+    """Whether a tensor is the weight of a projection in a layer, of all experts or of the head."""
+    return name == HEAD or PROJECTION.fullmatch(name) is not None
+
+
 def _is_dequantized(kind: str) -> bool:
     """Whether the gguf package can."""
     import gguf

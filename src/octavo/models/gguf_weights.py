@@ -9,34 +9,37 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.gguf import GgufTensor, read_gguf
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import Format, FormatError, Parts, QuantizedTensor, StoredTensor
-from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES, FORM_BITS, GROUP, METHOD
+from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES, FORM_BITS, GROUP, METHOD, is_projection
 from octavo.models.quantization import Quantization
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 
-CHUNK_BYTES = 16 << 20  # that are dequantized at once
+CHUNK_BYTES = 1 << 20  # that are dequantized at once
 TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 EXPERTS = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.weight")
 CPU = torch.device("cpu")
 
 
-def read_tensors(config: ModelConfig, device: torch.device) -> Iterator[FileTensor]:
+def read_tensors(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[FileTensor]:
     """The tensors of the GGUF file that the model is in, as its family computes with them; those
     of all experts one by one.
 
     Args:
         config: its `directory` is the file.
+        dtype: of weights that are dequantized.
         device: where weights are put that stay quantized.
 
     Raises:
@@ -44,28 +47,30 @@ def read_tensors(config: ModelConfig, device: torch.device) -> Iterator[FileTens
     """
     assert config.gguf_architecture is not None
     architecture = ARCHITECTURES[config.gguf_architecture]
+    form = Format((), (), (), _read_form, joint=" as ")
+    dense = Format((), (), (), partial(_read_dense, dtype=dtype), joint=" as ")
     for stored in read_gguf(config.directory).tensors.values():
+        has_form = stored.type in _FORM_READERS and is_projection(stored.name)
+        format_, place = (form, device) if has_form else (dense, CPU)
         for tensor in _matrices(stored):
             is_turned = architecture.has_turned_heads and TURNED.fullmatch(tensor.name) is not None
             head_dim = config.head_dim if is_turned else None
             offset = architecture.norm_offset if tensor.name.endswith("norm.weight") else 0.0
-            yield tensor.path, tensor.name, _stored(tensor, head_dim, offset, device)
+            rows = _rows(tensor, head_dim)
+            if tensor.type in DENSE_TYPES:
+                stored_dtype = getattr(torch, DENSE_TYPES[tensor.type])
+                values: StoredTensor = GgufValues(tensor.shape, stored_dtype, rows, offset)
+            else:
+                where, parts = f"{tensor.path}: tensor {tensor.name}", {tensor.type: rows}
+                values = QuantizedTensor(where, format_, Quantization(METHOD), parts, place)
+            yield tensor.path, tensor.name, values
 
 
-def _stored(
-    tensor: GgufTensor, head_dim: int | None, norm_offset: float, device: torch.device
-) -> StoredTensor:
-    """As the loader reads it."""
+def _rows(tensor: GgufTensor, head_dim: int | None) -> GgufRows:
     is_dense = tensor.type in DENSE_TYPES
     num_rows = tensor.shape[0] if len(tensor.shape) == 1 and is_dense else prod(tensor.shape[:-1])
     shape = (num_rows, tensor.num_bytes // num_rows)
-    rows = GgufRows(tensor.path, tensor.offset, shape, head_dim)
-    if is_dense:
-        dtype = getattr(torch, DENSE_TYPES[tensor.type])
-        return GgufValues(tensor.shape, dtype, rows, norm_offset)
-    format_, place = (_FORM, device) if tensor.type in _FORM_READERS else (_DENSE, CPU)
-    where = f"{tensor.path}: tensor {tensor.name}"
-    return QuantizedTensor(where, format_, Quantization(METHOD), {tensor.type: rows}, place)
+    return GgufRows(tensor.path, tensor.offset, shape, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,26 +158,21 @@ def _read_form(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     return GroupedInt.from_values(values.flatten(1), scales, None, FORM_BITS[kind])
 
 
-def _read_dense(parts: Parts, quantization: Quantization) -> Tensor:
-    """By the gguf package, float32."""
+def _read_dense(parts: Parts, quantization: Quantization, dtype: torch.dtype) -> Tensor:
+    """By the gguf package, some rows at a time."""
     import gguf
 
     [(kind, data)] = parts.items()
-    stored = data.numpy()
-    dense: NDArray[np.float32] | None = None
-    step = max(1, CHUNK_BYTES // stored.shape[1])
-    for begin in range(0, len(stored), step):
+    number = gguf.GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    num_rows, row_bytes = data.shape
+    dense = torch.empty(num_rows, row_bytes // block_bytes * block, dtype=dtype)
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for begin in range(0, num_rows, step):
         with np.errstate(all="ignore"):  # scales that are not finite
-            part = gguf.dequantize(stored[begin : begin + step], gguf.GGMLQuantizationType[kind])
-        if not np.isfinite(part).all():
-            row = begin + int(np.argmin(np.isfinite(part).all(axis=1)))
+            values = gguf.dequantize(data[begin : begin + step].numpy(), number)
+        if not np.isfinite(values).all():
+            row = begin + int(np.argmin(np.isfinite(values).all(axis=1)))
             raise FormatError(kind, f"has scales that are not finite, in row {row}")
-        if dense is None:
-            dense = np.empty((len(stored), part.shape[1]), np.float32)
-        dense[begin : begin + step] = part
-    assert dense is not None
-    return torch.from_numpy(dense)
-
-
-_FORM = Format((), (), (), _read_form, joint=" as ")
-_DENSE = Format((), (), (), _read_dense, joint=" as ")
+        dense[begin : begin + step] = torch.from_numpy(values)
+    return dense

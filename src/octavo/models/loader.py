@@ -113,7 +113,9 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     unknown: list[str] = []
     rounding = Rounding(config)
     with ExitStack() as files:
-        for key, (path, name, tensor) in checkpoint.translate(_tensors(config, device, files)):
+        for key, (path, name, tensor) in checkpoint.translate(
+            _tensors(config, dtype, device, files)
+        ):
             target = targets.get(key)
             if target is not None:
                 where, identity = f"{path}: {name}", _identity(key, target)
@@ -148,12 +150,14 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     rounding.report()
 
 
-def _tensors(config: ModelConfig, device: torch.device, files: ExitStack) -> Iterator[FileTensor]:
+def _tensors(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, files: ExitStack
+) -> Iterator[FileTensor]:
     """Every tensor, with one for each quantized weight."""
     if config.gguf_architecture is not None:
         from octavo.models.gguf_weights import read_tensors
 
-        return read_tensors(config, device)
+        return read_tensors(config, dtype, device)
     tensors = _read_tensors(config.directory, files)
     if config.quantization is None or not _is_quantized(config):
         return tensors
