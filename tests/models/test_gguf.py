@@ -23,7 +23,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, ModelError
 from octavo.gguf import find_gguf, read_gguf
 from octavo.layers.base import WeightSlot
-from octavo.models.gguf import ARCHITECTURES
+from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES
 from octavo.models.hub import describe_files, resolve_model
 from octavo.models.loader import build_model, load_model, load_weights, weight_targets
 from octavo.models.registry import read_model_config
@@ -198,6 +198,38 @@ def test_tokens_and_texts(tmp_path: Path) -> None:
     assert config.eos_token_ids == (model_zoo.EOS_ID,)
     assert config.bos_token_id == model_zoo.BOS_ID
     assert config.sampling_defaults == {"temperature": 0.6, "top_k": 7}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "form", "weight_bytes", "dtype"),
+    [
+        ("Q8_0", "int", 8.5 / 8, "bfloat16"),
+        ("Q4_0", "int", 4.5 / 8, "bfloat16"),
+        ("Q4_0 Q6_K", None, None, "bfloat16"),
+        ("Q4_K", None, None, "bfloat16"),
+        ("F16", None, None, "float16"),
+        ("F32", None, None, "float32"),
+    ],
+)
+def test_memory_is_counted_as_weights_are_kept(
+    kinds: str, form: str | None, weight_bytes: float | None, dtype: str, tmp_path: Path
+) -> None:
+    first, *others = (Kind[name] for name in kinds.split())
+
+    def choose(name: str, shape: tuple[int, ...]) -> Kind:
+        if len(shape) == 1:
+            return Kind.F32
+        return others[0] if others and "attn_v" in name else first
+
+    config = read_model_config(write_pair("llama", tmp_path, choose, **WIDE))
+    assert config.dtype == dtype
+    assert (config.quantization is None) == (kinds in DENSE_TYPES)
+    if config.quantization is not None:
+        assert config.quantization.form == form
+        assert config.quantization.weight_bytes == weight_bytes
+        in_layers = sum(layer.num_quantized_parameters for layer in config.layers)
+        saved = config.weight_bytes(4) - config.least_weight_bytes(4)
+        assert saved == (int((4 - weight_bytes) * in_layers) if weight_bytes else 0)
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:

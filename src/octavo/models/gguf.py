@@ -27,7 +27,7 @@ METHOD = "gguf"  # of Quantization
 TABLE, HEAD = "token_embd.weight", "output.weight"
 LLAMA3_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-PROJECTION = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp)\w+\.weight")
+PROJECTION = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp|\w*norm)\w+\.weight")
 DENSE_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Types whose blocks are integers times a scale, as GroupedInt has them, and their bits.
 FORM_BITS = {"Q8_0": 8, "Q4_0": 4}
