@@ -334,7 +334,7 @@ FAULTS: dict[str, tuple[Callable[[bytearray], object], str]] = {
     "empty": (put("Q", 0, Q_PROJ.encode(), 4), r"has shape \[64, 0\]: it is empty"),
     "size": (put("Q", 1 << 60, Q_PROJ.encode(), 4), "the file is truncated"),
     "rows": (put("Q", 65, Q_PROJ.encode(), 4), r"rows of Q8_0 are multiples of 32"),
-    "shape": (put("Q", 32, Q_PROJ.encode(), 4), r"attn_q.weight has shape \[64, 32\]"),
+    "shape": (put("Q", 32, Q_PROJ.encode(), 4), r"\[64, 32\]; the metadata asks for \[64, 64\]"),
     "type": (put("I", 5, Q_PROJ.encode(), 20), f"tensor {Q_PROJ} is of type 5, which is none of"),
     "no weights": (put("I", 24, Q_PROJ.encode(), 20), "I8, which the gguf package does not"),
     "offset": (put("Q", 33, Q_PROJ.encode(), 24), "begins at 33, which is no multiple of 32"),

@@ -112,6 +112,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
     rounding = Rounding(config)
+    source = "config.json" if config.gguf_architecture is None else "the metadata"
     with ExitStack() as files:
         for key, (path, name, tensor) in checkpoint.translate(
             _tensors(config, dtype, device, files)
@@ -119,7 +120,7 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
             target = targets.get(key)
             if target is not None:
                 where, identity = f"{path}: {name}", _identity(key, target)
-                for part, destination in _parts(tensor, target, where):
+                for part, destination in _parts(tensor, target, where, source):
                     if isinstance(destination, WeightSlot):
                         if isinstance(part, Tensor):
                             part = rounding.of(key, part.to(device, dtype), destination)
@@ -407,12 +408,13 @@ def _identity(name: str, target: WeightTarget) -> object:
 
 
 def _parts(
-    tensor: StoredTensor, target: WeightTarget, where: str
+    tensor: StoredTensor, target: WeightTarget, where: str, source: str
 ) -> Iterator[tuple[Tensor | QuantizedWeight, Tensor | WeightSlot]]:
-    """(slice of the tensor, where it goes), of those that this rank keeps."""
+    """(slice of the tensor, where it goes), of those that this rank keeps; `source` has the
+    model's shapes."""
     if tensor.shape != target.shape:
         raise ModelError(
-            f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}"
+            f"{where} has shape {list(tensor.shape)}; {source} asks for {list(target.shape)}"
         )
     for destination, index in target.slices:
         if isinstance(destination, WeightSlot) and isinstance(tensor, QuantizedTensor):
