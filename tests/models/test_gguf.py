@@ -140,6 +140,15 @@ def test_options(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     check(write_pair(name, tmp_path, everywhere(Kind.Q8_0), **overrides))
 
 
+def test_windows_of_all_layers_but_every_other(tmp_path: Path) -> None:
+    """The metadata has the number of layers of which one has no window, or an array."""
+    metadata = {"gemma3.attention.sliding_window_pattern": 2}
+    path = write_pair("gemma3_text", tmp_path, everywhere(Kind.Q8_0), metadata)
+    check(path)
+    assert read_gguf(path).metadata["gemma3.attention.sliding_window_pattern"] == 2
+    assert read_model_config(path).layer_windows == (model_zoo.SLIDING_WINDOW, None) * 2
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "qwen3_moe"])
 def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) -> None:
     """Its own reader undoes what the converter has done to queries, keys, norms and experts."""
@@ -344,7 +353,10 @@ FAULTS: dict[str, tuple[Callable[[bytearray], object], str]] = {
     "half a header": (cut(3000), "bad.gguf"),
     "nothing": (cut(0), "is not a GGUF file"),
     "layers": (put("I", 0, b"llama.block_count", 4), "has no llama.block_count"),
-    "many layers": (put("I", 1 << 31, b"llama.block_count", 4), "num_hidden_layers|block_count"),
+    "many layers": (
+        put("I", 1 << 31, b"llama.block_count", 4),
+        "llama.block_count is 2147483648; the file has tensors of 1 layers",
+    ),
     "heads": (put("I", 3, b"llama.attention.head_count", 4), "num_key_value_heads is 4|must div"),
     "bos": (put("I", 320, b"tokenizer.ggml.bos_token_id", 4), "the vocabulary has 320 tokens"),
 }

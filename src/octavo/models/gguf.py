@@ -20,6 +20,7 @@ from octavo.errors import ModelError
 from octavo.gguf import GgufFile, GgufTensor, read_gguf
 from octavo.gguf.tokenizer import end_token_ids, token_id
 from octavo.json_fields import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields
+from octavo.models.families.common import LAYER_TYPES, periodic_layer_types
 from octavo.models.family import WeightNames
 from octavo.models.quantization import Quantization
 
@@ -28,6 +29,7 @@ TABLE, HEAD = "token_embd.weight", "output.weight"
 LLAMA3_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 PROJECTION = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp|\w*norm)\w+\.weight")
+LAYER = re.compile(r"blk\.(\d{1,9})\.")
 DENSE_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Types whose blocks are integers times a scale, as GroupedInt has them, and their bits.
 FORM_BITS = {"Q8_0": 8, "Q4_0": 4}
@@ -67,7 +69,7 @@ WEIGHTS = WeightNames(
 
 
 def _weights(**layer: str) -> WeightNames:
-    """WEIGHTS with other names of some modules, with _ in place of their dots."""
+    """WEIGHTS with other names of some modules, which have __ in place of dots."""
     return replace(
         WEIGHTS, layer={**WEIGHTS.layer, **{k.replace("__", "."): v for k, v in layer.items()}}
     )
@@ -249,6 +251,7 @@ class _Reader:
                 config[name] = found
             elif value.is_required:
                 raise ModelError(f"{file.path} has no {self._key(value.key)}")
+        self._check_layers(config["num_hidden_layers"])
         heads = config["num_attention_heads"]
         config.setdefault("num_key_value_heads", heads)
         config["head_dim"] = self._head_dim(config)
@@ -307,6 +310,14 @@ class _Reader:
                 raise self._file.error(key, f"octavo does not serve it for {self._name}")
         if self._file.flag(prefix + "attention.causal") is False:
             raise self._file.error(prefix + "attention.causal", "octavo serves causal models")
+
+    def _check_layers(self, num_layers: int) -> None:
+        """Before anything is made for each of them."""
+        numbers = {
+            int(match[1]) for name in self._file.tensors if (match := LAYER.match(name)) is not None
+        }
+        if numbers != set(range(len(numbers))) or len(numbers) != num_layers:
+            raise self._error("block_count", f"the file has tensors of {len(numbers)} layers")
 
     def _head_dim(self, config: dict[str, Any]) -> int:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -395,12 +406,12 @@ class _Reader:
             return {}
         if "sliding_window" not in self._architecture.values:
             raise self._file.error(key, f"octavo does not serve it for {self._name}")
-        if not isinstance(pattern, list):
-            return {"sliding_window_pattern": self._count("attention.sliding_window_pattern")}
+        if not isinstance(pattern, list):  # one of so many layers has no window
+            period = self._count("attention.sliding_window_pattern") or 1
+            return {"layer_types": periodic_layer_types(num_layers, period)}
         if len(pattern) != num_layers:
             raise self._file.error(key, f"it must have an element for each of {num_layers} layers")
-        kinds = ["sliding_attention" if each else "full_attention" for each in pattern]
-        return {"layer_types": kinds}
+        return {"layer_types": [LAYER_TYPES[bool(each)] for each in pattern]}
 
     def _key(self, name: str) -> str:
         return f"{self._name}.{name}"
