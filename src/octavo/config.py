@@ -201,7 +201,7 @@ class EngineConfig:
     """
 
     model: str
-    """A directory in Hugging Face format, "demo", or a hub id."""
+    """A directory in Hugging Face format, a GGUF file, "demo", or a hub id."""
     dtype: DTypeName = "auto"
     """Type of weights, activations and KV cache; "auto": that of the files."""
     model_impl: ModelImpl = "auto"
@@ -304,7 +304,7 @@ def make_config(model: str | PathLike[str], **options: Any) -> EngineConfig:
     """An EngineConfig from flat options. What LLM() takes.
 
     Args:
-        model: a directory in Hugging Face format, "demo", or a hub id.
+        model: a directory in Hugging Face format, a GGUF file, "demo", or a hub id.
         **options: fields of EngineConfig, CacheConfig and SchedulerConfig, which do not overlap. A
             memory policy that cannot reuse prefixes turns prefix caching off, unless it is asked
             for.

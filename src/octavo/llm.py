@@ -47,7 +47,7 @@ class LLM:
         has not loaded torch yet, OpenMP's idle threads sleep sooner than they do by default.
 
         Args:
-            model: a directory in Hugging Face format, "demo", or a hub id.
+            model: a directory in Hugging Face format, a GGUF file, "demo", or a hub id.
             **options: the fields of EngineConfig, CacheConfig and SchedulerConfig.
 
         Raises:

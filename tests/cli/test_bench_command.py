@@ -105,3 +105,4 @@ def test_models_command(octavo: Octavo) -> None:
     listed = json.loads(octavo("models", "--json").stdout)
     assert listed["native"]["opt"]["architecture"] == "OPTForCausalLM"
     assert listed["transformers"]["tested"]["mixtral"] == "MixtralForCausalLM"
+    assert {"llama", "qwen3", "gemma3", "phi3"} <= set(listed["gguf"])

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from click_harness import Octavo
+from gguf import GGMLQuantizationType as Kind
 
+import gguf_files
 from model_zoo import model_directory
 from octavo import LLM
 
@@ -45,20 +47,32 @@ def test_an_fp8_kv_cache_has_twice_the_slots_in_the_same_memory(octavo: Octavo) 
     assert "409,600 bytes (400.00 KiB): 40 x full attention, float8_e4m3fn" in shown
 
 
-def test_it_needs_neither_weights_nor_torch() -> None:
+def without_torch(model: Path) -> str:
+    """What the command prints in a process that cannot import torch."""
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from octavo.cli.main import main; main(prog_name='octavo')"
     )
-    args = ["memory", str(ROOT / "benchmarks/configs/qwen3-0.6b"), "--device-memory", "80GiB"]
     run = subprocess.run(
-        [sys.executable, "-c", program, *args],
+        [sys.executable, "-c", program, "memory", str(model), "--device-memory", "80GiB"],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
     )
     assert run.returncode == 0, run.stderr
-    assert "114,688 bytes" in run.stdout  # 2 x 28 layers x 8 heads x 128 x 2 bytes
+    return run.stdout
+
+
+def test_it_needs_neither_weights_nor_torch() -> None:
+    shown = without_torch(ROOT / "benchmarks/configs/qwen3-0.6b")
+    assert "114,688 bytes" in shown  # 2 x 28 layers x 8 heads x 128 x 2 bytes
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    path = gguf_files.write_pair("llama", tmp_path, gguf_files.everywhere(Kind.Q4_0))
+    shown = without_torch(path)
+    assert f"{path}: LlamaForCausalLM, 0.1 M parameters, bfloat16" in shown
+    assert "768 bytes (768 B): 3 x full attention, bfloat16" in shown  # 2 x 3 x 4 x 16 x 2
 
 
 def test_it_is_the_budget_of_each_rank(octavo: Octavo) -> None:

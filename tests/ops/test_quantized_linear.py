@@ -127,6 +127,21 @@ def test_any_number_of_tokens(
         assert relative(parts.sum(dim=0) if parts.dim() == 3 else parts, y) < TOLERANCE
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("size", "num_tokens"), [(256, 1), (352, 20)])
+def test_integers_of_gguf_files(
+    hopper: torch.device, bits: int, size: int, num_tokens: int
+) -> None:
+    """Q8_0 and Q4_0: groups of 32 with scales in float16, in a model of bfloat16."""
+    dense = inputs(100, size, torch.float16, CPU)
+    form = GroupedInt.quantize(dense, bits, 32).to(hopper)
+    kernel = make_kernel(form, torch.bfloat16)
+    assert kernel is not None
+    x = inputs(num_tokens, size, torch.bfloat16, hopper)
+    wanted = x.float() @ form.dequantize().t()
+    assert relative(kernel.apply(x, None, Epilogue.NONE), wanted) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["float8-row", "float8-block", "int4-asymmetric", "int4-small"])
 def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: str) -> None:
     form = made(name, 260, 1152, hopper)

@@ -80,8 +80,8 @@ def fail(message: str, exit_code: int) -> NoReturn:
 def main() -> None:
     """octavo serves large language models with PagedAttention.
 
-    A MODEL is a directory in Hugging Face format, a hub id, or "demo", the small model that comes
-    with octavo.
+    A MODEL is a directory in Hugging Face format, a GGUF file, a hub id, or "demo", the small
+    model that comes with octavo.
     """
 
 

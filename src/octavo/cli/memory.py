@@ -81,9 +81,9 @@ def memory(
 ) -> None:
     """Print how MODEL's memory would be divided: weights, activations, KV blocks.
 
-    Needs only its config.json; weights of a hub id are not fetched. Activations are the worker's
-    own estimate of the largest step; KV is counted without a backend's padding of heads. With
-    --tensor-parallel-size, all sizes are those of one device.
+    Needs only its config.json, or the header of its GGUF file; weights of a hub id are not
+    fetched. Activations are the worker's own estimate of the largest step; KV is counted without
+    a backend's padding of heads. With --tensor-parallel-size, all sizes are those of one device.
     """
     if gpu is not None:
         named = find_gpu(gpu)

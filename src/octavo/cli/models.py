@@ -10,6 +10,7 @@ import click
 from octavo.bench.tables import columns, show
 from octavo.config import DTypeName, LoadFormat, ModelImpl, PreemptionMode
 from octavo.models.fallback.tested import read_tested
+from octavo.models.gguf import ARCHITECTURES
 from octavo.models.registry import FAMILIES
 from octavo.registry import POLICIES
 
@@ -25,7 +26,8 @@ def models(as_json: bool) -> None:
         }
         tested = read_tested()
         through = {"version": tested.transformers, "tested": tested.served}
-        click.echo(json.dumps({"native": families, "transformers": through}))
+        values = {"native": families, "transformers": through, "gguf": list(ARCHITECTURES)}
+        click.echo(json.dumps(values))
         return
     table = columns("model_type", "architecture", "description", "")
     for column in table.columns:
@@ -41,6 +43,7 @@ def models(as_json: bool) -> None:
     click.echo(
         "\nWeights: safetensors, whole or sharded, tied or untied embeddings. Tokenizer: "
         "tokenizer.json.\n"
+        f"GGUF files, with their tokenizers, of the architectures {', '.join(ARCHITECTURES)}.\n"
         f"dtype: {', '.join(get_args(DTypeName))} (float16 not on CPUs). "
         f"load-format: {', '.join(get_args(LoadFormat))}. "
         f"model-impl: {', '.join(get_args(ModelImpl))}.\n"

@@ -20,6 +20,8 @@ import tokenizers
 
 from octavo.engine.chat_template import ChatTemplate, find_template
 from octavo.errors import InvalidRequest, ModelError, RequestTooLong
+from octavo.gguf import is_gguf, read_gguf
+from octavo.gguf.tokenizer import read_tokenizer
 from octavo.json_fields import Fields, read_json
 
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
@@ -146,11 +148,16 @@ class Tokenizer:
 
     @classmethod
     def find(cls, path: str | Path) -> Tokenizer | None:
-        """The tokenizer of a model directory; None if it has none.
+        """The tokenizer of a model directory or of a GGUF file; None if it has none.
 
         Raises:
             ModelError: a file of it is broken.
         """
+        if is_gguf(Path(path)):
+            read = read_tokenizer(read_gguf(Path(path)))
+            return (
+                None if read is None else cls(read.backend, read.special_tokens, read.chat_template)
+            )
         has_tokenizer = (Path(path) / "tokenizer.json").exists()
         return cls.from_directory(path) if has_tokenizer else None
 

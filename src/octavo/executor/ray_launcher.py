@@ -235,7 +235,7 @@ def gather_facts(
         check_kinds([home.node for home in homes])
     weights = config.load_format != "dummy"
     path = Path(config.model).expanduser()
-    is_named = config.model == "demo" or not path.is_dir()
+    is_named = config.model == "demo" or not path.exists()
     asked = config.model if is_named else str(path.absolute())
     calls = [home.call("facts", asked, weights) for home in homes]
     own = describe_files(model_config.directory, weights)

@@ -360,9 +360,10 @@ class DecodingRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelDescription):
-    """A model in a directory: its description, and what its files say about serving it."""
+    """A model's description, and what its files say about serving it."""
 
-    directory: Path
+    directory: Path  # in Hugging Face format; or a GGUF file
+    gguf_architecture: str | None = None  # a name in models.gguf.ARCHITECTURES, of a GGUF file
     architecture: str  # the class in config.json, such as "LlamaForCausalLM"
     family: str  # config.json's model_type
     model_class: str = "octavo.models.decoder:Decoder"  # a CausalLM; its module is imported late

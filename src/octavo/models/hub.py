@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 from octavo.errors import ModelError, shown
+from octavo.gguf import find_gguf, is_gguf, read_gguf
+from octavo.gguf.file import SUFFIX
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.json", "*.jinja"]
@@ -16,10 +18,10 @@ HUB_EXCLUDED = ["*/*", "consolidated*"]
 
 
 def resolve_model(name: str, weights: bool = True) -> Path:
-    """The directory of a model.
+    """The directory of a model; or the GGUF file that it is in.
 
     Args:
-        name: "demo", a local directory, or a hub id, whose files are fetched.
+        name: "demo", a GGUF file, a local directory, or a hub id, whose files are fetched.
         weights: whether the weights of a hub id are fetched, too.
 
     Raises:
@@ -37,14 +39,20 @@ def resolve_model(name: str, weights: bool = True) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise ModelError(f"no model {shown(name)}: {reason}") from error
     if is_directory:
+        return find_gguf(path) or path
+    if is_gguf(path):
         return path
     if exists:
-        raise ModelError(f"{name} is a file; give the directory that holds config.json")
+        raise ModelError(
+            f"{name} is a file; give the directory that holds config.json, or a {SUFFIX} file"
+        )
+    if path.suffix == SUFFIX:
+        raise ModelError(f"no model {name!r}: there is no such file ({path.absolute()})")
     if HUB_ID.fullmatch(name):
         return _fetch_from_hub(name, HUB_WEIGHTS + HUB_FILES if weights else HUB_FILES)
     raise ModelError(
-        f"no model {name!r}: it is not a directory ({path.absolute()}), not 'demo', and not a hub "
-        "id of the form organisation/name"
+        f"no model {name!r}: it is not a directory or file ({path.absolute()}), not 'demo', and "
+        "not a hub id of the form organisation/name"
     )
 
 
@@ -52,7 +60,7 @@ def describe_files(directory: Path, weights: bool = True) -> dict[str, str]:
     """What tells whether two directories hold the same model, without reading the weights.
 
     Args:
-        directory: of a model.
+        directory: of a model, or its GGUF file.
         weights: whether its weights count.
 
     Returns:
@@ -66,6 +74,8 @@ def describe_files(directory: Path, weights: bool = True) -> dict[str, str]:
         {'config.json': 'SHA-256 5a0c…', 'model.safetensors': '1181360 bytes'}
     """
     described = {}
+    if is_gguf(directory):
+        return _describe_gguf(directory, weights)
     try:
         for path in sorted(directory.iterdir()):
             if path.name == "config.json" or (weights and path.name.endswith(".index.json")):
@@ -75,6 +85,23 @@ def describe_files(directory: Path, weights: bool = True) -> dict[str, str]:
                 described[path.name] = f"{path.stat().st_size} bytes"
     except OSError as error:
         raise ModelError(f"{directory} cannot be read ({error.strerror})") from error
+    return described
+
+
+def _describe_gguf(path: Path, weights: bool) -> dict[str, str]:
+    """See describe_files. The header is what describes the model."""
+    tensors = read_gguf(path).tensors.values()
+    described = {}
+    for part in sorted({tensor.path for tensor in tensors}):
+        first = min(tensor.offset for tensor in tensors if tensor.path == part)
+        try:
+            with part.open("rb") as file:
+                digest = hashlib.sha256(file.read(first)).hexdigest()
+            described[part.name] = f"SHA-256 {digest[:16]}"
+            if weights:
+                described[part.name] += f", {part.stat().st_size} bytes"
+        except OSError as error:
+            raise ModelError(f"{part} cannot be read ({error.strerror})") from error
     return described
 
 

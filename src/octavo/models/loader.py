@@ -30,6 +30,7 @@ from octavo.layers.norm import Norm
 from octavo.models.base import CausalLM, FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias, joined
+from octavo.models.family import WeightNames
 from octavo.models.kv_scales import find_kv_scales
 from octavo.models.quantization import ON_LOAD_METHOD, Quantization
 from octavo.models.registry import FAMILIES
@@ -77,7 +78,7 @@ def load_model(
     model.check()
     if fp8_kv_cache:
         scales = [KVScales()] * len(model.attention_layers)
-        if load_format != "dummy":
+        if load_format != "dummy" and config.gguf_architecture is None:
             with ExitStack() as files:
                 scales = find_kv_scales(config, _read_tensors(config.directory, files))
         layers = zip(model.attention_layers, scales, strict=True)
@@ -111,12 +112,15 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
     rounding = Rounding(config)
+    source = "config.json" if config.gguf_architecture is None else "the metadata"
     with ExitStack() as files:
-        for key, (path, name, tensor) in checkpoint.translate(_tensors(config, device, files)):
+        for key, (path, name, tensor) in checkpoint.translate(
+            _tensors(config, dtype, device, files)
+        ):
             target = targets.get(key)
             if target is not None:
                 where, identity = f"{path}: {name}", _identity(key, target)
-                for part, destination in _parts(tensor, target, where):
+                for part, destination in _parts(tensor, target, where, source):
                     if isinstance(destination, WeightSlot):
                         if isinstance(part, Tensor):
                             part = rounding.of(key, part.to(device, dtype), destination)
@@ -147,8 +151,14 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     rounding.report()
 
 
-def _tensors(config: ModelConfig, device: torch.device, files: ExitStack) -> Iterator[FileTensor]:
+def _tensors(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, files: ExitStack
+) -> Iterator[FileTensor]:
     """Every tensor, with one for each quantized weight."""
+    if config.gguf_architecture is not None:
+        from octavo.models.gguf_weights import read_tensors
+
+        return read_tensors(config, dtype, device)
     tensors = _read_tensors(config.directory, files)
     if config.quantization is None or not _is_quantized(config):
         return tensors
@@ -165,7 +175,7 @@ class FamilyCheckpoint:
 
     def __init__(self, model: CausalLM, config: ModelConfig) -> None:
         self.targets = _family_targets(model, config)
-        self._names = FAMILIES[config.family].weights
+        self._names = _weight_names(config)
 
     def translate(self, tensors: Iterable[FileTensor]) -> Iterator[tuple[str, FileTensor]]:
         """See Checkpoint.translate."""
@@ -177,13 +187,22 @@ class FamilyCheckpoint:
         return any(re.fullmatch(pattern, name) for pattern in self._names.ignored)
 
 
+def _weight_names(config: ModelConfig) -> WeightNames:
+    """What the files call the modules of a family's model."""
+    if config.gguf_architecture is None:
+        return FAMILIES[config.family].weights
+    from octavo.models.gguf import ARCHITECTURES
+
+    return ARCHITECTURES[config.gguf_architecture].weights
+
+
 def weight_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
     """Where the checkpoint's tensors go, by their names (Checkpoint.targets)."""
     return (model.checkpoint or FamilyCheckpoint(model, config)).targets
 
 
 def _family_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
-    names = FAMILIES[config.family].weights
+    names = _weight_names(config)
     targets: WeightTargets = {}
     for path, module in model.named_modules():
         if not isinstance(module, WeightOwner):
@@ -242,7 +261,7 @@ def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
             if isinstance(destination, WeightSlot):
                 dense = noise.new_empty(destination.shape)
                 _fill_slice(dense, index, target.shape, noise, begin)
-                is_in_layer = name.startswith(f"{FAMILIES[config.family].weights.layers}.")
+                is_in_layer = name.startswith(f"{_weight_names(config).layers}.")
                 quantization = config.quantization if is_in_layer else None
                 destination.put(_rounded(dense, quantization, destination), noise.dtype)
             else:
@@ -389,12 +408,13 @@ def _identity(name: str, target: WeightTarget) -> object:
 
 
 def _parts(
-    tensor: StoredTensor, target: WeightTarget, where: str
+    tensor: StoredTensor, target: WeightTarget, where: str, source: str
 ) -> Iterator[tuple[Tensor | QuantizedWeight, Tensor | WeightSlot]]:
-    """(slice of the tensor, where it goes), of those that this rank keeps."""
+    """(slice of the tensor, where it goes), of those that this rank keeps; `source` has the
+    model's shapes."""
     if tensor.shape != target.shape:
         raise ModelError(
-            f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}"
+            f"{where} has shape {list(tensor.shape)}; {source} asks for {list(target.shape)}"
         )
     for destination, index in target.slices:
         if isinstance(destination, WeightSlot) and isinstance(tensor, QuantizedTensor):

@@ -10,12 +10,13 @@ from typing import Any
 
 from octavo.config import ModelImpl, QuantizationName
 from octavo.errors import ConfigError, InvalidRequest, ModelError, shown
+from octavo.gguf import is_gguf
 from octavo.json_fields import Fields, read_json
 from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
 from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.family import Family
-from octavo.models.quantization import ON_LOAD, read_quantization
+from octavo.models.quantization import ON_LOAD, Quantization, read_quantization
 from octavo.registry import Registry
 from octavo.sampling_params import SamplingParams
 
@@ -79,7 +80,7 @@ def read_model_config(directory: str | Path, model_impl: ModelImpl = "auto") -> 
     """Read `config.json` and `generation_config.json` in `directory`; weights are not read.
 
     Args:
-        directory: in Hugging Face format.
+        directory: in Hugging Face format; or a GGUF file, whose metadata is read instead.
         model_impl: what computes the model: a family of octavo's ("native"), transformers' module
             ("transformers"), or the latter where there is no such family ("auto").
 
@@ -90,19 +91,37 @@ def read_model_config(directory: str | Path, model_impl: ModelImpl = "auto") -> 
         ConfigError: transformers is needed, and not installed.
     """
     directory = Path(directory)
+    if is_gguf(directory):
+        return _read_gguf(directory, model_impl)
     config = read_json(directory / "config.json")
     model_type = config.get("model_type", None)
     is_native = isinstance(model_type, str) and model_type in FAMILIES
     if model_impl == "transformers" or (model_impl == "auto" and not is_native):
         return _read_through_transformers(directory, config)
+    quantization = read_quantization(config)
+    return _read_native(directory, config, _read_generation(directory), quantization)
+
+
+def _read_gguf(path: Path, model_impl: ModelImpl) -> ModelConfig:
+    if model_impl == "transformers":
+        raise ConfigError("model_impl", f"{path}: GGUF files are served by octavo's own families")
+    from octavo.models.gguf import read_gguf_model
+
+    model = read_gguf_model(path)
+    config = _read_native(path, model.config, model.generation, model.quantization)
+    return replace(config, gguf_architecture=model.name)
+
+
+def _read_native(
+    directory: Path, config: Fields, generation: Fields, quantization: Quantization | None
+) -> ModelConfig:
+    """A model of one of octavo's own families."""
     family = _family_of(config)
     text = config if family.text_config is None else config.part(family.text_config)
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
-    generation = _read_generation(directory)
     description = family.read(text)
-    quantization = read_quantization(config)
     if quantization is not None and _takes_forms(family):
         description = description.with_linear_method("quantized")
     rules = DecodingRules()

@@ -27,7 +27,7 @@ from octavo.simulation.models import find_model
 class SimulationConfig:
     """A model, its devices, and how the engine is set up. Checked when `prepare`d."""
 
-    model: str  # a name in `model_names`, a directory in Hugging Face format, or a hub id
+    model: str  # a name in `model_names`, a directory, a GGUF file or a hub id
     gpu: str  # a name in `GPUS`, or a .json file
     num_gpus: int = 1  # tensor parallel
     dtype: DTypeName = "auto"

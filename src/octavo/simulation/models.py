@@ -17,7 +17,7 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str) -> ModelConfig:
-    """The shapes of a model: a name in `model_names`, "demo", a directory or a hub id.
+    """The shapes of a model: a name in `model_names`, "demo", a directory, a GGUF file or a hub id.
 
     Raises:
         ModelError: there is none; the message lists the names. Or its config.json is refused.

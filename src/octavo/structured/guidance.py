@@ -20,6 +20,8 @@ import numpy as np
 
 from octavo.core.step import Grammar
 from octavo.errors import InvalidRequest
+from octavo.gguf import is_gguf, read_gguf
+from octavo.gguf.tokenizer import read_tokenizer
 from octavo.host_memory import num_cpus
 from octavo.structured.constraint import WORD_BITS, Filled, Words, num_words
 from octavo.structured.schemas import place_of, refusal
@@ -85,7 +87,8 @@ class Guidance:
     ) -> None:
         """
         Args:
-            directory: of the model; its tokenizer.json is read when the first grammar comes.
+            directory: of the model, or its GGUF file; the tokenizer is read when the first grammar
+                comes.
             vocab_size: of the model, in which tokens are drawn.
             eos_ids: the model's end tokens.
             num_threads: that fill masks.
@@ -168,14 +171,14 @@ class Guidance:
                 raise InvalidRequest(
                     field, "it needs llguidance, which is not installed: pip install llguidance"
                 ) from None
-            file = self._directory / "tokenizer.json"
-            if not file.is_file():
-                raise InvalidRequest(field, "the model has no tokenizer.json to read texts with")
+            source = self._tokenizer_source()
+            if source is None:
+                raise InvalidRequest(field, "the model has no tokenizer to read texts with")
             try:
-                tokenizer = LLTokenizer(str(file), eos_token=self._eos_ids or None)
+                tokenizer = LLTokenizer(source, eos_token=self._eos_ids or None)
                 if tokenizer.vocab_size < self._vocab_size:  # the model's has padding
                     tokenizer = LLTokenizer(
-                        str(file), n_vocab=self._vocab_size, eos_token=self._eos_ids or None
+                        source, n_vocab=self._vocab_size, eos_token=self._eos_ids or None
                     )
             except ValueError as error:
                 raise InvalidRequest(
@@ -185,6 +188,15 @@ class Guidance:
             self._end_ids = tokenizer.eos_tokens
             self._executor = LLExecutor(self._num_threads)
             self._tokenizer = tokenizer
+
+    def _tokenizer_source(self) -> str | None:
+        """What llguidance reads a tokenizer from: a file's name, or the contents; None: there is
+        none."""
+        if is_gguf(self._directory):
+            read = read_tokenizer(read_gguf(self._directory))
+            return None if read is None else read.backend.to_str()
+        file = self._directory / "tokenizer.json"
+        return str(file) if file.is_file() else None
 
     def _compile(self, grammar: Grammar) -> GuidanceConstraint:
         from llguidance import LLMatcher, LLParserLimits

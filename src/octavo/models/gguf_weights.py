@@ -1,0 +1,178 @@
+"""The tensors of a GGUF file, as the loader reads those of any checkpoint.
+
+The gguf package dequantizes. Blocks of integers times one scale (Q8_0, Q4_0) are a form in which a
+weight can stay in memory (GroupedInt), value for value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.gguf import GgufTensor, read_gguf
+from octavo.models.base import FileTensor
+from octavo.models.config import ModelConfig
+from octavo.models.dequantize import Format, FormatError, Parts, QuantizedTensor, StoredTensor
+from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES, FORM_BITS, GROUP, METHOD, is_projection
+from octavo.models.quantization import Quantization
+from octavo.ops.quantized import GroupedInt, QuantizedWeight
+
+CHUNK_BYTES = 1 << 20  # that are dequantized at once
+TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+EXPERTS = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.weight")
+CPU = torch.device("cpu")
+
+
+def read_tensors(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[FileTensor]:
+    """The tensors of the GGUF file that the model is in, as its family computes with them; those
+    of all experts one by one.
+
+    Args:
+        config: its `directory` is the file.
+        dtype: of weights that are dequantized.
+        device: where weights are put that stay quantized.
+
+    Raises:
+        ModelError: when a tensor is read whose scales are not finite; names it.
+    """
+    assert config.gguf_architecture is not None
+    architecture = ARCHITECTURES[config.gguf_architecture]
+    form = Format((), (), (), _read_form, joint=" as ")
+    dense = Format((), (), (), partial(_read_dense, dtype=dtype), joint=" as ")
+    for stored in read_gguf(config.directory).tensors.values():
+        has_form = stored.type in _FORM_READERS and is_projection(stored.name)
+        format_, place = (form, device) if has_form else (dense, CPU)
+        for tensor in _matrices(stored):
+            is_turned = architecture.has_turned_heads and TURNED.fullmatch(tensor.name) is not None
+            head_dim = config.head_dim if is_turned else None
+            offset = architecture.norm_offset if tensor.name.endswith("norm.weight") else 0.0
+            rows = _rows(tensor, head_dim)
+            if tensor.type in DENSE_TYPES:
+                stored_dtype = getattr(torch, DENSE_TYPES[tensor.type])
+                values: StoredTensor = GgufValues(tensor.shape, stored_dtype, rows, offset)
+            else:
+                where, parts = f"{tensor.path}: tensor {tensor.name}", {tensor.type: rows}
+                values = QuantizedTensor(where, format_, Quantization(METHOD), parts, place)
+            yield tensor.path, tensor.name, values
+
+
+def _rows(tensor: GgufTensor, head_dim: int | None) -> GgufRows:
+    is_dense = tensor.type in DENSE_TYPES
+    num_rows = tensor.shape[0] if len(tensor.shape) == 1 and is_dense else prod(tensor.shape[:-1])
+    shape = (num_rows, tensor.num_bytes // num_rows)
+    return GgufRows(tensor.path, tensor.offset, shape, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufRows:
+    """The stored bytes of a matrix, or of a vector, whose values are rows: uint8 [rows, bytes of a
+    row]."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    head_dim: int | None  # of turned heads (Architecture.has_turned_heads)
+
+    def read(self, index: tuple[slice, ...]) -> Tensor:
+        """A slice of them, in the order in which the family has the rows."""
+        stored = np.memmap(self.path, np.uint8, "r", self.offset, self.shape)
+        if self.head_dim is None or len(stored) % self.head_dim:
+            return torch.from_numpy(np.array(stored[index]))
+        # In the file, rows 2 i and 2 i + 1 of a head rotate together; in the family, i and
+        # i + head_dim / 2.
+        pairs = np.arange(len(stored)).reshape(-1, self.head_dim // 2, 2)
+        order = pairs.swapaxes(1, 2).reshape(-1)
+        return torch.from_numpy(stored[order[index[0]]])[:, index[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufValues:
+    """A tensor that is stored as values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: GgufRows
+    offset: float  # is taken off
+
+    def read(self, index: tuple[slice, ...]) -> Tensor:
+        """A slice of it."""
+        everything = slice(0, self.rows.shape[1])
+        values = self.rows.read((index[0], everything)).view(self.dtype)
+        values = values.view(-1, *self.shape[1:])[(slice(None), *index[1:])]
+        return values - self.offset if self.offset else values
+
+
+def _matrices(tensor: GgufTensor) -> Iterator[GgufTensor]:
+    """The tensor, or one for each expert."""
+    match = EXPERTS.fullmatch(tensor.name)
+    if match is None or len(tensor.shape) != 3:
+        yield tensor
+        return
+    size = tensor.num_bytes // tensor.shape[0]
+    for expert in range(tensor.shape[0]):
+        yield replace(
+            tensor,
+            name=f"{match[1]}.{expert}.weight",
+            shape=tensor.shape[1:],
+            offset=tensor.offset + expert * size,
+            num_bytes=size,
+        )
+
+
+def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale, and 32 integers from -128 to 127."""
+    return blocks[..., 2:] ^ 128, blocks[..., :2]
+
+
+def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale, and 32 integers plus 8: in the low halves of 16 bytes, then in their high halves."""
+    packed = blocks[..., 2:]
+    return torch.cat((packed & 15, packed >> 4), dim=-1), blocks[..., :2]
+
+
+# From blocks uint8 [rows, blocks, bytes] to values [rows, blocks, GROUP] and the bytes of scales.
+_FORM_READERS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+}
+
+
+def _read_form(parts: Parts, quantization: Quantization) -> QuantizedWeight:
+    [(kind, data)] = parts.items()
+    block_bytes = 2 + GROUP * FORM_BITS[kind] // 8
+    values, scales = _FORM_READERS[kind](data.view(len(data), -1, block_bytes))
+    scales = scales.contiguous().view(torch.float16).flatten(1)
+    if not scales.isfinite().all():
+        row = int((~scales.isfinite()).any(dim=1).nonzero()[0])
+        raise FormatError(kind, f"has scales that are not finite, in row {row}")
+    return GroupedInt.from_values(values.flatten(1), scales, None, FORM_BITS[kind])
+
+
+def _read_dense(parts: Parts, quantization: Quantization, dtype: torch.dtype) -> Tensor:
+    """By the gguf package, some rows at a time."""
+    import gguf
+
+    [(kind, data)] = parts.items()
+    number = gguf.GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    num_rows, row_bytes = data.shape
+    dense = torch.empty(num_rows, row_bytes // block_bytes * block, dtype=dtype)
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for begin in range(0, num_rows, step):
+        with np.errstate(all="ignore"):  # scales that are not finite
+            values = gguf.dequantize(data[begin : begin + step].numpy(), number)
+        if not np.isfinite(values).all():
+            row = begin + int(np.argmin(np.isfinite(values).all(axis=1)))
+            raise FormatError(kind, f"has scales that are not finite, in row {row}")
+        dense[begin : begin + step] = torch.from_numpy(values)
+    return dense
