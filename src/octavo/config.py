@@ -15,6 +15,7 @@ from octavo.registry import ATTENTION_BACKENDS, EXECUTORS, MEMORY_POLICIES, POLI
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 QuantizationName = Literal["fp8", "int8", "int4"]
+QuantizationChoice = Literal["auto", "fp8", "int8", "int4"]
 ModelImpl = Literal["auto", "native", "transformers"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 KVCacheDType = Literal["auto", "fp8"]
@@ -209,10 +210,11 @@ class EngineConfig:
     octavo's attention ("transformers"); "auto": the latter where there is no such family."""
     load_format: LoadFormat = "auto"
     """"dummy": random weights, made from config.json alone."""
-    quantization: QuantizationName | None = None
+    quantization: QuantizationChoice | None = None
     """Projections are quantized while the weights are loaded: to e4m3 with a scale per output
-    ("fp8"), or to integers with a scale per output ("int8") or per 128 inputs ("int4"). None: they
-    are as the files have them."""
+    ("fp8"), or to integers with a scale per output ("int8") or per 128 inputs ("int4"). "auto": to
+    the most exact of those that the device computes with, if they would leave too little room for
+    the KV cache as they are. None: they are as the files have them."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and output. None: the model's own limit."""
     device: DeviceName = "auto"

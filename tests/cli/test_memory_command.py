@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 from click_harness import Octavo
@@ -17,6 +18,7 @@ from octavo import LLM
 
 ROOT = Path(__file__).parents[2]
 OPT_13B = ROOT / "benchmarks/configs/opt-13b"
+LLAMA_8B = ROOT / "benchmarks/configs/llama-3-8b"
 
 
 def test_the_paper_s_opt_13b(octavo: Octavo) -> None:
@@ -166,3 +168,31 @@ def test_sequences_hold_the_input_of_the_encoder_too(octavo: Octavo, tmp_path: P
     assert [group["spec"] for group in values["kv_groups"]] == ["full attention", "cross-attention"]
     assert values["kv_groups"][1]["blocks"] == 32
     assert "encoder input" in octavo(*args, *steps).stdout
+
+
+def test_the_memory_command_says_what_auto_takes_and_what_is_dequantized(octavo: Octavo) -> None:
+    def values(*options: object, directory: Path = LLAMA_8B) -> dict[str, object]:
+        run = octavo("memory", directory, *options, "--json")
+        return cast("dict[str, object]", json.loads(run.stdout))
+
+    small = ("--gpu", "h200", "--device-memory", "20GiB")
+    found = values(*small, "--quantization", "auto")
+    assert cast("dict[str, object]", found["auto"])["quantization"] == "fp8"
+    assert found["budget"] == values(*small, "--quantization", "fp8")["budget"]
+    assert found["dequantized"] is None
+    text = octavo("memory", LLAMA_8B, *small).stdout
+    assert "--quantization auto: fp8, because bfloat16 takes 14.96 GiB" in " ".join(text.split())
+    assert "dequantized" not in text
+
+    assert values("--gpu", "a100-40gb", "--quantization", "fp8")["dequantized"] == (
+        "fp8 weights are dequantized to bfloat16, because octavo has no kernels for them there; "
+        "they take 14.96 GiB instead of 8.46 GiB"
+    )
+    text = octavo("memory", ROOT / "tests/models/quantized" / "awq", "--gpu", "a100-40gb").stdout
+    assert "awq weights are dequantized to" in text
+    assert "as stored (dequantized)" in text
+    run = octavo("memory", LLAMA_8B, "--quantization", "auto")
+    assert "quantization: auto depends on the device: name it by --gpu" in run.stderr
+    run = octavo("memory", LLAMA_8B, *small[:2], "--device-memory", "4GiB", "--quantization=auto")
+    assert re.search(r"of 4\.00 GiB, .* int4 takes 5\.\d\d GiB and does not fit", run.stderr)
+    assert run.exit_code == 1

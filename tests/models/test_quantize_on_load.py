@@ -97,8 +97,12 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
             {"quantization": "fp8", "model_impl": "transformers"},
             "models through transformers are not quantized",
         ),
-        (model_directory("llama3"), {"quantization": "fp4"}, "'fp4' is not one of fp8, int8, int4"),
-        (model_directory("llama3"), {"quantization": 8}, "8 is not one of fp8, int8, int4"),
+        (
+            model_directory("llama3"),
+            {"quantization": "fp4"},
+            "'fp4' is not one of auto, fp8, int8, int4",
+        ),
+        (model_directory("llama3"), {"quantization": 8}, "8 is not one of auto, fp8, int8, int4"),
     ]:
         with pytest.raises(ConfigError, match=message) as caught:
             LLM(str(directory), **options)

@@ -40,6 +40,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "enable_prefix_caching": True,
         "policy": "fcfs",
         "dtype": "float32",
+        "quantization": "none",
         "kv_cache_dtype": "float32",
         "device": "cpu",
         "num_ranks": 2,

@@ -13,24 +13,17 @@ from rich.console import RenderableType
 from octavo.bench.tables import columns, facts, show
 from octavo.cli.options import engine_options, integers, size
 from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName, make_config
-from octavo.core.kv.specs import group_layers
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.host_memory import host_memory
-from octavo.memory_budget import (
-    FixedMemory,
-    KVShape,
-    check_asked_length,
-    estimate_activations,
-    format_bytes,
-    plan_memory,
-)
+from octavo.memory_budget import format_bytes
 from octavo.models.config import ModelConfig
 from octavo.models.hub import resolve_model
+from octavo.models.quantization import WeightKernels
 from octavo.models.registry import quantized_on_load, read_model_config
-from octavo.parallel import Shard
 from octavo.simulation.cost_model import CostModel, ModelSize
 from octavo.simulation.gpus import GPU, find_gpu
 from octavo.simulation.step_shape import StepShape
+from octavo.weight_forms import Choice, Estimate, choose_quantization, describe_dequantized
 
 DEFAULT_LENGTHS = "512,2048,8192"
 GPU_SHARE = 0.9  # of a GPU's memory, as gpu_memory_utilization has it
@@ -85,20 +78,23 @@ def memory(
     fetched. Activations are the worker's own estimate of the largest step; KV is counted without
     a backend's padding of heads. With --tensor-parallel-size, all sizes are those of one device.
     """
-    if gpu is not None:
-        named = find_gpu(gpu)
+    named = None if gpu is None else find_gpu(gpu)
+    if named is not None:
         device_memory = device_memory or int(GPU_SHARE * named.memory)
-        forms = list(compare_forms(model, device_memory, engine, named))
-    budget = Budget.of(model, device_memory, engine)
+    machine = Machine.of(model, device_memory, engine, named)
+    forms = [] if named is None else list(machine.forms(named))
+    choice = None if named is None else machine.choose()
+    budget = machine.budget(machine.asked(choice))
     if as_json:
         values = budget.values(lengths)
-        if gpu is not None:
+        if choice is not None:
             values["forms"] = [asdict(form) for form in forms]
+            values["auto"] = asdict(choice)
         click.echo(json.dumps(values))
         return
     show(*budget.tables(lengths))
-    if gpu is not None:
-        show("", forms_table(forms))
+    if choice is not None:
+        show("", forms_table(forms), "", f"--quantization auto: {choice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +105,89 @@ class Form:
     weights: int | None  # bytes; None: they leave no room for a KV cache
     kv_slots: int | None
     tokens_per_second: dict[int, float]  # expected of decodes at CONTEXT tokens, by batch size
+    is_dequantized: bool  # the device has no kernels for it
 
 
-def compare_forms(
-    model: str, device_memory: int, engine: dict[str, Any], gpu: GPU
-) -> Iterator[Form]:
-    """As the files have the weights and, if they are not quantized, with each `quantization`."""
-    own = read_model_config(resolve_model(model, weights=False)).quantization
-    names = ["as stored", *(get_args(QuantizationName) if own is None else ())]
-    for name in names:
-        options = {**engine, "quantization": name if name in get_args(QuantizationName) else None}
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A model, the engine's options, and what may be taken of each device."""
+
+    config: EngineConfig
+    model_config: ModelConfig  # as its files have it
+    dtype: str
+    total: int  # bytes
+    kernels: WeightKernels
+
+    @classmethod
+    def of(
+        cls, model: str, device_memory: int | None, engine: dict[str, Any], gpu: GPU | None
+    ) -> Machine:
+        """Without a name, a device with memory of its own is one that keeps all forms, and one
+        without is this host.
+
+        Raises ConfigError or ModelError as the engine does.
+        """
+        config = make_config(model, **engine)
+        if config.quantization == "auto" and gpu is None:
+            raise ConfigError("quantization", "auto depends on the device: name it by --gpu")
+        model_config = read_model_config(resolve_model(model, weights=False), config.model_impl)
+        if config.max_model_len is not None:
+            model_config = model_config.with_max_model_len(config.max_model_len)
+        dtype = config.dtype_for(model_config.dtype)
+        if device_memory is not None:
+            if device_memory <= 0:
+                raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
+            config = config.for_gpu(device_memory)
+        total = device_memory or host_memory() // config.tensor_parallel_size
+        kernels: WeightKernels = "cpu" if device_memory is None else "hopper"
+        if gpu is not None:
+            kernels = gpu.kernels
+        return cls(config, model_config, dtype, total, kernels)
+
+    def choose(self) -> Choice | None:
+        """What "auto" stands for. Raises OutOfMemory if that was asked for and nothing fits."""
         try:
-            budget = Budget.of(model, device_memory, options)
+            return choose_quantization(
+                self.config, self.model_config, self.dtype, self.total, self.kernels
+            )
         except OutOfMemory:
-            yield Form(name, None, None, {})
-            continue
-        yield Form(name, budget.weight_bytes, budget.kv_slots, budget.decode_rates(gpu))
+            if self.config.quantization == "auto":
+                raise
+            return None
+
+    def asked(self, choice: Choice | None) -> QuantizationName | None:
+        """The quantization that the options mean."""
+        if self.config.quantization != "auto":
+            return self.config.quantization
+        return None if choice is None else choice.quantization
+
+    def quantized(self, name: QuantizationName | None) -> ModelConfig:
+        """The model as it is loaded."""
+        return self.model_config if name is None else quantized_on_load(self.model_config, name)
+
+    def budget(self, name: QuantizationName | None) -> Budget:
+        """Raises OutOfMemory if there is no room for a KV cache."""
+        model = self.quantized(name)
+        estimate = Estimate.of(self.config, model, self.dtype, self.total, self.kernels)
+        note = describe_dequantized(model, self.dtype, self.kernels, name)
+        return Budget(self.config, model, self.dtype, estimate, note)
+
+    def forms(self, gpu: GPU) -> Iterator[Form]:
+        """As the files have the weights, and with each quantization that the loader makes."""
+        for name in (None, *get_args(QuantizationName)):
+            shown = name or "as stored"
+            try:
+                budget = self.budget(name)
+            except OutOfMemory:
+                yield Form(shown, None, None, {}, False)
+                continue
+            except ConfigError:
+                if name is None:
+                    raise
+                return
+            rates = budget.decode_rates(gpu)
+            is_dequantized = budget.note is not None
+            yield Form(shown, budget.weight_bytes, budget.kv_slots, rates, is_dequantized)
 
 
 def forms_table(forms: list[Form]) -> RenderableType:
@@ -137,7 +200,7 @@ def forms_table(forms: list[Form]) -> RenderableType:
             continue
         rates = [form.tokens_per_second.get(batch) for batch in BATCHES]
         table.add_row(
-            form.quantization,
+            f"{form.quantization} (dequantized)" if form.is_dequantized else form.quantization,
             format_bytes(form.weights),
             f"{form.kv_slots:,}",
             *("no room" if rate is None else f"{rate:,.0f}" for rate in rates),
@@ -149,52 +212,23 @@ class Budget:
     """One device's memory budget, and how many sequences it has room for."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, dtype: str, total: int
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        dtype: str,
+        estimate: Estimate,
+        note: str | None,
     ) -> None:
+        """model_config: the whole model; note: of weights that the device dequantizes."""
         self._config = config
         self._model_config = model_config
         self._dtype = dtype
         self._kv_dtype = config.cache.dtype_for(dtype)
-        self._size = size = config.tensor_parallel_size
-        dtype_bytes = DTYPE_BYTES[dtype]
-        shard = model_config.sharded(Shard(0, size))
-        self._expert_bytes = shard.num_expert_parameters() * dtype_bytes
-        self._shape = KVShape.dense(
-            group_layers(shard.kv_specs()),
-            config.cache.block_size,
-            shard.num_kv_heads,
-            shard.head_dim,
-            config.cache.element_bytes(dtype),
-            model_config.longest_encoder_input(config.scheduler.max_num_batched_tokens),
-        )
-        self.weight_bytes = shard.least_weight_bytes(dtype_bytes)
-        fixed = FixedMemory(
-            self.weight_bytes,
-            estimate_activations(shard, config.scheduler, dtype_bytes),
-        )
-        swap_limit = config.cache.swap_space // size
-        self._budget = plan_memory(
-            config.cache, self._shape, fixed, total, total - fixed.total, swap_limit
-        )
-        check_asked_length(self._budget, self._shape, config)
-
-    @classmethod
-    def of(cls, model: str, device_memory: int | None, engine: dict[str, Any]) -> Budget:
-        """Raises ConfigError, ModelError or OutOfMemory as the engine does."""
-        config = make_config(model, **engine)
-        directory = resolve_model(model, weights=False)
-        model_config = read_model_config(directory, config.model_impl)
-        if config.quantization is not None:
-            model_config = quantized_on_load(model_config, config.quantization)
-        if config.max_model_len is not None:
-            model_config = model_config.with_max_model_len(config.max_model_len)
-        dtype = config.dtype_for(model_config.dtype)
-        if device_memory is not None:
-            if device_memory <= 0:
-                raise ConfigError("device_memory", f"{device_memory} bytes is not positive")
-            config = config.for_gpu(device_memory)
-        total = device_memory or host_memory() // config.tensor_parallel_size
-        return cls(config, model_config, dtype, total)
+        self._size = config.tensor_parallel_size
+        self._shape, self._budget, self._estimate = estimate.shape, estimate.budget, estimate
+        self._expert_bytes = estimate.model.num_expert_parameters() * DTYPE_BYTES[dtype]
+        self.weight_bytes = estimate.fixed.weights
+        self.note = note
 
     @property
     def kv_slots(self) -> int:
@@ -205,7 +239,8 @@ class Budget:
         """Tokens per second that the simulator expects of decodes, by the number of sequences, of
         those whose KV fits."""
         element_bytes = self._config.cache.element_bytes(self._dtype)
-        size = ModelSize.of(self._model_config, self._dtype, element_bytes)
+        kept = self._model_config.kept_by(gpu.kernels)
+        size = ModelSize.of(kept, self._dtype, element_bytes)
         cost = CostModel(size, gpu, self._size, self._shape.block_size)
         context = min(CONTEXT, self._model_config.max_model_len)
         rates = {}
@@ -219,8 +254,7 @@ class Budget:
         """How many sequences of that length fit at once; None if it is beyond the model."""
         if num_tokens > self._model_config.max_model_len:
             return None
-        chunk = self._config.scheduler.max_num_batched_tokens
-        return self._budget.num_blocks // self._shape.blocks_for(num_tokens, chunk)
+        return self._estimate.fits(num_tokens, self._config.scheduler.max_num_batched_tokens)
 
     def tables(self, lengths: tuple[int, ...]) -> tuple[RenderableType, ...]:
         """For people: the budget, what a token takes, and how many sequences fit."""
@@ -249,6 +283,8 @@ class Budget:
         if self._expert_bytes:
             size = format_bytes(self._expert_bytes)
             rows.insert(0, ("experts", f"{size} of the weights"))
+        if self.note is not None:
+            rows.insert(0, ("dequantized", self.note))
         for length in lengths:
             count = self.fits(length)
             note = f"more than the model's {model.max_model_len:,} positions"
@@ -303,6 +339,7 @@ class Budget:
             "active_parameters": self._model_config.num_active_parameters(),
             "expert_bytes": self._expert_bytes,
             "dtype": self._dtype,
+            "dequantized": self.note,
             "kv_cache_dtype": self._kv_dtype,
             "tensor_parallel_size": self._size,
             "max_model_len": self._model_config.max_model_len,

@@ -28,9 +28,9 @@ class LocalExecutor:
         from octavo.ops.communicator import SingleRank
         from octavo.worker.worker import Worker
 
-        self.config = device.adapt(config)
         self.is_asynchronous = device.is_asynchronous
-        self._worker = Worker(self.config, model_config, device, SingleRank())
+        self._worker = Worker(device.adapt(config), model_config, device, SingleRank())
+        self.config = self._worker.config
         self.capacity = KVCapacity.of(self._worker.budget, self._worker.layout)
         self.submit = self._worker.runner.submit
 

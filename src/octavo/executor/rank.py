@@ -77,6 +77,7 @@ def make_worker(start: Start) -> tuple[Ready, Submit]:
     own = replace(config, owns_process=True)
     worker = Worker(own, start.model_config, device, communicator)
     capacity = KVCapacity.of(worker.budget, worker.layout, start.shard.size)
+    config = replace(config, quantization=worker.config.quantization)
     return Ready(config, device.is_asynchronous, capacity), worker.runner.submit
 
 

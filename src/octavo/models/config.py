@@ -25,7 +25,7 @@ from octavo.layers.config import (
     RelativeBiasConfig,
     RotaryConfig,
 )
-from octavo.models.quantization import Quantization
+from octavo.models.quantization import Quantization, WeightKernels
 from octavo.parallel import WHOLE, Shard
 from octavo.routing import RoutingConfig
 
@@ -382,6 +382,16 @@ class ModelConfig(ModelDescription):
         encoder = () if self.encoder is None else self.encoder.layers
         num_quantized = sum(each.num_quantized_parameters for each in (*self.layers, *encoder))
         return self.weight_bytes(dtype_bytes) - self._saved_bytes(dtype_bytes, num_quantized)
+
+    def kept_by(self, kernels: WeightKernels) -> ModelConfig:
+        """The same model with `least_weight_bytes` and `read_bytes` of a device with such kernels.
+
+        Only for counting: the loader needs to know what the files have.
+        """
+        if self.quantization is None:
+            return self
+        has_experts = self.num_expert_parameters() > 0
+        return replace(self, quantization=self.quantization.kept_by(kernels, has_experts))
 
     def read_bytes(self, dtype_bytes: int) -> tuple[int, int]:
         """Bytes of weights that every step reads, and those of all experts that routers choose

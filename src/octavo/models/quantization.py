@@ -6,7 +6,7 @@ Which tensors a projection is stored in, and how they are read, is in dequantize
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from octavo.config import QuantizationName
@@ -17,6 +17,10 @@ PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
 
 
 FormKind = Literal["float8", "int", "mxfloat4"]
+
+# Which kernels for quantized weights a device has: those of ops/cuda for Hopper, that of
+# ops/cpu/int8.py, or none, so that all weights are dequantized.
+WeightKernels = Literal["hopper", "cpu", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,18 @@ class Quantization:
         if self.form == "int":
             return self.num_bits / 8 + (2 / self.group_size if self.group_size else 0)
         return None if self.form is None else 1.0 if self.form == "float8" else 0.5 + 1 / 32
+
+    def kept_by(self, kernels: WeightKernels, has_experts: bool) -> Quantization:
+        """The same, without a form where a device with such kernels dequantizes the weights.
+
+        A CPU computes with int8 projections of models that round their inputs; a model that has
+        experts is counted as if all of it were dequantized.
+        """
+        is_int8 = (self.form, self.num_bits, self.group_size) == ("int", 8, None)
+        is_kept_by_cpu = is_int8 and self.quantizes_inputs and not has_experts
+        if kernels == "hopper" or (kernels == "cpu" and is_kept_by_cpu):
+            return self
+        return replace(self, form=None)
 
 
 # What the option `quantization` makes of weights that are not quantized, while they are loaded.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.config import (
     DTYPE_BYTES,
     CacheConfig,
     DTypeName,
     EngineConfig,
-    QuantizationName,
+    QuantizationChoice,
     SchedulerConfig,
 )
 from octavo.core.kv.specs import group_layers
@@ -21,6 +21,7 @@ from octavo.models.registry import quantized_on_load
 from octavo.simulation.cost_model import Coefficients, CostModel, ModelSize
 from octavo.simulation.gpus import GIB, find_gpu
 from octavo.simulation.models import find_model
+from octavo.weight_forms import choose_quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class SimulationConfig:
     gpu: str  # a name in `GPUS`, or a .json file
     num_gpus: int = 1  # tensor parallel
     dtype: DTypeName = "auto"
-    quantization: QuantizationName | None = None  # of weights that are not quantized yet
+    quantization: QuantizationChoice | None = None  # of weights that are not quantized yet
     max_model_len: int | None = None
     memory_share: float = 0.95  # of a device's memory
     workspace: int = 1 * GIB  # bytes on each device that no other item accounts for
@@ -77,8 +78,16 @@ class SimulationConfig:
                 "model", f"{self.model} has an encoder, whose time the cost model does not know"
             )
         gpu = find_gpu(self.gpu)
-        if self.quantization is not None:
-            model = quantized_on_load(model, self.quantization)
+        dtype = model.dtype if self.dtype == "auto" else self.dtype
+        quantization = self.quantization
+        if quantization == "auto":
+            engine = replace(self.engine_config, tensor_parallel_size=self.num_gpus)
+            total = int(gpu.memory * self.memory_share) - self.workspace
+            choice = choose_quantization(engine, model, dtype, total, gpu.kernels)
+            quantization = choice.quantization
+        if quantization is not None:
+            model = quantized_on_load(model, quantization)
+        model = model.kept_by(gpu.kernels)
         if self.max_model_len is not None:
             model = model.with_max_model_len(self.max_model_len)
         for num_heads in {layer.attention.num_heads for layer in model.layers}:
@@ -86,7 +95,6 @@ class SimulationConfig:
                 raise ConfigError(
                     "num_gpus", f"{num_heads} heads cannot be divided among {self.num_gpus}"
                 )
-        dtype = model.dtype if self.dtype == "auto" else self.dtype
         size = ModelSize.of(model, dtype, self.cache.element_bytes(dtype))
         return Machine(
             model,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from octavo.errors import ConfigError
+from octavo.models.quantization import WeightKernels
 
 GIB = 1 << 30
 GB = 10**9
 TERA = 10**12
+TEXTS = ("name", "kernels")  # fields that are no amounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,15 @@ class GPU:
     flops: float  # of 16-bit matrix products, dense; 1/s
     link_bandwidth: float  # bytes/s to the other devices of the host, each way
     host_bandwidth: float  # bytes/s to the host's memory, each way
+    kernels: WeightKernels = "none"  # that octavo has for quantized weights there
 
     def __post_init__(self) -> None:
+        choices = get_args(WeightKernels)
+        if self.kernels not in choices:
+            raise ConfigError("gpu.kernels", f"{self.kernels!r} is not one of {', '.join(choices)}")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "name" and not 0 < value < float("inf"):
+            if field.name not in TEXTS and not 0 < value < float("inf"):
                 raise ConfigError(f"gpu.{field.name}", f"{value} is not a positive number")
 
 
@@ -38,10 +44,10 @@ GPUS = {
     for gpu in (
         GPU("a100-40gb", 40 * GIB, 1555 * GB, 312 * TERA, 300 * GB, 32 * GB),
         GPU("a100-80gb", 80 * GIB, 2039 * GB, 312 * TERA, 300 * GB, 32 * GB),
-        GPU("h100", 80 * GIB, 3352 * GB, 989 * TERA, 450 * GB, 64 * GB),
-        GPU("h200", 141 * GB, 4800 * GB, 989 * TERA, 450 * GB, 64 * GB),
+        GPU("h100", 80 * GIB, 3352 * GB, 989 * TERA, 450 * GB, 64 * GB, "hopper"),
+        GPU("h200", 141 * GB, 4800 * GB, 989 * TERA, 450 * GB, 64 * GB, "hopper"),
         # One core of a server, computing in float32; only good as a start for a calibration.
-        GPU("cpu", 16 * GIB, 20 * GB, TERA // 10, 10 * GB, 10 * GB),
+        GPU("cpu", 16 * GIB, 20 * GB, TERA // 10, 10 * GB, 10 * GB, "cpu"),
     )
 }
 
@@ -68,13 +74,14 @@ def _read_gpu(path: Path) -> GPU:
     except (OSError, ValueError) as error:
         raise ConfigError("gpu", f"{path} cannot be read: {error}") from error
     names = [field.name for field in fields(GPU)]
-    if not isinstance(values, Mapping) or set(values) != set(names):
+    needed = {field.name for field in fields(GPU) if field.default is MISSING}
+    if not isinstance(values, Mapping) or not needed <= set(values) <= set(names):
         raise ConfigError("gpu", f"{path} must be a JSON object with {', '.join(names)}")
-    return GPU(**{name: _checked(path, name, values[name]) for name in names})
+    return GPU(**{name: _checked(path, name, value) for name, value in values.items()})
 
 
 def _checked(path: Path, name: str, value: Any) -> Any:
-    kinds: tuple[type, ...] = (str,) if name == "name" else (int, float)
+    kinds: tuple[type, ...] = (str,) if name in TEXTS else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise ConfigError("gpu", f"{path}: {name} is {value!r}, not a {kinds[-1].__name__}")
     return value

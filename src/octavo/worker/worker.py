@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -16,13 +17,17 @@ from octavo.errors import OutOfMemory
 from octavo.memory_budget import KVShape, MemoryBudget
 from octavo.models.config import ModelConfig
 from octavo.models.loader import load_model
+from octavo.models.registry import quantized_on_load
 from octavo.ops import FP8_KV_CACHE, check_score_features
 from octavo.ops.communicator import Communicator
-from octavo.worker.device.base import Demand, Device
+from octavo.weight_forms import choose_quantization, describe_dequantized
+from octavo.worker.device.base import DTYPES, Demand, Device
 from octavo.worker.graphs import Graphs
 from octavo.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Worker:
@@ -45,11 +50,15 @@ class Worker:
             ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do;
                 the last with settings that would.
         """
-        model_config = model_config.sharded(communicator.shard)
         self._device = device
         self._communicator = communicator
         self._is_shut_down = False
         dtype = device.resolve_dtype(config.dtype, model_config.dtype)
+        if config.quantization == "auto":
+            config, model_config = _with_chosen(config, model_config, dtype, device, communicator)
+        self.config = config  # with the quantization that "auto" stands for
+        model_config = model_config.sharded(communicator.shard)
+        _warn_of_dequantized(config, model_config, dtype, device)
         backend_class = device.resolve_backend(config.attention_backend)
         kv_dtype = device.resolve_kv_dtype(config.cache.kv_cache_dtype, dtype)
         has_fp8 = kv_dtype == torch.float8_e4m3fn
@@ -119,6 +128,38 @@ class Worker:
             self._device.moment().wait()
             del self.runner
             self._device.release()
+
+
+def _with_chosen(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    communicator: Communicator,
+) -> tuple[EngineConfig, ModelConfig]:
+    """Both with what `quantization="auto"` stands for: the same on all ranks, by the memory of the
+    one that has the least."""
+    own = torch.tensor([device.total_memory(config)], device=device.torch_device)
+    total = int(communicator.all_gather(own).amin())
+    kernels = device.weight_kernels(dtype)
+    choice = choose_quantization(config, model_config, DTYPE_NAMES[dtype], total, kernels)
+    if communicator.shard.rank == 0:
+        logger.info("quantization auto on %s: %s", device.name, choice)
+    if choice.quantization is not None:
+        model_config = quantized_on_load(model_config, choice.quantization)
+    return replace(config, quantization=choice.quantization), model_config
+
+
+def _warn_of_dequantized(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: Device
+) -> None:
+    """Say once that weights take more than they do in the files, or than the user may think."""
+    if model_config.quantization is None or model_config.shard.rank:
+        return
+    kernels, name = device.weight_kernels(dtype), DTYPE_NAMES[dtype]
+    text = describe_dequantized(model_config, name, kernels, config.quantization)
+    if text is not None:
+        logger.warning("on %s %s", device.name, text)
 
 
 def _agreed(budget: MemoryBudget, communicator: Communicator, device: torch.device) -> MemoryBudget:

@@ -126,6 +126,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     enable_prefix_caching: bool
     policy: str
     dtype: str  # as configured, or that of the weights' files
+    quantization: str  # of weights: as configured or chosen, the method of the files, or "none"
     kv_cache_dtype: str  # of cached keys and values
     device: str
     num_ranks: int  # devices that share the model

@@ -65,7 +65,10 @@ class Context:
     def fingerprint(self) -> str:
         """Of what, beside a request, decides about its output."""
         info = self.client.info
-        parts = __version__, info.model, info.dtype, info.device, str(info.num_ranks)
+        parts = (
+            *(__version__, info.model, info.dtype, info.quantization),
+            *(info.device, str(info.num_ranks)),
+        )
         return f"fp_{hashlib.blake2b(repr(parts).encode(), digest_size=5).hexdigest()}"
 
     @property

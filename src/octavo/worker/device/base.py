@@ -24,6 +24,7 @@ from octavo.memory_budget import (
     plan_memory,
 )
 from octavo.models.config import ModelConfig
+from octavo.models.quantization import WeightKernels
 from octavo.ops import AttentionBackend, HostStaging, Staging
 from octavo.worker.graphs import Graphs
 from octavo.worker.sampler import Drawer
@@ -148,6 +149,19 @@ class Device(ABC):
         """
 
     # ---------------------------------------------------------------- memory
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What people call it."""
+
+    @abstractmethod
+    def weight_kernels(self, dtype: torch.dtype) -> WeightKernels:
+        """Which kernels there are for quantized weights of models that compute in `dtype`."""
+
+    @abstractmethod
+    def total_memory(self, config: EngineConfig) -> int:
+        """Bytes that this process may take for weights, activations and KV."""
 
     @abstractmethod
     def plan_memory(self, demand: Demand) -> MemoryBudget | None:

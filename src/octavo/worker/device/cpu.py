@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.host_memory import host_memory, keep_freed_memory, num_cpus, return_freed_memory
 from octavo.memory_budget import (
@@ -20,6 +21,7 @@ from octavo.memory_budget import (
     estimate_activations,
     format_bytes,
 )
+from octavo.models.quantization import WeightKernels
 from octavo.ops import AttentionBackend, Staging, load_backend
 from octavo.ops.cpu.int8 import has_int8_product
 from octavo.worker.device.base import DTYPES, Demand, Device
@@ -66,17 +68,27 @@ class CpuDevice(Device):
             raise ConfigError("attention_backend", "'triton' runs on a GPU, and this is a CPU")
         return load_backend("cpu" if name == "auto" else name)
 
+    @property
+    def name(self) -> str:
+        return "this CPU"
+
+    def weight_kernels(self, dtype: torch.dtype) -> WeightKernels:
+        return "cpu" if has_int8_product() else "none"
+
+    def total_memory(self, config: EngineConfig) -> int:
+        return host_memory() // (self.num_ranks * config.host_share)
+
     def plan_memory(self, demand: Demand) -> MemoryBudget:
         """See Device.plan_memory: by an estimate; weights and both tiers share the host's RAM."""
         model, dtype_bytes = demand.model_config, demand.dtype.itemsize
-        weights = _weight_bytes(demand)
+        kept = model.kept_by(self.weight_kernels(demand.dtype))
+        weights = kept.least_weight_bytes(dtype_bytes)
         if model.tied_embeddings:
             # A table to look up, and the same once more packed for the projection to logits.
             weights += model.head.num_parameters * dtype_bytes
         activations = estimate_activations(model, demand.config.scheduler, dtype_bytes)
         fixed = FixedMemory(weights, activations)
-        num_sharers = self.num_ranks * demand.config.host_share
-        total = host_memory() // num_sharers
+        total = self.total_memory(demand.config)
         default = min(
             CPU_CACHE_LIMIT // self.num_ranks, int(CPU_CACHE_SHARE * (total - fixed.total))
         )
@@ -114,24 +126,6 @@ class CpuDevice(Device):
         block_bytes = blocks.view(len(blocks), -1).view(torch.uint8).numpy()
         for source, target, _ in copies.tolist():
             np.copyto(block_bytes[target], block_bytes[source])
-
-
-def _weight_bytes(demand: Demand) -> int:
-    """Bytes of the weights as they are kept: quantized where int8.py has a kernel.
-
-    Experts are dequantized; a model that has some is counted as if all of it were.
-    """
-    model, quantization = demand.model_config, demand.model_config.quantization
-    dtype_bytes = demand.dtype.itemsize
-    stays_int8 = (
-        quantization is not None
-        and (quantization.form, quantization.num_bits) == ("int", 8)
-        and quantization.group_size is None
-        and quantization.quantizes_inputs
-        and not model.num_expert_parameters()
-        and has_int8_product()
-    )
-    return model.least_weight_bytes(dtype_bytes) if stays_int8 else model.weight_bytes(dtype_bytes)
 
 
 class _TorchThreads:

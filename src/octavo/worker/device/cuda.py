@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.config import EngineConfig, SchedulerConfig
 from octavo.errors import ConfigError, OutOfMemory
 from octavo.memory_budget import MemoryBudget, format_bytes
+from octavo.models.quantization import WeightKernels
 from octavo.ops import AttentionBackend, Staging, load_backend
 from octavo.ops.cuda.block_copy import copy_blocks
 from octavo.ops.cuda.pending_tokens import fill_pending, keep_tokens
@@ -34,6 +35,7 @@ from octavo.worker.graphs import Graphs, graph_sizes, mixed_sizes
 from octavo.worker.staging import UploadStaging
 
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts e4m3
+HOPPER = 9  # the capability's first number, of GPUs that ops/cuda has quantized products for
 
 
 class CudaDevice(Device):
@@ -82,20 +84,36 @@ class CudaDevice(Device):
 
     # ---------------------------------------------------------------- memory
 
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def weight_kernels(self, dtype: torch.dtype) -> WeightKernels:
+        is_hopper = torch.cuda.get_device_capability(self.torch_device)[0] == HOPPER
+        return "hopper" if is_hopper and dtype != torch.float32 else "none"
+
+    def total_memory(self, config: EngineConfig) -> int:
+        """See Device.total_memory: as it was when this was first asked."""
+        if not self._total_memory:
+            self._total_memory = free_memory(config.cache, self.torch_device)
+        return self._total_memory
+
     def plan_memory(self, demand: Demand) -> None:
         """See Device.plan_memory: only whether the weights fit."""
-        self._total_memory = free_memory(demand.config.cache, self.torch_device)
-        weights = demand.model_config.least_weight_bytes(demand.dtype.itemsize)
-        if weights > self._total_memory:
+        total = self.total_memory(demand.config)
+        kept = demand.model_config.kept_by(self.weight_kernels(demand.dtype))
+        weights = kept.least_weight_bytes(demand.dtype.itemsize)
+        if weights > total:
             raise OutOfMemory(
                 f"the weights take {format_bytes(weights)} in {demand.dtype}, but this process may "
-                f"take {format_bytes(self._total_memory)}; use a smaller model or dtype, raise "
+                f"take {format_bytes(total)}; use a smaller model or dtype, raise "
                 "gpu_memory_utilization, or free memory on the device"
             )
 
     def measure_memory(self, demand: Demand, make_runner: MakeRunner) -> MemoryBudget:
         graphs = self.graphs(demand.config.scheduler) if demand.config.cuda_graphs else None
-        return measure_memory(demand, make_runner, self._total_memory, self.torch_device, graphs)
+        total = self.total_memory(demand.config)
+        return measure_memory(demand, make_runner, total, self.torch_device, graphs)
 
     def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         # Kernels read whole tiles and mask what lies behind a sequence: that must be finite.

@@ -37,6 +37,9 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "octavo"
     root: Annotated[str, Meta(description="The name that the model is reported by.")]
     max_model_len: Annotated[int, Meta(description="Tokens, prompt and output together.")]
+    quantization: Annotated[
+        str, Meta(description="How weights are quantized, with what `auto` has chosen; or none.")
+    ]
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -180,4 +183,5 @@ def _card(context: Context, name: str) -> ModelCard:
         created=context.created,
         root=context.settings.model_names[0],
         max_model_len=context.client.info.max_model_len,
+        quantization=context.client.info.quantization,
     )

@@ -1,0 +1,186 @@
+"""In which form a device holds a model's weights: what each takes, and what "auto" chooses.
+
+Plain Python, no torch: the worker chooses by these numbers, and `octavo memory` prints them on any
+machine.
+
+"auto" prefers the weights as the files have them, and rounds them only where they leave too little
+room for the KV cache: of `max_num_seqs` sequences, but no more than SEQUENCES, of CONTEXT tokens or
+as many as the model takes. It then takes the first of the forms in `AUTO_FORMS` that leaves enough;
+if none does, the one that leaves the most. Forms that the device would dequantize are left out, and
+so are weights that the files have quantized already, or that the loader cannot quantize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from octavo.config import DTYPE_BYTES, EngineConfig, QuantizationName
+from octavo.core.kv.specs import group_layers
+from octavo.errors import ConfigError, OutOfMemory
+from octavo.memory_budget import (
+    FixedMemory,
+    KVShape,
+    MemoryBudget,
+    check_asked_length,
+    estimate_activations,
+    format_bytes,
+    plan_memory,
+)
+from octavo.models.config import ModelConfig
+from octavo.models.quantization import WeightKernels
+from octavo.models.registry import quantized_on_load
+from octavo.parallel import Shard
+
+SEQUENCES, CONTEXT = 64, 1024  # that a KV cache should have room for
+# What "auto" may round weights to on devices with these kernels, the most exact form first. int8
+# is not among Hopper's: it takes as many bytes as fp8, whose products are faster.
+AUTO_FORMS: Mapping[WeightKernels, tuple[QuantizationName, ...]] = {
+    "hopper": ("fp8", "int4"),
+    "cpu": ("int8",),
+    "none": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one device holds of a model, before anything is allocated."""
+
+    model: ModelConfig  # the device's shard
+    shape: KVShape
+    fixed: FixedMemory
+    budget: MemoryBudget
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        dtype: str,
+        total: int,
+        kernels: WeightKernels,
+    ) -> Estimate:
+        """Of `total` bytes of a device with such kernels, for one of
+        `config.tensor_parallel_size` shards of a model that is computed in `dtype`.
+
+        KV is counted without an attention backend's padding of heads.
+        Raises OutOfMemory if not even one block, or no sequence of the asked length, fits.
+        """
+        size = config.tensor_parallel_size
+        shard = model_config.sharded(Shard(0, size)).kept_by(kernels)
+        scheduler = config.scheduler
+        shape = KVShape.dense(
+            group_layers(shard.kv_specs()),
+            config.cache.block_size,
+            shard.num_kv_heads,
+            shard.head_dim,
+            config.cache.element_bytes(dtype),
+            model_config.longest_encoder_input(scheduler.max_num_batched_tokens),
+        )
+        fixed = FixedMemory(
+            shard.least_weight_bytes(DTYPE_BYTES[dtype]),
+            estimate_activations(shard, scheduler, DTYPE_BYTES[dtype]),
+        )
+        swap_limit = config.cache.swap_space // size
+        budget = plan_memory(config.cache, shape, fixed, total, total - fixed.total, swap_limit)
+        check_asked_length(budget, shape, config)
+        return cls(shard, shape, fixed, budget)
+
+    def fits(self, num_tokens: int, chunk: int) -> int:
+        """How many sequences of that length, computed by chunks, fit at once."""
+        return self.budget.num_blocks // self.shape.blocks_for(num_tokens, chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What "auto" stands for, and why."""
+
+    quantization: QuantizationName | None  # None: as the files have the weights
+    reason: str  # a sentence with the numbers
+
+    def __str__(self) -> str:
+        return f"{self.quantization or 'as stored'}, because {self.reason}"
+
+
+def choose_quantization(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: str,
+    total: int,
+    kernels: WeightKernels,
+) -> Choice:
+    """What "auto" stands for on a device of which `total` bytes may be taken.
+
+    Args:
+        config: its `quantization` is not read.
+        model_config: the whole model, as its files have it.
+        dtype: what it is computed in.
+        kernels: of the device.
+
+    Raises:
+        OutOfMemory: the model fits in none of the forms; names the smallest.
+    """
+    forms: dict[QuantizationName | None, ModelConfig] = {None: model_config}
+    try:
+        forms |= {name: quantized_on_load(model_config, name) for name in AUTO_FORMS[kernels]}
+    except ConfigError as error:
+        return Choice(None, error.reason)
+    context = min(CONTEXT, model_config.max_model_len)
+    wanted = min(SEQUENCES, config.scheduler.max_num_seqs)
+    rooms: dict[QuantizationName | None, int] = {}
+    texts: list[str] = []
+    for name, model in forms.items():
+        taken = f"{name or dtype} takes {format_bytes(_bytes(config, model, dtype, kernels))}"
+        try:
+            estimate = Estimate.of(config, model, dtype, total, kernels)
+        except OutOfMemory as error:
+            texts.append(f"{taken} and does not fit")
+            why = error
+            continue
+        rooms[name] = estimate.fits(context, chunk=1)
+        texts.append(f"{taken} and leaves room for {rooms[name]:,} sequences of {context:,} tokens")
+        if rooms[name] >= wanted:
+            break
+    if not rooms:
+        raise OutOfMemory(
+            f"quantization: the model fits in no form that auto considers: of "
+            f"{format_bytes(total)}, {', '.join(texts)}; for the last, {why}"
+        ) from why
+    chosen = max(rooms, key=lambda name: min(rooms[name], wanted))
+    reason = f"{'; '.join(texts)}; room for {wanted:,} is wanted"
+    if rooms[chosen] < wanted and not AUTO_FORMS[kernels]:
+        reason += ", but the device has no kernels for quantized weights"
+    return Choice(chosen, reason)
+
+
+def _bytes(
+    config: EngineConfig, model_config: ModelConfig, dtype: str, kernels: WeightKernels
+) -> int:
+    """What one device keeps of the weights."""
+    shard = model_config.sharded(Shard(0, config.tensor_parallel_size))
+    return shard.kept_by(kernels).least_weight_bytes(DTYPE_BYTES[dtype])
+
+
+def describe_dequantized(
+    model_config: ModelConfig, dtype: str, kernels: WeightKernels, name: str | None = None
+) -> str | None:
+    """What is lost where a device dequantizes the weights; None where it does not.
+
+    Args:
+        model_config: as it is loaded, quantized in the files or on load; the whole model or a
+            device's shard.
+        dtype: what it is computed in, and dequantized to.
+        kernels: of the device.
+        name: what the form is called; None: by the method in config.json.
+    """
+    quantization = model_config.quantization
+    kept = model_config.kept_by(kernels)
+    if quantization is None or (kept == model_config and quantization.form is not None):
+        return None
+    size = DTYPE_BYTES[dtype]
+    taken, least = kept.least_weight_bytes(size), model_config.least_weight_bytes(size)
+    instead = f" instead of {format_bytes(least)}" if least < taken else ""
+    return (
+        f"{name or quantization.method} weights are dequantized to {dtype}, because octavo has no "
+        f"kernels for them there; they take {format_bytes(taken)}{instead}"
+    )

@@ -1,0 +1,200 @@
+"""What the option quantization="auto" stands for, and what is said of weights without kernels."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_zoo import model_directory
+from octavo import LLM
+from octavo.config import EngineConfig, make_config
+from octavo.errors import ConfigError, OutOfMemory
+from octavo.layers.linear import QuantizedLinear
+from octavo.models.quantization import WeightKernels
+from octavo.models.registry import quantized_on_load, read_model_config
+from octavo.ops.communicator import SingleRank
+from octavo.ops.cpu.int8 import Int8Linear, has_int8_product
+from octavo.simulation.config import SimulationConfig
+from octavo.weight_forms import Estimate, choose_quantization
+from octavo.worker import worker
+from octavo.worker.device.cpu import CpuDevice
+from octavo.worker.device.cuda import CudaDevice
+
+ROOT = Path(__file__).parents[1]
+LLAMA_8B = ROOT / "benchmarks/configs/llama-3-8b"
+SAMPLES = Path(__file__).parent / "models" / "quantized"
+GIB = 1 << 30
+needs_product = pytest.mark.skipif(not has_int8_product(), reason="no exact int8 product here")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "gib", "ranks", "chosen"),
+    [
+        ("hopper", 72, 1, None),
+        ("hopper", 20, 1, "fp8"),  # 64 sequences of 1,024 tokens take 8 GiB beside 15
+        ("hopper", 16, 1, "int4"),
+        ("hopper", 6.5, 1, "int4"),  # with little room
+        ("hopper", 12, 2, None),  # two such devices
+        ("hopper", 8.5, 2, "int4"),
+        ("cpu", 20, 1, "int8"),
+        ("cpu", 72, 1, None),
+        ("none", 20, 1, None),
+    ],
+)
+def test_weights_are_rounded_only_where_they_leave_too_little_room(
+    kernels: WeightKernels, gib: float, ranks: int, chosen: str | None
+) -> None:
+    config = make_config(LLAMA_8B, tensor_parallel_size=ranks)
+    model = read_model_config(LLAMA_8B)
+    choice = choose_quantization(config, model, "bfloat16", int(gib * GIB), kernels)
+    assert choice.quantization == chosen
+    assert "bfloat16 takes " in choice.reason
+    assert "room for 64 is wanted" in choice.reason
+    assert ("no kernels" in choice.reason) == (kernels == "none")
+
+
+def test_few_or_short_sequences_need_less_room() -> None:
+    model = read_model_config(LLAMA_8B)
+
+    def chosen(**options: object) -> str | None:
+        config = make_config(LLAMA_8B, **options)
+        return choose_quantization(config, model, "bfloat16", 18 * GIB, "hopper").quantization
+
+    assert chosen() == "fp8"
+    assert chosen(max_num_seqs=8) is None
+    assert chosen(kv_cache_dtype="fp8", max_num_seqs=16) is None
+    assert chosen(num_blocks=100) is None, "no form leaves more"
+
+
+def test_a_model_that_fits_in_no_form_is_refused() -> None:
+    config, model = make_config(LLAMA_8B), read_model_config(LLAMA_8B)
+    with pytest.raises(OutOfMemory, match=r"of 4\.00 GiB, .*int4 takes 5\.\d\d GiB and does not f"):
+        choose_quantization(config, model, "bfloat16", 4 * GIB, "hopper")
+    long = make_config(LLAMA_8B, max_model_len=8192)
+    with pytest.raises(OutOfMemory, match="one sequence of max_model_len=8192 needs 512 KV blocks"):
+        choose_quantization(long, model, "bfloat16", int(6.5 * GIB), "hopper")
+
+
+def test_weights_that_the_loader_does_not_quantize_stay() -> None:
+    for directory, reason in [
+        (SAMPLES / "awq", r"quantized already (awq)"),
+        (model_directory("gpt2"), "weights of gpt2 are not quantized"),
+    ]:
+        config, model = make_config(directory), read_model_config(directory)
+        choice = choose_quantization(config, model, "float32", GIB, "hopper")
+        assert choice.quantization is None
+        assert reason in choice.reason
+
+
+class SmallNeighbour(SingleRank):
+    """Rank 0 of two, of which the other has less memory."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack([x, x // 4])
+
+
+def test_ranks_take_what_suits_the_smallest_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = read_model_config(LLAMA_8B)
+    config = make_config(LLAMA_8B, quantization="auto")
+    device = CpuDevice()
+    monkeypatch.setattr(device, "weight_kernels", lambda dtype: "hopper")
+    monkeypatch.setattr(device, "total_memory", lambda config: 72 * GIB)
+    found = [
+        worker._with_chosen(config, model, torch.bfloat16, device, communicator)
+        for communicator in (SingleRank(), SmallNeighbour())
+    ]
+    assert [each.quantization for each, _ in found] == [None, "fp8"]
+    assert found[0][1] == model
+    assert found[1][1] == quantized_on_load(model, "fp8")
+
+
+@needs_product
+def test_an_engine_chooses_before_it_loads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = model_directory("llama3")
+    options = {"quantization": "auto", "swap_space": 0, "max_num_batched_tokens": 64}
+    options["max_num_seqs"] = 64
+    with LLM(str(directory), **options) as llm:
+        assert llm.engine.config.quantization is None
+        budget = llm.engine.executor.capacity.budget
+    estimate = Estimate.of(
+        llm.engine.config, llm.engine.model_config, "float32", budget.total, "cpu"
+    )
+    length = llm.engine.model_config.max_model_len
+    blocks = 64 * estimate.shape.blocks_for(length, 1)  # one of which is the null block
+    small = estimate.fixed.total + blocks * estimate.budget.block_bytes
+    monkeypatch.setattr("octavo.worker.device.cpu.host_memory", lambda: small)
+    with caplog.at_level(logging.INFO), LLM(str(directory), **options) as llm:
+        assert llm.engine.config.quantization == "int8"
+        assert llm.engine.model_config.quantization is not None
+    assert "quantization auto on this CPU: int8, because float32 takes" in caplog.text
+    assert "weights were quantized; relative errors" in caplog.text
+
+
+def test_two_ranks_report_what_was_chosen() -> None:
+    directory = model_directory("llama3")
+    with LLM(str(directory), quantization="auto", tensor_parallel_size=2, num_blocks=40) as llm:
+        assert llm.engine.config.quantization is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kernels"),
+    [
+        ((8, 0), torch.bfloat16, "none"),
+        ((8, 9), torch.bfloat16, "none"),
+        ((9, 0), torch.bfloat16, "hopper"),
+        ((9, 0), torch.float32, "none"),
+        ((10, 0), torch.float16, "none"),
+    ],
+)
+def test_kernels_are_hopper_s(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    kernels: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert CudaDevice(torch.device("cpu")).weight_kernels(dtype) == kernels
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "awq", "bitsandbytes_nf4", "int8"])
+def test_dequantized_weights_are_mentioned_once(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(str(SAMPLES / name), num_blocks=40) as llm:
+        kinds = {
+            type(each._kernel)
+            for each in llm.engine.executor._worker.runner._model.modules()  # type: ignore[attr-defined]
+            if isinstance(each, QuantizedLinear)
+        }
+    lines = [each for each in caplog.messages if "weights are dequantized" in each]
+    assert len(lines) == (Int8Linear not in kinds)
+    for line in lines:
+        assert line.startswith("on this CPU ")
+        assert "no kernels for them there; they take " in line
+        assert ("KiB instead of " in line) == (name != "bitsandbytes_nf4")
+
+
+def test_a_simulation_chooses_as_the_engine_does() -> None:
+    fits, small = (
+        SimulationConfig(str(LLAMA_8B), "h200", quantization="auto", memory_share=share).prepare()
+        for share in (0.95, 0.16)
+    )
+    assert fits.model.quantization is None
+    assert small.model.quantization is not None
+    assert small.model.quantization.form == "float8"
+    plain = SimulationConfig(str(LLAMA_8B), "a100-40gb").prepare()
+    rounded = SimulationConfig(str(LLAMA_8B), "a100-40gb", quantization="fp8").prepare()
+    assert rounded.capacity.budget.weights == plain.capacity.budget.weights
+
+
+def test_the_option_is_checked() -> None:
+    assert EngineConfig("demo", quantization="auto").quantization == "auto"
+    with pytest.raises(ConfigError, match="'none' is not one of auto, fp8, int8, int4"):
+        replace(EngineConfig("demo"), quantization="none")  # type: ignore[arg-type]
