@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +39,7 @@ FLAGS = {
     "broken=FILE": "one process at a time crashes in its first step: the one that made FILE",
     "step=SECONDS": "how long a step takes",
     "blocks=NUMBER": "in the pool, and in the swap tier",
+    "memory=FILE": "the quantization auto is fp8 in the process that makes FILE, and int4 later",
 }
 # Tokens that do harm when they are computed.
 DEADLY, RAISING, HANGING = 1000, 1001, 1002
@@ -149,6 +150,10 @@ def load(config: EngineConfig) -> Engine:
         raise ModelError("there is no such model")
     if "exit" in flags or Path(flags.get("exit-if", "/nonexistent")).exists():
         os._exit(3)
+    if config.quantization == "auto":
+        memory = Path(flags["memory"])
+        config = replace(config, quantization="int4" if memory.exists() else "fp8")
+        memory.touch()
     executor = HarmfulExecutor(
         config.cache.block_size, int(flags.get("blocks", 200)), float(flags.get("step", 0))
     )

@@ -242,3 +242,17 @@ def test_requests_with_one_prefix_go_where_it_is() -> None:
             assert all(replica.counters.num_steps for replica in client.replicas)
 
     run(test())
+
+
+def test_all_engines_keep_the_quantization_that_the_first_one_chose(tmp_path: Path) -> None:
+    async def test() -> None:
+        flag = f"memory={tmp_path / 'taken'}"
+        async with symbolic_client(flag, replication=THREE, quantization="auto") as client:
+            first = client.replicas[0]
+            kill(first)
+            while first.num_restarts == 0 or first.state != "ready":
+                await asyncio.sleep(0.01)
+            infos = [replica.info for replica in client.replicas]
+            assert [info and info.quantization for info in infos] == ["fp8"] * 3
+
+    run(test())

@@ -81,13 +81,23 @@ class Fleet:
         self._quarantine = Quarantine(journal, self.replicas)
         self._router = Router(len(places), replication.routing)
         self._scheduling = config.scheduler
+        self._chooses_quantization = config.quantization == "auto"  # the first one, for all
         self._unproven: set[int] = set()  # replicas that get their share once they have computed
         self._relief_times = [0.0] * len(places)  # before which none looks for waiting requests
 
     async def start(self) -> None:
         """Start all replicas; raises the error of the first that fails, and leaves none then."""
-        starts = [asyncio.ensure_future(replica.start()) for replica in self.replicas]
+        starts: list[asyncio.Future[None]] = []
+        others = list(self.replicas)
         try:
+            if self._chooses_quantization:
+                first = others.pop(0)
+                starts.append(asyncio.ensure_future(first.start()))
+                await starts[0]
+                assert first.info is not None, "it is ready"
+                for replica in others:
+                    replica.keep_quantization(first.info)
+            starts += [asyncio.ensure_future(replica.start()) for replica in others]
             await asyncio.gather(*starts)
         except BaseException:
             for start in starts:

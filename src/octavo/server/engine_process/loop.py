@@ -209,6 +209,7 @@ def _failing_alone(request_id: str) -> Iterator[None]:
 def engine_info(engine: Engine) -> m.EngineInfo:
     """What the other side needs to know of an engine that is ready."""
     config, capacity = engine.config, engine.executor.capacity
+    assert config.quantization != "auto", "the executor has chosen"
     stored = engine.model_config.quantization
     return m.EngineInfo(
         model=config.model,
@@ -223,7 +224,8 @@ def engine_info(engine: Engine) -> m.EngineInfo:
         enable_prefix_caching=engine.kv.enable_prefix_caching,
         policy=config.scheduler.policy,
         dtype=config.dtype_for(engine.model_config.dtype),
-        quantization=config.quantization or ("none" if stored is None else stored.method),
+        stored_quantization=None if config.quantization or stored is None else stored.method,
+        load_quantization=config.quantization,
         kv_cache_dtype=config.cache.dtype_for(config.dtype_for(engine.model_config.dtype)),
         device=config.device,
         num_ranks=capacity.num_ranks,

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, QuantizationName
 from octavo.core.step import TokenLogprobs
 from octavo.engine.events import Admitted, BlockEvents, Counters, Gauges, Preempted
 from octavo.engine.results import ErrorReport, StepResults
@@ -126,12 +126,18 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     enable_prefix_caching: bool
     policy: str
     dtype: str  # as configured, or that of the weights' files
-    quantization: str  # of weights: as configured or chosen, the method of the files, or "none"
+    stored_quantization: str | None  # the method of the weights' files
+    load_quantization: QuantizationName | None  # as configured, or what "auto" has chosen
     kv_cache_dtype: str  # of cached keys and values
     device: str
     num_ranks: int  # devices that share the model
     budget: MemoryBudget  # of each of them
     num_restarts: int = 0  # engine processes before this one
+
+    @property
+    def quantization(self) -> str:
+        """How the weights are quantized, for people."""
+        return self.load_quantization or self.stored_quantization or "none"
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):

@@ -235,12 +235,20 @@ class Replica:
             logger.warning("the engine, which had been given up, is running again")
             self._num_fruitless, self._revival_time = 0, None
         self.state = "ready"
+        self.keep_quantization(info)
         self.info = replace(info, num_restarts=self.num_restarts)
         self.gauges = Gauges(
             num_free_blocks=info.num_blocks, num_free_swap_blocks=info.num_swap_blocks
         )
         self.exchange.begin(process)
         self._owner.replica_ready(self)
+
+    def keep_quantization(self, info: m.EngineInfo) -> None:
+        """Have engines from now on load weights as that one has, if the choice was left to it:
+        requests go on in any of them."""
+        if self._config.quantization == "auto":
+            chosen = info.load_quantization
+            self._config = dataclasses.replace(self._config, quantization=chosen)
 
     def _supervise(self) -> None:
         self._keeper = asyncio.create_task(self._keep())
