@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,47 @@ def test_ranks_keep_parts_of_experts_in_mxfp4(tmp_path: Path) -> None:
 
     ranks = [results(config.sharded(Shard(rank, 2))) for rank in range(2)]
     torch.testing.assert_close(sum(ranks), results(config), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("scales", lambda scales: scales.fill_(255), r"has NaN \(255\) at \[0, 0, 0\]"),
+        ("scales", lambda scales: scales[:, :-1], r"has shape \[\d, 63, 2\], not one per block"),
+        ("scales", lambda scales: scales.float(), r"is torch\.float32; it must be torch\.uint8"),
+        ("scales", lambda scales: None, r"down_proj_blocks is there, but not .*down_proj_scales"),
+        ("blocks", lambda blocks: blocks[..., :8], r"has shape \[\d, 64, 2, 8\], not \[experts"),
+        ("blocks", lambda blocks: blocks.flatten(2), r"has shape \[\d, 64, 32\], not \[experts"),
+        ("blocks", lambda blocks: None, r"down_proj_scales is there, but not .*down_proj_blocks"),
+    ],
+)
+def test_broken_mxfp4_is_refused(
+    part: str,
+    change: Callable[[torch.Tensor], torch.Tensor | None],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    directory = model_zoo.write_model("gpt_oss", tmp_path / "model", **sizes)
+    tensors = load_file(directory / "model.safetensors")
+    [name] = [each for each in tensors if each.endswith("experts.down_proj")]
+    num_experts, inputs, outputs = tensors.pop(name).shape
+    shape = (num_experts, outputs, inputs // 32)
+    parts = {
+        f"{name}_blocks": torch.zeros(*shape, 16, dtype=torch.uint8),
+        f"{name}_scales": torch.full(shape, 120, dtype=torch.uint8),
+    }
+    broken = change(parts.pop(f"{name}_{part}"))
+    if broken is not None:
+        parts[f"{name}_{part}"] = broken.contiguous()
+    save_file(tensors | parts, directory / "model.safetensors")
+    fields = json.loads((directory / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(fields))
+    config = read_model_config(directory)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(config, torch.float32, torch.device("cpu"), SingleRank())
+    assert "experts.down_proj_" in str(caught.value)
 
 
 def test_layers_with_experts(tmp_path: Path) -> None:

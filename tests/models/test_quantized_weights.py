@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def replaced(name: str, tensor: Tensor) -> Change:
         (
             "fp8_channel",
             replaced("weight_scale", torch.full((64, 1), torch.nan)),
-            r"k_proj\.weight_scale has values that are not finite",
+            r"k_proj\.weight_scale has nan at \[0, 0\]; scales are finite and positive",
         ),
         (
             "fp8_block",
@@ -239,7 +240,7 @@ def replaced(name: str, tensor: Tensor) -> Change:
         (
             "gptq",
             replaced("g_idx", torch.full((128,), 4)),
-            r"scales has 4 groups, which is not what",
+            r"k_proj\.g_idx has group 4 at \[0\], and there are 4",
         ),
         (
             "gptq",
@@ -259,13 +260,120 @@ def replaced(name: str, tensor: Tensor) -> Change:
         (
             "bitsandbytes_int8",
             replaced("SCB", torch.ones(63)),
-            r"k_proj\.SCB has shape \[63, 1\] for",
+            r"k_proj\.SCB has shape \[63\] for",
         ),
     ],
 )
 def test_faulty_tensors_are_named(name: str, change: Change, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         loaded(changed(tmp_path, name, change))
+
+
+def corrupted(name: str, tensor: Tensor, is_integer: bool) -> Iterator[tuple[str, Tensor | None]]:
+    """A tensor that holds a part of a weight, broken in ways that must all be noticed."""
+    yield "removed", None
+    if name == "weight_format":
+        return
+    yield "truncated", tensor[: len(tensor) // 2]
+    yield "of another type", tensor.bool() if tensor.is_floating_point() else tensor.float()
+    is_scale = "scale" in name or "absmax" in name or name == "SCB"
+    if is_scale and tensor.is_floating_point():
+        may_be = {"zero": "absmax" in name or name == "SCB", "negative": is_integer}
+        values = {"NaN": math.nan, "infinite": math.inf, "zero": 0.0, "negative": -1.0}
+        for kind, value in values.items():
+            if not may_be.get(kind, False):
+                broken = tensor.clone()
+                broken.view(-1)[-1] = value
+                yield kind, broken
+    if name == "g_idx":
+        for kind, value in [("beyond the groups", 4), ("negative", -1), ("too often", 0)]:
+            broken = tensor.clone()
+            broken[70] = value
+            yield kind, broken
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_part_of_a_weight_can_be_broken(name: str, tmp_path: Path) -> None:
+    """Every format: parts that lack, are too short, of another type, or hold impossible values."""
+    directory = changed(tmp_path, name)
+    whole = load_file(directory / "model.safetensors")
+    is_integer = name.startswith(("awq", "gptq", "packed", "int8"))
+    parts = {key: each for key, each in whole.items() if key.startswith(K_PROJ)}
+    may_lack = {"g_idx", "weight_format"}  # the first without desc_act
+    for key, tensor in parts.items():
+        part = key.removeprefix(K_PROJ)
+        for kind, broken in corrupted(part, tensor, is_integer):
+            others = {other: each for other, each in whole.items() if other != key}
+            file = directory / "model.safetensors"
+            save_file(others if broken is None else others | {key: broken.contiguous()}, file)
+            if broken is None and part in may_lack:
+                loaded(directory)
+                continue
+            with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.k_proj\.") as caught:
+                loaded(directory)
+            if kind in ("NaN", "infinite", "zero", "negative"):
+                shown = {"NaN": "nan", "infinite": "inf", "zero": "0", "negative": "-1"}[kind]
+                assert f"{key} has {'group ' * (part == 'g_idx')}{shown} at [" in str(caught.value)
+
+
+def test_scales_of_integers_may_be_negative(tmp_path: Path) -> None:
+    """Some quantizers write them where a group's largest element is positive."""
+    scales = load_file(SAMPLES / "gptq" / "model.safetensors")[f"{K_PROJ}scales"]
+    weight = loaded(SAMPLES / "gptq")["layers.0.self_attn.k_proj.weight"]
+    directory = changed(tmp_path, "gptq", replaced("scales", -scales))
+    assert torch.equal(loaded(directory)["layers.0.self_attn.k_proj.weight"], -weight)
+
+
+def test_asymmetric_int8_has_its_zero_points(tmp_path: Path) -> None:
+    zeros = torch.arange(-64, 64, 2, dtype=torch.int8).unsqueeze(1)
+    directory = changed(tmp_path, "int8", replaced("weight_zero_point", zeros))
+    weight = loaded(SAMPLES / "int8")["layers.0.self_attn.k_proj.weight"]
+    scales = load_file(SAMPLES / "int8" / "model.safetensors")[f"{K_PROJ}weight_scale"].float()
+    expected = weight - zeros.float() * scales
+    actual = loaded(directory)["layers.0.self_attn.k_proj.weight"]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("fp8_transformers", {"modules_to_not_convert": ["lm_head", "layers.0.self_attn.k_proj"]}),
+        ("fp8_channel", {"ignore": [r"re:.*k_proj"]}),
+        ("awq", {"modules_to_not_convert": ["k_proj"]}),
+        ("bitsandbytes_nf4", {"llm_int8_skip_modules": ["self_attn.k_proj"]}),
+    ],
+)
+def test_weights_that_config_json_says_are_dense_must_be(
+    name: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = changed(tmp_path, name, config=config)
+    message = r"k_proj\..* is there, but config\.json says that .*k_proj is not quantized"
+    with pytest.raises(ModelError, match=message):
+        loaded(directory)
+    # The names of others may end as theirs do.
+    other = {key: ["proj", "attn.k_proj", "re:k_proj"] for key in config}
+    assert len(loaded(changed(tmp_path, name, config=other))) == PROJECTIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("gptq", {"group_size": 64}, r"has 6 groups for 192 inputs, .* group_size 64"),
+        ("awq", {"group_size": 48}, r"has 6 groups for 192 inputs, .* group_size 48"),
+        ("gptq", {"desc_act": True}, None),
+        ("gptq", {"bits": 8}, r"qzeros holds \[6, 64\] values, and scales \[6, 128\]"),
+    ],
+)
+def test_files_must_be_as_config_json_says(
+    name: str, config: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    directory = changed(tmp_path, name, config=config)
+    if message is None:
+        loaded(directory)
+        directory = changed(tmp_path, name, removed("g_idx"), config)
+        message = r"k_proj\.qweight is there, but not .*k_proj\.g_idx"
+    with pytest.raises(ModelError, match=message):
+        loaded(directory)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +413,11 @@ def test_faulty_tensors_are_named(name: str, change: Change, message: str, tmp_p
             {"quant_type": {"default": {"_type": "Int4"}}},
             "_type is 'Int4'; octavo reads",
         ),
+        ("fp8_transformers", {"fmt": "e5m2"}, "fmt is 'e5m2'; octavo knows e4m3"),
+        ("fp8_channel", {"ignore": "lm_head"}, "ignore is 'lm_head'; it must be a list of strings"),
+        ("fp8_channel", {"ignore": ["re:("]}, "'re:\\(' is no regular expression"),
+        ("gptq", {"group_size": 0}, "group_size is 0; it must be a positive integer"),
+        ("awq", {"zero_point": "yes"}, "zero_point is 'yes'; it must be true or false"),
     ],
 )
 def test_what_is_not_read_is_refused(

@@ -16,16 +16,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.errors import ModelError
 from octavo.models.quantization import Quantization
-from octavo.ops.quantized import GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
+from octavo.ops.quantized import MX_BLOCK, GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
 
 Parts = Mapping[str, Tensor]
+MX_NAN = 255  # an exponent of MXFP4 that stands for no number
 
 
 class StoredTensor(Protocol):
@@ -140,16 +141,32 @@ def joined(
         for line in (*format_.needed, *format_.optional):
             names = {name: module + format_.joint + name for name in line.split("|")}
             found = {short: stored.pop(name)[1] for short, name in names.items() if name in stored}
-            if not found and line not in format_.optional:
+            if not found and (line not in format_.optional or line in quantization.demanded):
                 lacking = " or ".join(names.values())
                 raise ModelError(f"{path}: {marker} is there, but not {lacking}")
             parts |= found
         where = f"{path}: {module}"
+        if quantization.is_ignored(module):
+            raise ModelError(
+                f"{path}: {marker} is there, but config.json says that {module} is not quantized"
+            )
         weight = QuantizedTensor(where, format_, quantization, parts, device)
         yield path, module + format_.dense, weight
+    parts_alone = tuple(format_.joint + name for name in _parts_alone(format_))
+    for name, (path, _) in stored.items():
+        if name.endswith(parts_alone):
+            module = name.removesuffix(next(each for each in parts_alone if name.endswith(each)))
+            lacking = " or ".join(module + each for each in endings)
+            raise ModelError(f"{path}: {name} is there, but not {lacking}")
     for name, (path, tensor) in stored.items():
         if not re.fullmatch(format_.ignored, name):
             yield path, name, tensor
+
+
+def _parts_alone(format_: Format) -> set[str]:
+    """The names of parts that mean nothing without the others."""
+    lines = (*format_.needed, *format_.optional)
+    return {name for line in lines for name in line.split("|")} - {"weight"}
 
 
 # ---------------------------------------------------------------- formats
@@ -170,19 +187,22 @@ def _float8(
     parts: Parts, weight_name: str, scale_name: str, quantization: Quantization
 ) -> ScaledFloat8:
     weight, scale = parts[weight_name], parts[scale_name]
-    if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2:
+    if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or not weight.numel():
         raise FormatError(
             weight_name,
             f"is {weight.dtype} {list(weight.shape)}; FP8 weights are torch.float8_e4m3fn in 2-D",
         )
-    _check_scales(scale, scale_name)
+    _check_scales(scale, scale_name, "positive")
     sizes, scale = (weight.shape[0], weight.shape[1]), scale.float()
     block = quantization.block
     if block is not None and scale.dim() == 2:
         rows, columns = block
         expected = [-(-sizes[0] // rows), -(-sizes[1] // columns)]
         if list(scale.shape) != expected:
-            raise FormatError(scale_name, f"has shape {list(scale.shape)}, not {expected}")
+            raise FormatError(
+                scale_name,
+                f"has shape {list(scale.shape)}, not {expected}: blocks are {rows} x {columns}",
+            )
     else:
         scale = _per_row(scale, sizes[0], scale_name)
         block = (1 if len(scale) == sizes[0] else sizes[0], sizes[1])
@@ -196,17 +216,21 @@ def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedW
         weight = parts["weight"]
         if weight.dtype == torch.float8_e4m3fn:
             return _float8(parts, "weight", "weight_scale", quantization)
-        if weight.dtype != torch.int8:
+        if weight.dtype != torch.int8 or weight.dim() != 2 or not weight.numel():
             raise FormatError(
-                "weight", f"is {weight.dtype}; octavo reads torch.float8_e4m3fn and torch.int8"
+                "weight",
+                f"is {weight.dtype} {list(weight.shape)}; octavo reads torch.float8_e4m3fn and "
+                "torch.int8 in 2-D",
             )
         zeros = parts.get("weight_zero_point")
         if zeros is not None:
-            zeros = _per_row(zeros, len(weight), "weight_zero_point").expand(len(weight), 1) + 128
+            zeros = _per_row(zeros, len(weight), "weight_zero_point").expand(len(weight), 1)
+            zeros = zeros.to(torch.int16) + 128
+        _check_scales(scale, "weight_scale", "not zero")
         return _int8(weight, scale, "weight_scale", zeros, quantization.quantizes_inputs)
-    packed, bits = parts["weight_packed"], quantization.num_bits
-    if packed.dtype != torch.int32:
-        raise FormatError("weight_packed", f"is {packed.dtype}; it must be torch.int32")
+    packed, bits = _int32(parts, "weight_packed"), quantization.num_bits
+    if "weight_shape" not in parts:
+        raise FormatError("weight_shape", "is not there, and packed weights need it")
     rows, columns = _two_sizes(parts["weight_shape"])
     values = _unpacked(packed, bits)[:, :columns]
     if tuple(values.shape) != (rows, columns):
@@ -217,9 +241,13 @@ def _compressed(parts: Parts, quantization: Quantization) -> Tensor | QuantizedW
         )
     zeros = None
     if "weight_zero_point" in parts:
-        zeros = _unpacked(parts["weight_zero_point"].t(), bits).t()[:rows].to(torch.int16)
-    names = "weight_scale", "weight_zero_point"
-    return _grouped(values, scale, zeros, bits, parts.get("weight_g_idx"), names)
+        packed_zeros = _int32(parts, "weight_zero_point")
+        if len(packed_zeros) != -(-rows * bits // 32):
+            shape = list(packed_zeros.shape)
+            raise FormatError("weight_zero_point", f"has shape {shape} for {rows} outputs")
+        zeros = _unpacked(packed_zeros.t(), bits).t()[:rows].to(torch.int16)
+    names = "weight_scale", "weight_zero_point", "weight_g_idx"
+    return _grouped(values, scale, zeros, quantization, parts.get("weight_g_idx"), names)
 
 
 def _awq(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
@@ -230,53 +258,64 @@ def _awq(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
         values = _unpacked(_int32(parts, name), quantization.num_bits)
         return values.view(len(values), -1, 8)[:, :, order.to(values.device)].flatten(1)
 
-    values, scale = unpacked("qweight"), parts["scales"]
+    values, scale = unpacked("qweight"), _matrix(parts["scales"], "scales")
     expected = (len(scale), values.shape[1])
     if tuple(scale.shape) != expected:
         raise FormatError("scales", f"has shape {list(scale.shape)}, not {list(expected)}")
     zeros = unpacked("qzeros").t().to(torch.int16) if "qzeros" in parts else None
-    names = "scales", "qzeros"
-    return _grouped(values.t(), scale.t(), zeros, quantization.num_bits, None, names)
+    names = "scales", "qzeros", ""
+    return _grouped(values.t(), scale.t(), zeros, quantization, None, names)
 
 
 def _gptq(parts: Parts, quantization: Quantization) -> Tensor | QuantizedWeight:
     """Packed along the inputs, which may belong to groups in any order (desc_act)."""
     bits = quantization.num_bits
     values = _unpacked(_int32(parts, "qweight").t().contiguous(), bits)
-    scale = parts["scales"]
+    scale = _matrix(parts["scales"], "scales")
     zeros = _unpacked(_int32(parts, "qzeros"), bits).to(torch.int16) + quantization.zero_offset
     if tuple(zeros.shape) != tuple(scale.shape):
-        raise FormatError("qzeros", f"holds {list(zeros.shape)} values, and scales {scale.shape}")
+        raise FormatError(
+            "qzeros", f"holds {list(zeros.shape)} values, and scales {list(scale.shape)}"
+        )
     if scale.shape[1] != len(values):
         raise FormatError("scales", f"has {scale.shape[1]} columns for {len(values)} outputs")
-    names = "scales", "qzeros"
-    return _grouped(values, scale.t(), zeros.t(), bits, parts.get("g_idx"), names)
+    names = "scales", "qzeros", "g_idx"
+    return _grouped(values, scale.t(), zeros.t(), quantization, parts.get("g_idx"), names)
 
 
 def _grouped(
     values: Tensor,
     scale: Tensor,
     zeros: Tensor | None,
-    bits: int,
+    quantization: Quantization,
     groups: Tensor | None,
-    names: tuple[str, str],
+    names: tuple[str, str, str],
 ) -> Tensor | QuantizedWeight:
     """Integers with a scale, and perhaps a zero point, for each group of inputs.
 
     values: uint8 [out_features, in_features]. scale, zeros: [out_features, num_groups]. groups: the
-    group of each input; None: they follow each other. names: of scale and zeros.
+    group of each input; None: they follow each other. names: of scale, zeros and groups.
     """
     num_outputs, num_inputs = values.shape
-    _check_scales(scale, names[0])
-    for name, each in zip(names, (scale, zeros), strict=True):
+    bits = quantization.num_bits
+    _check_scales(scale, names[0], "not zero")
+    for name, each in zip(names, (scale, zeros), strict=False):
         if each is not None:
-            _check_groups(each.shape, num_outputs, num_inputs, groups, name)
+            _check_groups(each, num_outputs, num_inputs, groups is not None, name, quantization)
+    if groups is not None:
+        _check_index(groups, num_inputs, scale.shape[1], names[2])
     permutation = None
     if groups is not None:
         order = groups.long().argsort(stable=True)
         if not torch.equal(order, torch.arange(num_inputs, device=order.device)):
             permutation = order
         counts = groups.long().bincount(minlength=scale.shape[1])
+        if quantization.group_size is not None and int(counts.max()) > quantization.group_size:
+            raise FormatError(
+                names[2],
+                f"has {int(counts.max())} inputs in group {int(counts.argmax())}, and config.json "
+                f"says group_size {quantization.group_size}",
+            )
         if bool((counts != counts[0]).any()):
             return _spread_groups(values, scale, zeros, bits, groups.long())
     if bits not in (4, 8) or num_inputs % scale.shape[1] or num_inputs * bits % 8:
@@ -302,7 +341,9 @@ def _int8(
     quantizes_inputs: bool = False,
 ) -> QuantizedWeight:
     """int8 with a scale per row; zeros: of the values plus 128."""
-    _check_scales(scale, name)
+    if values.dtype != torch.int8 or values.dim() != 2 or not values.numel():
+        shape = list(values.shape)
+        raise FormatError("weight", f"is {values.dtype} {shape}; it must be torch.int8 in 2-D")
     scale = _per_row(scale, len(values), name).expand(len(values), 1)
     unsigned = values.view(torch.uint8) ^ 128
     return GroupedInt.from_values(unsigned, scale, zeros, 8, quantizes_inputs=quantizes_inputs)
@@ -316,18 +357,41 @@ def _bitsandbytes_4bit(parts: Parts, quantization: Quantization) -> Tensor:
         shape = [int(size) for size in state["shape"]]
         block_size, nested = int(state["blocksize"]), int(state.get("nested_blocksize", 0))
         offset = float(state.get("nested_offset", 0.0))
-    except (ValueError, KeyError, TypeError) as error:
+        if min(shape) < 1 or len(shape) != 2 or block_size < 1 or nested < 0:
+            raise ValueError(f"sizes {shape}, blocks of {block_size}, of which {nested} share one")
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise FormatError(states[0], f"cannot be read: {error}") from error
     scale, table = parts["weight.absmax"], parts["weight.quant_map"]
+    _check_table(table, "weight.quant_map", 16)
     if "weight.nested_absmax" in parts:
-        values = parts["weight.nested_quant_map"][scale.long()]
-        outer = parts["weight.nested_absmax"].repeat_interleave(nested)[: len(values)]
-        scale = values * outer + offset
-    _check_scales(scale, "weight.absmax")
+        outer = parts["weight.nested_absmax"]
+        if "weight.nested_quant_map" not in parts:
+            raise FormatError("weight.nested_quant_map", "is not there, and nested scales need it")
+        inner = parts["weight.nested_quant_map"]
+        _check_table(inner, "weight.nested_quant_map", 256)
+        _check_scales(outer, "weight.nested_absmax", "not negative")
+        _check_bytes(scale, "weight.absmax")
+        scale = scale.flatten()
+        if nested < 1 or outer.numel() != -(-len(scale) // nested):
+            raise FormatError(
+                "weight.nested_absmax",
+                f"has {outer.numel()} values for {len(scale)} scales, of which {nested} share one",
+            )
+        outer = outer.flatten().repeat_interleave(nested)[: len(scale)]
+        scale = inner[scale.long()] * outer + offset
+    _check_scales(scale, "weight.absmax", "not negative")  # a block of zeros has 0
+    scale = scale.flatten().float()
+    _check_bytes(parts["weight"], "weight")
     packed = parts["weight"].flatten()
-    indices = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[: math.prod(shape)]
-    if len(indices) != math.prod(shape) or len(scale) * block_size < len(indices):
+    size = math.prod(shape)
+    if packed.numel() != -(-size // 2):
         raise FormatError("weight", f"has {packed.numel()} bytes for a weight of shape {shape}")
+    indices = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[:size]
+    if len(scale) != -(-size // block_size):
+        raise FormatError(
+            "weight.absmax",
+            f"has {len(scale)} scales of {block_size} values for a weight of shape {shape}",
+        )
     scales = scale.repeat_interleave(block_size)[: len(indices)]
     return (table[indices.long()].float() * scales).view(shape)
 
@@ -337,7 +401,12 @@ def _bitsandbytes_int8(parts: Parts, quantization: Quantization) -> QuantizedWei
 
     Inputs stay as they are: LLM.int8() rounds all of them but outliers.
     """
-    return _int8(parts["weight"], parts["SCB"].unsqueeze(1) / 127, "SCB", None)
+    scale = parts["SCB"]
+    _check_scales(scale, "SCB", "not negative")  # a row of zeros has 0
+    num_outputs = parts["weight"].shape[:1].numel()
+    if scale.numel() != num_outputs:
+        raise FormatError("SCB", f"has shape {list(scale.shape)} for {num_outputs} outputs")
+    return _int8(parts["weight"], scale.float() / 127, "SCB", None)
 
 
 def _mxfp4(parts: Parts, quantization: Quantization) -> QuantizedWeight:
@@ -346,8 +415,17 @@ def _mxfp4(parts: Parts, quantization: Quantization) -> QuantizedWeight:
     Experts that are not quantized are stored transposed.
     """
     packed, exponents = parts["blocks"], parts["scales"]
+    _check_bytes(packed, "blocks")
+    _check_bytes(exponents, "scales")
+    if packed.dim() != 4 or packed.shape[-1] * 2 != MX_BLOCK:
+        raise FormatError(
+            "blocks",
+            f"has shape {list(packed.shape)}, not [experts, outputs, blocks, {MX_BLOCK // 2}]",
+        )
     if tuple(packed.shape[:-1]) != tuple(exponents.shape):
         raise FormatError("scales", f"has shape {list(exponents.shape)}, not one per block")
+    if exponents.numel() and int(exponents.max()) == MX_NAN:
+        raise FormatError("scales", f"has NaN ({MX_NAN}) at {_first(exponents == MX_NAN)}")
     return MxFloat4(packed.flatten(-2), exponents)
 
 
@@ -402,33 +480,54 @@ def _whole(tensor: StoredTensor) -> Tensor:
 
 def _int32(parts: Parts, name: str) -> Tensor:
     tensor = parts[name]
-    if tensor.dtype != torch.int32 or tensor.dim() != 2:
+    if tensor.dtype != torch.int32 or tensor.dim() != 2 or not tensor.numel():
         raise FormatError(name, f"is {tensor.dtype} {list(tensor.shape)}; it must be int32 in 2-D")
     return tensor
 
 
 def _two_sizes(shape: Tensor) -> tuple[int, int]:
-    if shape.numel() != 2:
-        raise FormatError("weight_shape", f"has {shape.numel()} values, not 2")
+    if shape.numel() != 2 or shape.is_floating_point():
+        raise FormatError(
+            "weight_shape", f"is {shape.dtype} {list(shape.shape)}; it must be 2 integers"
+        )
     rows, columns = shape.flatten().tolist()
     return int(rows), int(columns)
 
 
 def _check_groups(
-    shape: torch.Size, num_outputs: int, num_inputs: int, groups: Tensor | None, name: str
+    values: Tensor,
+    num_outputs: int,
+    num_inputs: int,
+    has_index: bool,
+    name: str,
+    quantization: Quantization,
 ) -> None:
-    """Raise FormatError unless [out_features, num_groups] fits the weight and the index of
-    groups."""
-    num_groups = shape[1]
-    if shape[0] != num_outputs:
-        raise FormatError(name, f"has shape {list(shape)} for {num_outputs} outputs")
-    if groups is not None:
-        if groups.shape != (num_inputs,) or groups.min() < 0 or groups.max() >= num_groups:
-            raise FormatError(
-                name, f"has {num_groups} groups, which is not what the index of groups says"
-            )
-    elif num_groups == 0 or num_inputs % num_groups:
+    """Raise FormatError unless [out_features, num_groups] fits the weight and config.json."""
+    if values.dim() != 2 or values.shape[0] != num_outputs:
+        raise FormatError(name, f"has shape {list(values.shape)} for {num_outputs} outputs")
+    num_groups, size = values.shape[1], quantization.group_size
+    if num_groups == 0 or (num_inputs % num_groups and not has_index):
         raise FormatError(name, f"has {num_groups} groups, which do not divide {num_inputs} inputs")
+    if size is not None and num_groups != -(-num_inputs // size):
+        raise FormatError(
+            name,
+            f"has {num_groups} groups for {num_inputs} inputs, but config.json says group_size "
+            f"{size}",
+        )
+
+
+def _check_index(groups: Tensor, num_inputs: int, num_groups: int, name: str) -> None:
+    """Raise FormatError unless each input belongs to one of the groups."""
+    if groups.is_floating_point() or groups.shape != (num_inputs,):
+        raise FormatError(
+            name, f"is {groups.dtype} {list(groups.shape)}; it must be integers [{num_inputs}]"
+        )
+    low, high = (int(each) for each in groups.aminmax())
+    if low < 0 or high >= num_groups:
+        wrong = low if low < 0 else high
+        raise FormatError(
+            name, f"has group {wrong} at {_first(groups == wrong)}, and there are {num_groups}"
+        )
 
 
 def _per_row(scale: Tensor, num_rows: int, name: str) -> Tensor:
@@ -440,6 +539,48 @@ def _per_row(scale: Tensor, num_rows: int, name: str) -> Tensor:
     return scale.reshape(-1, 1)
 
 
-def _check_scales(scale: Tensor, name: str) -> None:
-    if not torch.isfinite(scale.float()).all():
-        raise FormatError(name, "has values that are not finite")
+def _check_scales(
+    scale: Tensor, name: str, sign: Literal["positive", "not negative", "not zero"]
+) -> None:
+    """Raise FormatError unless all scales are finite, and of that sign; some quantizers of integers
+    write negative ones."""
+    if not scale.is_floating_point() or not scale.numel():
+        kind = f"{scale.dtype} {list(scale.shape)}"
+        raise FormatError(name, f"is {kind}; scales are floating-point numbers, one or more")
+    wide = scale.float()
+    if sign == "not zero":
+        wide = wide.abs()
+    least, largest = wide.aminmax()  # NaN if there is one
+    is_right = least >= 0 if sign == "not negative" else least > 0
+    if not bool(is_right & largest.isfinite()):
+        wrong = ~wide.isfinite() | (wide < 0 if sign == "not negative" else wide <= 0)
+        index = _first(wrong)
+        raise FormatError(
+            name, f"has {float(scale[tuple(index)]):g} at {index}; scales are finite and {sign}"
+        )
+
+
+def _check_table(table: Tensor, name: str, size: int) -> None:
+    """Raise FormatError unless it has that many finite numbers."""
+    if not table.is_floating_point() or table.shape != (size,):
+        kind = f"{table.dtype} {list(table.shape)}"
+        raise FormatError(name, f"is {kind}; it must be floating-point numbers [{size}]")
+    if not table.isfinite().all():
+        index = _first(~table.isfinite())
+        raise FormatError(name, f"has {float(table[tuple(index)]):g} at {index}")
+
+
+def _check_bytes(tensor: Tensor, name: str) -> None:
+    if tensor.dtype != torch.uint8:
+        raise FormatError(name, f"is {tensor.dtype}; it must be torch.uint8")
+
+
+def _matrix(tensor: Tensor, name: str) -> Tensor:
+    if tensor.dim() != 2:
+        raise FormatError(name, f"has shape {list(tensor.shape)}; it must be in 2-D")
+    return tensor
+
+
+def _first(wrong: Tensor) -> list[int]:
+    """Where the first of those elements is."""
+    return [int(each) for each in wrong.nonzero()[0]]

@@ -5,6 +5,7 @@ Which tensors a projection is stored in, and how they are read, is in dequantize
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -39,6 +40,18 @@ class Quantization:
     form: FormKind | None = None
     group_size: int | None = None  # inputs that share a scale of integers; None: all of an output
     quantizes_inputs: bool = False  # whether the model was made for inputs of 8 bits, too
+    demanded: tuple[str, ...] = ()  # of the parts of a weight that may lack, those that may not
+    # Modules that config.json says are not quantized: names, their ends, or "re:" and a pattern.
+    ignored: tuple[str, ...] = ()
+
+    def is_ignored(self, module: str) -> bool:
+        """Whether config.json says that a module, by its full name, is not quantized."""
+        return any(
+            re.match(each.removeprefix("re:"), module) is not None
+            if each.startswith("re:")
+            else f".{module}".endswith(f".{each}")
+            for each in self.ignored
+        )
 
     @property
     def weight_bytes(self) -> float | None:
@@ -84,26 +97,51 @@ def read_quantization(config: Fields) -> Quantization | None:
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise fields.error("quant_method", f"octavo reads {', '.join(READERS)}")
-    return reader(fields)
+    return replace(reader(fields), ignored=_ignored(fields))
+
+
+IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules")
+
+
+def _ignored(fields: Fields) -> tuple[str, ...]:
+    """Which modules are not quantized; quantizers have several names for the list."""
+    found = []
+    for name in IGNORED:
+        for each in fields.names(name, []):
+            try:
+                re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
+            except re.error as error:
+                raise fields.error(name, f"{each!r} is no regular expression: {error}") from error
+            found.append(each)
+    return tuple(found)
 
 
 def _read_fp8(fields: Fields) -> Quantization:
     """FP8 weights (e4m3) with a scale per tensor or per block: transformers, DeepSeek, Qwen."""
     fields.choice("activation_scheme", {"dynamic": None, "static": None}, "dynamic")
+    fields.choice("fmt", {"e4m3": None, "float8_e4m3fn": None}, "e4m3")
     if fields.get("weight_block_size", None) is None:
         return Quantization("fp8", form="float8", quantizes_inputs=True)
-    block = fields.numbers("weight_block_size", 2)
-    rows, columns = map(int, block)
-    if (rows, columns) != block:
-        raise fields.error("weight_block_size", "it must be two whole numbers")
-    return Quantization("fp8", block=(rows, columns), form="float8", quantizes_inputs=True)
+    block = _whole_pair(fields, "weight_block_size")
+    return Quantization("fp8", block=block, form="float8", quantizes_inputs=True)
+
+
+def _whole_pair(fields: Fields, name: str) -> tuple[int, int]:
+    numbers = fields.numbers(name, 2)
+    rows, columns = map(int, numbers)
+    if (rows, columns) != numbers:
+        raise fields.error(name, "it must be two whole numbers")
+    return rows, columns
 
 
 def _read_compressed_tensors(fields: Fields) -> Quantization:
     """FP8, int8 and packed integers, as llm-compressor writes them."""
     served = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
     groups = fields.part("config_groups")
-    num_bits, block, group_size = set(), None, None
+    num_bits: set[int] = set()
+    blocks: set[tuple[int, int]] = set()
+    group_sizes: set[int | None] = set()
+    demanded: list[set[str]] = []
     kinds: set[FormKind] = set()
     quantizes_inputs = False
     for name in groups.values:
@@ -120,15 +158,19 @@ def _read_compressed_tensors(fields: Fields) -> Quantization:
         is_float = weights.get("type", "int") == "float"
         kinds.add("float8" if is_float else "int")
         quantizes_inputs |= group.get("input_activations", None) is not None
-        if weights.get("group_size", None) not in (None, -1):
-            group_size = weights.count("group_size")
+        has_groups = weights.get("group_size", None) not in (None, -1)
+        group_sizes.add(weights.count("group_size") if has_groups else None)
         if weights.get("block_structure", None) is not None:
-            rows, columns = weights.numbers("block_structure", 2)
-            block = (int(rows), int(columns))
+            blocks.add(_whole_pair(weights, "block_structure"))
+        demanded.append({"weight_g_idx"} if weights.get("actorder", None) == "group" else set())
+        if not weights.flag("symmetric", True):
+            demanded[-1].add("weight_zero_point")
         if format_name == "pack-quantized" and max(num_bits) not in PACKED_BITS:
             raise weights.error("num_bits", f"octavo reads {', '.join(map(str, PACKED_BITS))}")
     if len(num_bits) > 1:
         raise fields.error("config_groups", "octavo reads groups of equally many bits")
+    if len(blocks) > 1:
+        raise fields.error("config_groups", "octavo reads groups of equal blocks")
     for name in ("sparsity_config", "transform_config"):
         if fields.get(name, {}) not in ({}, {"format": "dense"}):
             raise fields.error(name, "octavo does not implement it")
@@ -136,10 +178,11 @@ def _read_compressed_tensors(fields: Fields) -> Quantization:
     return Quantization(
         "compressed-tensors",
         num_bits=bits,
-        block=block,
+        block=next(iter(blocks), None),
         form=_kind_of_packed(bits) if kinds == {"int"} else next(iter(kinds), None),
-        group_size=group_size,
+        group_size=next(iter(group_sizes)) if len(group_sizes) == 1 else None,
         quantizes_inputs=quantizes_inputs,
+        demanded=tuple(sorted(set.intersection(*demanded))) if demanded else (),
     )
 
 
@@ -161,7 +204,9 @@ def _read_awq(fields: Fields) -> Quantization:
     version = fields.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise fields.error("version", "octavo reads gemm")
-    return Quantization("awq", num_bits=4, form="int", group_size=_group_size(fields))
+    demanded = ("qzeros",) if fields.flag("zero_point", True) else ()
+    size = _group_size(fields)
+    return Quantization("awq", num_bits=4, form="int", group_size=size, demanded=demanded)
 
 
 def _read_gptq(fields: Fields) -> Quantization:
@@ -177,6 +222,7 @@ def _read_gptq(fields: Fields) -> Quantization:
         zero_offset=offset,
         form=_kind_of_packed(bits),
         group_size=_group_size(fields),
+        demanded=("g_idx",) if fields.flag("desc_act", False) else (),
     )
 
 
