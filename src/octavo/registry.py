@@ -135,6 +135,7 @@ LINEAR_METHODS: Registry[Any] = Registry(
     {
         "plain": "octavo.layers.linear:PlainLinear",
         "quantized": "octavo.layers.linear:QuantizedLinear",
+        "rounded": "octavo.layers.linear:RoundedLinear",
     },
 )
 EXPERTS_METHODS: Registry[Any] = Registry(

@@ -14,6 +14,7 @@ from model_zoo import model_directory, write_model
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.ops.cpu.int8 import has_int8_product
+from octavo.ops.linear import make_linear_kernel
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
 
 SAMPLES = Path(__file__).parent / "quantized"
@@ -52,6 +53,7 @@ def test_tokens_are_those_of_the_rounded_weights(
 
     # Inputs stay as they are; what rounding them changes is tested with the kernels that do.
     monkeypatch.setattr("octavo.layers.linear.make_quantized_kernel", lambda form, dtype: None)
+    monkeypatch.setattr("octavo.layers.linear.make_rounding_kernel", make_linear_kernel)
     expected = generated(rounded)
     with caplog.at_level(logging.INFO, logger="octavo.models.loader"):
         assert generated(directory, quantization=name) == expected

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import LinearConfig
 from octavo.ops.epilogue import Epilogue
-from octavo.ops.linear import LinearKernel, make_linear_kernel, make_quantized_kernel
+from octavo.ops.linear import (
+    LinearKernel,
+    make_linear_kernel,
+    make_quantized_kernel,
+    make_rounding_kernel,
+)
 from octavo.ops.quantized import FormError, QuantizedWeight
 from octavo.registry import LINEAR_METHODS
 
@@ -111,6 +116,17 @@ class PlainLinear(Projection):
         """
         assert self.weight is not None, "finalize is called once"
         self._kernel = make_linear_kernel(self.weight.detach())
+        if not self._kernel.keeps_weight:
+            self.weight = None
+
+
+class RoundedLinear(PlainLinear):
+    """Owns W as loaded, which an embedding table may share, and computes with int8 on a CPU."""
+
+    def finalize(self) -> None:
+        """See PlainLinear.finalize."""
+        assert self.weight is not None, "finalize is called once"
+        self._kernel = make_rounding_kernel(self.weight.detach())
         if not self._kernel.keeps_weight:
             self.weight = None
 

@@ -149,7 +149,8 @@ def _read_native(
 
 
 def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfig:
-    """The same model with projections that the loader quantizes; the head keeps its precision.
+    """The same model with projections that the loader quantizes. The head keeps its precision, but
+    for int8 on a CPU: of a small model it is a large part of what a step reads.
 
     Raises:
         ConfigError: the files have quantized weights already, or the loader cannot: weights that
@@ -166,7 +167,9 @@ def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfi
             "quantization", f"{where}weights of {config.family} are not quantized while they load"
         )
     quantized = config.with_linear_method("quantized")
-    return replace(quantized, head_method=config.head_method, quantization=ON_LOAD[name])
+    is_usual = config.head_method == "plain"
+    head_method = "rounded" if name == "int8" and is_usual else config.head_method
+    return replace(quantized, head_method=head_method, quantization=ON_LOAD[name])
 
 
 def _takes_forms(family: Family) -> bool:

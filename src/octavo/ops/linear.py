@@ -73,6 +73,12 @@ def make_linear_kernel(weight: Tensor) -> LinearKernel:
     return onednn.OneDnnLinear(weight) if onednn.can_pack(weight) else TorchLinear(weight)
 
 
+def make_rounding_kernel(weight: Tensor) -> LinearKernel:
+    """The fastest kernel for W [out_features, in_features] that may be rounded to int8, and inputs
+    that may be, too: that is done on a CPU that has such products."""
+    return int8.make_rounding_kernel(weight) or make_linear_kernel(weight)
+
+
 def make_quantized_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> LinearKernel | None:
     """The fastest kernel for a quantized W [out_features, in_features] and inputs of `dtype`.
 

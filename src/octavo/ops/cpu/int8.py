@@ -19,11 +19,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows, rescale_rows
+from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows, rescale_gate, rescale_rows
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 
 CHUNK_TOKENS = 256  # whose sums are held at once, in float32
+ROUNDED_ELEMENTS = 1 << 24  # that are rounded at once, which takes some copies in float32
 _PACKING_TOKENS = 64  # the number of tokens that oneDNN optimises the layout for
 _MAX_INPUTS = (1 << 31) // (128 * 127)  # beyond it, int32 sums could overflow
 
@@ -43,12 +44,16 @@ class Int8Linear:
 
     def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         """See LinearKernel.apply. Batch-invariant."""
-        if not epilogue.is_gated or len(x) <= CHUNK_TOKENS:
+        if not epilogue.is_gated:
             return apply_epilogue(self.apply_partial(x, bias), epilogue)
         output = x.new_empty((len(x), self._out_features // 2))
         for first in range(0, len(x), CHUNK_TOKENS):
             part = slice(first, first + CHUNK_TOKENS)
-            output[part] = apply_epilogue(self.apply_partial(x[part], bias), epilogue)
+            if bias is None:
+                rounded, scales = quantize_rows(x[part])
+                rescale_gate(self._multiply(rounded), scales, epilogue, output[part])
+            else:
+                output[part] = apply_epilogue(self.apply_partial(x[part], bias), epilogue)
         return output
 
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,6 +72,21 @@ class Int8Linear:
             torch.float32, "none", [], "",
         )  # fmt: skip
         return product
+
+
+def make_rounding_kernel(weight: Tensor) -> Int8Linear | None:
+    """A kernel for W [out_features, in_features] in float32 or bfloat16, rounded here.
+
+    None: see make_kernel.
+    """
+    size = weight.shape[1]
+    if weight.device.type != "cpu" or not has_int8_product():
+        return None
+    parts = [
+        GroupedInt.quantize(part, 8, size, quantizes_inputs=True)
+        for part in weight.split(max(1, ROUNDED_ELEMENTS // size))
+    ]
+    return make_kernel(GroupedInt.join(parts), weight.dtype)
 
 
 def make_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> Int8Linear | None:

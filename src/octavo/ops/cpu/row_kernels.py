@@ -147,24 +147,28 @@ def _norm(address: int, is_rms: Any, like: Any, wide: Any) -> None:
 
 
 @jit
-def _gate(address: int, is_gelu: Any, is_clamped: Any, like: Any) -> None:
-    """output [tokens, size] = f(gate) * up for source [tokens, gate and up, size].
+def _gate(address: int, is_gelu: Any, is_clamped: Any, source_like: Any, like: Any) -> None:
+    """output [tokens, size] = f(gate) * up for source [tokens, gate and up, size], whose tokens are
+    multiplied by weight float32 [tokens] first if there is one.
 
     f(x) = x / (1 + exp(-t)): SiLU if t is x; GELU's tanh approximation if t is
     2 sqrt(2 / pi) (x + 0.044715 x^3); and see Epilogue.CLAMPED_SWIGLU.
     """
     args = carray(pointer_to(address, int64), NUM_ARGS)
-    size, itemsize = args[SIZE], size_of(like)
+    size, itemsize, width = args[SIZE], size_of(like), size_of(source_like)
     begin = fetch_add(address, args[CHUNK])
     while begin < args[TOKENS]:
         for r in range(begin, min(begin + args[CHUNK], args[TOKENS])):
-            source = args[SOURCE] + r * args[STRIDE] * itemsize
-            gate = carray(pointer_to(source, like), size)
-            up = carray(pointer_to(source + size * itemsize, like), size)
+            source = args[SOURCE] + r * args[STRIDE] * width
+            gate = carray(pointer_to(source, source_like), size)
+            up = carray(pointer_to(source + size * width, source_like), size)
+            scale = np.float32(1.0)
+            if args[WEIGHT] != 0:
+                scale = carray(pointer_to(args[WEIGHT], float32), args[TOKENS])[r]
             output = carray(pointer_to(args[OUTPUT] + r * size * itemsize, like), size)
             for i in range(size):
-                x = to_float(gate[i])
-                factor = to_float(up[i])
+                x = to_float(gate[i]) * scale
+                factor = to_float(up[i]) * scale
                 t = x
                 if is_clamped:
                     x = LIMIT if x > LIMIT else x
@@ -273,14 +277,14 @@ def compile_norm(element: Any, weight_element: Any, is_rms: bool) -> Any:
     return compile_kernel(norm)
 
 
-def compile_gate(element: Any, epilogue: Epilogue) -> Any:
-    """See compile_norm."""
+def compile_gate(source: Any, element: Any, epilogue: Epilogue) -> Any:
+    """See compile_norm; from elements of `source` to `element`."""
     sources = digest_of(cpu_vectors)
     is_gelu, is_clamped = epilogue == Epilogue.GELU_TANH_MUL, epilogue == Epilogue.CLAMPED_SWIGLU
 
     def gate(address):
         sources  # noqa: B018
-        _gate(address, is_gelu, is_clamped, np.empty(0, element))
+        _gate(address, is_gelu, is_clamped, np.empty(0, source), np.empty(0, element))
 
     return compile_kernel(gate)
 

@@ -86,7 +86,8 @@ def apply_gate(gate_up: Tensor, epilogue: Epilogue, output: Tensor | None = None
 
     Written into `output` if that is given, which is contiguous.
     """
-    kernel = _gate_kernel(gate_up.dtype, epilogue) if _is_plain(gate_up) else None
+    dtype = gate_up.dtype
+    kernel = _gate_kernel(dtype, dtype, epilogue) if _is_plain(gate_up) else None
     if kernel is None:
         result = epilogues.apply_epilogue(gate_up, epilogue)
         return result if output is None else output.copy_(result)
@@ -99,6 +100,24 @@ def apply_gate(gate_up: Tensor, epilogue: Epilogue, output: Tensor | None = None
     )  # fmt: skip
     _run(kernel, args, num_tokens * size)
     return output
+
+
+def rescale_gate(sums: Tensor, scales: Tensor, epilogue: Epilogue, output: Tensor) -> None:
+    """Write a gated epilogue of sums [num_tokens, 2 * size] * scales [num_tokens], gate first, into
+    `output` [num_tokens, size].
+
+    All of them are dense; sums and scales are float32, output is of another dtype.
+    """
+    kernel = _gate_kernel(torch.float32, output.dtype, epilogue)
+    if kernel is None:
+        output.copy_(epilogues.apply_epilogue(sums * scales.unsqueeze(1), epilogue))
+        return
+    num_tokens, size = output.shape
+    args = _Args(
+        0, sums.data_ptr(), 0, 0, 0, scales.data_ptr(), 0, output.data_ptr(), 0, 0, 0, 0,
+        num_tokens, 1, size, 2 * size, max(1, CHUNK // size),
+    )  # fmt: skip
+    _run(kernel, args, num_tokens * size)
 
 
 def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -228,12 +247,13 @@ def _norm_kernel(dtype: torch.dtype, weight_dtype: torch.dtype, is_rms: bool) ->
 
 
 @cache
-def _gate_kernel(dtype: torch.dtype, epilogue: Epilogue) -> Runner | None:
-    if (element := _element(dtype)) is None:
+def _gate_kernel(source: torch.dtype, dtype: torch.dtype, epilogue: Epilogue) -> Runner | None:
+    source_element, element = _element(source), _element(dtype)
+    if source_element is None or element is None:
         return None
     from octavo.ops.cpu.row_kernels import compile_gate
 
-    return make_runner(compile_gate(element, epilogue))
+    return make_runner(compile_gate(source_element, element, epilogue))
 
 
 @cache
