@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.ops.cpu import int8, row_ops
 from octavo.ops.cpu.int8 import CHUNK_TOKENS, Int8Linear, has_int8_product, make_kernel
 from octavo.ops.epilogue import Epilogue, apply_epilogue
-from octavo.ops.linear import make_quantized_kernel
+from octavo.ops.linear import make_quantized_kernel, make_rounding_kernel
 from octavo.ops.quantized import GroupedInt
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -70,6 +70,30 @@ def test_products_are_those_of_rounded_inputs(
         largest = float(expected.abs().max()) if len(x) else 0.0
         limit = TOLERANCE[dtype]
         torch.testing.assert_close(actual, expected, rtol=limit, atol=limit * largest / 10)
+
+
+@needs_product
+@pytest.mark.usefixtures("rows_by")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_weights_are_rounded_here_for_results_in_float32(
+    dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts, as those of a large vocabulary are."""
+    monkeypatch.setattr(int8, "ROUNDED_ELEMENTS", 7 * 96)
+    weight = torch.randn(50, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = operands(9, 50, 96)[0].to(dtype)
+    bias = torch.linspace(-2, 2, 50).to(dtype) if has_bias else None
+    form = GroupedInt.quantize(weight, 8, 96, quantizes_inputs=True)
+    values, scales = row_ops.quantize_rows(x)
+    wanted = values.double() * scales.double().unsqueeze(1) @ form.dequantize().double().T
+    wanted = wanted if bias is None else wanted + bias.double()
+    kernel = make_rounding_kernel(weight)
+    assert isinstance(kernel, Int8Linear)
+    actual = kernel.apply(x, bias, Epilogue.NONE)
+    torch.testing.assert_close(
+        actual, wanted.float(), rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
+    )
 
 
 @needs_product

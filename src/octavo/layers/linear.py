@@ -121,7 +121,8 @@ class PlainLinear(Projection):
 
 
 class RoundedLinear(PlainLinear):
-    """Owns W as loaded, which an embedding table may share, and computes with int8 on a CPU."""
+    """Owns W as loaded, which an embedding table may share, and computes with int8 on a CPU, then
+    with results in float32: for the head."""
 
     def finalize(self) -> None:
         """See PlainLinear.finalize."""

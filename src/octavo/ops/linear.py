@@ -75,7 +75,7 @@ def make_linear_kernel(weight: Tensor) -> LinearKernel:
 
 def make_rounding_kernel(weight: Tensor) -> LinearKernel:
     """The fastest kernel for W [out_features, in_features] that may be rounded to int8, and inputs
-    that may be, too: that is done on a CPU that has such products."""
+    that may be, too: that is done on a CPU that has such products. Results may be in float32."""
     return int8.make_rounding_kernel(weight) or make_linear_kernel(weight)
 
 

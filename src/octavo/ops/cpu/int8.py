@@ -30,11 +30,15 @@ _MAX_INPUTS = (1 << 31) // (128 * 127)  # beyond it, int32 sums could overflow
 
 
 class Int8Linear:
-    """Owns a copy of W [out_features, in_features] in int8, packed by oneDNN."""
+    """Owns a copy of W [out_features, in_features] in int8, packed by oneDNN.
+
+    Results have the inputs' dtype, or are in float32 if `is_wide`: they are not rounded again.
+    """
 
     keeps_weight = False
 
-    def __init__(self, form: GroupedInt) -> None:
+    def __init__(self, form: GroupedInt, is_wide: bool = False) -> None:
+        self._is_wide = is_wide
         self._out_features, in_features = form.shape
         values = (form.packed ^ 128).view(torch.int8)
         shape = [_PACKING_TOKENS, in_features]
@@ -46,6 +50,7 @@ class Int8Linear:
         """See LinearKernel.apply. Batch-invariant."""
         if not epilogue.is_gated:
             return apply_epilogue(self.apply_partial(x, bias), epilogue)
+        assert not self._is_wide, "no head has a gate"
         output = x.new_empty((len(x), self._out_features // 2))
         for first in range(0, len(x), CHUNK_TOKENS):
             part = slice(first, first + CHUNK_TOKENS)
@@ -58,12 +63,21 @@ class Int8Linear:
 
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
+        if self._is_wide:
+            return self._wide(x, bias)
         output = x.new_empty((len(x), self._out_features))
         for first in range(0, len(x), CHUNK_TOKENS):
             part = slice(first, first + CHUNK_TOKENS)
             rounded, scales = quantize_rows(x[part])
             rescale_rows(self._multiply(rounded), scales, bias, output[part])
         return output
+
+    def _wide(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`apply_partial` in float32: sums are large, and scaled where they are."""
+        rounded, scales = quantize_rows(x)
+        sums = self._multiply(rounded)
+        rescale_rows(sums, scales, None if bias is None else bias.float(), sums)
+        return sums
 
     def _multiply(self, rounded: Tensor) -> Tensor:
         """Products with W of int8 [num_tokens, in_features], in float32."""
@@ -75,18 +89,18 @@ class Int8Linear:
 
 
 def make_rounding_kernel(weight: Tensor) -> Int8Linear | None:
-    """A kernel for W [out_features, in_features] in float32 or bfloat16, rounded here.
+    """A kernel for W [out_features, in_features], rounded here, with results in float32.
 
-    None: see make_kernel.
+    None: W is not in float32 or bfloat16, or see make_kernel.
     """
     size = weight.shape[1]
-    if weight.device.type != "cpu" or not has_int8_product():
+    if weight.device.type != "cpu" or not _takes(weight.dtype, size):
         return None
     parts = [
         GroupedInt.quantize(part, 8, size, quantizes_inputs=True)
         for part in weight.split(max(1, ROUNDED_ELEMENTS // size))
     ]
-    return make_kernel(GroupedInt.join(parts), weight.dtype)
+    return Int8Linear(GroupedInt.join(parts), is_wide=True)
 
 
 def make_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> Int8Linear | None:
@@ -100,9 +114,13 @@ def make_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> Int8Linear | Non
     is_plain = weight.zeros is None and weight.permutation is None
     if weight.bits != 8 or weight.scales.shape[-1] != 1 or not is_plain:
         return None
-    if dtype not in (torch.float32, torch.bfloat16) or weight.shape[-1] > _MAX_INPUTS:
-        return None
-    return Int8Linear(weight) if has_int8_product() else None
+    return Int8Linear(weight) if _takes(dtype, weight.shape[-1]) else None
+
+
+def _takes(dtype: torch.dtype, in_features: int) -> bool:
+    """Whether there is a product for such inputs."""
+    is_served = dtype in (torch.float32, torch.bfloat16) and in_features <= _MAX_INPUTS
+    return is_served and has_int8_product()
 
 
 @cache

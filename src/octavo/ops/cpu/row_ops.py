@@ -177,7 +177,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def rescale_rows(sums: Tensor, scales: Tensor, bias: Tensor | None, output: Tensor) -> None:
     """Write sums [num_tokens, size] * scales [num_tokens] + bias [size] into `output`.
 
-    All of them are dense; sums and scales are float32, bias and output of another dtype.
+    All of them are dense; sums and scales are float32, bias has the dtype of output, which may be
+    the sums.
     """
     kernel = _rescale_kernel(output.dtype)
     if kernel is None:
