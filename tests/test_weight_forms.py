@@ -20,7 +20,7 @@ from octavo.models.registry import quantized_on_load, read_model_config
 from octavo.ops.communicator import SingleRank
 from octavo.ops.cpu.int8 import Int8Linear, has_int8_product
 from octavo.simulation.config import SimulationConfig
-from octavo.weight_forms import Estimate, choose_quantization
+from octavo.weight_forms import Estimate, choose_quantization, describe_dequantized
 from octavo.worker import worker
 from octavo.worker.device.cpu import CpuDevice
 from octavo.worker.device.cuda import CudaDevice
@@ -44,6 +44,8 @@ needs_product = pytest.mark.skipif(not has_int8_product(), reason="no exact int8
         ("cpu", 20, 1, "int8"),
         ("cpu", 72, 1, None),
         ("none", 20, 1, None),
+        ("ampere", 20, 1, None),
+        ("ada", 20, 1, None),
     ],
 )
 def test_weights_are_rounded_only_where_they_leave_too_little_room(
@@ -55,7 +57,22 @@ def test_weights_are_rounded_only_where_they_leave_too_little_room(
     assert choice.quantization == chosen
     assert "bfloat16 takes " in choice.reason
     assert "room for 64 is wanted" in choice.reason
-    assert ("no kernels" in choice.reason) == (kernels == "none")
+    is_short = kernels in ("none", "ampere", "ada")  # which have no kernels for projections
+    assert ("the device would dequantize other forms" in choice.reason) == is_short
+
+
+@pytest.mark.parametrize(
+    ("kernels", "chosen"), [("hopper", "fp8"), ("ada", "fp8"), ("ampere", "int4"), ("none", None)]
+)
+def test_experts_stay_quantized_on_more_gpus(kernels: WeightKernels, chosen: str | None) -> None:
+    directory = ROOT / "benchmarks/configs/qwen3-30b-a3b"
+    config, model = make_config(directory), read_model_config(directory)
+    total = 62 * GIB  # 57 GiB of weights in bfloat16
+    assert choose_quantization(config, model, "bfloat16", total, kernels).quantization == chosen
+    rounded = quantized_on_load(model, "fp8")
+    text = describe_dequantized(rounded, "bfloat16", kernels, "fp8")
+    lost = {"hopper": None, "ada": "projections"}.get(kernels, "projections and experts")
+    assert text is None if lost is None else f"fp8 {lost} are dequantized" in (text or "")
 
 
 def test_few_or_short_sequences_need_less_room() -> None:
@@ -146,14 +163,14 @@ def test_two_ranks_report_what_was_chosen() -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype", "kernels"),
     [
-        ((8, 0), torch.bfloat16, "none"),
-        ((8, 9), torch.bfloat16, "none"),
+        ((8, 0), torch.bfloat16, "ampere"),
+        ((8, 9), torch.bfloat16, "ada"),
         ((9, 0), torch.bfloat16, "hopper"),
         ((9, 0), torch.float32, "none"),
-        ((10, 0), torch.float16, "none"),
+        ((10, 0), torch.float16, "ada"),
     ],
 )
-def test_kernels_are_hopper_s(
+def test_kernels_of_gpus(
     capability: tuple[int, int],
     dtype: torch.dtype,
     kernels: str,
@@ -173,7 +190,7 @@ def test_dequantized_weights_are_mentioned_once(
             for each in llm.engine.executor._worker.runner._model.modules()  # type: ignore[attr-defined]
             if isinstance(each, QuantizedLinear)
         }
-    lines = [each for each in caplog.messages if "weights are dequantized" in each]
+    lines = [each for each in caplog.messages if "projections are dequantized" in each]
     assert len(lines) == (Int8Linear not in kinds)
     for line in lines:
         assert line.startswith("on this CPU ")

@@ -37,6 +37,8 @@ SEQUENCES, CONTEXT = 64, 1024  # that a KV cache should have room for
 # is not among Hopper's: it takes as many bytes as fp8, whose products are faster.
 AUTO_FORMS: Mapping[WeightKernels, tuple[QuantizationName, ...]] = {
     "hopper": ("fp8", "int4"),
+    "ada": ("fp8", "int4"),
+    "ampere": ("int4",),
     "cpu": ("int8",),
     "none": (),
 }
@@ -129,8 +131,12 @@ def choose_quantization(
     wanted = min(SEQUENCES, config.scheduler.max_num_seqs)
     rooms: dict[QuantizationName | None, int] = {}
     texts: list[str] = []
+    stored = _bytes(config, model_config, dtype, kernels)
     for name, model in forms.items():
-        taken = f"{name or dtype} takes {format_bytes(_bytes(config, model, dtype, kernels))}"
+        num_bytes = _bytes(config, model, dtype, kernels)
+        if name is not None and num_bytes >= stored:
+            continue  # the device would dequantize it
+        taken = f"{name or dtype} takes {format_bytes(num_bytes)}"
         try:
             estimate = Estimate.of(config, model, dtype, total, kernels)
         except OutOfMemory as error:
@@ -148,8 +154,8 @@ def choose_quantization(
         ) from why
     chosen = max(rooms, key=lambda name: min(rooms[name], wanted))
     reason = f"{'; '.join(texts)}; room for {wanted:,} is wanted"
-    if rooms[chosen] < wanted and not AUTO_FORMS[kernels]:
-        reason += ", but the device has no kernels for quantized weights"
+    if len(texts) == 1 and rooms[chosen] < wanted:
+        reason += ", but the device would dequantize other forms"
     return Choice(chosen, reason)
 
 
@@ -174,13 +180,17 @@ def describe_dequantized(
         name: what the form is called; None: by the method in config.json.
     """
     quantization = model_config.quantization
+    if quantization is None:
+        return None
     kept = model_config.kept_by(kernels)
-    if quantization is None or (kept == model_config and quantization.form is not None):
+    parts = zip(("projections", "experts"), model_config.quantized_parts, kept.kept, strict=True)
+    lost = " and ".join(part for part, number, is_kept in parts if number and not is_kept)
+    if not lost:
         return None
     size = DTYPE_BYTES[dtype]
     taken, least = kept.least_weight_bytes(size), model_config.least_weight_bytes(size)
     instead = f" instead of {format_bytes(least)}" if least < taken else ""
     return (
-        f"{name or quantization.method} weights are dequantized to {dtype}, because octavo has no "
+        f"{name or quantization.method} {lost} are dequantized to {dtype}, because octavo has no "
         f"kernels for them there; they take {format_bytes(taken)}{instead}"
     )

@@ -185,11 +185,11 @@ def test_the_memory_command_says_what_auto_takes_and_what_is_dequantized(octavo:
     assert "dequantized" not in text
 
     assert values("--gpu", "a100-40gb", "--quantization", "fp8")["dequantized"] == (
-        "fp8 weights are dequantized to bfloat16, because octavo has no kernels for them there; "
-        "they take 14.96 GiB instead of 8.46 GiB"
+        "fp8 projections are dequantized to bfloat16, because octavo has no kernels for them "
+        "there; they take 14.96 GiB instead of 8.46 GiB"
     )
     text = octavo("memory", ROOT / "tests/models/quantized" / "awq", "--gpu", "a100-40gb").stdout
-    assert "awq weights are dequantized to" in text
+    assert "awq projections are dequantized to" in text
     assert "as stored (dequantized)" in text
     run = octavo("memory", LLAMA_8B, "--quantization", "auto")
     assert "quantization: auto depends on the device: name it by --gpu" in run.stderr

@@ -25,7 +25,7 @@ from octavo.layers.config import (
     RelativeBiasConfig,
     RotaryConfig,
 )
-from octavo.models.quantization import Quantization, WeightKernels
+from octavo.models.quantization import ALL_KEPT, KeptParts, Quantization, WeightKernels
 from octavo.parallel import WHOLE, Shard
 from octavo.routing import RoutingConfig
 
@@ -373,15 +373,9 @@ class ModelConfig(ModelDescription):
     decoding_rules: DecodingRules = DecodingRules()
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None  # of the weights in the files
+    kept: KeptParts = ALL_KEPT  # see kept_by
     # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    def least_weight_bytes(self, dtype_bytes: int) -> int:
-        """`weight_bytes` where all quantized weights stay quantized: on a device that has kernels
-        for their form, unless merged projections differ in it."""
-        encoder = () if self.encoder is None else self.encoder.layers
-        num_quantized = sum(each.num_quantized_parameters for each in (*self.layers, *encoder))
-        return self.weight_bytes(dtype_bytes) - self._saved_bytes(dtype_bytes, num_quantized)
 
     def kept_by(self, kernels: WeightKernels) -> ModelConfig:
         """The same model with `least_weight_bytes` and `read_bytes` of a device with such kernels.
@@ -390,29 +384,43 @@ class ModelConfig(ModelDescription):
         """
         if self.quantization is None:
             return self
-        has_experts = self.num_expert_parameters() > 0
-        return replace(self, quantization=self.quantization.kept_by(kernels, has_experts))
+        return replace(self, kept=self.quantization.kept_by(kernels))
 
-    def read_bytes(self, dtype_bytes: int) -> tuple[int, int]:
-        """Bytes of weights that every step reads, and those of all experts that routers choose
-        from, where all quantized weights stay quantized."""
-        experts = self.num_expert_parameters()
-        dense = self.num_parameters() - self.num_lookup_parameters() - experts
-        quantized = sum(each.num_quantized_parameters for each in self.layers)
-        quantized_experts = sum(
+    @property
+    def quantized_parts(self) -> tuple[int, int]:
+        """Parameters in projections, and in experts that routers choose from, that stay quantized
+        if a device keeps them so."""
+        encoder = () if self.encoder is None else self.encoder.layers
+        all_parts = sum(each.num_quantized_parameters for each in (*self.layers, *encoder))
+        experts = sum(
             each.mlp.routing.num_experts * each.mlp.expert_parameters
             for each in self.layers
             if isinstance(each.mlp, ExpertsConfig) and each.mlp.method == "quantized"
         )
-        return (
-            dense * dtype_bytes - self._saved_bytes(dtype_bytes, quantized - quantized_experts),
-            experts * dtype_bytes - self._saved_bytes(dtype_bytes, quantized_experts),
-        )
+        return all_parts - experts, experts
 
-    def _saved_bytes(self, dtype_bytes: int, num_quantized: int) -> int:
-        """What so many quantized parameters take less than in the model's dtype."""
+    def least_weight_bytes(self, dtype_bytes: int) -> int:
+        """`weight_bytes` where quantized weights stay quantized: all of them, or those that a
+        device keeps (`kept_by`), unless merged projections differ in their form."""
+        return self.weight_bytes(dtype_bytes) - sum(self._saved_bytes(dtype_bytes))
+
+    def read_bytes(self, dtype_bytes: int) -> tuple[int, int]:
+        """Bytes of weights that every step reads, and those of all experts that routers choose
+        from, where quantized weights stay quantized as in `least_weight_bytes`."""
+        experts = self.num_expert_parameters()
+        dense = self.num_parameters() - self.num_lookup_parameters() - experts
+        saved, saved_experts = self._saved_bytes(dtype_bytes)
+        return dense * dtype_bytes - saved, experts * dtype_bytes - saved_experts
+
+    def _saved_bytes(self, dtype_bytes: int) -> tuple[int, int]:
+        """What quantized projections and experts take less than in the model's dtype."""
         per_weight = None if self.quantization is None else self.quantization.weight_bytes
-        return 0 if per_weight is None else int((dtype_bytes - per_weight) * num_quantized)
+        if per_weight is None:
+            return 0, 0
+        projections, experts = self.quantized_parts
+        saved = dtype_bytes - per_weight
+        kept = self.kept
+        return int(saved * projections * kept.projections), int(saved * experts * kept.experts)
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""

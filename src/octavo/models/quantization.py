@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from octavo.config import QuantizationName
 from octavo.json_fields import Fields
@@ -19,9 +19,19 @@ PACKED_BITS = (2, 4, 8)  # of integers that divide the word that holds them
 
 FormKind = Literal["float8", "int", "mxfloat4"]
 
-# Which kernels for quantized weights a device has: those of ops/cuda for Hopper, that of
-# ops/cpu/int8.py, or none, so that all weights are dequantized.
-WeightKernels = Literal["hopper", "cpu", "none"]
+# Which kernels for quantized weights a device has: those of a GPU of that generation ("ada" stands
+# for later ones than Hopper, too), that of ops/cpu/int8.py, or none.
+WeightKernels = Literal["hopper", "ada", "ampere", "cpu", "none"]
+
+
+class KeptParts(NamedTuple):
+    """Of which weights a device keeps the quantized form; others are dequantized."""
+
+    projections: bool
+    experts: bool
+
+
+ALL_KEPT = KeptParts(True, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +70,21 @@ class Quantization:
             return self.num_bits / 8 + (2 / self.group_size if self.group_size else 0)
         return None if self.form is None else 1.0 if self.form == "float8" else 0.5 + 1 / 32
 
-    def kept_by(self, kernels: WeightKernels, has_experts: bool) -> Quantization:
-        """The same, without a form where a device with such kernels dequantizes the weights.
+    def kept_by(self, kernels: WeightKernels) -> KeptParts:
+        """What a device with such kernels keeps quantized, as a rule.
 
-        A CPU computes with int8 projections of models that round their inputs; a model that has
-        experts is counted as if all of it were dequantized.
+        Projections of GPUs take Hopper's instructions; those of a CPU are int8 with rounded inputs.
+        Experts are computed with packed values of 4 bits, and with e4m3 where the GPU converts it.
         """
-        is_int8 = (self.form, self.num_bits, self.group_size) == ("int", 8, None)
-        is_kept_by_cpu = is_int8 and self.quantizes_inputs and not has_experts
-        if kernels == "hopper" or (kernels == "cpu" and is_kept_by_cpu):
-            return self
-        return replace(self, form=None)
+        if kernels in ("cpu", "none") or self.form is None:
+            is_int8 = (self.form, self.num_bits, self.group_size) == ("int", 8, None)
+            return KeptParts(kernels == "cpu" and is_int8 and self.quantizes_inputs, False)
+        has_float8 = kernels != "ampere"
+        is_int4 = self.form == "int" and self.num_bits == 4
+        return KeptParts(
+            projections=kernels == "hopper" or self.form == "mxfloat4",  # which has none
+            experts=has_float8 if self.form == "float8" else is_int4 or self.form == "mxfloat4",
+        )
 
 
 # What the option `quantization` makes of weights that are not quantized, while they are loaded.

@@ -42,8 +42,8 @@ class GPU:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100-40gb", 40 * GIB, 1555 * GB, 312 * TERA, 300 * GB, 32 * GB),
-        GPU("a100-80gb", 80 * GIB, 2039 * GB, 312 * TERA, 300 * GB, 32 * GB),
+        GPU("a100-40gb", 40 * GIB, 1555 * GB, 312 * TERA, 300 * GB, 32 * GB, "ampere"),
+        GPU("a100-80gb", 80 * GIB, 2039 * GB, 312 * TERA, 300 * GB, 32 * GB, "ampere"),
         GPU("h100", 80 * GIB, 3352 * GB, 989 * TERA, 450 * GB, 64 * GB, "hopper"),
         GPU("h200", 141 * GB, 4800 * GB, 989 * TERA, 450 * GB, 64 * GB, "hopper"),
         # One core of a server, computing in float32; only good as a start for a calibration.

@@ -98,7 +98,7 @@ def make_rounding_kernel(weight: Tensor) -> Int8Linear | None:
         return None
     parts = [
         GroupedInt.quantize(part, 8, size, quantizes_inputs=True)
-        for part in weight.split(max(1, ROUNDED_ELEMENTS // size))
+        for part in torch.split(weight, max(1, ROUNDED_ELEMENTS // size))
     ]
     return Int8Linear(GroupedInt.join(parts), is_wide=True)
 

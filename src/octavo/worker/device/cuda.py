@@ -89,8 +89,12 @@ class CudaDevice(Device):
         return torch.cuda.get_device_name(self.torch_device)
 
     def weight_kernels(self, dtype: torch.dtype) -> WeightKernels:
-        is_hopper = torch.cuda.get_device_capability(self.torch_device)[0] == HOPPER
-        return "hopper" if is_hopper and dtype != torch.float32 else "none"
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        if dtype == torch.float32:
+            return "none"
+        if capability[0] == HOPPER:
+            return "hopper"
+        return "ada" if capability >= FP8_CAPABILITY else "ampere"
 
     def total_memory(self, config: EngineConfig) -> int:
         """See Device.total_memory: as it was when this was first asked."""
