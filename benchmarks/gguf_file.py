@@ -1,7 +1,8 @@
 """Writes a benchmark's model as a GGUF file, which OpenVINO GenAI reads without an exporter.
 
-It supports only what the benchmarks need: Llama and Qwen3, matrices in float16, and a vocabulary of
-placeholder names, since all prompts are token ids.
+It supports only what the benchmarks need: Llama and Qwen3, matrices in float16 or in int8 with a
+scale for each 32 inputs (Q8_0), and a vocabulary of placeholder names, since all prompts are token
+ids.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 
-def write_gguf(model: Path, file: Path) -> None:
-    """Write the model in directory `model`, which is in Hugging Face format, to `file`."""
+def write_gguf(model: Path, file: Path, has_int8: bool = False) -> None:
+    """Write the model in directory `model`, which is in Hugging Face format, to `file`; has_int8:
+    with all matrices in Q8_0."""
     config = json.loads((model / "config.json").read_text())
     weights = load_file(model / "model.safetensors")
     partial = file.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, config["model_type"])
     _add_metadata(writer, config)
+    q8_0, file_types = gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType
+    writer.add_file_type(file_types.MOSTLY_Q8_0 if has_int8 else file_types.MOSTLY_F16)
     [architecture] = [
         number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == config["model_type"]
     ]
@@ -31,7 +35,12 @@ def write_gguf(model: Path, file: Path) -> None:
     for name, weight in weights.items():
         stored = names.get_name(name, try_suffixes=(".weight",))
         assert stored is not None, name
-        writer.add_tensor(stored, _stored(name, weight, config))
+        array = _stored(name, weight, config)
+        if has_int8 and array.ndim == 2:
+            packed = gguf.quants.quantize(array.astype(np.float32), q8_0)
+            writer.add_tensor(stored, packed, raw_dtype=q8_0)
+        else:
+            writer.add_tensor(stored, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -62,7 +71,6 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         for i in range(len(tokens))
     ]
     writer.add_name("benchmark")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

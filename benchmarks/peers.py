@@ -21,27 +21,27 @@ from harness import CASES, Case, Measurement, measure, model_directory, summary
 BASELINE = "transformers"
 
 
-def openvino_model(case: Case) -> Path | None:
+def openvino_model(case: Case, has_int8: bool) -> Path | None:
     """A GGUF file of the model for OpenVINO GenAI; None if that is not installed."""
     if importlib.util.find_spec("openvino_genai") is None:
         return None
     directory = model_directory(case)
-    file = directory / "model.gguf"
+    file = directory / ("model-q8_0.gguf" if has_int8 else "model.gguf")
     if not file.exists():
         from gguf_file import write_gguf
 
-        write_gguf(directory, file)
+        write_gguf(directory, file, has_int8)
     return file
 
 
 def compare(
-    case: Case, engines: list[str], threads: int, repeat: int
+    case: Case, engines: list[str], threads: int, repeat: int, has_int8: bool
 ) -> dict[str, dict[str, float]]:
     """Run one case on all engines and print a table; returns the values for the JSON line."""
     print(f"\n{case.name}: {case.num_requests} requests, {threads} thread(s)", flush=True)
     models = dict.fromkeys(engines, model_directory(case))
     if "openvino" in engines:
-        file = openvino_model(case)
+        file = openvino_model(case, has_int8)
         if file is None:
             print("  openvino skipped: openvino-genai is not installed")
             del models["openvino"]
@@ -50,7 +50,8 @@ def compare(
     runs: dict[str, list[Measurement]] = {engine: [] for engine in models}
     for _ in range(repeat):
         for engine, model in models.items():
-            runs[engine].append(measure(engine, case, threads, model))
+            quantization = "int8" if has_int8 and engine == "octavo" else None
+            runs[engine].append(measure(engine, case, threads, model, quantization=quantization))
     results: dict[str, dict[str, float]] = {}
     medians = {engine: summary(each) for engine, each in runs.items()}
     base = medians.get(BASELINE, {}).get("tokens_per_second")
@@ -88,15 +89,28 @@ def main() -> None:
         choices=["octavo", "transformers", "openvino"],
         default=["octavo", "transformers", "openvino"],
     )
+    parser.add_argument(
+        "--int8",
+        action="store_true",
+        help="octavo and OpenVINO with weights in int8; transformers has them as they are",
+    )
     args = parser.parse_args()
     chosen = [case for case in CASES if case.name in args.cases]
-    results = {case.name: compare(case, args.engines, args.threads, args.repeat) for case in chosen}
+    results = {
+        case.name: compare(case, args.engines, args.threads, args.repeat, args.int8)
+        for case in chosen
+    }
     print()
-    print(json.dumps({"benchmark": "peers", "threads": args.threads, "cases": results}))
+    print(
+        json.dumps(
+            {"benchmark": "peers", "threads": args.threads, "int8": args.int8, "cases": results}
+        )
+    )
     unequal = [
         case.name
         for case in chosen
-        if case.check_tokens
+        if not args.int8
+        and case.check_tokens
         and results[case.name].get("octavo", {}).get("equal_outputs", case.num_requests)
         < case.num_requests
     ]

@@ -37,10 +37,10 @@ needs_product = pytest.mark.skipif(not has_int8_product(), reason="no exact int8
     [
         ("hopper", 72, 1, None),
         ("hopper", 20, 1, "fp8"),  # 64 sequences of 1,024 tokens take 8 GiB beside 15
-        ("hopper", 16, 1, "int4"),
+        ("hopper", 14, 1, "int4"),
         ("hopper", 6.5, 1, "int4"),  # with little room
         ("hopper", 12, 2, None),  # two such devices
-        ("hopper", 8.5, 2, "int4"),
+        ("hopper", 7, 2, "int4"),
         ("cpu", 20, 1, "int8"),
         ("cpu", 72, 1, None),
         ("none", 20, 1, None),
@@ -73,6 +73,16 @@ def test_experts_stay_quantized_on_more_gpus(kernels: WeightKernels, chosen: str
     text = describe_dequantized(rounded, "bfloat16", kernels, "fp8")
     lost = {"hopper": None, "ada": "projections"}.get(kernels, "projections and experts")
     assert text is None if lost is None else f"fp8 {lost} are dequantized" in (text or "")
+
+
+def test_nothing_is_rounded_where_that_frees_little() -> None:
+    """The encoder's input takes what there is."""
+    directory = ROOT / "benchmarks/configs/t5-3b"
+    config = make_config(directory, max_num_seqs=1024, max_num_batched_tokens=8192)
+    model = read_model_config(directory)
+    choice = choose_quantization(config, model, "bfloat16", 118 * GIB, "hopper")
+    assert choice.quantization is None
+    assert "int4 takes" in choice.reason
 
 
 def test_few_or_short_sequences_need_less_room() -> None:
@@ -135,16 +145,15 @@ def test_an_engine_chooses_before_it_loads(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = model_directory("llama3")
-    options = {"quantization": "auto", "swap_space": 0, "max_num_batched_tokens": 64}
-    options["max_num_seqs"] = 64
+    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 2, "max_model_len": 32}
+    options = {"quantization": "auto", "swap_space": 0, **sizes}
     with LLM(str(directory), **options) as llm:
         assert llm.engine.config.quantization is None
         budget = llm.engine.executor.capacity.budget
     estimate = Estimate.of(
         llm.engine.config, llm.engine.model_config, "float32", budget.total, "cpu"
     )
-    length = llm.engine.model_config.max_model_len
-    blocks = 64 * estimate.shape.blocks_for(length, 1)  # one of which is the null block
+    blocks = 2 * estimate.shape.blocks_for(32, 1)  # one of which is the null block
     small = estimate.fixed.total + blocks * estimate.budget.block_bytes
     monkeypatch.setattr("octavo.worker.device.cpu.host_memory", lambda: small)
     with caplog.at_level(logging.INFO), LLM(str(directory), **options) as llm:

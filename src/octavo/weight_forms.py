@@ -5,9 +5,10 @@ machine.
 
 "auto" prefers the weights as the files have them, and rounds them only where they leave too little
 room for the KV cache: of `max_num_seqs` sequences, but no more than SEQUENCES, of CONTEXT tokens or
-as many as the model takes. It then takes the first of the forms in `AUTO_FORMS` that leaves enough;
-if none does, the one that leaves the most. Forms that the device would dequantize are left out, and
-so are weights that the files have quantized already, or that the loader cannot quantize.
+as many as the model takes. It takes the first form, of the weights as they are and of AUTO_FORMS,
+that leaves nearly as much room (NEARLY) as is wanted, or as any of them does. Forms that the device
+would dequantize are left out, and so are weights that the files have quantized already, or that the
+loader cannot quantize.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from octavo.models.registry import quantized_on_load
 from octavo.parallel import Shard
 
 SEQUENCES, CONTEXT = 64, 1024  # that a KV cache should have room for
+NEARLY = 0.8  # of the room: less than the rest is not worth rounding weights for
 # What "auto" may round weights to on devices with these kernels, the most exact form first. int8
 # is not among Hopper's: it takes as many bytes as fp8, whose products are faster.
 AUTO_FORMS: Mapping[WeightKernels, tuple[QuantizationName, ...]] = {
@@ -145,16 +147,17 @@ def choose_quantization(
             continue
         rooms[name] = estimate.fits(context, chunk=1)
         texts.append(f"{taken} and leaves room for {rooms[name]:,} sequences of {context:,} tokens")
-        if rooms[name] >= wanted:
+        if rooms[name] >= NEARLY * wanted:
             break
     if not rooms:
         raise OutOfMemory(
             f"quantization: the model fits in no form that auto considers: of "
             f"{format_bytes(total)}, {', '.join(texts)}; for the last, {why}"
         ) from why
-    chosen = max(rooms, key=lambda name: min(rooms[name], wanted))
+    most = min(max(rooms.values()), wanted)
+    chosen = next(name for name, room in rooms.items() if room >= NEARLY * most)
     reason = f"{'; '.join(texts)}; room for {wanted:,} is wanted"
-    if len(texts) == 1 and rooms[chosen] < wanted:
+    if len(texts) == 1 and rooms[chosen] < NEARLY * wanted:
         reason += ", but the device would dequantize other forms"
     return Choice(chosen, reason)
 

@@ -84,7 +84,12 @@ def memory(
     machine = Machine.of(model, device_memory, engine, named)
     forms = [] if named is None else list(machine.forms(named))
     choice = None if named is None else machine.choose()
-    budget = machine.budget(machine.asked(choice))
+    try:
+        budget = machine.budget(machine.asked(choice))
+    except OutOfMemory:
+        if forms and not as_json:
+            show(forms_table(forms), "")
+        raise
     if as_json:
         values = budget.values(lengths)
         if choice is not None:
