@@ -82,6 +82,36 @@ def test_the_output_has_its_form_and_ends_with_it(llm: LLM, structured: Any, pat
     assert say(llm, SamplingParams(temperature=0, structured={"choice": ["ab"]})).outputs[0].text
 
 
+@pytest.mark.parametrize(
+    "structured",
+    [
+        {"regex": "[a-c]{3,5}-[0-9]{2}"},
+        {"choice": ["abcdef", "abcxyz"]},
+        {"grammar": 'start: "<<" start ">" | /[a-z]{4}/'},
+        {"json_schema": {"type": "array", "items": {"const": "ab"}, "maxItems": 3}},
+        {"parts": [{"name": "it", "kind": "regex", "source": "[a-f]{6}"}]},
+    ],
+)
+def test_an_output_that_the_prompt_has_begun_goes_on_in_its_form(llm: LLM, structured: Any) -> None:
+    greedy = {"temperature": 0, "max_tokens": 60}
+    whole = say(llm, SamplingParams(structured=structured, **greedy)).outputs[0]
+    assert whole.finish_reason == "stop"
+    grammar = StructuredOutput(**structured).to_grammar()
+    for begun in range(1, len(whole.token_ids)):
+        rest = StructuredOutput.going_on(grammar, begun, "parent")
+        assert rest.to_grammar() == grammar
+        prompt = [5, 6, 7, *whole.token_ids[:begun]]
+        for form in (rest, {**structured, "begun": begun}):
+            output = say(llm, SamplingParams(structured=form, **greedy), prompt).outputs[0]
+            assert output.token_ids == whole.token_ids[begun:]
+
+
+@pytest.mark.parametrize("begun", [-1, True, 1.5, "2", 4])
+def test_what_is_not_in_the_prompt_cannot_have_begun(llm: LLM, begun: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"structured\.begun"):
+        say(llm, SamplingParams(structured={"regex": "a+", "begun": begun}))
+
+
 def test_draws_stop_at_strings_and_tokens_and_are_scored(llm: LLM) -> None:
     params = SamplingParams(
         seed=5, max_tokens=90, structured={"json_schema": PERSON}, stop='"name"', logprobs=2
