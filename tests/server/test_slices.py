@@ -74,8 +74,8 @@ def test_work_that_fails_does_not_stop_what_comes_after_it() -> None:
 def test_moving_a_thousand_requests_leaves_the_event_loop_its_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process is killed and comes back, a replica drains, all die: in each turn of the loop, hardly
-    more requests are sent or taken than a slice has."""
+    """A process is killed and comes back, a replica drains, all die: in each turn of the loop,
+    hardly more requests are sent or taken than a slice has."""
     sent = Counter[int]()
     send = WorldProcess.send
 

@@ -20,7 +20,7 @@ from octavo.errors import InvalidRequest
 from octavo.sampling_params import ThinkingLimit
 from octavo.structured import guidance
 from octavo.structured.constraint import num_words
-from octavo.structured.output import MAX_GRAMMAR_BYTES, StructuredOutput
+from octavo.structured.output import MAX_CHOICES, MAX_GRAMMAR_BYTES, StructuredOutput
 
 PERSON = {
     "type": "object",
@@ -80,6 +80,14 @@ def test_the_output_has_its_form_and_ends_with_it(llm: LLM, structured: Any, pat
             else:
                 assert len(sample.token_ids) == 60
     assert say(llm, SamplingParams(temperature=0, structured={"choice": ["ab"]})).outputs[0].text
+
+
+def test_there_may_be_as_many_choices_as_are_allowed(llm: LLM) -> None:
+    texts = [f"{i:04}" + "xy" * (i % 3) for i in range(MAX_CHOICES)]
+    params = SamplingParams(structured={"choice": texts}, temperature=2, n=8, max_tokens=30)
+    outputs = say(llm, params).outputs
+    assert {sample.finish_reason for sample in outputs} == {"stop"}
+    assert {sample.text for sample in outputs} <= set(texts)
 
 
 @pytest.mark.parametrize(
