@@ -430,6 +430,7 @@ class SamplingParams(_Parameters):
             bad_words=tuple(tuple(word) for word in bad_word_ids if word),
             min_tokens=self.min_tokens,
             grammar=grammar,
+            num_begun=_num_begun(self),
             thinking=thinking,
             end_token_ids=ends if self.min_tokens or grammar else (),
             num_logprobs=self.logprobs,
@@ -503,6 +504,7 @@ class BeamSearchParams(_Parameters):
         return SamplingSpec(
             num_candidates=max(2, 1 + len(ends)) * self.beam_width,
             grammar=grammar,
+            num_begun=_num_begun(self),
             end_token_ids=ends if grammar else (),
         )
 
@@ -582,3 +584,8 @@ def _grammar(
             "ignore_eos is on; give stop_token_ids",
         )
     return grammar
+
+
+def _num_begun(params: SamplingParams | BeamSearchParams) -> int:
+    """How many tokens of the prompt `structured` is about."""
+    return params.structured.begun if isinstance(params.structured, StructuredOutput) else 0

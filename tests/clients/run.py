@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,13 +41,17 @@ class Client:
 CLIENTS = (
     Client("openai (node)", "openai_node.mjs", ("openai@^7.55.0",)),
     Client("openai", "use_openai.py", ("openai>=3.50,<4", "pydantic>=2")),
-    Client("langchain-openai", "use_langchain.py", ("langchain-openai>=1.7,<2",)),
-    Client("anthropic", "use_anthropic.py", ("anthropic>=0.70,<1",)),
+    Client(
+        "langchain-openai", "use_langchain.py", ("langchain-openai>=1.7,<2", "langchain>=1.4,<2")
+    ),
+    Client("anthropic", "use_anthropic.py", ("anthropic>=2,<3",)),
     # Later versions need a certifi that not every index has.
     Client("litellm", "use_litellm.py", ("litellm>=1.100,<1.107", "mcp>=2")),
     Client("instructor", "use_instructor.py", ("instructor>=1.11",)),
     Client("pydantic-ai", "use_pydantic_ai.py", ("pydantic-ai-slim[openai]>=1",)),
     Client("openai-agents", "use_openai_agents.py", ("openai-agents>=0.4",)),
+    Client("llama-index", "use_llama_index.py", ("llama-index-llms-openai-like>=0.8,<0.9",)),
+    Client("smolagents", "use_smolagents.py", ("smolagents[openai]>=1.26,<2",)),
     Client("lm-eval", "use_lm_eval.py", ("lm-eval[api]>=0.4.13,<0.5", "transformers>=5")),
     # torch first: guidellm alone would install the build for GPUs if the index has it.
     Client("guidellm", "use_guidellm.py", ("torch==2.13.0", "guidellm>=0.8.1,<0.9")),
@@ -83,7 +88,10 @@ def main() -> int:
     num_failed = 0
     # In float32: in bfloat16, scores depend on the batch where the CPU has matrix units.
     options = ("--log-level", "warning", "--num-blocks", "1024", "--dtype", "float32")
-    with live_server(*options) as server:
+    with (
+        tempfile.TemporaryDirectory() as files,
+        live_server(*options, "--files-dir", files) as server,
+    ):
         for client in CLIENTS:
             if chosen and client.name not in chosen:
                 continue

@@ -1,17 +1,81 @@
-"""Anthropic's client: messages, streams, counts and errors."""
+"""Anthropic's client: messages, streams, tools, counts and errors."""
 
 from __future__ import annotations
 
 import sys
 
 import anthropic
+from anthropic import beta_tool
+from pydantic import BaseModel
 
 MESSAGES = [{"role": "user", "content": "What is a cat?"}]
+GREEDY = {"extra_body": {"temperature": 0}}  # the library's own models have no such field
+
+
+class Cat(BaseModel):
+    is_tame: bool
+
+
+WEATHER = {
+    "name": "weather",
+    "description": "The weather of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+    },
+}
+
+
+def use_tools(client: anthropic.Anthropic) -> None:
+    asked = {"model": "demo", "max_tokens": 200, "messages": MESSAGES, **GREEDY}
+    choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    called = {"tools": [WEATHER], "tool_choice": choice}
+    whole = client.messages.create(**asked, **called)
+    assert whole.stop_reason == "tool_use"
+    [use] = [block for block in whole.content if block.type == "tool_use"]
+    assert (use.name, set(use.input)) == ("weather", {"city"})
+    with client.messages.stream(**asked, **called) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert "input_json" in kinds  # which the library makes of the arguments' pieces
+    assert [block.input for block in final.content if block.type == "tool_use"] == [use.input]
+    assert final.stop_reason == "tool_use"
+    parsed = client.messages.parse(**asked, output_format=Cat).parsed_output
+    assert isinstance(parsed, Cat)
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "It is warm."}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": [block.model_dump() for block in whole.content]},
+        {"role": "user", "content": [result]},
+    ]
+    answer = client.messages.create(**asked | {"messages": messages}, tools=[WEATHER])
+    assert answer.content
+    without = client.messages.count_tokens(model="demo", messages=MESSAGES)
+    count = client.messages.count_tokens(model="demo", messages=messages, tools=[WEATHER])
+    assert count.input_tokens > without.input_tokens
+    usage = answer.usage
+    assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+    cities: list[str] = []
+
+    @beta_tool
+    def forecast(city: str) -> str:
+        """The weather of tomorrow."""
+        cities.append(city)
+        return "It will be warm."
+
+    # The server holds no conversations of this API.
+    runner = client.beta.messages.tool_runner(
+        **asked, tools=[forecast], tool_choice={"type": "any"}, max_iterations=2, thread=False
+    )
+    assert [message.stop_reason for message in runner] == ["tool_use"] * 2
+    assert len(cities) >= 2
 
 
 def main() -> None:
     client = anthropic.Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
-    fields = {"model": "demo", "max_tokens": 12, "temperature": 0, "messages": MESSAGES}
+    fields = {"model": "demo", "max_tokens": 12, "messages": MESSAGES, **GREEDY}
     whole = client.messages.create(**fields)
     assert (whole.type, whole.role) == ("message", "assistant")
     text = whole.content[0].text
@@ -30,7 +94,7 @@ def main() -> None:
     blocks = [{"type": "text", "text": "What is a cat?", "cache_control": {"type": "ephemeral"}}]
     system = [{"type": "text", "text": "You are kind."}]
     said = [{"role": "user", "content": blocks}]
-    asked = client.messages.create(**fields | {"messages": said}, system=system, top_k=5)
+    asked = client.messages.create(**fields | {"messages": said}, system=system)
     assert asked.content[0].type == "text"
     word = text.split()[1]
     stopped = client.messages.create(**fields, stop_sequences=[word])
@@ -55,7 +119,8 @@ def main() -> None:
         raise AssertionError("no token was asked for, and something came")
     if "max_tokens" not in message:
         raise AssertionError(message)
-    print("messages, streams, blocks, stop sequences, counts, errors")
+    use_tools(client)
+    print("messages, streams, blocks, stop sequences, tools, counts, errors")
 
 
 if __name__ == "__main__":

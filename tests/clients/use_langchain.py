@@ -1,5 +1,5 @@
 """langchain-openai: invoke, stream with usage, batch, async, completions, log-probabilities, tools,
-answers of a form by tools and by schema."""
+answers of a form in each way, and an agent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import asyncio
 import sys
 from typing import Annotated
 
+import httpx
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -22,6 +25,10 @@ class Cat(BaseModel):
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=30)
     model_config = ConfigDict(extra="forbid")
+
+
+class Anything(BaseModel):
+    """Any object."""
 
 
 @tool
@@ -47,10 +54,29 @@ def use_tools(chat: ChatOpenAI) -> None:
     said = weather.invoke(call)
     assert isinstance(said, ToolMessage)
     chat.bind_tools([weather]).invoke([HumanMessage(QUESTION), answer, said])
-    # Not the third way, which demands any JSON object, of which the demo model finds no end.
     for method in ("function_calling", "json_schema"):
         structured = chat.with_structured_output(Cat, method=method, strict=True)
         assert isinstance(structured.invoke(QUESTION), Cat), method
+    # This way demands any JSON object, of which the demo model finds no end by itself.
+    tokens = httpx.post(
+        f"{sys.argv[1]}/tokenize", json={"prompt": "}", "add_special_tokens": False}
+    )
+    [closing] = tokens.json()["tokens"]
+    biased = chat.model_copy(update={"logit_bias": {closing: 20}})
+    structured = biased.with_structured_output(Anything, method="json_mode")
+    assert isinstance(structured.invoke(QUESTION), Anything)
+
+
+def use_agent(chat: ChatOpenAI) -> None:
+    """An agent calls its tool as often as the model does, so its answer has a form: a tool of the
+    library's that ends the loop, or the response format."""
+    for strategy in (ToolStrategy(Cat), ProviderStrategy(Cat)):
+        tools = [weather] if isinstance(strategy, ToolStrategy) else []
+        agent = create_agent(chat, tools, system_prompt="Be kind.", response_format=strategy)
+        state = agent.invoke({"messages": [HumanMessage(QUESTION)]}, {"recursion_limit": 60})
+        assert isinstance(state["structured_response"], Cat), strategy
+    parts = list(agent.stream({"messages": [HumanMessage(QUESTION)]}, stream_mode="messages"))
+    assert parts
 
 
 def main() -> None:
@@ -80,10 +106,11 @@ def main() -> None:
     assert "." not in scored.content
     assert len(scored.response_metadata["logprobs"]["content"][0]["top_logprobs"]) == 2
     use_tools(chat.model_copy(update={"max_tokens": 200, "stream_usage": False}))
+    use_agent(chat.model_copy(update={"max_tokens": 200}))
     completion = OpenAI(base_url=URL, api_key="none", model="demo", temperature=0, max_tokens=8)
     text = completion.invoke("Once upon a time")
     assert "".join(completion.stream("Once upon a time")) == text
-    print("invoke, stream, batch, async, logprobs, completions, tools, structured output")
+    print("invoke, stream, batch, async, logprobs, completions, tools, structured output, agents")
 
 
 if __name__ == "__main__":

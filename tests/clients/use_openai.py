@@ -1,9 +1,11 @@
-"""openai: tools, streamed calls put together by the library, answers parsed with pydantic."""
+"""openai: tools, streamed calls put together by the library, answers parsed with pydantic,
+responses, embeddings, files and batches."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from enum import Enum
 
 import openai
@@ -25,6 +27,58 @@ class Weather(BaseModel):
     city: str = Field(max_length=12)
     days: int = Field(ge=1, le=9)
     unit: Unit
+
+
+def use_responses(client: OpenAI) -> None:
+    asked = {"model": "demo", "input": "Is it warm?", "temperature": 0, "max_output_tokens": 200}
+    parsed = client.responses.parse(**asked, text_format=Weather).output_parsed
+    assert isinstance(parsed, Weather)
+    tool = {
+        "type": "function",
+        "name": "weather",
+        "parameters": Weather.model_json_schema(),
+        "strict": True,
+    }
+    tools = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    first = client.responses.create(**asked, **tools)
+    [call] = [item for item in first.output if item.type == "function_call"]
+    Weather.model_validate_json(call.arguments)
+    with client.responses.stream(**asked, **tools) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert "response.function_call_arguments.done" in kinds
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+    assert [item.arguments for item in streamed.output] == [call.arguments]
+    said = {"type": "function_call_output", "call_id": call.call_id, "output": "20 degrees"}
+    follow = {"model": "demo", "temperature": 0, "max_output_tokens": 12}
+    second = client.responses.create(**follow, input=[said], previous_response_id=first.id)
+    assert second.output_text
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    alone = client.responses.create(**follow, input="Is it warm?")
+    assert second.usage.input_tokens > alone.usage.input_tokens
+    client.responses.delete(second.id)
+
+
+def use_batches(client: OpenAI) -> None:
+    body = {"model": "demo", "input": ["A cat.", "A dog."]}
+    vectors = [each.embedding for each in client.embeddings.create(**body).data]
+    plain = client.embeddings.create(**body, encoding_format="float").data
+    assert all(
+        abs(a - b) < 1e-6
+        for vector, each in zip(vectors, plain, strict=True)
+        for a, b in zip(vector, each.embedding, strict=True)
+    )
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
+    content = json.dumps(line).encode() + b"\n"
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+    )
+    while batch.status not in ("completed", "failed"):
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    answer = json.loads(client.files.content(batch.output_file_id).text)
+    assert len(answer["response"]["body"]["data"]) == 2
 
 
 def main() -> None:
@@ -75,7 +129,9 @@ def main() -> None:
     except openai.BadRequestError as error:
         params.append(error.param)
     assert params == ["tools[0].function.name"]
-    print("tools, streamed calls, parse with pydantic, what a tool says, errors")
+    use_responses(client)
+    use_batches(client)
+    print("tools, parse with pydantic, responses, embeddings, batches, errors")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from octavo.models.registry import read_model_config
 from octavo.server.engine_process import loop as engine_loop
 from octavo.server.engine_process import messages as m
 from octavo.server.engine_process import replica as replicas
+from octavo.server.engine_process import slices
 from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.listening import Listener
 from octavo.server.engine_process.placement import Replication
@@ -42,6 +43,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._now = 0.0
+        self.num_turns = 0
         super().__init__(_Selector(self))
 
     def time(self) -> float:
@@ -57,6 +59,7 @@ class _Selector(selectors.SelectSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> Any:
+        self._loop.num_turns += 1
         if timeout is not None:
             self._loop.advance(timeout)
         return super().select(0 if timeout is not None else None)
@@ -167,8 +170,9 @@ class WorldProcess:
 class World(Listener):
     """Owns the processes, and draws what happens."""
 
-    def __init__(self, seed: int = 0, num_blocks: int = 60) -> None:
+    def __init__(self, seed: int = 0, num_blocks: int = 60, slice_units: int = 64) -> None:
         self.draw = random.Random(seed)
+        self.slice_units = slice_units
         self.num_blocks = num_blocks
         self.num_bad_starts = 0
         self.num_crashes = 0
@@ -193,6 +197,8 @@ class World(Listener):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replicas, "EngineProcess", make_process)
+            # So that much can happen while requests are being moved.
+            patch.setattr(slices, "SLICE_UNITS", self.slice_units)
             replication = Replication(num_replicas)
             self.client = EngineClient(config, supervision, (self,), replication=replication)
             await self.client.start()

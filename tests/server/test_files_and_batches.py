@@ -35,8 +35,12 @@ def jsonl(*lines: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def storing(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("files")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def storing(directory: Path) -> Any:
     options = ("--files-dir", str(directory), "--max-file", "1MiB", "--max-files", "30")
     with live_server("--log-level", "warning", *options) as running:
         yield running
@@ -117,6 +121,21 @@ def upload(server: LiveServer, **fields: Any) -> httpx.Response:
         ),
         (
             {
+                "content": b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch',
+                "headers": {"content-type": "multipart/form-data; boundary=b"},
+            },
+            400,
+            "body",
+        ),
+        ({"files": {"file": ("a", b"x")}, "data": {"purpose": ["batch", "batch"]}}, 400, "purpose"),
+        ({"files": {"file": ("a", b"x")}, "data": {"purpose": "b" * 257}}, 400, "purpose"),
+        (
+            {"files": [("file", ("a", b"x")), ("file", ("b", b"y"))], "data": {"purpose": "batch"}},
+            400,
+            "file",
+        ),
+        (
+            {
                 "content": b"--b\r\n\r\n--b" * 5000,
                 "headers": {"content-type": "multipart/form-data; boundary=b"},
             },
@@ -126,10 +145,12 @@ def upload(server: LiveServer, **fields: Any) -> httpx.Response:
     ],
 )
 def test_bad_uploads_are_refused(
-    storing: LiveServer, fields: dict[str, Any], status: int, param: str | None
+    storing: LiveServer, directory: Path, fields: dict[str, Any], status: int, param: str | None
 ) -> None:
+    before = set(directory.rglob("*"))
     reply = upload(storing, **fields)
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+    assert set(directory.rglob("*")) == before
 
 
 def test_pages_of_others_upload_nothing(storing: LiveServer) -> None:
@@ -140,8 +161,14 @@ def test_pages_of_others_upload_nothing(storing: LiveServer) -> None:
 
 
 def test_a_file_of_any_bytes_comes_back(storing: LiveServer) -> None:
-    data = bytes(range(256)) * 40 + b"\r\n--\r\n\r\n\n\r" * 3
-    file = upload(storing, files={"file": ("a", data)}, data={"purpose": "batch"}).json()
+    data = bytes(range(256)) * 40 + b"\r\n--\r\n\r\n\n\r" * 3 + b"\r\n--edge\r\r\n--edg" * 9999
+    file = upload(
+        storing,
+        files={"file": ("ä.jsonl", data)},
+        data={"purpose": "batch"},
+        headers={"content-type": 'multipart/form-data; boundary="edge of it"'},
+    ).json()
+    assert file["filename"] == "ä.jsonl"
     assert storing.get(f"/v1/files/{file['id']}/content").content == data
     empty = upload(storing, files={"file": ("a", b"")}, data={"purpose": "batch"}).json()
     assert storing.get(f"/v1/files/{empty['id']}/content").content == b""

@@ -22,6 +22,8 @@ TOOLS = [
     {"name": "now", "description": "The time", "input_schema": {"type": "object"}},
 ]
 
+FORMAT = {"type": "json_schema", "schema": {"enum": ["cat", "dog"]}}
+
 
 def asked(
     *bodies: dict[str, Any], path: str = "/v1/messages", **script: Any
@@ -210,6 +212,17 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"top_p": 0}, "top_p"),
         ({"max_token": 5}, "max_token"),
         ({"container": "x"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+        (
+            {"output_config": {"format": {**FORMAT, "schema": {"title": "x" * 300_000}}}},
+            "output_config.format.schema",
+        ),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
+        (
+            {"output_config": {"format": FORMAT}, "output_format": FORMAT},
+            "output_config.format",
+        ),
     ],
 )
 def test_bad_messages_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -219,6 +232,18 @@ def test_bad_messages_are_refused_by_name(fields: dict[str, Any], param: str) ->
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(param)
     assert not scripted.prompts
+
+
+def test_the_form_may_come_as_either_version_of_anthropic_s_clients_sends_it(
+    server: LiveServer,
+) -> None:
+    body = {"messages": HI, "max_tokens": 20}
+    for fields in ({"output_format": FORMAT}, {"output_config": {"format": FORMAT}}):
+        reply = server.post("/v1/messages", body | fields)
+        assert reply.json()["content"][0]["text"] in ('"cat"', '"dog"'), reply.text
+    # The demo model's template does not know it.
+    reply = server.post("/v1/messages", body | {"output_config": {"effort": "max"}})
+    assert reply.json()["error"]["param"] == "output_config.effort"
 
 
 def test_the_key_may_come_as_anthropic_s_clients_send_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -218,7 +219,70 @@ def test_an_output_with_a_form_is_forked_where_it_is_whole(server: LiveServer) -
     for position in (None, num_prompt):
         body = {"parent": parent["id"], "position": position, "max_tokens": 16, **form}
         assert server.post("/v1/forks", body).json()["choices"][0]["text"] in ("yes", "no")
-    cut = server.complete("Once upon a time", max_tokens=1, **form)
-    refused = server.post("/v1/forks", {"parent": cut["id"]})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "position"
+
+
+def test_a_fork_inside_an_output_with_a_form_goes_on_with_the_form(server: LiveServer) -> None:
+    """From any place: greedily the same output, sampled or searched another one of the form."""
+    asked = {"return_token_ids": True, "max_tokens": 60}
+    form = {"structured_outputs": {"regex": "[a-z]{8,12} [0-9]{4}(, [a-z]{4}){2}"}}
+    parent = server.complete("Once upon a time", temperature=0, **asked, **form)
+    [choice] = parent["choices"]
+    assert choice["finish_reason"] == "stop"
+    tokens, start = choice["token_ids"], parent["usage"]["prompt_tokens"]
+
+    def fork(parent: str, num_kept: int, **fields: Any) -> Any:
+        body = {"parent": parent, "position": start + num_kept, **asked, **fields}
+        return server.post("/v1/forks", body).json()
+
+    def output(child: Any) -> str:
+        token_ids = [*child["prompt_token_ids"][start:], *child["token_ids"]]
+        text = server.post("/detokenize", {"tokens": token_ids}).json()["prompt"]
+        return str(text.partition("<|")[0])  # without the end token
+
+    for num_kept in range(1, len(tokens)):
+        [child] = fork(parent["id"], num_kept, temperature=0)["choices"]
+        assert (child["token_ids"], child["finish_reason"]) == (tokens[num_kept:], "stop")
+    pattern = form["structured_outputs"]["regex"]
+    for kind in ({"temperature": 1, "seed": 1, "n": 4}, {"beam_width": 3, "n": 3}):
+        forked = fork(parent["id"], 5, **kind)
+        again = fork(forked["id"], 8, choice=1, temperature=0)
+        prompt = forked["choices"][0]["prompt_token_ids"]
+        for child in (*forked["choices"], *again["choices"]):
+            assert re.fullmatch(pattern, output({"prompt_token_ids": prompt, **child}))
+    # A suffix is a part of the output, and one that the form does not allow ends the fork.
+    [child] = fork(parent["id"], len(tokens) - 1, suffix=[tokens[-1]], temperature=0)["choices"]
+    assert child["finish_reason"] == "stop"
+    assert fork(parent["id"], 5, suffix="!!")["error"]["code"] == "no_token_left"
+    for fields, param in [
+        (form, "structured_outputs.regex"),
+        ({"children": [{}, {"response_format": {"type": "json_object"}}]}, "response_format"),
+        ({"ignore_eos": True}, "parent"),
+    ]:
+        assert fork(parent["id"], 5, **fields)["error"]["param"] == param
+    # What a stop string has cut off is not whole; before its first token, and behind its end token,
+    # there is no form.
+    cut = server.complete("Once upon a time", temperature=0, stop=[" "], **asked, **form)
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    num_cut = len(cut["choices"][0]["token_ids"])
+    [child] = fork(cut["id"], num_cut, temperature=0)["choices"]
+    assert child["token_ids"] == tokens[num_cut:]
+    for num_kept in (0, len(tokens)):
+        [child] = fork(parent["id"], num_kept, temperature=0, **form)["choices"]
+        assert re.fullmatch(pattern, child["text"])
+
+
+def test_a_fork_inside_a_call_of_a_tool_ends_the_call(server: LiveServer) -> None:
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "London", "Rome"]}}}
+    parameters["required"] = ["city"]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    body = {"messages": [{"role": "user", "content": "Hi"}], **asked, "temperature": 0}
+    chat = server.post("/v1/chat/completions", body).json()
+    assert chat["choices"][0]["finish_reason"] == "tool_calls"
+    usage = chat["usage"]
+    for num_kept in range(1, usage["completion_tokens"], 3):
+        body = {"parent": chat["id"], "position": usage["prompt_tokens"] + num_kept, "n": 2}
+        for choice in server.post("/v1/forks", {**body, "max_tokens": 60}).json()["choices"]:
+            assert choice["finish_reason"] == "stop"
+            text = choice["text"].rstrip()
+            assert text.endswith("</tool_call>") or "</tool_call>".endswith(text)

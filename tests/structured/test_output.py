@@ -20,7 +20,7 @@ from octavo.errors import InvalidRequest
 from octavo.sampling_params import ThinkingLimit
 from octavo.structured import guidance
 from octavo.structured.constraint import num_words
-from octavo.structured.output import MAX_GRAMMAR_BYTES, StructuredOutput
+from octavo.structured.output import MAX_CHOICES, MAX_GRAMMAR_BYTES, StructuredOutput
 
 PERSON = {
     "type": "object",
@@ -80,6 +80,44 @@ def test_the_output_has_its_form_and_ends_with_it(llm: LLM, structured: Any, pat
             else:
                 assert len(sample.token_ids) == 60
     assert say(llm, SamplingParams(temperature=0, structured={"choice": ["ab"]})).outputs[0].text
+
+
+def test_there_may_be_as_many_choices_as_are_allowed(llm: LLM) -> None:
+    texts = [f"{i:04}" + "xy" * (i % 3) for i in range(MAX_CHOICES)]
+    params = SamplingParams(structured={"choice": texts}, temperature=2, n=8, max_tokens=30)
+    outputs = say(llm, params).outputs
+    assert {sample.finish_reason for sample in outputs} == {"stop"}
+    assert {sample.text for sample in outputs} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        {"regex": "[a-c]{3,5}-[0-9]{2}"},
+        {"choice": ["abcdef", "abcxyz"]},
+        {"grammar": 'start: "<<" start ">" | /[a-z]{4}/'},
+        {"json_schema": {"type": "array", "items": {"const": "ab"}, "maxItems": 3}},
+        {"parts": [{"name": "it", "kind": "regex", "source": "[a-f]{6}"}]},
+    ],
+)
+def test_an_output_that_the_prompt_has_begun_goes_on_in_its_form(llm: LLM, structured: Any) -> None:
+    greedy = {"temperature": 0, "max_tokens": 60}
+    whole = say(llm, SamplingParams(structured=structured, **greedy)).outputs[0]
+    assert whole.finish_reason == "stop"
+    grammar = StructuredOutput(**structured).to_grammar()
+    for begun in range(1, len(whole.token_ids)):
+        rest = StructuredOutput.going_on(grammar, begun, "parent")
+        assert rest.to_grammar() == grammar
+        prompt = [5, 6, 7, *whole.token_ids[:begun]]
+        for form in (rest, {**structured, "begun": begun}):
+            output = say(llm, SamplingParams(structured=form, **greedy), prompt).outputs[0]
+            assert output.token_ids == whole.token_ids[begun:]
+
+
+@pytest.mark.parametrize("begun", [-1, True, 1.5, "2", 4])
+def test_what_is_not_in_the_prompt_cannot_have_begun(llm: LLM, begun: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"structured\.begun"):
+        say(llm, SamplingParams(structured={"regex": "a+", "begun": begun}))
 
 
 def test_draws_stop_at_strings_and_tokens_and_are_scored(llm: LLM) -> None:

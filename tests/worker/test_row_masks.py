@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,6 +59,22 @@ def test_bits() -> None:
     set_bits(words, [63, 0])
     clear_bits(words, [31, 31, 5])
     assert tokens_of(words) == [0, 32, 63, 69]
+
+
+def test_a_grammar_may_begin_in_the_prompt() -> None:
+    """Row 1 begins with the last two tokens of its prompt; row 2 is its copy."""
+    masks = rising_masks(4, SIZE)
+    masks.open(1, replace(RISING, num_begun=2))
+    prompt = (30, 5, 9)
+    assert tokens_of(fill(masks, {1: (prompt, [])}).words[0]) == list(range(10, SIZE))
+    masks.copy(2, 1)
+    filled = fill(masks, {1: (prompt, [20]), 2: (prompt, [11, 30])})
+    assert [tokens_of(words)[:2] for words in filled.words] == [[0, 21], [0, 31]]
+    masks.rewind(2, 1)
+    assert tokens_of(fill(masks, {2: (prompt, [11, 15])}).words[0])[:2] == [0, 16]
+    masks.open(3, replace(RISING, num_begun=3))
+    [error] = fill(masks, {3: (prompt, [])}).errors.values()
+    assert "5 is not more than 30" in str(error)
 
 
 def test_min_tokens_counts_output_tokens() -> None:

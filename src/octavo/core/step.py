@@ -64,6 +64,8 @@ class SamplingSpec:
     forced_tokens: tuple[tuple[int, int], ...] = ()
     min_tokens: int = 0
     grammar: Grammar | None = None
+    # Tokens at the end of the prompt that are the beginning of what the grammar describes.
+    num_begun: int = 0
     thinking: ThinkingSpec | None = None
     # End-of-sequence and stop ids, if min_tokens or a grammar forbids them for a while.
     end_token_ids: tuple[int, ...] = ()

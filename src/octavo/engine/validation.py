@@ -211,6 +211,11 @@ class RequestPreparer:
             spec = self._with_rules(spec, len(token_ids), max_tokens)
         if spec.grammar is not None:
             self._check_grammar(spec.grammar)
+        if spec.num_begun > len(token_ids):
+            raise InvalidRequest(
+                "structured.begun",
+                f"{spec.num_begun} is more than the {len(token_ids)} tokens of the prompt",
+            )
         if len(spec.end_token_ids) == self._vocab_size:
             raise InvalidRequest("min_tokens", "every token of the vocabulary ends the output")
         return PreparedRequest(

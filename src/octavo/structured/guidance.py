@@ -235,7 +235,9 @@ def _in_library_form(kind: str, source: str) -> dict[str, Any]:
         [grammar] = json.loads(LLMatcher.grammar_from_regex(source))["grammars"]
         return {"lark_grammar": grammar["lark_grammar"]}
     if kind == "choice":
-        return {"lark_grammar": "start: " + " | ".join(map(json.dumps, json.loads(source)))}
+        # One terminal: of rules, the library's parser takes at most 2,000 at a place.
+        texts = " | ".join(map(json.dumps, json.loads(source)))
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}
     if kind == "lark":
         return {"lark_grammar": source}
     schema = json.loads(source)

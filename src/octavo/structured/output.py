@@ -41,6 +41,9 @@ class StructuredOutput:
     """Several grammars, each with a name, a kind ("lark", "json_schema", "lenient_schema", "regex",
     "choice") and a source. The first is the grammar; it may name the others: @name. Lenient schemas
     are kept to as far as llguidance knows their keywords."""
+    begun: int = 0
+    """How many tokens at the end of the prompt are the beginning of the output that has the form,
+    which goes on from there."""
     field: str = "structured"
     """What the client calls this, for errors about it."""
 
@@ -48,6 +51,8 @@ class StructuredOutput:
         given = [name for name in _SOURCES if getattr(self, name) not in (None, False)]
         if self.json_schema is False:
             given.insert(0, "json_schema")
+        if isinstance(self.begun, bool) or not isinstance(self.begun, int) or self.begun < 0:
+            raise self._error("begun", f"{shown(self.begun)} is not a number of tokens")
         if not isinstance(self.json_object, bool):
             raise self._error("json_object", f"{shown(self.json_object)} is not true or false")
         if len(given) != 1:
@@ -64,11 +69,22 @@ class StructuredOutput:
         if not isinstance(value, Mapping):
             raise InvalidRequest(field, f"{shown(value)} is not a StructuredOutput")
         for name in value:
-            if name not in _SOURCES:
+            if name not in (*_SOURCES, "begun"):
                 raise InvalidRequest(
-                    field, f"there is no {shown(name)}; there are {', '.join(_SOURCES)}"
+                    field, f"there is no {shown(name)}; there are {', '.join(_SOURCES)} and begun"
                 )
         return cls(**value, field=field)
+
+    @classmethod
+    def going_on(cls, grammar: Grammar, begun: int, field: str) -> StructuredOutput:
+        """The rest of an output whose form `to_grammar` has returned."""
+        value: Any = grammar.source
+        if grammar.kind == "choice":
+            value = json.loads(value)
+        elif grammar.kind == "parts":
+            value = [dict(zip(_PART_KEYS, part, strict=True)) for part in json.loads(value)]
+        name = "grammar" if grammar.kind == "lark" else grammar.kind
+        return cls(**{name: value}, begun=begun, field=field)
 
     def to_grammar(self) -> Grammar:
         """What it means, as text. Raises InvalidRequest."""
@@ -123,12 +139,12 @@ class StructuredOutput:
             raise self._error("parts", f"{shown(value)} is not a list of grammars")
         parts = []
         for each in value:
-            if not isinstance(each, Mapping) or set(each) != {"name", "kind", "source"}:
+            if not isinstance(each, Mapping) or set(each) != set(_PART_KEYS):
                 raise self._error("parts", f"{shown(each)} has not name, kind and source")
             if each["kind"] not in _PART_KINDS:
                 known = ", ".join(_PART_KINDS)
                 raise self._error("parts", f"{shown(each['kind'])} is not one of {known}")
-            parts.append([self._text("parts", each[key]) for key in ("name", "kind", "source")])
+            parts.append([self._text("parts", each[key]) for key in _PART_KEYS])
         return "parts", json.dumps(parts)
 
     def _text(self, name: str, value: object) -> str:
@@ -146,5 +162,8 @@ class StructuredOutput:
         return InvalidRequest(where, reason)
 
 
+_PART_KEYS = ("name", "kind", "source")
 _PART_KINDS = ("lark", "json_schema", "lenient_schema", "regex", "choice")
-_SOURCES = tuple(each.name for each in fields(StructuredOutput) if each.name != "field")
+_SOURCES = tuple(
+    each.name for each in fields(StructuredOutput) if each.name not in ("begun", "field")
+)

@@ -84,8 +84,8 @@ class _State:
     spec: SamplingSpec
     allowed: Words | None
     compiled: Future[TokenConstraint] | None  # of the grammar, before the first token
-    constraint: TokenConstraint | None = None  # after the first `num_accepted` output tokens
-    num_accepted: int = 0
+    constraint: TokenConstraint | None = None  # behind `num_begun` and the tokens accepted since
+    num_accepted: int = 0  # output tokens
 
 
 class RowMasks:
@@ -160,7 +160,11 @@ class RowMasks:
         words = np.empty((len(rows), self._num_words), np.int32)
         words[:] = self._all
         states = [self._state(row) for row in rows]
-        reasons = self._fill_grammars(states, outputs, words)
+        beginnings = [
+            t[row.num_prompt_tokens - state.spec.num_begun : row.num_prompt_tokens]
+            for row, t, state in zip(rows, texts, states, strict=True)
+        ]
+        reasons = self._fill_grammars(states, beginnings, outputs, words)
         for place, (state, output) in enumerate(zip(states, outputs, strict=True)):
             if state.allowed is not None:
                 words[place] &= state.allowed
@@ -192,16 +196,22 @@ class RowMasks:
         return state
 
     def _fill_grammars(
-        self, states: Sequence[_State], outputs: Sequence[Int32s], words: Words
+        self,
+        states: Sequence[_State],
+        beginnings: Sequence[Int32s],
+        outputs: Sequence[Int32s],
+        words: Words,
     ) -> dict[int, str]:
         """Fill the masks of rows with grammars. Returns what is wrong with some of them."""
         reasons: dict[int, str] = {}
         places: list[int] = []
         constraints: list[TokenConstraint] = []
-        for place, (state, output) in enumerate(zip(states, outputs, strict=True)):
+        for place, (state, beginning, output) in enumerate(
+            zip(states, beginnings, outputs, strict=True)
+        ):
             if state.compiled is None:
                 continue
-            reason = self._advance(state, output)
+            reason = self._advance(state, beginning, output)
             if reason:
                 reasons[place] = f"the grammar cannot go on: {reason}"
             elif state.constraint is not None and state.num_accepted == len(output):
@@ -221,15 +231,19 @@ class RowMasks:
                 reasons[place] = f"the grammar cannot go on: {reason}"
         return reasons
 
-    def _advance(self, state: _State, output: Int32s) -> str:
+    def _advance(self, state: _State, beginning: Int32s, output: Int32s) -> str:
         """Bring a row's constraint up to the end of its output, unless that has ended. Returns why
         it cannot be."""
         if state.constraint is None:
             assert state.compiled is not None, "the row has a grammar"
             try:
-                state.constraint = state.compiled.result().fork()
+                constraint = state.compiled.result().fork()
             except OctavoError as error:  # its checks were passed elsewhere
                 return str(error)
+            reason = constraint.accept(beginning.tolist()) if len(beginning) else ""
+            if reason:
+                return reason
+            state.constraint = constraint
         new = output[state.num_accepted :].tolist()
         if not new or not set(state.spec.end_token_ids).isdisjoint(new):
             return ""

@@ -37,7 +37,7 @@ class DrainOrder:
 class Mover(Protocol):
     """What a drain asks of the fleet."""
 
-    def vacate(self, replica: Replica) -> None:
+    async def vacate(self, replica: Replica) -> None:
         """Send all requests of a replica to others; those that none may run wait."""
 
     async def stop_replica(self, replica: Replica, then: Then) -> None:
@@ -99,7 +99,7 @@ class Drainer:
             replica.drain()
             if order.requests == "finish":
                 await self._wait_for_ends(replica, order.seconds)
-            self._mover.vacate(replica)
+            await self._mover.vacate(replica)
         if replica.state != "stopped":
             await self._mover.stop_replica(replica, order.then)
         if order.then == "restart":

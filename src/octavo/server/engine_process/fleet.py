@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -26,6 +26,7 @@ from octavo.server.engine_process.quarantine import Quarantine
 from octavo.server.engine_process.rebalancing import offers
 from octavo.server.engine_process.replica import Replica
 from octavo.server.engine_process.routing import Router
+from octavo.server.engine_process.slices import Slices
 from octavo.server.engine_process.supervision import Health, Supervision
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,11 @@ class Fleet:
         self._chooses_quantization = config.quantization == "auto"  # the first one, for all
         self._unproven: set[int] = set()  # replicas that get their share once they have computed
         self._relief_times = [0.0] * len(places)  # before which none looks for waiting requests
+        # Thousands of requests may have to be moved.
+        self._slices = Slices()
+        self._is_dispatching = False
+        self._is_dispatch_due = False  # once more, when the present one has ended
+        self._sharing: set[int] = set()  # replicas that are taking their share
 
     async def start(self) -> None:
         """Start all replicas; raises the error of the first that fails, and leaves none then."""
@@ -110,7 +116,9 @@ class Fleet:
         """End all engine processes; what is open fails."""
         await self.drainer.close()
         await asyncio.gather(*(replica.close() for replica in self.replicas))
-        self._give_up(Unavailable("the server has closed"))
+        self._slices.close()
+        for _ in self._giving_up(Unavailable("the server has closed")):
+            pass
 
     # ---------------------------------------------------------------- how it is
 
@@ -156,7 +164,7 @@ class Fleet:
 
     def drop(self, entry: OpenRequest) -> None:
         """A request has ended, or its client has left."""
-        if self._journal.requests.get(entry.request_id) is not entry:
+        if not self._is_open(entry):
             return  # refused while its client was leaving
         self._journal.remove(entry)
         if entry.accepted is not None and not entry.accepted.done():
@@ -207,12 +215,24 @@ class Fleet:
             if isinstance(answer, BaseException) and not isinstance(answer, Unavailable):
                 raise answer
 
-    def vacate(self, replica: Replica) -> None:
+    async def vacate(self, replica: Replica) -> None:
         """See Mover.vacate."""
-        for entry in [*replica.exchange.open.values()]:
-            self._take(entry)
-        self._quarantine.leave(replica.number)
-        self._dispatch()
+        done = asyncio.get_running_loop().create_future()
+        self._slices.begin(self._vacating(replica, done))
+        await done
+
+    def _vacating(self, replica: Replica, done: asyncio.Future[None]) -> Iterator[int]:
+        try:
+            for entry in [*replica.exchange.open.values()]:
+                if entry.replica == replica.number and self._is_open(entry):
+                    self._take(entry)
+                    self._place(entry)
+                    yield entry.num_prompt_tokens
+            self._quarantine.leave(replica.number)
+            self._dispatch()
+        finally:
+            if not done.done():  # its caller may have left
+                done.set_result(None)
 
     async def stop_replica(self, replica: Replica, then: Then) -> None:
         """See Mover.stop_replica."""
@@ -242,20 +262,36 @@ class Fleet:
 
     def _share_with(self, replica: Replica, at_most: int | None = None) -> None:
         """Let a replica that serves again take its share of what waits at the others."""
-        if self._quarantine.ward == replica.number:
-            return
-        donors = [each for each in self.replicas if each.is_serving and each is not replica]
-        num_moved = 0
-        for donor, entry in offers(donors, self._scheduling):
-            if num_moved == at_most:
-                break
-            load = self._router.reconsider(entry.request, entry.chain, entry.load, donor, replica)
-            if load is not None:
-                self._take(entry)
-                self._send(entry, replica, load)
-                num_moved += 1
+        if replica.number not in self._sharing:
+            self._sharing.add(replica.number)
+            self._slices.begin(self._moving_to(replica, at_most))
+
+    def _moving_to(self, replica: Replica, at_most: int | None) -> Iterator[int]:
+        """Move requests one after the other."""
+        number, num_moved = replica.number, 0
+        try:
+            donors = [each for each in self.replicas if each.is_serving and each is not replica]
+            for donor, entry in offers(donors, self._scheduling):
+                if num_moved == at_most or not replica.is_serving:
+                    break
+                if self._quarantine.ward == number:
+                    break
+                if not (entry.is_movable and entry.replica == donor.number and donor.is_serving):
+                    continue  # no more
+                load = self._router.reconsider(
+                    entry.request, entry.chain, entry.load, donor, replica
+                )
+                if load is not None:
+                    self._take(entry)
+                    self._send(entry, replica, load)
+                    num_moved += 1
+                    yield entry.num_prompt_tokens
+                else:
+                    yield 0
+        finally:
+            self._sharing.discard(number)
         if num_moved:
-            logger.info("replica %d takes %d waiting requests", replica.number, num_moved)
+            logger.info("replica %d takes %d waiting requests", number, num_moved)
 
     def _relieve_others(self, replica: Replica) -> None:
         """Let a replica in which nothing waits take some of what waits at others, now and then."""
@@ -284,13 +320,30 @@ class Fleet:
         for pin in [*self._journal.pins.values()]:
             if not pin.is_proven:
                 self._place_pin(pin)
-        for entry in self._quarantine.in_the_way():
-            self._take(entry)
-        if self._quarantine.first is not None and self._quarantine.first.replica is None:
-            self._place(self._quarantine.first)
-        for entry in [*self._journal.requests.values()]:
-            if entry.replica is None:
-                self._place(entry)
+        # What is under way must get to its end, or the requests at the end would never be sent.
+        self._is_dispatch_due = True
+        if not self._is_dispatching:
+            self._is_dispatching = True
+            self._slices.begin(self._dispatching())
+
+    def _dispatching(self) -> Iterator[int]:
+        """Send out requests one after the other."""
+        try:
+            while self._is_dispatch_due:
+                self._is_dispatch_due = False
+                for entry in self._quarantine.in_the_way():
+                    if self._quarantine.is_in_the_way(entry) and self._is_open(entry):
+                        self._take(entry)
+                        yield 0
+                first = self._quarantine.first
+                if first is not None and first.replica is None:
+                    self._place(first)
+                for entry in [e for e in self._journal.requests.values() if e.replica is None]:
+                    if entry.replica is None and self._is_open(entry):
+                        self._place(entry)
+                        yield entry.num_prompt_tokens
+        finally:
+            self._is_dispatching = False
 
     def _release_from_quarantine(self) -> None:
         ward = self._quarantine.ward
@@ -298,6 +351,9 @@ class Fleet:
             self._dispatch()
             if ward is not None and self.replicas[ward].is_serving:
                 self._share_with(self.replicas[ward])
+
+    def _is_open(self, entry: OpenRequest) -> bool:
+        return self._journal.requests.get(entry.request_id) is entry
 
     def _leave(self, entry: OpenRequest) -> None:
         """A request is no longer computed where it was, or nothing more is to come of it."""
@@ -365,7 +421,7 @@ class Fleet:
         """See Owner.replica_given_up."""
         self._lose(replica, str(error))
         if self.is_given_up:
-            self._give_up(error)
+            self._slices.begin(self._giving_up(error))
         else:
             self._dispatch()
 
@@ -441,10 +497,12 @@ class Fleet:
         self._leave(entry)
         entry.withdraw()
 
-    def _give_up(self, error: OctavoError) -> None:
+    def _giving_up(self, error: OctavoError) -> Iterator[int]:
         """Fail all open requests and unfinished pins, since no other process will be started."""
         for entry in [*self._journal.requests.values()]:
-            self.fail(entry, error)
+            if self._is_open(entry):
+                self.fail(entry, error)
+                yield 0
         for pin in [pin for pin in self._journal.pins.values() if not pin.computed.done()]:
             self._drop_pin(pin, error)
 

@@ -114,8 +114,13 @@ class Quarantine:
             return []
         if self._ward is None:
             self._ward = self._choose_ward(self.first)
-        entries = [each for each in self._journal.requests.values() if each.replica is not None]
-        return [each for each in entries if each.replica == self._ward or each.is_risky]
+        return [each for each in self._journal.requests.values() if self.is_in_the_way(each)]
+
+    def is_in_the_way(self, entry: OpenRequest) -> bool:
+        """Whether a request must leave its replica for that."""
+        if self.first is None or self.first.replica is not None or entry.replica is None:
+            return False
+        return entry.replica == self._ward or entry.is_risky
 
     def leave(self, number: int) -> None:
         """A replica has lost its requests."""

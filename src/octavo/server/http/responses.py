@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.core.step import Grammar
+from octavo.engine.validation import PreparedRequest
 from octavo.outputs import SequenceOutput
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.stream import RequestStream
@@ -24,7 +26,9 @@ class Parent:
     output: Sequence[int]  # so far
     encoder_token_ids: tuple[int, ...]
     cache_salt: str
-    has_form: bool  # a grammar holds the output
+    grammar: Grammar | None  # holds the output
+    form_start: int  # how many tokens are before what the grammar describes
+    is_whole: bool  # an end token has ended the output
     finish_reason: str | None  # None while it runs
     replica: int | None  # that has it in its cache, if it still has
     running: tuple[OpenRequest, int] | None = None  # the request and the sample, until its end
@@ -32,6 +36,12 @@ class Parent:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    def num_begun(self, position: int) -> int:
+        """How many of the first `position` tokens are the beginning of an output with a form, which
+        whatever follows them must continue; 0 if they end before it or with the whole of it."""
+        is_past = self.is_whole and position == self.num_tokens
+        return 0 if self.grammar is None or is_past else max(0, position - self.form_start)
 
     def tokens_to(self, position: int) -> list[int]:
         """Its first `position` tokens."""
@@ -127,7 +137,7 @@ def _running_choice(stream: RequestStream, index: int) -> Parent:
         sample.token_ids,
         entry.request.encoder_token_ids,
         entry.request.cache_salt,
-        entry.request.sampling.grammar is not None,
+        *_form(entry.request, sample.token_ids, sample.finish_reason),
         sample.finish_reason,
         entry.replica,
         (entry, index),
@@ -150,9 +160,19 @@ def _ended_choices(stream: RequestStream) -> list[Parent]:
             array("I", token_ids),
             entry.request.encoder_token_ids,
             entry.request.cache_salt,
-            entry.request.sampling.grammar is not None,
+            *_form(entry.request, token_ids, reason),
             reason or "abort",
             entry.replica,
         )
         for token_ids, reason in ends
     ]
+
+
+def _form(
+    request: PreparedRequest, output: Sequence[int], finish_reason: str | None
+) -> tuple[Grammar | None, int, bool]:
+    """The fields of a Parent about the form of its output."""
+    spec = request.sampling
+    ends = {*request.eos_ids, *request.stop_ids}
+    is_whole = finish_reason == "stop" and len(output) > 0 and output[-1] in ends
+    return spec.grammar, len(request.prompt_token_ids) - spec.num_begun, is_whole

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -16,16 +14,13 @@ from starlette.responses import FileResponse
 
 from octavo.server.http.context import context_of, reply, tenant_of
 from octavo.server.http.errors import ApiError, ClientGone, refused
-from octavo.server.http.file_store import FileRecord, FileStore, unwritable
-from octavo.server.http.gate import too_large
-from octavo.server.http.multipart import Part, boundary_of, parts_of
+from octavo.server.http.file_store import FileRecord, unwritable
 from octavo.server.http.schema import documented
+from octavo.server.http.uploads import Upload
 
 router = APIRouter(prefix="/v1/files", tags=["Files and batches"])
 
 PURPOSE = "batch"
-MAX_FILENAME = 255  # characters
-MAX_VALUE = 256  # bytes, of a field that is no file
 FORM = {"purpose": PURPOSE, "file": "@requests.jsonl"}
 
 Limit = Annotated[int, Query(ge=1, le=10_000)]
@@ -61,15 +56,15 @@ async def upload_file(request: Request) -> Response:
     """Upload a file of requests, as a form with the fields purpose (batch) and file."""
     _check_origin(request)
     files = context_of(request).files
-    boundary = boundary_of(request.headers.get("content-type", ""))
     files.check_room()
-    form = files.new_part()
+    part = files.new_part()
+    content_type = request.headers.get("content-type", "")
+    upload = Upload(content_type, part, files.shelf.max_bytes, {"purpose"})
     try:
-        await _receive(request, form)
-        filename, part = await asyncio.to_thread(_file_in, files, form, boundary)
-        record = files.add(part, filename, PURPOSE, tenant_of(request))
+        await _receive(request, upload)
+        record = files.add(part, upload.filename, PURPOSE, tenant_of(request))
     finally:
-        form.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
     return reply(_shown(record))
 
 
@@ -124,51 +119,20 @@ def _check_origin(request: Request) -> None:
         raise ApiError(403, f"pages of {origin[:128]} may not upload files", code="unknown_origin")
 
 
-async def _receive(request: Request, path: Path) -> None:
-    """Write the body to a file. ApiError 413 or 507 if it is too large, or cannot be written."""
+async def _receive(request: Request, upload: Upload) -> None:
+    """Read a form to its end. ApiError: it is wrong or too large, or cannot be written."""
     try:
-        with path.open("wb") as file:
+        with upload:
             async for chunk in request.stream():
-                file.write(chunk)
+                await asyncio.to_thread(upload.feed, chunk)
+            upload.finish()
     except ClientDisconnect:
         raise ClientGone from None
     except OSError as error:
         raise unwritable(error) from error
-
-
-def _file_in(files: FileStore, form: Path, boundary: bytes) -> tuple[str, Path]:
-    """The name of the file that a form brings, and where it is now. Raises ApiError."""
-    parts = parts_of(form, boundary)
-    for name in parts:
-        if name not in FORM:
-            raise refused(name, "there is no such field", "unknown_field")
-    for name in FORM:
-        if name not in parts:
-            raise ApiError(400, f"{name}: it is missing", name, "missing_field")
-    file, purpose = parts["file"], _value(form, parts["purpose"])
+    purpose = upload.values["purpose"]
     if purpose != PURPOSE:
         raise refused("purpose", f"{purpose[:64]!r} is not supported, only {PURPOSE!r}")
-    if file.filename is None:
-        raise refused("file", "it is not a file; send it with a filename")
-    size = file.end - file.start
-    if size > files.shelf.max_bytes:
-        raise too_large(files.shelf.max_bytes)
-    part = files.new_part()
-    try:
-        with form.open("rb") as source, part.open("wb") as target:
-            source.seek(file.start)
-            shutil.copyfileobj(source, target)
-            target.truncate(size)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise unwritable(error) from error
-    return file.filename[:MAX_FILENAME], part
-
-
-def _value(form: Path, part: Part) -> str:
-    with form.open("rb") as file:
-        file.seek(part.start)
-        return file.read(min(MAX_VALUE, part.end - part.start)).decode(errors="replace")
 
 
 def _found(request: Request, file_id: str) -> FileRecord:

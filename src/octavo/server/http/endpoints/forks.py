@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal, cast
 
 import msgspec
@@ -33,6 +34,7 @@ from octavo.server.http.streams import (
     open_streams,
     while_connected,
 )
+from octavo.structured.output import StructuredOutput
 
 router = APIRouter(prefix="/v1/forks", tags=["Forks"])
 
@@ -146,6 +148,10 @@ async def fork_of(request: Request, body: ForkBody) -> ForkWriter:
     position = _position(body, parent)
     suffixes, params = await _children(context, body)
     tokens = parent.tokens_to(position)
+    params = [
+        _going_on(parent, position, own, suffix)
+        for own, suffix in zip(params, suffixes, strict=True)
+    ]
     prompts: list[Prompt] = [[*tokens, *suffix] for suffix in suffixes]
     if parent.encoder_token_ids:
         encoder = list(parent.encoder_token_ids)
@@ -171,14 +177,23 @@ def _position(body: ForkBody, parent: Parent) -> int:
             f"{position} is more than the {parent.num_tokens} tokens that there are: "
             f"{len(parent.prompt)} of the prompt and {len(parent.output)} of the output",
         )
-    is_whole = position == parent.num_tokens and parent.finish_reason == "stop"
-    if parent.has_form and position > len(parent.prompt) and not is_whole:
-        raise refused(
-            "position",
-            f"{position} is inside an output that must have a form; fork it at its end, or at "
-            f"{len(parent.prompt)}, where its prompt ends",
-        )
     return position
+
+
+def _going_on(parent: Parent, position: int, params: Params, suffix: Sequence[int]) -> Params:
+    """A child's parameters with the form that its parent's output has, if the place of the fork is
+    inside of it."""
+    num_begun = parent.num_begun(position)
+    if parent.grammar is None or not num_begun:
+        return params
+    if isinstance(params.structured, StructuredOutput):
+        raise refused(
+            params.structured.field,
+            f"the place of the fork, {position}, is inside an output that has a form, which goes "
+            f"on; fork it at its end, or at {parent.form_start}, where the form begins",
+        )
+    structured = StructuredOutput.going_on(parent.grammar, num_begun + len(suffix), field="parent")
+    return replace(params, structured=structured)
 
 
 async def _children(context: Context, body: ForkBody) -> tuple[list[list[int]], list[Params]]:

@@ -38,16 +38,18 @@ router = APIRouter(tags=["Anthropic"])
 
 MAX_STOPS = 16
 EXAMPLE = {"max_tokens": 40, "messages": [{"role": "user", "content": "What is a cat?"}]}
-WORDS = Words(
-    {
-        r"stop\b": "stop_sequences",
-        r"(tools\[[0-9]+\])\.function\.parameters": r"\1.input_schema",
-        r"(tools\[[0-9]+\])\.function": r"\1",
-        r"tool_choice\.function": "tool_choice",
-        r"thinking_token_budget": "thinking.budget_tokens",
-        r"response_format\.json_schema": "output_format",
-        r"response_format": "output_format",
-    }
+NAMES = {
+    r"stop\b": "stop_sequences",
+    r"(tools\[[0-9]+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[[0-9]+\])\.function": r"\1",
+    r"tool_choice\.function": "tool_choice",
+    r"thinking_token_budget": "thinking.budget_tokens",
+    r"reasoning_effort": "output_config.effort",
+}
+# By where the form of the output is given.
+WORDS, CONFIG_WORDS = (
+    Words({**NAMES, r"response_format(\.json_schema)?": name})
+    for name in ("output_format", "output_config.format")
 )
 IGNORED_BLOCKS = ("redacted_thinking",)
 _UNSUPPORTED = "octavo does not support it"
@@ -121,6 +123,13 @@ class OutputFormat(Body):
     """A JSON schema."""
 
 
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+    """The form of the output, as in output_format."""
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """How much the model thinks, if its chat template knows reasoning_effort; max is xhigh."""
+
+
 class MessageMetadata(Lenient):
     user_id: Annotated[str, Field(max_length=128)] | None = None
     """Goes to the request log, if it is on."""
@@ -136,7 +145,9 @@ class CountTokensBody(PromptBody):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingOptions | None = None
     """Whether the model thinks, if its chat template knows enable_thinking."""
+    output_config: OutputConfig | None = None
 
+    thread: Annotated[object, Refused("send the whole conversation with each request")] = None
     mcp_servers: Annotated[object, Refused(_UNSUPPORTED, ([],))] = None
     context_management: Annotated[object, Refused(_UNSUPPORTED, ({},))] = None
     cache_control: Annotated[object, Refused("equal prefixes are shared by themselves")] = None
@@ -158,7 +169,6 @@ class MessagesBody(CountTokensBody):
     """Send the answer as server-sent events."""
     metadata: MessageMetadata | None = None
 
-    output_config: Annotated[object, Refused("use output_format", ({},))] = None
     container: Annotated[object, Refused(_UNSUPPORTED)] = None
     service_tier: Annotated[object, Refused(_UNSUPPORTED, ("auto", "standard_only"))] = None
     inference_geo: Annotated[object, Refused(_UNSUPPORTED)] = None
@@ -272,10 +282,14 @@ async def create_message(request: Request) -> Response:
     user = body.user
     if body.metadata is not None and body.metadata.user_id is not None:
         user = body.metadata.user_id
+    form, words = body.output_format, WORDS
+    if body.output_config is not None and body.output_config.format is not None:
+        if form is not None:
+            raise refused("output_config.format", "it contradicts output_format; give one of them")
+        form, words = body.output_config.format, CONFIG_WORDS
     response_format = None
-    if body.output_format is not None:
-        schema = {"schema": body.output_format.schema_}
-        response_format = {"type": "json_schema", "json_schema": schema}
+    if form is not None:
+        response_format = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     known = context.tokenizer("messages").template_variables
     translated = _chat(
         body,
@@ -289,7 +303,7 @@ async def create_message(request: Request) -> Response:
         response_format=response_format,
         stream=body.stream,
     )
-    return await answer_chat(request, translated, new_writer(MessagesWriter), WORDS)
+    return await answer_chat(request, translated, new_writer(MessagesWriter), words)
 
 
 @router.post(
@@ -351,8 +365,10 @@ def _chat(body: CountTokensBody, known: Any, **fields: Any) -> Any:
             variables["enable_thinking"] = body.thinking.type != "disabled"
         elif body.thinking.type == "enabled" and budget is None:
             raise refused("thinking.type", "the chat template does not know enable_thinking")
+    effort = None if body.output_config is None else body.output_config.effort
     return chat_body(
         messages=messages,
+        reasoning_effort="xhigh" if effort == "max" else effort,
         continue_final_message=is_prefilled or None,
         tools=tools,
         tool_choice=_tool_choice(body.tool_choice),
