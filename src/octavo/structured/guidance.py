@@ -29,7 +29,7 @@ from octavo.structured.schemas import place_of, refusal
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_THREADS = 16
+MAX_THREADS = 32
 MAX_COMPILED = 256  # grammars that stay compiled
 # Copies of a matcher share a lock, which each holds while it computes a mask. Several matchers of
 # one grammar let several threads compute masks for it; each is compiled, if that is quick.
