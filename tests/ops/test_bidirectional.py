@@ -45,6 +45,7 @@ def attended(
         ((2, 2, 64), True, (1, 77, 64, 130)),
         ((3, 1, 80), True, (33,)),
         ((2, 2, 128), False, (65, 2, 1)),
+        ((1, 1, 16), True, (300,)),
         pytest.param((32, 32, 128), True, (512, 700, 1, 64), marks=pytest.mark.gpu),
     ],
 )
@@ -94,8 +95,9 @@ def test_work_items_cover_each_token_once() -> None:
 @pytest.mark.parametrize("shared_memory", [99 << 10, 227 << 10])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_fit_into_shared_memory(head_dim: int, shared_memory: int) -> None:
-    """Queries once; keys and values of each tile in flight."""
+    """Queries once; keys, values and biases of each tile in flight."""
     for has_bias in (False, True):
         config = encoder_config(torch.bfloat16, head_dim, has_bias, shared_memory)
         rows = config.queries + 2 * config.tile * config.num_stages
-        assert 2 * head_dim * rows <= shared_memory
+        biases = config.queries * config.tile * config.num_stages if has_bias else 0
+        assert 2 * (head_dim * rows + biases) <= shared_memory

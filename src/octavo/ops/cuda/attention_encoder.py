@@ -4,13 +4,16 @@ All inputs of a step are one launch, whatever their lengths: a work item is some
 input, and one program per head computes it. Keys and values are read where the projection has left
 them. Reference: `TorchBidirectional`.
 
-Measured on one H200 (bf16, 32 heads of 128, Triton 3.6; microseconds with relative biases and
-without), as queries x keys x warps, tiles in flight:
-               64 x 64 x 4, 2   64 x 64 x 4, 3   64 x 32 x 4, 3   128 x 64 x 8, 3
-  15 x 512        621, 224         742, 196         660, 197          652, 212
-   4 x 2,048     3017, 756        3293, 666        3170, 710         3020, 669
-torch's own attention, one input after the other, takes 5,609 and 439 for 15 x 512. Reading the
-biases one by one is what most of the time with them goes to.
+Relative biases are read as tiles, from strips in which a tile of them lies as its keys do.
+
+Measured on one H200 (bf16, 32 heads of 128, Triton 3.6; microseconds with relative biases), as
+queries x keys x warps, tiles in flight; and without biases, as 64 x 64 x 4, 3:
+               64 x 64 x 4, 2   64 x 64 x 4, 3   64 x 32 x 4, 2   64 x 32 x 4, 3   without
+  15 x 512            250              329              246              225         191
+   4 x 2,048          881             1161              926              882         705
+   1 x 512             19               24               25               25          14
+With biases that are read one by one, 15 x 512 take 615, 4 x 2,048 2,985, and 1 x 512 51. torch's
+own attention, one input after the other, takes 5,609 for 15 x 512, and 439 without biases.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.base import LOG2_E, LayerSpec
+from octavo.ops.base import LOG2_E, LayerSpec, RelativeBias
 from octavo.ops.bidirectional import BidirectionalAttention
 from octavo.ops.cuda.attention_work_items import Int32s
 from octavo.ops.cuda.paged import LOWEST, precision_of
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, power_of_2, shared_memory
 
+_LOG2_E = tl.constexpr(LOG2_E)
+_MAX_TILE = 64  # queries or keys
 _ITEM_FIELDS = 4  # int32s: first token of the input, end of the input, first query, 0
 
 
@@ -49,13 +54,15 @@ class EncoderConfig:
 def encoder_config(
     dtype: torch.dtype, head_dim: int, has_bias: bool, shared_memory: int = MUCH_SHARED_MEMORY
 ) -> EncoderConfig:
-    """shared_memory: bytes that a program may take."""
-    padded = max(16, power_of_2(head_dim))
+    """shared_memory: bytes that a program may take; has_bias: tiles of biases take some, too."""
+    padded, is_small = max(16, power_of_2(head_dim)), shared_memory < MUCH_SHARED_MEMORY
     if dtype == torch.float32:
-        return EncoderConfig(16, max(16, 2048 // padded), num_warps=4, num_stages=1)
-    if padded > 128 or shared_memory < MUCH_SHARED_MEMORY:
-        return EncoderConfig(64, 32 if padded <= 256 else 16, num_warps=4, num_stages=2)
-    return EncoderConfig(64, 64, num_warps=4, num_stages=2 if has_bias else 3)
+        tile = min(max(16, 2048 // padded), _MAX_TILE)
+        return EncoderConfig(16, tile, num_warps=4, num_stages=1)
+    if padded > 128 or is_small:
+        largest = 128 if has_bias and is_small else 256
+        return EncoderConfig(64, 32 if padded <= largest else 16, num_warps=4, num_stages=2)
+    return EncoderConfig(64, 32 if has_bias else 64, num_warps=4, num_stages=3)
 
 
 class TritonBidirectional(BidirectionalAttention):
@@ -64,12 +71,11 @@ class TritonBidirectional(BidirectionalAttention):
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
         super().__init__(layers, device)
         self._items: Tensor
-        # float32 [num_heads, 2 * max_distance + 1], in powers of 2: by the distance from query to
-        # key, those beyond max_distance at either end. By module: layers may share one.
-        self._biases = {
-            layer.scores.relative_bias: _bias_table(layer, device)
-            for layer in layers
-            if layer.scores.relative_bias is not None
+        # By module: layers may share one.
+        self._strips = {
+            bias: bias_strips(bias).to(device)
+            for bias in (layer.scores.relative_bias for layer in layers)
+            if bias is not None
         }
 
     def plan(self, lens: Sequence[int], dtype: torch.dtype) -> None:
@@ -93,7 +99,7 @@ class TritonBidirectional(BidirectionalAttention):
             self._items,
             output,
             layer.scores.scale,
-            None if bias is None else self._biases[bias],
+            None if bias is None else self._strips[bias],
             config,
         )
         return output
@@ -103,12 +109,20 @@ class TritonBidirectional(BidirectionalAttention):
         return encoder_config(dtype, layer.head_dim, has_bias, shared_memory(self._device))
 
 
-def _bias_table(layer: LayerSpec, device: torch.device) -> Tensor:
-    bias = layer.scores.relative_bias
-    assert bias is not None
-    farthest = bias.max_distance
-    distances = torch.arange(-farthest, farthest + 1, device=bias.weight.device)
-    return (bias.biases(distances) * LOG2_E).to(device).contiguous()
+def bias_strips(bias: RelativeBias) -> Tensor:
+    """Relative biases of a tile's queries, [num_heads, _MAX_TILE, 2 * reach + _MAX_TILE].
+
+    Column reach + d + j of row i is for a tile whose first key is d behind its first query: the
+    bias of key j and query i. So a tile of biases lies in consecutive columns, as its keys are
+    consecutive. From `reach` on, all distances have the same bias. Of the weight's dtype: the
+    biases are its elements.
+    """
+    reach = (-(-bias.max_distance // _MAX_TILE) + 1) * _MAX_TILE
+    device = bias.weight.device
+    columns = torch.arange(2 * reach + _MAX_TILE, device=device) - reach
+    rows = torch.arange(_MAX_TILE, device=device)
+    biases = bias.biases(columns[None, :] - rows[:, None])
+    return biases.to(bias.weight.dtype).contiguous()
 
 
 def encoder_items(lens: Int32s, queries: int) -> Int32s:
@@ -132,7 +146,7 @@ def _encoder_kernel(
     value,
     items,
     output,
-    biases,
+    strips,
     query_stride,
     kv_stride,
     scale,
@@ -142,7 +156,8 @@ def _encoder_kernel(
     DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
-    MAX_DISTANCE: tl.constexpr,
+    MAX_TILE: tl.constexpr,
+    REACH: tl.constexpr,
     PRECISION: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -153,7 +168,9 @@ def _encoder_kernel(
     head = tl.program_id(1)
     begin = tl.load(item)
     end = tl.load(item + 1)
-    token = tl.load(item + 2) + tl.arange(0, QUERIES)
+    first_query = tl.load(item + 2)
+    row = tl.arange(0, QUERIES)
+    token = first_query + row
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, DIM_PAD)
     in_head = (dim < HEAD_DIM)[None, :]
@@ -162,8 +179,10 @@ def _encoder_kernel(
     q = tl.load(query + rows * query_stride + head * HEAD_DIM + dim[None, :], mask=inside, other=0)
     key += head // GROUP * HEAD_DIM
     value += head // GROUP * HEAD_DIM
-    if biases is not None:
-        biases += head * (2 * MAX_DISTANCE + 1) + MAX_DISTANCE
+    strip = None
+    if strips is not None:
+        WIDTH: tl.constexpr = 2 * REACH + MAX_TILE
+        strip = strips + (head * MAX_TILE + row)[:, None] * WIDTH + lane[None, :]
 
     top = tl.full([QUERIES], LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -176,10 +195,11 @@ def _encoder_kernel(
         k = tl.load(key + places, mask=there, other=0.0)
         v = tl.load(value + places, mask=there, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if biases is not None:
-            distance = keys[None, :] - token[:, None]
-            distance = tl.minimum(tl.maximum(distance, -MAX_DISTANCE), MAX_DISTANCE)
-            scores += tl.load(biases + distance)
+        if strip is not None:
+            shift = tl.minimum(tl.maximum(first - first_query, -REACH), REACH) + REACH
+            # Queries and keys begin at multiples of their tiles from the beginning of the input.
+            bias = tl.load(strip + tl.multiple_of(shift, min(QUERIES, TILE)))
+            scores += bias.to(tl.float32) * _LOG2_E
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -200,7 +220,7 @@ def encoder_attention(
     items: Tensor,
     output: Tensor,
     scale: float,
-    biases: Tensor | None,
+    strips: Tensor | None,
     config: EncoderConfig,
 ) -> None:
     """Attend for the tokens of all inputs, and write their rows of `output`.
@@ -211,8 +231,7 @@ def encoder_attention(
         items: int32 [num_items, _ITEM_FIELDS]; see `encoder_items`.
         output: [num_tokens, num_heads * head_dim], dense.
         scale: of the dot products.
-        biases: float32 [num_heads, 2 * max_distance + 1] in powers of 2, added to the scores by
-            the distance from query to key.
+        strips: see `bias_strips`.
     """
     num_heads, head_dim = query.shape[1:]
     assert key.stride(0) == value.stride(0), "K and V have the same strides"
@@ -223,7 +242,7 @@ def encoder_attention(
         value,
         items,
         output,
-        biases,
+        strips,
         query.stride(0),
         key.stride(0),
         scale * LOG2_E,
@@ -233,7 +252,8 @@ def encoder_attention(
         DIM_PAD=max(16, power_of_2(head_dim)),
         QUERIES=config.queries,
         TILE=config.tile,
-        MAX_DISTANCE=0 if biases is None else biases.shape[1] // 2,
+        MAX_TILE=_MAX_TILE,
+        REACH=0 if strips is None else (strips.shape[2] - _MAX_TILE) // 2,
         PRECISION=precision_of(query.dtype),
         FIELDS=_ITEM_FIELDS,
         num_warps=config.num_warps,
