@@ -19,7 +19,7 @@ from gpu_harness import report
 from torch import Tensor
 
 from octavo.ops.cuda.linear import linear
-from octavo.ops.cuda.linear_quantized import make_kernel, measure_tiles
+from octavo.ops.cuda.linear_quantized import make_kernel, measure_tiles, microseconds
 from octavo.ops.cuda.quantized_tiles import SIZES
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight, ScaledFloat8
@@ -38,7 +38,6 @@ FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int4": lambda dense: GroupedInt.quantize(dense, 4, 128),
 }
 L2_BYTES = 160e6  # of several weights that do not fit it together
-REPLAYS = 9
 
 
 def main() -> None:
@@ -95,26 +94,6 @@ def num_copies(num_bytes: int) -> int:
 def copied(form: QuantizedWeight) -> QuantizedWeight:
     """The same elsewhere in memory."""
     return copy(form).to(torch.device("cpu")).to(form.device)
-
-
-def microseconds(works: Sequence[Callable[[], object]]) -> float:
-    """Of each, one after the other in a graph: the median of REPLAYS."""
-    for work in works:
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for work in works:
-            work()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(works))
-    return sorted(times)[len(times) // 2]
 
 
 if __name__ == "__main__":

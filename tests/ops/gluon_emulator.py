@@ -76,6 +76,10 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        assert dtype == self.dtype
+        return Shared(self.values.view(shape))
+
     def load(self, layout: object) -> Block:
         return block(self.values.clone())
 
@@ -178,6 +182,7 @@ class _Namespaces:
             erf=torch.erf,
             where=lambda condition, a, b: torch.where(condition, a, b),
             join=lambda a, b: torch.stack((a, b), dim=-1),
+            split=lambda pairs: pairs.unbind(-1),
             convert_layout=lambda values, layout: values,
             inline_asm_elementwise=_assembly,
             warp_specialize=_partitions,
@@ -189,6 +194,7 @@ class _Namespaces:
             "gl": language,
             "mbarrier": barrier,
             "fence_async_shared": lambda: None,
+            "mma_v2": _multiply,
             "warpgroup_mma": _multiply,
             "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
             "_barrier": lambda: None,
@@ -234,9 +240,9 @@ def _fetch(matrix: Descriptor, place: list[int], bar: tuple[Barriers, int], targ
     bar[0].change(bar[1], 0, -matrix.block_type.nbytes)
 
 
-def _multiply(a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Any:
-    left = a.values if isinstance(a, Shared) else a
-    product = left.float() @ b.values.float()
+def _multiply(a: Any, b: Any, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Any:
+    left, right = (each.values if isinstance(each, Shared) else each for each in (a, b))
+    product = left.float() @ right.float()
     return block(product + acc if use_acc else product)
 
 

@@ -154,6 +154,7 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
     found = candidates(product, stored)
     assert len(found) >= 2
     found.append(replace(found[0], splits=3, scales_weights=True))
+    found.append(replace(found[0], by_warp=True))
     for tiles in found:
         out = x.new_empty(20, 130)
         launch(x, stored, None, out, Epilogue.SILU_MUL, tiles, is_partial=False)
@@ -230,7 +231,20 @@ def test_the_emulator_carries_out_a_kernel_that_gpus_have_run() -> None:
     operands = Descriptor(x, 16, 64), Descriptor(weight, 64, 64)
     constants = {"SPLITS": 2, "PARTIAL": False, "SWAP": False, "EPILOGUE": 0, "GATED": False}
     constants |= {"HAS_BIAS": True, "EARLY": False, "PDL": False, "STAGES": 2, "num_warps": 4}
-    sizes = (5, 100, 256, 2)
-    run(linear_kernel, (1, 2, 2), *operands, bias, out, sums, arrivals, *sizes, **constants)
+    constants["HAS_SCALES"] = False
+    sizes = (5, 100, 256, 2, 1)
+    run(
+        linear_kernel,
+        (1, 2, 2),
+        *operands,
+        out,
+        out,
+        bias,
+        out,
+        sums,
+        arrivals,
+        *sizes,
+        **constants,
+    )
     assert relative(out, x.float() @ weight.float().t() + bias.float()) < TOLERANCE
     assert not arrivals.any()

@@ -180,8 +180,12 @@ def _launch(
     epilogue: Epilogue,
     tiles: Tiles,
     is_partial: bool,
+    scales: tuple[Tensor, Tensor, int] | None = None,
 ) -> None:
-    """Run linear_hopper's kernel."""
+    """Run linear_hopper's kernel.
+
+    scales: of float8 x and W: float32 per token, and float32 per so many rows of W.
+    """
     from octavo.ops.cuda.linear_hopper import linear_kernel
 
     num_tokens, size = x.shape
@@ -196,9 +200,12 @@ def _launch(
     width = tiles.tokens * tiles.rows * (2 if epilogue.is_gated else 1)
     assert not reduces or grid[0] * grid[1] <= _MAX_TILES
     assert not reduces or grid[0] * grid[1] * tiles.splits * width <= sums.numel()
+    x_scales, row_scales, block_rows = scales or (out, out, 1)
     linear_kernel[grid](
         _descriptor(x, tiles.tokens, tiles.columns),
         _descriptor(weight, tiles.rows, tiles.columns),
+        x_scales,
+        row_scales,
         bias,
         out,
         sums,
@@ -207,6 +214,7 @@ def _launch(
         num_rows,
         size,
         tiles.splits,
+        block_rows,
         STAGES=tiles.stages,
         SPLITS=tiles.splits if reduces else 1,
         PARTIAL=is_partial,
@@ -214,6 +222,7 @@ def _launch(
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
+        HAS_SCALES=scales is not None,
         EARLY=tiles.early,
         num_warps=tiles.warps,
         maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),
@@ -233,5 +242,10 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
 def _block_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+    elements = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float8_e4m3fn: gl.float8e4nv,
+        torch.int32: gl.int32,
+    }
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], elements[dtype])

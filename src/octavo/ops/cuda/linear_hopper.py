@@ -41,10 +41,11 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def _fetch_weights(weight, tiles, up_tiles, ready, stage, row, up_row, column, GATED: gl.constexpr):
-    _fetch_tile(weight, [row, column], ready.index(stage), tiles.index(stage))
+def _fetch_weights(weight, tiles, ready, stage, row, up_row, column, GATED: gl.constexpr):
+    HALVES: gl.constexpr = 2 if GATED else 1
+    _fetch_tile(weight, [row, column], ready.index(stage), tiles.index(stage * HALVES))
     if GATED:
-        _fetch_tile(weight, [up_row, column], ready.index(stage), up_tiles.index(stage))
+        _fetch_tile(weight, [up_row, column], ready.index(stage), tiles.index(stage * 2 + 1))
 
 
 @gluon.jit
@@ -61,8 +62,8 @@ def _produce(
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    x_tiles, tiles, up_tiles, ready, free = buffers
-    STAGES: gl.constexpr = tiles.shape[0]
+    x_tiles, tiles, ready, free = buffers
+    STAGES: gl.constexpr = x_tiles.shape[0]
     BK: gl.constexpr = x_tiles.shape[2]
     WIDTH: gl.constexpr = tiles.shape[2]  # BK, unless several weights share an element
     WEIGHT_BYTES: gl.constexpr = weight.block_type.nbytes * (2 if GATED else 1)
@@ -70,7 +71,7 @@ def _produce(
     ahead = gl.minimum(count, STAGES)
     for i in range(ahead):
         mbarrier.expect(ready.index(i), BYTES)
-        _fetch_weights(weight, tiles, up_tiles, ready, i, row, up_row, (first + i) * WIDTH, GATED)
+        _fetch_weights(weight, tiles, ready, i, row, up_row, (first + i) * WIDTH, GATED)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(ahead):
@@ -80,7 +81,7 @@ def _produce(
         mbarrier.wait(free.index(stage), (i // STAGES - 1) & 1)
         mbarrier.expect(ready.index(stage), BYTES)
         column = (first + i) * WIDTH
-        _fetch_weights(weight, tiles, up_tiles, ready, stage, row, up_row, column, GATED)
+        _fetch_weights(weight, tiles, ready, stage, row, up_row, column, GATED)
         _fetch_tile(x, [token, (first + i) * BK], ready.index(stage), x_tiles.index(stage))
     if PDL and not EARLY:
         # All loads of W are issued: only now may the next kernel's weights compete with ours.
@@ -95,8 +96,9 @@ def _consume(
     SWAP: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    x_tiles, tiles, up_tiles, ready, free = buffers
-    STAGES: gl.constexpr = tiles.shape[0]
+    x_tiles, tiles, ready, free = buffers
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    HALVES: gl.constexpr = 2 if GATED else 1
     BN: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
     acc = gl.zeros([BM, BN] if SWAP else [BN, BM], gl.float32, LAYOUT)
@@ -105,13 +107,13 @@ def _consume(
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
         xs = x_tiles.index(stage)
-        ws = tiles.index(stage)
+        ws = tiles.index(stage * HALVES)
         if SWAP:
             acc = warpgroup_mma(xs, ws.permute((1, 0)), acc, is_async=True)
         else:
             acc = warpgroup_mma(ws, xs.permute((1, 0)), acc, is_async=True)
         if GATED:
-            us = up_tiles.index(stage)
+            us = tiles.index(stage * 2 + 1)
             if SWAP:
                 up = warpgroup_mma(xs, us.permute((1, 0)), up, is_async=True)
             else:
@@ -216,6 +218,8 @@ def _finish(
 def linear_kernel(
     x,
     weight,
+    x_scales,
+    scales,
     bias,
     out,
     sums,
@@ -224,6 +228,7 @@ def linear_kernel(
     num_rows,
     size,
     num_splits,
+    block_rows,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
     PARTIAL: gl.constexpr,
@@ -231,6 +236,7 @@ def linear_kernel(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    HAS_SCALES: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -238,6 +244,8 @@ def linear_kernel(
 
     Args:
         x, weight: descriptors of [num_tokens, size] and of W [num_rows or 2 * num_rows, size].
+        x_scales, scales: float32, with HAS_SCALES: of each token, and of each `block_rows` rows of
+            W. Both operands are float8 then.
         out: with PARTIAL [num_splits, num_tokens, num_rows].
         sums: float32 workspace, for SPLITS > 1.
         arrivals: int32, 0 for every tile before and after the kernel.
@@ -249,7 +257,9 @@ def linear_kernel(
     BM: gl.constexpr = x.block_type.shape[0]
     COLUMNS: gl.constexpr = BN if SWAP else BM
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 16]
+        version=[3, 0],
+        warps_per_cta=[gl.num_warps(), 1],
+        instr_shape=[16, COLUMNS, 32 if HAS_SCALES else 16],
     )
     token = gl.program_id(0) * BM
     tile = gl.program_id(1)
@@ -260,11 +270,8 @@ def linear_kernel(
     first = split * per_split
     count = gl.minimum(first + per_split, num_columns) - first
 
-    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], weight.layout)
-    if GATED:
-        up_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, BK], weight.layout)
-    else:
-        up_tiles = tiles
+    HALVES: gl.constexpr = 2 if GATED else 1
+    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, BN, BK], weight.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -272,7 +279,7 @@ def linear_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
-    buffers = (x_tiles, tiles, up_tiles, ready, free)
+    buffers = (x_tiles, tiles, ready, free)
     up_row = row + num_rows
     acc, up = gl.warp_specialize(
         [
@@ -287,13 +294,24 @@ def linear_kernel(
     )
     if PDL:
         tl.extra.cuda.gdc_wait()
+    ROW_AXIS: gl.constexpr = 0 if SWAP else 1
+    if HAS_SCALES:
+        rows = row + gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
+        tokens = token + gl.arange(0, BM, layout=gl.SliceLayout(1 - ROW_AXIS, LAYOUT))
+        factor = gl.load(x_scales + tokens, mask=tokens < num_tokens, other=0.0)
+        by_token = _by_token(factor, SWAP)
+        factor = gl.load(scales + rows // block_rows, mask=rows < num_rows, other=0.0)
+        acc = acc * by_token * _by_row(factor, SWAP)
+        if GATED:
+            up_rows = rows + num_rows
+            factor = gl.load(scales + up_rows // block_rows, mask=rows < num_rows, other=0.0)
+            up = up * by_token * _by_row(factor, SWAP)
     if SPLITS == 1:
         if PARTIAL:
             out += split.to(gl.int64) * num_tokens * num_rows
         shape = (token, row, num_tokens, num_rows)
         _finish(acc, up, bias, out, shape, split == 0, SWAP, EPILOGUE, GATED, HAS_BIAS)
     else:
-        ROW_AXIS: gl.constexpr = 0 if SWAP else 1
         rows = gl.arange(0, BN, layout=gl.SliceLayout(ROW_AXIS, LAYOUT))
         tokens = gl.arange(0, BM, layout=gl.SliceLayout(1 - ROW_AXIS, LAYOUT))
         inner = (

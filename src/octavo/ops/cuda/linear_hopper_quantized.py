@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -194,9 +195,8 @@ def _weights(
             if HAS_ZEROS:
                 values = values - zeros.index(group + i * PARTS // NUM).load(BY_ROW)[:, None]
             if SCALE == _SCALE_WEIGHTS:
-                values = (
-                    values * scales.index(group + i * PARTS // NUM).load(BY_ROW).to(DTYPE)[:, None]
-                )
+                factor = scales.index(group + i * PARTS // NUM).load(BY_ROW)
+                values = values * factor.to(DTYPE)[:, None]
             done += (values,)  # type: ignore[assignment]
         values = gl.convert_layout(_interleave(done), OPERAND)
     return values
@@ -211,24 +211,34 @@ def _add(acc, product, scales, group, SCALE: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
-def _stage_scales(source, target, row, first, num_rows, num_groups, strides):
+def _stacked_rows(row, up_row, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which rows of W a tile has: of gates, and then the same rows of what they gate."""
+    rows = gl.arange(0, ROWS, layout=LAYOUT)
+    if GATED:
+        return gl.where(rows < ROWS // 2, row + rows, up_row + rows - ROWS // 2)
+    return row + rows
+
+
+@gluon.jit
+def _stage(source, target, places, first, GATED: gl.constexpr):
     """Copy scales, or zero points, of a program's rows and groups to shared memory."""
-    GROUPS: gl.constexpr = target.shape[0]
+    row, up_row, num_rows, num_groups, stride_row, stride_group, block_rows = places
+    AT_ONCE: gl.constexpr = min(target.shape[0], 32)
+    CHUNKS: gl.constexpr = target.shape[0] // AT_ONCE
     ROWS: gl.constexpr = target.shape[1]
-    AT_ONCE: gl.constexpr = min(GROUPS, 16)  # loads in flight
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    stride_row, stride_group, block_rows = strides
-    rows = row + gl.arange(0, ROWS, layout=LAYOUT)
-    places = source + (rows // block_rows) * stride_row
-    for start in range(0, GROUPS, AT_ONCE):
-        loaded = ()
-        for i in gl.static_range(AT_ONCE):
-            group = first + start + i
-            inside = (rows < num_rows) & (group < num_groups)
-            values = gl.load(places + group * stride_group, mask=inside, other=0.0)
-            loaded += (values,)  # type: ignore[assignment]
-        for i in gl.static_range(AT_ONCE):
-            target.index(start + i).store(loaded[i].to(target.dtype))
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDE: gl.constexpr = min(ROWS // 32, WARPS)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS // WIDE, WIDE], [1, 0])
+    rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(0, LAYOUT))
+    by_row = (rows // block_rows) * stride_row
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    chunks = target._reinterpret(target.dtype, [CHUNKS, AT_ONCE, ROWS], FLAT)
+    for i in range(CHUNKS):
+        groups = first + i * AT_ONCE + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LAYOUT))
+        inside = (groups < num_groups)[:, None] & (rows < num_rows)[None, :]
+        offsets = (groups * stride_group)[:, None] + by_row[None, :]
+        values = gl.load(source + offsets, mask=inside, other=0.0)
+        chunks.index(i).store(values.to(target.dtype))
 
 
 @gluon.jit
@@ -245,45 +255,34 @@ def _consume(
     PARTS: gl.constexpr,
     LAYOUT: gl.constexpr,
     GATED: gl.constexpr,
+    BY_WARP: gl.constexpr,
 ):
-    x_tiles, tiles, up_tiles, ready, free = buffers
-    scales, zeros, staged, staged_zeros, up_staged, up_staged_zeros = factors
-    row, up_row, num_rows, num_groups, strides = places
-    STAGES: gl.constexpr = tiles.shape[0]
-    BN: gl.constexpr = tiles.shape[1]
+    x_tiles, tiles, ready, free = buffers
+    scales, zeros, staged, staged_zeros = factors
+    STAGES: gl.constexpr = x_tiles.shape[0]
+    ROWS: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
     DTYPE: gl.constexpr = x_tiles.dtype
+    KEEP: gl.constexpr = SCALE != _SCALE_SUMS
     first_group = first // GROUP_BLOCKS * PARTS
     if SCALE != _SCALE_RESULT:
-        _stage_scales(scales, staged, row, first_group, num_rows, num_groups, strides)
-        if GATED:
-            _stage_scales(scales, up_staged, up_row, first_group, num_rows, num_groups, strides)
+        _stage(scales, staged, places, first_group, GATED)
     if HAS_ZEROS:
-        _stage_scales(zeros, staged_zeros, row, first_group, num_rows, num_groups, strides)
-        if GATED:
-            _stage_scales(
-                zeros, up_staged_zeros, up_row, first_group, num_rows, num_groups, strides
-            )
+        _stage(zeros, staged_zeros, places, first_group, GATED)
     _barrier()
-    acc = gl.zeros([BN, BM], gl.float32, LAYOUT)
-    up = acc
-    KEEP: gl.constexpr = SCALE != _SCALE_SUMS
-    mbarrier.wait(ready.index(0), 0)
-    group = 0
-    ws = _weights(
-        tiles.index(0), staged, staged_zeros, group, FORMAT, DTYPE, SCALE, HAS_ZEROS, PARTS, LAYOUT
-    )
-    for i in range(count):
-        stage = i % STAGES
-        xs = x_tiles.index(stage).permute((1, 0))
-        product = warpgroup_mma(ws, xs, acc, use_acc=KEEP, is_async=True)
-        after = gl.minimum(i + 1, count - 1)
-        next_group = (first + after) // GROUP_BLOCKS * PARTS - first_group
-        if GATED:
-            us = _weights(
-                up_tiles.index(stage),
-                up_staged,
-                up_staged_zeros,
+    nothing = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
+    acc = nothing
+    if BY_WARP:
+        RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=2)
+        for i in range(count):
+            stage = i % STAGES
+            group = (first + i) // GROUP_BLOCKS * PARTS - first_group
+            mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+            xs = x_tiles.index(stage).permute((1, 0)).load(RIGHT)
+            ws = _weights(
+                tiles.index(stage),
+                staged,
+                staged_zeros,
                 group,
                 FORMAT,
                 DTYPE,
@@ -292,25 +291,30 @@ def _consume(
                 PARTS,
                 LAYOUT,
             )
-            up_product = warpgroup_mma(us, xs, up, use_acc=KEEP, is_async=True)
-            product, ws = warpgroup_mma_wait(1, deps=[product, ws])
+            mbarrier.arrive(free.index(stage), count=1)
+            product = mma_v2(ws, xs, acc if KEEP else nothing)
             acc = _add(acc, product, staged, group, SCALE, LAYOUT)
-            mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
-            ws = _weights(
-                tiles.index(after % STAGES),
-                staged,
-                staged_zeros,
-                next_group,
-                FORMAT,
-                DTYPE,
-                SCALE,
-                HAS_ZEROS,
-                PARTS,
-                LAYOUT,
-            )
-            up_product, us = warpgroup_mma_wait(0, deps=[up_product, us])
-            up = _add(up, up_product, up_staged, group, SCALE, LAYOUT)
-        else:
+    else:
+        mbarrier.wait(ready.index(0), 0)
+        group = 0
+        ws = _weights(
+            tiles.index(0),
+            staged,
+            staged_zeros,
+            group,
+            FORMAT,
+            DTYPE,
+            SCALE,
+            HAS_ZEROS,
+            PARTS,
+            LAYOUT,
+        )
+        for i in range(count):
+            stage = i % STAGES
+            xs = x_tiles.index(stage).permute((1, 0))
+            product = warpgroup_mma(ws, xs, acc, use_acc=KEEP, is_async=True)
+            after = gl.minimum(i + 1, count - 1)
+            next_group = (first + after) // GROUP_BLOCKS * PARTS - first_group
             mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
             following = _weights(
                 tiles.index(after % STAGES),
@@ -327,9 +331,22 @@ def _consume(
             product, ws = warpgroup_mma_wait(0, deps=[product, ws])
             acc = _add(acc, product, staged, group, SCALE, LAYOUT)
             ws = following
-        mbarrier.arrive(free.index(stage), count=1)
-        group = next_group
-    return acc, up
+            mbarrier.arrive(free.index(stage), count=1)
+            group = next_group
+    return (acc,)
+
+
+@gluon.jit
+def _halves(acc):
+    """Sums of gates, and of what they gate, of a tile that has them one below the other."""
+    ROWS: gl.constexpr = acc.shape[0] // 2
+    WARPS: gl.constexpr = gl.num_warps()
+    LANES: gl.constexpr = min(32, ROWS // 8)
+    PAIRS: gl.constexpr = gl.BlockedLayout(
+        [8, 1, 2], [LANES, 32 // LANES, 1], [1, WARPS, 1], [2, 0, 1]
+    )
+    pairs = acc.reshape([2, ROWS, acc.shape[1]]).permute((1, 2, 0))
+    return gl.split(gl.convert_layout(pairs, PAIRS))
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_splits"])
@@ -362,6 +379,7 @@ def quantized_linear_kernel(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    BY_WARP: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -379,55 +397,59 @@ def quantized_linear_kernel(
         GROUP_BLOCKS: how many of them share scales; 1 if a block has several groups.
         PARTS: how many groups a block has; 1 if several blocks share scales.
         GROUPS: at least how many groups a split has; a power of 2.
+        BY_WARP: mma of single warps in place of wgmma.
     """
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    BN: gl.constexpr = weight.block_type.shape[0]
+    HALVES: gl.constexpr = 2 if GATED else 1
+    BN: gl.constexpr = weight.block_type.shape[0]  # results per token
+    ROWS: gl.constexpr = BN * HALVES
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     BM: gl.constexpr = x.block_type.shape[0]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BM, 16]
+    LAYOUT: gl.constexpr = (
+        gl.NVMMADistributedLayout(
+            version=[2, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 8]
+        )
+        if BY_WARP
+        else gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BM, 16]
+        )
     )
     token = gl.program_id(0) * BM
     tile = gl.program_id(1)
     split = gl.program_id(2)
     row = tile * BN
+    up_row = row + num_rows
+    total_rows = num_rows * HALVES
     per_split = gl.cdiv(num_blocks, num_splits)
     first = split * per_split
     count = gl.minimum(first + per_split, num_blocks) - first
 
-    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, WIDTH], weight.layout)
+    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, BN, WIDTH], weight.layout)
+    stacked = tiles
+    if GATED:
+        stacked = tiles._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    staged = gl.allocate_shared_memory(gl.float32, [GROUPS, BN], FLAT)
+    staged = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], FLAT)
     staged_zeros = staged
-    up_tiles = tiles
-    up_staged = staged
-    up_staged_zeros = staged
     if HAS_ZEROS:
-        staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, BN], FLAT)
-    if GATED:
-        up_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, BN, WIDTH], weight.layout)
-        up_staged = gl.allocate_shared_memory(gl.float32, [GROUPS, BN], FLAT)
-        if HAS_ZEROS:
-            up_staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, BN], FLAT)
+        staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, ROWS], FLAT)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
-    buffers = (x_tiles, tiles, up_tiles, ready, free)
-    factors = (scales, zeros, staged, staged_zeros, up_staged, up_staged_zeros)
-    up_row = row + num_rows
-    total_rows = num_rows * 2 if GATED else num_rows
-    places = (row, up_row, total_rows, num_groups, (stride_row, stride_group, block_rows))
-    acc, up = gl.warp_specialize(
+    buffers = (x_tiles, tiles, ready, free)
+    factors = (scales, zeros, staged, staged_zeros)
+    places = (row, up_row, total_rows, num_groups, stride_row, stride_group, block_rows)
+    (acc,) = gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    buffers,
+                    (x_tiles, stacked, ready, free),
                     factors,
                     places,
                     first,
@@ -439,6 +461,7 @@ def quantized_linear_kernel(
                     PARTS,
                     LAYOUT,
                     GATED,
+                    BY_WARP,
                 ),
             ),
             (
@@ -452,43 +475,37 @@ def quantized_linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if SCALE == _SCALE_RESULT:
-        rows = row + gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT))
+        rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(1, LAYOUT))
         factor = gl.load(
-            scales + (rows // block_rows) * stride_row, mask=rows < num_rows, other=0.0
+            scales + (rows // block_rows) * stride_row, mask=rows < total_rows, other=0.0
         )
         acc = acc * factor.to(gl.float32)[:, None]
-        if GATED:
-            factor = gl.load(
-                scales + ((rows + num_rows) // block_rows) * stride_row,
-                mask=rows < num_rows,
-                other=0.0,
-            )
-            up = up * factor.to(gl.float32)[:, None]
-    if SPLITS == 1:
-        if PARTIAL:
-            out += split.to(gl.int64) * num_tokens * num_rows
-        shape = (token, row, num_tokens, num_rows)
-        _finish(acc, up, bias, out, shape, split == 0, False, EPILOGUE, GATED, HAS_BIAS)
-    else:
-        rows = gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT))
+    is_last = True
+    if SPLITS > 1:
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         tokens = gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
         inner = rows[:, None] * BM + tokens[None, :]
-        SIZE: gl.constexpr = BM * BN
+        SIZE: gl.constexpr = BM * ROWS
         slot = tile * gl.num_programs(0) + gl.program_id(0)
-        base = sums + slot.to(gl.int64) * (SPLITS * SIZE * (2 if GATED else 1)) + inner
+        base = sums + slot.to(gl.int64) * (SPLITS * SIZE) + inner
         gl.store(base + split * SIZE, acc)
-        if GATED:
-            gl.store(base + (SPLITS + split) * SIZE, up)
         _barrier()
         seen = gl.atomic_add(arrivals + slot, 1, sem="acq_rel", scope="gpu")
-        if seen == SPLITS - 1:
+        is_last = seen == SPLITS - 1
+        if is_last:
             acc = gl.load(base)
             for i in gl.static_range(1, SPLITS):
                 acc += gl.load(base + i * SIZE)
-            if GATED:
-                up = gl.load(base + SPLITS * SIZE)
-                for i in gl.static_range(1, SPLITS):
-                    up += gl.load(base + (SPLITS + i) * SIZE)
-            shape = (token, row, num_tokens, num_rows)
-            _finish(acc, up, bias, out, shape, True, False, EPILOGUE, GATED, HAS_BIAS)
             gl.store(arrivals + slot, 0)
+    if is_last:
+        if PARTIAL:
+            out += split.to(gl.int64) * num_tokens * num_rows
+        shape = (token, row, num_tokens, num_rows)
+        adds_bias = True
+        if PARTIAL:
+            adds_bias = split == 0
+        if GATED:
+            gate, up = _halves(acc)
+            _finish(gate, up, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
+        else:
+            _finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)

@@ -10,13 +10,13 @@ Not yet measured on a GPU: tiles, and from how many tokens on which way is taken
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.testing import do_bench
 
 from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.linear import (
@@ -51,6 +51,8 @@ from octavo.ops.quantized import GroupedInt, QuantizedWeight
 # is faster.
 MAX_EXACT_TOKENS = 64
 _REGISTERS = 65536  # per SM
+_MEASURED_BYTES = 160e6  # of several weights: they do not fit the L2 cache
+_REPLAYS = 9
 _PROGRAMS = Programs(2, 2048, 2, per_sm=1)
 
 
@@ -66,11 +68,8 @@ def launch(
     """Run linear_hopper_quantized's kernel."""
     num_tokens, size = x.shape
     num_rows = out.shape[-1]
-    grid = (
-        triton.cdiv(num_tokens, tiles.tokens),
-        triton.cdiv(num_rows, tiles.rows),
-        tiles.splits,
-    )
+    rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
+    grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, rows), tiles.splits)
     num_blocks = triton.cdiv(size, BLOCK)
     scale = SCALE_RESULT
     if stored.group:
@@ -81,7 +80,7 @@ def launch(
     width = stored.row_bytes // stored.weight.element_size()
     quantized_linear_kernel[grid](
         _descriptor(x, tiles.tokens, BLOCK),
-        _stored_descriptor(stored.weight, tiles.rows, width),
+        _descriptor(stored.weight, rows, width),
         stored.scales,
         stored.scales if stored.zeros is None else stored.zeros,
         bias,
@@ -108,21 +107,12 @@ def launch(
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
+        BY_WARP=tiles.by_warp,
         EARLY=tiles.early,
         num_warps=tiles.warps,
         maxnreg=min(255, _REGISTERS // (32 * (tiles.warps + 4) * tiles.per_sm) // 8 * 8),
         **launch_options(x.device),
     )
-
-
-def _stored_descriptor(weight: Tensor, rows: int, columns: int) -> Any:
-    """The TMA descriptor for fetching blocks [rows, columns] of W as it is stored."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    element = gl.float8e4nv if weight.dtype == torch.float8_e4m3fn else gl.int32
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
-    return TensorDescriptor.from_tensor(weight, [rows, columns], layout)
 
 
 class QuantizedCudaLinear:
@@ -236,10 +226,18 @@ def make_kernel(form: QuantizedWeight, dtype: torch.dtype) -> QuantizedCudaLinea
     return QuantizedCudaLinear(stored, permutation, dtype)
 
 
-def measure_tiles(form: QuantizedWeight, num_tokens: int, epilogue: Epilogue) -> dict[Tiles, float]:
-    """Measure the candidates of tiles for products with weights like `form`, and keep the best.
+def measure_tiles(
+    form: QuantizedWeight,
+    num_tokens: int,
+    epilogue: Epilogue,
+    tried: Sequence[Tiles] = (),
+) -> dict[Tiles, float]:
+    """Measure tiles for products with weights like `form`, and keep the best.
 
-    Weights are read from memory, not from the L2 cache. Inputs are bfloat16.
+    Inputs are bfloat16.
+
+    Args:
+        tried: instead of the candidates that the rule proposes.
 
     Returns:
         Microseconds of each; empty if there is nothing to choose.
@@ -248,11 +246,40 @@ def measure_tiles(form: QuantizedWeight, num_tokens: int, epilogue: Epilogue) ->
     product = None if stored is None else Product.of(num_tokens, stored, epilogue.is_gated)
     if stored is None or product is None:
         return {}
+    num_copies = int(_MEASURED_BYTES // stored.weight.nbytes) + 2
+    copies = [replace(stored, weight=stored.weight.clone()) for _ in range(num_copies)]
     x = torch.randn(num_tokens, product.size, device=form.device, dtype=torch.bfloat16)
     out = x.new_empty((num_tokens, product.num_rows))
     times = {}
-    for tiles in candidates(product, stored):
-        work = partial(launch, x, stored, None, out, epilogue, tiles, is_partial=False)
-        times[tiles] = 1e3 * do_bench(work, warmup=5, rep=20, return_mode="median")
-    keep_tiles(form.device, product, min(times, key=lambda tiles: times[tiles]))
+    for tiles in tried or candidates(product, stored):
+        works = [
+            partial(launch, x, each, None, out, epilogue, tiles, is_partial=False)
+            for each in copies
+        ]
+        times[tiles] = microseconds(works)
+    if times:
+        keep_tiles(form.device, product, min(times, key=lambda tiles: times[tiles]))
     return times
+
+
+def microseconds(works: Sequence[Callable[[], object]]) -> float:
+    """Of each, one after the other in a CUDA graph: the median of several runs of it.
+
+    They should read more weights than the L2 cache holds.
+    """
+    for work in works:
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in works:
+            work()
+    times = []
+    for _ in range(_REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(works))
+    return sorted(times)[len(times) // 2]

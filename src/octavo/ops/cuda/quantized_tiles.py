@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -33,13 +33,14 @@ class Tiles:
     """A configuration of linear_hopper_quantized.py's kernel."""
 
     tokens: int  # BM
-    rows: int  # BN, of W
+    rows: int  # of W; with a gate half of them are gates
     stages: int
     warps: int = 4  # that multiply
     splits: int = 1  # of K
     per_sm: int = 1  # programs that fit on one SM
     early: bool = False  # PDL: the next kernel may start from the beginning
     scales_weights: bool = False  # not the sums
+    by_warp: bool = False  # mma of single warps in place of wgmma
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +69,36 @@ class Product:
 
 def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
     """The tiles among which to choose, the best guess first."""
-    halves = 2 if product.is_gated else 1
-    tokens = min(
-        product.tokens, 128
-    )  # more of them, and the sums need more registers than there are
-    is_large = tokens * halves >= 128
+    tokens = min(product.tokens, 256)
+    by_warp = tokens <= 16
+    scales_weights = stored.group > 0 and tokens >= 128
+    kinds = ((64, 3), (64, 2), (128, 2), (64, 1), (128, 1)) if tokens <= 64 else ((128, 1), (64, 1))
     found = []
-    # With many tokens tensor cores must not wait for what prepares their operands: two warpgroups.
-    kinds = ((64, 2), (64, 1), (128, 1), (64, 3)) if tokens < 128 else ((128, 1), (64, 1))
     for rows, per_sm in kinds:
-        if per_sm > 1 and tokens * halves > 64 // (per_sm - 1):
+        if per_sm > 1 and tokens > 64 // (per_sm - 1):
             continue
-        tiles = _fitting(product, stored, tokens, rows, per_sm, stored.group > 0 and is_large)
+        tiles = _fitting(product, stored, tokens, rows, per_sm)
         if tiles is not None and tiles not in found:
-            found.append(tiles)
+            found.append(replace(tiles, scales_weights=scales_weights, by_warp=by_warp))
     return found
 
 
 def _fitting(
-    product: Product, stored: StoredWeight, tokens: int, rows: int, per_sm: int, is_scaled: bool
+    product: Product, stored: StoredWeight, tokens: int, rows: int, per_sm: int
 ) -> Tiles | None:
     """As many stages as fit, and splits of K that fill the SMs; None: not even two stages fit."""
     halves = 2 if product.is_gated else 1
     num_blocks = triton.cdiv(product.size, BLOCK)
-    num_tiles = triton.cdiv(product.num_rows, rows) * triton.cdiv(product.tokens, tokens)
+    num_tiles = triton.cdiv(product.num_rows * halves, rows) * triton.cdiv(product.tokens, tokens)
     splits = max(1, min(_MAX_SPLITS, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
     per_split = triton.cdiv(num_blocks, splits)
     splits = triton.cdiv(num_blocks, per_split)  # none of them empty
-    staged = (8 if product.has_zeros else 4) * stored.staged_groups(splits) * rows * halves
-    stage = stored.row_bytes * rows * halves + 2 * BLOCK * tokens
+    staged = (6 if product.has_zeros else 4) * stored.staged_groups(splits) * rows
+    stage = stored.row_bytes * rows + 2 * BLOCK * tokens
     stages = min((_SHARED_MEMORY // per_sm - staged - 1024) // stage, _MAX_STAGES, per_split)
     if stages < min(2, per_split):
         return None
-    return Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1, is_scaled)
+    return Tiles(tokens, rows, max(stages, 1), rows // 16, splits, per_sm, per_sm > 1)
 
 
 def choose_tiles(num_tokens: int, stored: StoredWeight, is_gated: bool) -> Tiles | None:
