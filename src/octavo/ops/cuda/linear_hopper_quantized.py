@@ -173,13 +173,14 @@ def _weights(
     HAS_ZEROS: gl.constexpr,
     PARTS: gl.constexpr,
     LAYOUT: gl.constexpr,
+    K_WIDTH: gl.constexpr,
 ):
-    """A tile in shared memory as DTYPE [rows, 128], wgmma's left operand in registers.
+    """A tile in shared memory as DTYPE [rows, 128], the left operand in registers.
 
     Minus zero points, and with SCALE_WEIGHTS times scales; `group` is the first of the tile's
     PARTS groups.
     """
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=K_WIDTH)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
     if FORMAT == _FLOAT8:
         values = tile.load(OPERAND).to(gl.float16).to(gl.float32)
@@ -270,10 +271,13 @@ def _consume(
     if HAS_ZEROS:
         _stage(zeros, staged_zeros, places, first_group, GATED)
     _barrier()
+    # With mma of single warps both operands may have a block's inputs in another order: then four
+    # values of 8 bits are loaded at once.
+    K_WIDTH: gl.constexpr = 4 if BY_WARP and FORMAT == _FLOAT8 else 2
     nothing = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
     acc = nothing
     if BY_WARP:
-        RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=2)
+        RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=K_WIDTH)
         for i in range(count):
             stage = i % STAGES
             group = (first + i) // GROUP_BLOCKS * PARTS - first_group
@@ -290,6 +294,7 @@ def _consume(
                 HAS_ZEROS,
                 PARTS,
                 LAYOUT,
+                K_WIDTH,
             )
             mbarrier.arrive(free.index(stage), count=1)
             product = mma_v2(ws, xs, acc if KEEP else nothing)
@@ -308,6 +313,7 @@ def _consume(
             HAS_ZEROS,
             PARTS,
             LAYOUT,
+            K_WIDTH,
         )
         for i in range(count):
             stage = i % STAGES
@@ -327,6 +333,7 @@ def _consume(
                 HAS_ZEROS,
                 PARTS,
                 LAYOUT,
+                K_WIDTH,
             )
             product, ws = warpgroup_mma_wait(0, deps=[product, ws])
             acc = _add(acc, product, staged, group, SCALE, LAYOUT)
