@@ -134,7 +134,7 @@ def projections() -> None:
         tiles = choose_tiles(len(x), out.shape[1], x.shape[1], epilogue)
         assert tiles is not None
         for given in (None, bias):
-            cuda_linear._launch(x, weight, given, out, epilogue, tiles, is_partial=False)
+            cuda_linear.launch_dense(x, weight, given, out, epilogue, tiles, is_partial=False)
         if epilogue.is_gated:
             apply_gate(x, epilogue)
     soft_cap(x, 30.0)
@@ -144,16 +144,18 @@ def quantized_projections() -> None:
     """Skinny GEMMs of each form, with scales of groups and of outputs; GEMVs; what dequantizes."""
     from test_quantized_forms import FORMS, dense
 
+    from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda import linear_quantized
     from octavo.ops.cuda.linear_gemv import linear_one
     from octavo.ops.cuda.linear_quantized import launch
     from octavo.ops.cuda.quantize import quantize_rows
-    from octavo.ops.cuda.quantized_tiles import choose_tiles
+    from octavo.ops.cuda.quantized_tiles import choose_tiles, rounded_tiles
     from octavo.ops.cuda.stored_weights import FLOAT8, StoredWeight, dequantize
     from octavo.ops.epilogue import Epilogue
 
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
-    linear_quantized._workspace = lambda device: workspace  # type: ignore[assignment]
+    for module in (cuda_linear, linear_quantized):
+        module._workspace = lambda device: workspace
     for i, name in enumerate(FORMS):
         dtype = torch.float16 if i % 2 else torch.bfloat16
         stored = StoredWeight.of(FORMS[name](dense(128, 1024).to(dtype)))
@@ -169,7 +171,13 @@ def quantized_projections() -> None:
             launch(x, stored, out[0], out, epilogue, tiles, is_partial=num_tokens == 1)
         if stored.format == FLOAT8:
             linear_one(x[:1], stored.weight, None, out[:1], Epilogue.NONE, stored.scales)
-    quantize_rows(torch.zeros(3, 4096, dtype=torch.bfloat16))
+    rounded, scales = quantize_rows(torch.zeros(128, 4096, dtype=torch.bfloat16))
+    for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
+        out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)
+        rounding = rounded_tiles(128, out.shape[1], 4096, epilogue.is_gated)
+        assert rounding is not None
+        factors = scales, torch.zeros(128, 1), 1
+        cuda_linear.launch_dense(rounded, rounded, None, out, epilogue, rounding, False, factors)
 
 
 def draws() -> None:

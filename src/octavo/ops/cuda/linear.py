@@ -82,7 +82,7 @@ def linear(
     if tiles is None:
         return _plain(x, weight, bias, epilogue)
     out = x.new_empty((num_tokens, num_rows))
-    _launch(x, weight, bias, out, epilogue, tiles, is_partial=False)
+    launch_dense(x, weight, bias, out, epilogue, tiles, is_partial=False)
     return out
 
 
@@ -107,7 +107,7 @@ def linear_partial(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     if tiles is None or tiles.splits == 1:
         return linear(x, weight, bias)
     out = x.new_empty((tiles.splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE)
-    _launch(x, weight, bias, out, Epilogue.NONE, tiles, is_partial=True)
+    launch_dense(x, weight, bias, out, Epilogue.NONE, tiles, is_partial=True)
     return out
 
 
@@ -172,7 +172,7 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     return sums, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
-def _launch(
+def launch_dense(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

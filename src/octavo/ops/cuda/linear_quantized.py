@@ -24,6 +24,7 @@ from octavo.ops.cuda.linear import (
     _descriptor,
     _is_hopper,
     _workspace,
+    launch_dense,
     linear,
     linear_partial,
 )
@@ -42,6 +43,7 @@ from octavo.ops.cuda.quantized_tiles import (
     candidates,
     choose_tiles,
     keep_tiles,
+    rounded_tiles,
 )
 from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
@@ -139,10 +141,12 @@ class QuantizedCudaLinear:
     def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See LinearKernel.apply_partial."""
         stored, num_tokens, x = self._stored, len(x), self._aligned(x)
+        if self._rounds(num_tokens):
+            return self._apply_rounded(x, bias, Epilogue.NONE, is_partial=True)
         tiles = self._tiles(num_tokens, is_gated=False)
-        if tiles is None and not self._rounds_inputs:
+        if tiles is None:
             return linear_partial(x, self._dense(x.dtype), bias)
-        if tiles is None or tiles.splits == 1 or self._is_gemv(num_tokens):
+        if tiles.splits == 1 or self._is_gemv(num_tokens):
             return self._apply(x, bias, Epilogue.NONE)
         shape = (tiles.splits, num_tokens, stored.shape[0])
         out = x.new_empty(shape, dtype=PARTIAL_DTYPE)
@@ -151,11 +155,11 @@ class QuantizedCudaLinear:
 
     def _apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
         stored, num_tokens = self._stored, len(x)
+        if self._rounds(num_tokens):
+            return self._apply_rounded(x, bias, epilogue, is_partial=False)
         num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
         tiles = self._tiles(num_tokens, epilogue.is_gated)
         if tiles is None:
-            if self._rounds_inputs:
-                return self._apply_rounded(x, bias, epilogue)
             return linear(x, self._dense(x.dtype), bias, epilogue)
         out = x.new_empty((num_tokens, num_rows))
         if self._is_gemv(num_tokens):
@@ -166,10 +170,11 @@ class QuantizedCudaLinear:
         return out
 
     def _tiles(self, num_tokens: int, is_gated: bool) -> Tiles | None:
-        """None: W is dequantized, or inputs are rounded."""
-        if self._rounds_inputs and num_tokens > MAX_EXACT_TOKENS:
-            return None
+        """None: W is dequantized."""
         return choose_tiles(num_tokens, self._stored, is_gated)
+
+    def _rounds(self, num_tokens: int) -> bool:
+        return self._rounds_inputs and num_tokens > MAX_EXACT_TOKENS
 
     def _is_gemv(self, num_tokens: int) -> bool:
         """Whether linear_gemv.py computes: it knows no scales of blocks of inputs."""
@@ -182,19 +187,33 @@ class QuantizedCudaLinear:
         dequantize(self._stored, dense.view(num_rows, size))
         return dense.view(num_rows, size)
 
-    def _apply_rounded(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-        """With inputs in FP8, too."""
+    def _apply_rounded(
+        self, x: Tensor, bias: Tensor | None, epilogue: Epilogue, is_partial: bool
+    ) -> Tensor:
+        """With inputs in FP8, too; is_partial: the caller takes partial sums."""
+        stored, num_tokens = self._stored, len(x)
+        num_rows = stored.shape[0] // 2 if epilogue.is_gated else stored.shape[0]
         rounded, scales = quantize_rows(x)
-        y = torch._scaled_mm(
-            rounded,
-            self._stored.weight.t(),
-            scale_a=scales,
-            scale_b=self._row_scales,
-            bias=bias,
-            out_dtype=x.dtype,
-            use_fast_accum=True,
-        )
-        return apply_gate(y, epilogue) if epilogue.is_gated else apply_epilogue(y, epilogue)
+        tiles = rounded_tiles(num_tokens, num_rows, stored.shape[1], epilogue.is_gated)
+        if tiles is None:
+            y = torch._scaled_mm(
+                rounded,
+                stored.weight.t(),
+                scale_a=scales,
+                scale_b=self._row_scales,
+                bias=bias,
+                out_dtype=x.dtype,
+                use_fast_accum=True,
+            )
+            return apply_gate(y, epilogue) if epilogue.is_gated else apply_epilogue(y, epilogue)
+        is_partial = is_partial and tiles.splits > 1
+        if is_partial:
+            out = x.new_empty((tiles.splits, num_tokens, num_rows), dtype=PARTIAL_DTYPE)
+        else:
+            out = x.new_empty((num_tokens, num_rows))
+        factors = scales, stored.scales, stored.block_rows
+        launch_dense(rounded, stored.weight, bias, out, epilogue, tiles, is_partial, factors)
+        return out
 
     def _aligned(self, x: Tensor) -> Tensor:
         """The inputs in the order of W's columns, where TMA can fetch them."""
