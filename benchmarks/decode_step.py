@@ -142,7 +142,7 @@ def main() -> None:
             }
             if expected:
                 counts = {"experts_hit": round(hit, 1), "experts_expected": round(expected, 1)}
-                results[f"{model}@{batch}"] |= counts
+                results[f"{name}@{batch}"] |= counts
                 print(f"{'':>12} experts of a layer: {hit:.1f} hit, {expected:.1f} expected")
             print(
                 f"{name:>12} batch {batch:>4}: {1e3 * wall:7.3f} ms per step (median "

@@ -39,6 +39,7 @@ class Row:
     peer: float
     unit: str = "tokens/s"
     tensor_parallel_size: int = 1
+    quantization: str | None = None  # of vLLM's, too
 
 
 def sampled(output_tokens: int, **options: Any) -> SamplingParams:
@@ -95,6 +96,11 @@ def shared_prefix(vocab_size: int) -> list[Query]:
     return [(prefix + prompt, sampled(64)) for prompt in own]
 
 
+def prompts_alone(vocab_size: int) -> list[Query]:
+    """64 prompts of 1,024 tokens, and the first token after each."""
+    return [(p, sampled(1)) for p in make_prompts([TraceRequest(1024, 1)] * 64, vocab_size)]
+
+
 ROWS = {
     "opt-sharegpt": Row("opt-13b", trace("sharegpt", 1000), 4693),
     "opt-alpaca": Row("opt-13b", trace("alpaca", 1000), 7360),
@@ -109,6 +115,10 @@ ROWS = {
     "llama-n4": Row("llama-3-8b", trace("alpaca", 500, n=4), 19496),
     "llama-beam4": Row("llama-3-8b", beams(4), 3159),
     "llama-prefix": Row("llama-3-8b", shared_prefix, 195.0, "requests/s"),
+    "llama-prompts": Row("llama-3-8b", prompts_alone, 42.4, "requests/s"),
+    "llama-fp8-sharegpt": Row("llama-3-8b", trace("sharegpt", 1000), 16725, quantization="fp8"),
+    "llama-fp8-prompts": Row("llama-3-8b", prompts_alone, 64.6, "requests/s", quantization="fp8"),
+    "llama-int4-prompts": Row("llama-3-8b", prompts_alone, 39.8, "requests/s", quantization="int4"),
     "qwen-random": Row("qwen3-0.6b", random_lengths, 24103),
     "llama-tp2-sharegpt": Row("llama-3-8b", trace("sharegpt", 1000), 21333, tensor_parallel_size=2),
     "llama-70b-tp2-sharegpt": Row(
@@ -124,7 +134,7 @@ ONLINE = {
     12: (14.4, 21.2, 40, 93),
     14: (16.4, 25.5, 44, 103),
 }
-ONLINE_ENGINE = ("opt-13b", 1)
+ONLINE_ENGINE = ("opt-13b", 1, None)
 
 
 def main() -> None:
@@ -138,20 +148,22 @@ def main() -> None:
     engines = dict.fromkeys(_engine_of(ROWS[name]) for name in arguments.rows)
     if arguments.rates:
         engines.setdefault(ONLINE_ENGINE)
-    for model, size in engines:
+    for model, size, quantization in engines:
         began = time.perf_counter()
         engine = make_engine(
             model,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             tensor_parallel_size=size,
+            quantization=quantization,
         )
-        on = "" if size == 1 else f" on {size} GPUs"
+        on = f", {quantization}" if quantization else ""
+        on += "" if size == 1 else f" on {size} GPUs"
         print(f"{model}{on}: ready in {time.perf_counter() - began:.1f} s", flush=True)
         for name in arguments.rows:
-            if _engine_of(ROWS[name]) == (model, size):
+            if _engine_of(ROWS[name]) == (model, size, quantization):
                 results[name] = measure(engine, name, ROWS[name])
-        if (model, size) == ONLINE_ENGINE:
+        if (model, size, quantization) == ONLINE_ENGINE:
             for rate in arguments.rates:
                 results[f"opt-online-{rate}"] = measure_online(engine, rate)
         engine.executor.shutdown()
@@ -160,9 +172,9 @@ def main() -> None:
     report("throughput", **card, rows=results)
 
 
-def _engine_of(row: Row) -> tuple[str, int]:
-    """The model that a row runs on, and on how many GPUs."""
-    return row.model, row.tensor_parallel_size
+def _engine_of(row: Row) -> tuple[str, int, str | None]:
+    """The model that a row runs on, on how many GPUs, and how it is quantized."""
+    return row.model, row.tensor_parallel_size, row.quantization
 
 
 def measure(engine: Engine, name: str, row: Row) -> dict[str, float]:
