@@ -76,6 +76,14 @@ def main() -> None:
                 f"bf16 {base:7.1f} us ({base / spent:.2f}x), relative error {error:.1e}",
                 flush=True,
             )
+    for kind in arguments.forms:
+        ratios = {
+            name: each["bf16_us"] / each["us"]
+            for name, each in results.items()
+            if name.split("@")[0].endswith(f" {kind}")
+        }
+        least = min(ratios, key=lambda name: ratios[name])
+        print(f"{kind}: in comparison with bf16 least at {least}, {ratios[least]:.2f}x")
     report("quantized_linear", products=results)
 
 
