@@ -162,25 +162,18 @@ def _integers(stored, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _weights(
-    tile,
-    scales,
-    zeros,
-    group,
-    FORMAT: gl.constexpr,
-    DTYPE: gl.constexpr,
-    SCALE: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
-    PARTS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    K_WIDTH: gl.constexpr,
-):
+def _weights(tile, scales, zeros, group, HOW: gl.constexpr):
     """A tile in shared memory as DTYPE [rows, 128], the left operand in registers.
 
     Minus zero points, and with SCALE_WEIGHTS times scales; `group` is the first of the tile's
     PARTS groups.
     """
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=K_WIDTH)
+    FORMAT: gl.constexpr = HOW[0]
+    DTYPE: gl.constexpr = HOW[1]
+    SCALE: gl.constexpr = HOW[2]
+    HAS_ZEROS: gl.constexpr = HOW[3]
+    PARTS: gl.constexpr = HOW[4]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, HOW[5], k_width=HOW[6])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
     if FORMAT == _FLOAT8:
         values = tile.load(OPERAND).to(gl.float16).to(gl.float32)
@@ -212,25 +205,25 @@ def _add(acc, product, scales, group, SCALE: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
-def _stacked_rows(row, up_row, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
+def _stacked_rows(row, up_row, ROWS: gl.constexpr, STACKED: gl.constexpr, LAYOUT: gl.constexpr):
     """Which rows of W a tile has: of gates, and then the same rows of what they gate."""
     rows = gl.arange(0, ROWS, layout=LAYOUT)
-    if GATED:
+    if STACKED:
         return gl.where(rows < ROWS // 2, row + rows, up_row + rows - ROWS // 2)
     return row + rows
 
 
 @gluon.jit
-def _stage(source, target, places, first, GATED: gl.constexpr):
+def _stage(source, target, row, up_row, places, first, STACKED: gl.constexpr):
     """Copy scales, or zero points, of a program's rows and groups to shared memory."""
-    row, up_row, num_rows, num_groups, stride_row, stride_group, block_rows = places
+    num_rows, num_groups, stride_row, stride_group, block_rows = places
     AT_ONCE: gl.constexpr = min(target.shape[0], 32)
     CHUNKS: gl.constexpr = target.shape[0] // AT_ONCE
     ROWS: gl.constexpr = target.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
     WIDE: gl.constexpr = min(ROWS // 32, WARPS)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS // WIDE, WIDE], [1, 0])
-    rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(0, LAYOUT))
+    rows = _stacked_rows(row, up_row, ROWS, STACKED, gl.SliceLayout(0, LAYOUT))
     by_row = (rows // block_rows) * stride_row
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     chunks = target._reinterpret(target.dtype, [CHUNKS, AT_ONCE, ROWS], FLAT)
@@ -246,6 +239,8 @@ def _stage(source, target, places, first, GATED: gl.constexpr):
 def _consume(
     buffers,
     factors,
+    row,
+    up_row,
     places,
     first,
     count,
@@ -255,11 +250,12 @@ def _consume(
     GROUP_BLOCKS: gl.constexpr,
     PARTS: gl.constexpr,
     LAYOUT: gl.constexpr,
-    GATED: gl.constexpr,
+    STACKED: gl.constexpr,
+    PAIRS: gl.constexpr,
     BY_WARP: gl.constexpr,
 ):
     x_tiles, tiles, ready, free = buffers
-    scales, zeros, staged, staged_zeros = factors
+    scales, zeros, staged, staged_zeros, up_staged, up_staged_zeros = factors
     STAGES: gl.constexpr = x_tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
@@ -267,15 +263,21 @@ def _consume(
     KEEP: gl.constexpr = SCALE != _SCALE_SUMS
     first_group = first // GROUP_BLOCKS * PARTS
     if SCALE != _SCALE_RESULT:
-        _stage(scales, staged, places, first_group, GATED)
+        _stage(scales, staged, row, up_row, places, first_group, STACKED)
+        if PAIRS:
+            _stage(scales, up_staged, up_row, up_row, places, first_group, False)
     if HAS_ZEROS:
-        _stage(zeros, staged_zeros, places, first_group, GATED)
+        _stage(zeros, staged_zeros, row, up_row, places, first_group, STACKED)
+        if PAIRS:
+            _stage(zeros, up_staged_zeros, up_row, up_row, places, first_group, False)
     _barrier()
     # With mma of single warps both operands may have a block's inputs in another order: then four
     # values of 8 bits are loaded at once.
     K_WIDTH: gl.constexpr = 4 if BY_WARP and FORMAT == _FLOAT8 else 2
+    HOW: gl.constexpr = (FORMAT, DTYPE, SCALE, HAS_ZEROS, PARTS, LAYOUT, K_WIDTH)
     nothing = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
     acc = nothing
+    up = nothing
     if BY_WARP:
         RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=K_WIDTH)
         for i in range(count):
@@ -283,64 +285,42 @@ def _consume(
             group = (first + i) // GROUP_BLOCKS * PARTS - first_group
             mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
             xs = x_tiles.index(stage).permute((1, 0)).load(RIGHT)
-            ws = _weights(
-                tiles.index(stage),
-                staged,
-                staged_zeros,
-                group,
-                FORMAT,
-                DTYPE,
-                SCALE,
-                HAS_ZEROS,
-                PARTS,
-                LAYOUT,
-                K_WIDTH,
-            )
+            ws = _weights(tiles.index(stage), staged, staged_zeros, group, HOW)
             mbarrier.arrive(free.index(stage), count=1)
             product = mma_v2(ws, xs, acc if KEEP else nothing)
             acc = _add(acc, product, staged, group, SCALE, LAYOUT)
     else:
         mbarrier.wait(ready.index(0), 0)
         group = 0
-        ws = _weights(
-            tiles.index(0),
-            staged,
-            staged_zeros,
-            group,
-            FORMAT,
-            DTYPE,
-            SCALE,
-            HAS_ZEROS,
-            PARTS,
-            LAYOUT,
-            K_WIDTH,
-        )
+        ws = _weights(tiles.index(0), staged, staged_zeros, group, HOW)
         for i in range(count):
             stage = i % STAGES
             xs = x_tiles.index(stage).permute((1, 0))
             product = warpgroup_mma(ws, xs, acc, use_acc=KEEP, is_async=True)
             after = gl.minimum(i + 1, count - 1)
+            next_stage = after % STAGES
             next_group = (first + after) // GROUP_BLOCKS * PARTS - first_group
-            mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
-            following = _weights(
-                tiles.index(after % STAGES),
-                staged,
-                staged_zeros,
-                next_group,
-                FORMAT,
-                DTYPE,
-                SCALE,
-                HAS_ZEROS,
-                PARTS,
-                LAYOUT,
-                K_WIDTH,
-            )
-            product, ws = warpgroup_mma_wait(0, deps=[product, ws])
-            acc = _add(acc, product, staged, group, SCALE, LAYOUT)
-            ws = following
+            if PAIRS:
+                tile = tiles.index(stage * 2 + 1)
+                us = _weights(tile, up_staged, up_staged_zeros, group, HOW)
+                up_product = warpgroup_mma(us, xs, up, use_acc=KEEP, is_async=True)
+                product, ws = warpgroup_mma_wait(1, deps=[product, ws])
+                acc = _add(acc, product, staged, group, SCALE, LAYOUT)
+                mbarrier.wait(ready.index(next_stage), (after // STAGES) & 1)
+                tile = tiles.index(next_stage * 2)
+                ws = _weights(tile, staged, staged_zeros, next_group, HOW)
+                up_product, us = warpgroup_mma_wait(0, deps=[up_product, us])
+                up = _add(up, up_product, up_staged, group, SCALE, LAYOUT)
+            else:
+                mbarrier.wait(ready.index(next_stage), (after // STAGES) & 1)
+                tile = tiles.index(next_stage)
+                following = _weights(tile, staged, staged_zeros, next_group, HOW)
+                product, ws = warpgroup_mma_wait(0, deps=[product, ws])
+                acc = _add(acc, product, staged, group, SCALE, LAYOUT)
+                ws = following
             mbarrier.arrive(free.index(stage), count=1)
             group = next_group
-    return (acc,)
+    return acc, up
 
 
 @gluon.jit
@@ -386,6 +366,7 @@ def quantized_linear_kernel(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    PAIRS: gl.constexpr,
     BY_WARP: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
@@ -404,13 +385,16 @@ def quantized_linear_kernel(
         GROUP_BLOCKS: how many of them share scales; 1 if a block has several groups.
         PARTS: how many groups a block has; 1 if several blocks share scales.
         GROUPS: at least how many groups a split has; a power of 2.
+        PAIRS: a program has two tiles of W, with sums of their own: gates, and what they gate, or
+            neighbouring rows. Without it, a gate's two halves are one tile.
         BY_WARP: mma of single warps in place of wgmma.
     """
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    HALVES: gl.constexpr = 2 if GATED else 1
-    BN: gl.constexpr = weight.block_type.shape[0]  # results per token
-    ROWS: gl.constexpr = BN * HALVES
+    HALVES: gl.constexpr = 2 if GATED or PAIRS else 1
+    STACKED: gl.constexpr = GATED and not PAIRS
+    BN: gl.constexpr = weight.block_type.shape[0]
+    ROWS: gl.constexpr = BN * 2 if STACKED else BN  # of a tile
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     BM: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = (
@@ -427,37 +411,53 @@ def quantized_linear_kernel(
     split = gl.program_id(2)
     row = tile * BN
     up_row = row + num_rows
-    total_rows = num_rows * HALVES
+    total_rows = num_rows
+    if GATED:
+        total_rows = num_rows * 2
+    elif PAIRS:
+        row = tile * (BN * 2)
+        up_row = row + BN
     per_split = gl.cdiv(num_blocks, num_splits)
     first = split * per_split
     count = gl.minimum(first + per_split, num_blocks) - first
 
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, BN, WIDTH], weight.layout)
     stacked = tiles
-    if GATED:
+    if STACKED:
         stacked = tiles._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    staged = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], FLAT)
+    # What multiplies integers is rounded to their 16 bits.
+    IS_ROUNDED: gl.constexpr = SCALE == _SCALE_WEIGHTS and FORMAT != _FLOAT8
+    FACTOR: gl.constexpr = x.dtype if IS_ROUNDED else gl.float32
+    staged = gl.allocate_shared_memory(FACTOR, [GROUPS, ROWS], FLAT)
     staged_zeros = staged
     if HAS_ZEROS:
         staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, ROWS], FLAT)
+    up_staged = staged
+    up_staged_zeros = staged_zeros
+    if PAIRS:
+        up_staged = gl.allocate_shared_memory(FACTOR, [GROUPS, ROWS], FLAT)
+        if HAS_ZEROS:
+            up_staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, ROWS], FLAT)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
     buffers = (x_tiles, tiles, ready, free)
-    factors = (scales, zeros, staged, staged_zeros)
-    places = (row, up_row, total_rows, num_groups, stride_row, stride_group, block_rows)
-    (acc,) = gl.warp_specialize(
+    factors = (scales, zeros, staged, staged_zeros, up_staged, up_staged_zeros)
+    places = (total_rows, num_groups, stride_row, stride_group, block_rows)
+    acc, up = gl.warp_specialize(
         [
             (
                 _consume,
                 (
                     (x_tiles, stacked, ready, free),
                     factors,
+                    row,
+                    up_row,
                     places,
                     first,
                     count,
@@ -467,13 +467,14 @@ def quantized_linear_kernel(
                     GROUP_BLOCKS,
                     PARTS,
                     LAYOUT,
-                    GATED,
+                    STACKED,
+                    PAIRS,
                     BY_WARP,
                 ),
             ),
             (
                 _produce,
-                (x, weight, buffers, token, row, up_row, first, count, GATED, EARLY, PDL),
+                (x, weight, buffers, token, row, up_row, first, count, HALVES == 2, EARLY, PDL),
             ),
         ],
         [1],
@@ -482,11 +483,13 @@ def quantized_linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if SCALE == _SCALE_RESULT:
-        rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(1, LAYOUT))
-        factor = gl.load(
-            scales + (rows // block_rows) * stride_row, mask=rows < total_rows, other=0.0
-        )
-        acc = acc * factor.to(gl.float32)[:, None]
+        rows = _stacked_rows(row, up_row, ROWS, STACKED, gl.SliceLayout(1, LAYOUT))
+        sources = scales + (rows // block_rows) * stride_row
+        acc = acc * gl.load(sources, mask=rows < total_rows, other=0.0).to(gl.float32)[:, None]
+        if PAIRS:
+            rows = _stacked_rows(up_row, up_row, ROWS, False, gl.SliceLayout(1, LAYOUT))
+            sources = scales + (rows // block_rows) * stride_row
+            up = up * gl.load(sources, mask=rows < total_rows, other=0.0).to(gl.float32)[:, None]
     is_last = True
     if SPLITS > 1:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -511,8 +514,14 @@ def quantized_linear_kernel(
         adds_bias = True
         if PARTIAL:
             adds_bias = split == 0
-        if GATED:
-            gate, up = _halves(acc)
-            _finish(gate, up, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
+        if STACKED:
+            gates, ups = _halves(acc)
+            _finish(gates, ups, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
+        elif GATED:
+            _finish(acc, up, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
+        elif PAIRS:
+            _finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)
+            shape = (token, up_row, num_tokens, num_rows)
+            _finish(up, up, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)
         else:
             _finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)

@@ -70,8 +70,9 @@ def launch(
     """Run linear_hopper_quantized's kernel."""
     num_tokens, size = x.shape
     num_rows = out.shape[-1]
-    rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
-    grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, rows), tiles.splits)
+    results = tiles.rows // 2 if epilogue.is_gated else tiles.rows  # of a token in a program
+    rows = tiles.rows // 2 if epilogue.is_gated or tiles.pairs else tiles.rows
+    grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, results), tiles.splits)
     num_blocks = triton.cdiv(size, BLOCK)
     scale = SCALE_RESULT
     if stored.group:
@@ -109,6 +110,7 @@ def launch(
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
+        PAIRS=tiles.pairs,
         BY_WARP=tiles.by_warp,
         EARLY=tiles.early,
         num_warps=tiles.warps,
