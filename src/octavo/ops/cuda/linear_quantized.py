@@ -295,9 +295,12 @@ def microseconds(works: Sequence[Callable[[], object]]) -> float:
     with torch.cuda.graph(graph):
         for work in works:
             work()
-    times = []
+    times: list[float] = []
     for _ in range(_REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         start.record()
         graph.replay()
         end.record()
