@@ -162,8 +162,8 @@ def _integers(stored, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _weights(tile, scales, zeros, group, HOW: gl.constexpr):
-    """A tile in shared memory as DTYPE [rows, 128], the left operand in registers.
+def _weights(stored, scales, zeros, group, HOW: gl.constexpr):
+    """A tile as it is stored, in registers, as DTYPE [rows, 128], the left operand.
 
     Minus zero points, and with SCALE_WEIGHTS times scales; `group` is the first of the tile's
     PARTS groups.
@@ -176,12 +176,12 @@ def _weights(tile, scales, zeros, group, HOW: gl.constexpr):
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, HOW[5], k_width=HOW[6])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OPERAND)
     if FORMAT == _FLOAT8:
-        values = tile.load(OPERAND).to(gl.float16).to(gl.float32)
+        values = stored.to(gl.float16).to(gl.float32)
         if SCALE == _SCALE_WEIGHTS:
             values = values * scales.index(group).load(BY_ROW)[:, None]
         values = values.to(DTYPE)
     else:
-        planes = _integers(tile.load(OPERAND), FORMAT, DTYPE)
+        planes = _integers(stored, FORMAT, DTYPE)
         NUM: gl.constexpr = 8 if FORMAT == _INT4 else 4
         done = ()
         for i in gl.static_range(NUM):
@@ -252,6 +252,7 @@ def _consume(
     LAYOUT: gl.constexpr,
     STACKED: gl.constexpr,
     PAIRS: gl.constexpr,
+    CHAINED: gl.constexpr,
     BY_WARP: gl.constexpr,
 ):
     x_tiles, tiles, ready, free = buffers
@@ -274,25 +275,52 @@ def _consume(
     # With mma of single warps both operands may have a block's inputs in another order: then four
     # values of 8 bits are loaded at once.
     K_WIDTH: gl.constexpr = 4 if BY_WARP and FORMAT == _FLOAT8 else 2
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=K_WIDTH)
     HOW: gl.constexpr = (FORMAT, DTYPE, SCALE, HAS_ZEROS, PARTS, LAYOUT, K_WIDTH)
     nothing = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
     acc = nothing
     up = nothing
+    mbarrier.wait(ready.index(0), 0)
+    stored = tiles.index(0).load(LEFT)
     if BY_WARP:
         RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=K_WIDTH)
         for i in range(count):
             stage = i % STAGES
-            group = (first + i) // GROUP_BLOCKS * PARTS - first_group
-            mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+            after = gl.minimum(i + 1, count - 1)
+            if FORMAT == _FLOAT8:  # bytes would have to be packed to be kept for the next turn
+                mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+                values = tiles.index(stage).load(LEFT)
+            else:
+                values = stored
             xs = x_tiles.index(stage).permute((1, 0)).load(RIGHT)
-            ws = _weights(tiles.index(stage), staged, staged_zeros, group, HOW)
             mbarrier.arrive(free.index(stage), count=1)
+            if FORMAT != _FLOAT8:  # the next words are on their way while these are multiplied
+                mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
+                stored = tiles.index(after % STAGES).load(LEFT)
+            group = (first + i) // GROUP_BLOCKS * PARTS - first_group
+            ws = _weights(values, staged, staged_zeros, group, HOW)
             product = mma_v2(ws, xs, acc if KEEP else nothing)
             acc = _add(acc, product, staged, group, SCALE, LAYOUT)
+    elif CHAINED:
+        # The products with a tile are queued before those with the tile before it have ended.
+        ws = _weights(stored, staged, staged_zeros, 0, HOW)
+        acc = warpgroup_mma(ws, x_tiles.index(0).permute((1, 0)), acc, is_async=True)
+        acc, ws = warpgroup_mma_wait(1, deps=[acc, ws])
+        for i in range(1, count):
+            stage = i % STAGES
+            group = (first + i) // GROUP_BLOCKS * PARTS - first_group
+            mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+            stored = tiles.index(stage).load(LEFT)
+            following = _weights(stored, staged, staged_zeros, group, HOW)
+            xs = x_tiles.index(stage).permute((1, 0))
+            acc = warpgroup_mma(following, xs, acc, is_async=True)
+            acc, ws = warpgroup_mma_wait(1, deps=[acc, ws])
+            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1)
+            ws = following
+        acc, ws = warpgroup_mma_wait(0, deps=[acc, ws])
     else:
-        mbarrier.wait(ready.index(0), 0)
         group = 0
-        ws = _weights(tiles.index(0), staged, staged_zeros, group, HOW)
+        ws = _weights(stored, staged, staged_zeros, group, HOW)
         for i in range(count):
             stage = i % STAGES
             xs = x_tiles.index(stage).permute((1, 0))
@@ -301,20 +329,20 @@ def _consume(
             next_stage = after % STAGES
             next_group = (first + after) // GROUP_BLOCKS * PARTS - first_group
             if PAIRS:
-                tile = tiles.index(stage * 2 + 1)
-                us = _weights(tile, up_staged, up_staged_zeros, group, HOW)
+                stored = tiles.index(stage * 2 + 1).load(LEFT)
+                us = _weights(stored, up_staged, up_staged_zeros, group, HOW)
                 up_product = warpgroup_mma(us, xs, up, use_acc=KEEP, is_async=True)
                 product, ws = warpgroup_mma_wait(1, deps=[product, ws])
                 acc = _add(acc, product, staged, group, SCALE, LAYOUT)
                 mbarrier.wait(ready.index(next_stage), (after // STAGES) & 1)
-                tile = tiles.index(next_stage * 2)
-                ws = _weights(tile, staged, staged_zeros, next_group, HOW)
+                stored = tiles.index(next_stage * 2).load(LEFT)
+                ws = _weights(stored, staged, staged_zeros, next_group, HOW)
                 up_product, us = warpgroup_mma_wait(0, deps=[up_product, us])
                 up = _add(up, up_product, up_staged, group, SCALE, LAYOUT)
             else:
                 mbarrier.wait(ready.index(next_stage), (after // STAGES) & 1)
-                tile = tiles.index(next_stage)
-                following = _weights(tile, staged, staged_zeros, next_group, HOW)
+                stored = tiles.index(next_stage).load(LEFT)
+                following = _weights(stored, staged, staged_zeros, next_group, HOW)
                 product, ws = warpgroup_mma_wait(0, deps=[product, ws])
                 acc = _add(acc, product, staged, group, SCALE, LAYOUT)
                 ws = following
@@ -367,6 +395,7 @@ def quantized_linear_kernel(
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PAIRS: gl.constexpr,
+    CHAINED: gl.constexpr,
     BY_WARP: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
@@ -387,6 +416,7 @@ def quantized_linear_kernel(
         GROUPS: at least how many groups a split has; a power of 2.
         PAIRS: a program has two tiles of W, with sums of their own: gates, and what they gate, or
             neighbouring rows. Without it, a gate's two halves are one tile.
+        CHAINED: queue the products with a tile before those with the tile before it have ended.
         BY_WARP: mma of single warps in place of wgmma.
     """
     if PDL and EARLY:
@@ -469,6 +499,7 @@ def quantized_linear_kernel(
                     LAYOUT,
                     STACKED,
                     PAIRS,
+                    CHAINED,
                     BY_WARP,
                 ),
             ),

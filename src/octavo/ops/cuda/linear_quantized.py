@@ -111,6 +111,7 @@ def launch(
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
         PAIRS=tiles.pairs,
+        CHAINED=tiles.chained and scale != SCALE_SUMS,
         BY_WARP=tiles.by_warp,
         EARLY=tiles.early,
         num_warps=tiles.warps,

@@ -42,6 +42,7 @@ class Tiles:
     early: bool = False  # PDL: the next kernel may start from the beginning
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
+    chained: bool = False  # products are queued behind each other; not if sums are scaled
     pairs: bool = False  # two tiles in one program, each of half of the rows, without splits
 
 
