@@ -141,16 +141,15 @@ def projections() -> None:
 
 
 def quantized_projections() -> None:
-    """Skinny GEMMs of each form, with scales of groups and of outputs; GEMVs; what dequantizes."""
+    """GEMMs of each form; what rounds inputs, and what dequantizes."""
     from test_quantized_forms import FORMS, dense
 
     from octavo.ops.cuda import linear as cuda_linear
     from octavo.ops.cuda import linear_quantized
-    from octavo.ops.cuda.linear_gemv import linear_one
     from octavo.ops.cuda.linear_quantized import launch
     from octavo.ops.cuda.quantize import quantize_rows
     from octavo.ops.cuda.quantized_tiles import choose_tiles, rounded_tiles
-    from octavo.ops.cuda.stored_weights import FLOAT8, StoredWeight, dequantize
+    from octavo.ops.cuda.stored_weights import StoredWeight, dequantize
     from octavo.ops.epilogue import Epilogue
 
     workspace = torch.zeros(1 << 20), torch.zeros(1 << 10, dtype=torch.int32)
@@ -163,14 +162,16 @@ def quantized_projections() -> None:
             assert name == "mxfloat4"
             continue
         dequantize(stored, torch.zeros(128, 1024, dtype=dtype))
-        for num_tokens, epilogue in ((1, Epilogue.NONE), (64, Epilogue.SILU_MUL)):
+        for num_tokens, epilogue in (
+            (1, Epilogue.NONE),
+            (64, Epilogue.SILU_MUL),
+            (300, Epilogue.NONE),
+        ):
             x = torch.zeros(num_tokens, 1024, dtype=dtype)
             out = x.new_zeros(num_tokens, 64 if epilogue.is_gated else 128)
             tiles = choose_tiles(num_tokens, stored, epilogue.is_gated)
             assert tiles is not None
             launch(x, stored, out[0], out, epilogue, tiles, is_partial=num_tokens == 1)
-        if stored.format == FLOAT8:
-            linear_one(x[:1], stored.weight, None, out[:1], Epilogue.NONE, stored.scales)
     rounded, scales = quantize_rows(torch.zeros(128, 4096, dtype=torch.bfloat16))
     for epilogue in (Epilogue.NONE, Epilogue.SILU_MUL):
         out = torch.zeros(128, 64 if epilogue.is_gated else 128, dtype=torch.bfloat16)

@@ -12,7 +12,6 @@ from test_quantized_forms import FORMS
 from torch import Tensor
 
 from octavo.ops.cuda import linear, linear_hopper, linear_quantized, stored_weights
-from octavo.ops.cuda.linear_gemv import Programs, linear_one
 from octavo.ops.cuda.linear_hopper import linear_kernel
 from octavo.ops.cuda.linear_quantized import launch, make_kernel
 from octavo.ops.cuda.quantize import quantize_rows
@@ -75,19 +74,6 @@ def test_weights_are_dequantized_exactly(
     out = torch.empty(num_rows, size, device=device)
     stored_weights.dequantize(stored, out)
     assert torch.equal(out, form.dequantize())
-
-
-@pytest.mark.parametrize("name", ["float8-tensor", "float8-row"])
-@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.SILU_MUL])
-def test_one_token(device: torch.device, name: str, epilogue: Epilogue) -> None:
-    form = made(name, 70, 320, device)
-    assert isinstance(form, ScaledFloat8)
-    x, bias = inputs(1, 320, torch.float32, device), inputs(1, 70, torch.float32, device)[0]
-    wanted = apply_epilogue(x @ form.dequantize().t() + bias, epilogue)
-    out = torch.empty_like(wanted)
-    scales, height = form.scales, form.block[0]
-    linear_one(x, form.weight, bias, out, epilogue, scales, height, Programs(2, 128, 2, 1))
-    assert relative(out, wanted) < 1e-5
 
 
 def test_rows_of_inputs_are_rounded_by_themselves(device: torch.device) -> None:

@@ -72,14 +72,9 @@ def linear_one(
     bias: Tensor | None,
     out: Tensor,
     epilogue: Epilogue,
-    scales: Tensor | None = None,
-    block_rows: int = 1,
     programs: Programs | None = None,
 ) -> None:
-    """Write epilogue(x W^T + b) of x [1, size] to out [1, num_rows].
-
-    scales: float32, of each `block_rows` rows of W; a float8 W has them.
-    """
+    """Write epilogue(x W^T + b) of x [1, size] to out [1, num_rows]."""
     num_rows, size = out.shape[1], x.shape[1]
     if programs is None:
         programs = choose_programs(num_rows, size, epilogue.is_gated)
@@ -87,18 +82,15 @@ def linear_one(
         x,
         weight,
         bias,
-        scales,
         out,
         num_rows,
         size,
-        block_rows,
         ROWS=programs.rows,
         BLOCK=programs.columns,
         AHEAD=min(programs.ahead, triton.cdiv(size, programs.columns)),
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
-        HAS_SCALES=scales is not None,
         num_warps=4,
         **launch_options(x.device),
     )
@@ -109,18 +101,15 @@ def _linear_one_kernel(
     x,
     weight,
     bias,
-    scales,
     out,
     num_rows,
     size,
-    block_rows,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
     EPILOGUE: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     allow_next(PDL)
@@ -157,14 +146,10 @@ def _linear_one_kernel(
             up_piece = tl.load(up_places + start, mask=inside[None, :], other=0.0)
             up_acc += up_piece.to(tl.float32) * values
     y = tl.sum(acc, 1)
-    if HAS_SCALES:
-        y *= tl.load(scales + rows // block_rows)
     if HAS_BIAS:
         y += tl.load(bias + rows).to(tl.float32)
     if GATED:
         up = tl.sum(up_acc, 1)
-        if HAS_SCALES:
-            up *= tl.load(scales + (num_rows + rows) // block_rows)
         if HAS_BIAS:
             up += tl.load(bias + num_rows + rows).to(tl.float32)
         y = activate_gated(y, up, EPILOGUE)

@@ -28,7 +28,6 @@ from octavo.ops.cuda.linear import (
     linear,
     linear_partial,
 )
-from octavo.ops.cuda.linear_gemv import Programs, linear_one
 from octavo.ops.cuda.linear_hopper_quantized import (
     SCALE_RESULT,
     SCALE_SUMS,
@@ -45,17 +44,16 @@ from octavo.ops.cuda.quantized_tiles import (
     keep_tiles,
     rounded_tiles,
 )
-from octavo.ops.cuda.stored_weights import BLOCK, FLOAT8, StoredWeight, dequantize
+from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 
 # With more tokens than these, reading W is no longer what bounds a product, and one of FP8 with FP8
 # is faster.
-MAX_EXACT_TOKENS = 64
+MAX_EXACT_TOKENS = 32
 _REGISTERS = 65536  # per SM
 _MEASURED_BYTES = 160e6  # of several weights: they do not fit the L2 cache
 _REPLAYS = 9
-_PROGRAMS = Programs(2, 2048, 2, per_sm=1)
 
 
 def launch(
@@ -149,7 +147,7 @@ class QuantizedCudaLinear:
         tiles = self._tiles(num_tokens, is_gated=False)
         if tiles is None:
             return linear_partial(x, self._dense(x.dtype), bias)
-        if tiles.splits == 1 or self._is_gemv(num_tokens):
+        if tiles.splits == 1:
             return self._apply(x, bias, Epilogue.NONE)
         shape = (tiles.splits, num_tokens, stored.shape[0])
         out = x.new_empty(shape, dtype=PARTIAL_DTYPE)
@@ -165,11 +163,7 @@ class QuantizedCudaLinear:
         if tiles is None:
             return linear(x, self._dense(x.dtype), bias, epilogue)
         out = x.new_empty((num_tokens, num_rows))
-        if self._is_gemv(num_tokens):
-            weight, scales, height = stored.weight, stored.scales, stored.block_rows
-            linear_one(x, weight, bias, out, epilogue, scales, height, _PROGRAMS)
-        else:
-            launch(x, stored, bias, out, epilogue, tiles, is_partial=False)
+        launch(x, stored, bias, out, epilogue, tiles, is_partial=False)
         return out
 
     def _tiles(self, num_tokens: int, is_gated: bool) -> Tiles | None:
@@ -178,10 +172,6 @@ class QuantizedCudaLinear:
 
     def _rounds(self, num_tokens: int) -> bool:
         return self._rounds_inputs and num_tokens > MAX_EXACT_TOKENS
-
-    def _is_gemv(self, num_tokens: int) -> bool:
-        """Whether linear_gemv.py computes: it knows no scales of blocks of inputs."""
-        return num_tokens == 1 and self._stored.format == FLOAT8 and self._stored.group == 0
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
         """W, until another weight is dequantized."""

@@ -22,7 +22,8 @@ from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight
 
 logger = logging.getLogger(__name__)
 
-SIZES = (8, 16, 32, 64, 128, 256)  # what tokens are padded to; more are computed otherwise
+# What tokens are padded to; more are computed otherwise.
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _NUM_SMS = 132
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill
 _MAX_SPLITS = 8
@@ -72,14 +73,17 @@ class Product:
 
 def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
     """The tiles among which to choose, the best guess first."""
-    tokens = min(product.tokens, 256)
-    by_warp = tokens <= 16
-    scales_weights = stored.group > 0 and tokens >= 128
-    kinds = ((64, 3), (64, 2), (128, 2), (64, 1), (128, 1)) if tokens <= 64 else ((128, 1), (64, 1))
+    by_warp = product.tokens <= 16
+    scales_weights = stored.group > 0 and product.tokens >= 128
+    kinds = ((product.tokens, 64, 2), (product.tokens, 64, 1), (product.tokens, 128, 1))
+    if product.tokens <= 32:
+        kinds = tuple((product.tokens, *each) for each in ((64, 4), (64, 3), (128, 2)))
+    elif product.tokens >= 256:
+        kinds = ((256, 128, 1), (128, 64, 2), (256, 64, 1))
+        if product.tokens == 256 and not product.is_gated:
+            kinds = (kinds[1], kinds[0], kinds[2])
     found = []
-    for rows, per_sm in kinds:
-        if per_sm > 1 and tokens > 64 // (per_sm - 1):
-            continue
+    for tokens, rows, per_sm in kinds:
         tiles = _fitting(product, stored, tokens, rows, per_sm)
         if tiles is not None and tiles not in found:
             found.append(replace(tiles, scales_weights=scales_weights, by_warp=by_warp))
@@ -122,16 +126,25 @@ def rounded_tiles(
     num_tokens: int, num_rows: int, size: int, is_gated: bool
 ) -> linear_table.Tiles | None:
     """Of a product of FP8 with FP8; None: torch's is faster."""
-    if num_tokens > 256:
+    if num_tokens > 1024 and not is_gated:
         return None
-    rows, per_sm = 64, 1
-    num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, 128)
+    tokens, rows, per_sm = 64 if num_tokens <= 64 else 128, 64, 1
+    num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
+    if num_tiles > _NUM_SMS:
+        if num_tokens <= 64:
+            per_sm = 2
+        else:
+            rows = 128
+            tokens = 128 if is_gated or num_tokens <= 256 else 256
+        num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
     num_blocks = triton.cdiv(size, BLOCK)
     splits = max(1, min(_MAX_SPLITS, _NUM_SMS // num_tiles, num_blocks // 4))
     splits = triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits))  # none of them empty
-    stage = BLOCK * (rows * (2 if is_gated else 1) + 128)
+    stage = BLOCK * (rows * (2 if is_gated else 1) + tokens)
     stages = min(_SHARED_MEMORY // per_sm // stage, _MAX_STAGES)
-    return linear_table.Tiles(128, rows, BLOCK, stages, rows // 16, splits, per_sm)
+    return linear_table.Tiles(
+        tokens, rows, BLOCK, stages, rows // 16, splits, per_sm, early=per_sm > 1
+    )
 
 
 def table_path(device: torch.device) -> Path:
