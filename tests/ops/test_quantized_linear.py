@@ -146,7 +146,6 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
     found.append(replace(found[0], splits=3, scales_weights=True))
     found.append(replace(found[0], by_warp=not found[0].by_warp))
     found.append(replace(found[0], by_warp=False, scales_weights=True, chained=True))
-    found.append(replace(found[0], splits=1, pairs=True, rows=256, warps=8, stages=2, per_sm=1))
     for tiles in found:
         out = x.new_empty(20, 130)
         launch(x, stored, None, out, Epilogue.SILU_MUL, tiles, is_partial=False)

@@ -205,25 +205,25 @@ def _add(acc, product, scales, group, SCALE: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
-def _stacked_rows(row, up_row, ROWS: gl.constexpr, STACKED: gl.constexpr, LAYOUT: gl.constexpr):
+def _stacked_rows(row, up_row, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr):
     """Which rows of W a tile has: of gates, and then the same rows of what they gate."""
     rows = gl.arange(0, ROWS, layout=LAYOUT)
-    if STACKED:
+    if GATED:
         return gl.where(rows < ROWS // 2, row + rows, up_row + rows - ROWS // 2)
     return row + rows
 
 
 @gluon.jit
-def _stage(source, target, row, up_row, places, first, STACKED: gl.constexpr):
+def _stage(source, target, places, first, GATED: gl.constexpr):
     """Copy scales, or zero points, of a program's rows and groups to shared memory."""
-    num_rows, num_groups, stride_row, stride_group, block_rows = places
+    row, up_row, num_rows, num_groups, stride_row, stride_group, block_rows = places
     AT_ONCE: gl.constexpr = min(target.shape[0], 32)
     CHUNKS: gl.constexpr = target.shape[0] // AT_ONCE
     ROWS: gl.constexpr = target.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
     WIDE: gl.constexpr = min(ROWS // 32, WARPS)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS // WIDE, WIDE], [1, 0])
-    rows = _stacked_rows(row, up_row, ROWS, STACKED, gl.SliceLayout(0, LAYOUT))
+    rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(0, LAYOUT))
     by_row = (rows // block_rows) * stride_row
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     chunks = target._reinterpret(target.dtype, [CHUNKS, AT_ONCE, ROWS], FLAT)
@@ -239,8 +239,6 @@ def _stage(source, target, row, up_row, places, first, STACKED: gl.constexpr):
 def _consume(
     buffers,
     factors,
-    row,
-    up_row,
     places,
     first,
     count,
@@ -250,13 +248,12 @@ def _consume(
     GROUP_BLOCKS: gl.constexpr,
     PARTS: gl.constexpr,
     LAYOUT: gl.constexpr,
-    STACKED: gl.constexpr,
-    PAIRS: gl.constexpr,
+    GATED: gl.constexpr,
     CHAINED: gl.constexpr,
     BY_WARP: gl.constexpr,
 ):
     x_tiles, tiles, ready, free = buffers
-    scales, zeros, staged, staged_zeros, up_staged, up_staged_zeros = factors
+    scales, zeros, staged, staged_zeros = factors
     STAGES: gl.constexpr = x_tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     BM: gl.constexpr = x_tiles.shape[1]
@@ -264,13 +261,9 @@ def _consume(
     KEEP: gl.constexpr = SCALE != _SCALE_SUMS
     first_group = first // GROUP_BLOCKS * PARTS
     if SCALE != _SCALE_RESULT:
-        _stage(scales, staged, row, up_row, places, first_group, STACKED)
-        if PAIRS:
-            _stage(scales, up_staged, up_row, up_row, places, first_group, False)
+        _stage(scales, staged, places, first_group, GATED)
     if HAS_ZEROS:
-        _stage(zeros, staged_zeros, row, up_row, places, first_group, STACKED)
-        if PAIRS:
-            _stage(zeros, up_staged_zeros, up_row, up_row, places, first_group, False)
+        _stage(zeros, staged_zeros, places, first_group, GATED)
     _barrier()
     # With mma of single warps both operands may have a block's inputs in another order: then four
     # values of 8 bits are loaded at once.
@@ -279,7 +272,6 @@ def _consume(
     HOW: gl.constexpr = (FORMAT, DTYPE, SCALE, HAS_ZEROS, PARTS, LAYOUT, K_WIDTH)
     nothing = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
     acc = nothing
-    up = nothing
     mbarrier.wait(ready.index(0), 0)
     stored = tiles.index(0).load(LEFT)
     if BY_WARP:
@@ -328,27 +320,15 @@ def _consume(
             after = gl.minimum(i + 1, count - 1)
             next_stage = after % STAGES
             next_group = (first + after) // GROUP_BLOCKS * PARTS - first_group
-            if PAIRS:
-                stored = tiles.index(stage * 2 + 1).load(LEFT)
-                us = _weights(stored, up_staged, up_staged_zeros, group, HOW)
-                up_product = warpgroup_mma(us, xs, up, use_acc=KEEP, is_async=True)
-                product, ws = warpgroup_mma_wait(1, deps=[product, ws])
-                acc = _add(acc, product, staged, group, SCALE, LAYOUT)
-                mbarrier.wait(ready.index(next_stage), (after // STAGES) & 1)
-                stored = tiles.index(next_stage * 2).load(LEFT)
-                ws = _weights(stored, staged, staged_zeros, next_group, HOW)
-                up_product, us = warpgroup_mma_wait(0, deps=[up_product, us])
-                up = _add(up, up_product, up_staged, group, SCALE, LAYOUT)
-            else:
-                mbarrier.wait(ready.index(next_stage), (after // STAGES) & 1)
-                stored = tiles.index(next_stage).load(LEFT)
-                following = _weights(stored, staged, staged_zeros, next_group, HOW)
-                product, ws = warpgroup_mma_wait(0, deps=[product, ws])
-                acc = _add(acc, product, staged, group, SCALE, LAYOUT)
-                ws = following
+            mbarrier.wait(ready.index(next_stage), (after // STAGES) & 1)
+            stored = tiles.index(next_stage).load(LEFT)
+            following = _weights(stored, staged, staged_zeros, next_group, HOW)
+            product, ws = warpgroup_mma_wait(0, deps=[product, ws])
+            acc = _add(acc, product, staged, group, SCALE, LAYOUT)
+            ws = following
             mbarrier.arrive(free.index(stage), count=1)
             group = next_group
-    return acc, up
+    return (acc,)
 
 
 @gluon.jit
@@ -394,7 +374,6 @@ def quantized_linear_kernel(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    PAIRS: gl.constexpr,
     CHAINED: gl.constexpr,
     BY_WARP: gl.constexpr,
     EARLY: gl.constexpr,
@@ -414,17 +393,14 @@ def quantized_linear_kernel(
         GROUP_BLOCKS: how many of them share scales; 1 if a block has several groups.
         PARTS: how many groups a block has; 1 if several blocks share scales.
         GROUPS: at least how many groups a split has; a power of 2.
-        PAIRS: a program has two tiles of W, with sums of their own: gates, and what they gate, or
-            neighbouring rows. Without it, a gate's two halves are one tile.
         CHAINED: queue the products with a tile before those with the tile before it have ended.
         BY_WARP: mma of single warps in place of wgmma.
     """
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    HALVES: gl.constexpr = 2 if GATED or PAIRS else 1
-    STACKED: gl.constexpr = GATED and not PAIRS
-    BN: gl.constexpr = weight.block_type.shape[0]
-    ROWS: gl.constexpr = BN * 2 if STACKED else BN  # of a tile
+    HALVES: gl.constexpr = 2 if GATED else 1
+    BN: gl.constexpr = weight.block_type.shape[0]  # results per token
+    ROWS: gl.constexpr = BN * HALVES
     WIDTH: gl.constexpr = weight.block_type.shape[1]
     BM: gl.constexpr = x.block_type.shape[0]
     LAYOUT: gl.constexpr = (
@@ -441,19 +417,14 @@ def quantized_linear_kernel(
     split = gl.program_id(2)
     row = tile * BN
     up_row = row + num_rows
-    total_rows = num_rows
-    if GATED:
-        total_rows = num_rows * 2
-    elif PAIRS:
-        row = tile * (BN * 2)
-        up_row = row + BN
+    total_rows = num_rows * HALVES
     per_split = gl.cdiv(num_blocks, num_splits)
     first = split * per_split
     count = gl.minimum(first + per_split, num_blocks) - first
 
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, BN, WIDTH], weight.layout)
     stacked = tiles
-    if STACKED:
+    if GATED:
         stacked = tiles._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -466,28 +437,20 @@ def quantized_linear_kernel(
     staged_zeros = staged
     if HAS_ZEROS:
         staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, ROWS], FLAT)
-    up_staged = staged
-    up_staged_zeros = staged_zeros
-    if PAIRS:
-        up_staged = gl.allocate_shared_memory(FACTOR, [GROUPS, ROWS], FLAT)
-        if HAS_ZEROS:
-            up_staged_zeros = gl.allocate_shared_memory(x.dtype, [GROUPS, ROWS], FLAT)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
     buffers = (x_tiles, tiles, ready, free)
-    factors = (scales, zeros, staged, staged_zeros, up_staged, up_staged_zeros)
-    places = (total_rows, num_groups, stride_row, stride_group, block_rows)
-    acc, up = gl.warp_specialize(
+    factors = (scales, zeros, staged, staged_zeros)
+    places = (row, up_row, total_rows, num_groups, stride_row, stride_group, block_rows)
+    (acc,) = gl.warp_specialize(
         [
             (
                 _consume,
                 (
                     (x_tiles, stacked, ready, free),
                     factors,
-                    row,
-                    up_row,
                     places,
                     first,
                     count,
@@ -497,15 +460,14 @@ def quantized_linear_kernel(
                     GROUP_BLOCKS,
                     PARTS,
                     LAYOUT,
-                    STACKED,
-                    PAIRS,
+                    GATED,
                     CHAINED,
                     BY_WARP,
                 ),
             ),
             (
                 _produce,
-                (x, weight, buffers, token, row, up_row, first, count, HALVES == 2, EARLY, PDL),
+                (x, weight, buffers, token, row, up_row, first, count, GATED, EARLY, PDL),
             ),
         ],
         [1],
@@ -514,13 +476,9 @@ def quantized_linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if SCALE == _SCALE_RESULT:
-        rows = _stacked_rows(row, up_row, ROWS, STACKED, gl.SliceLayout(1, LAYOUT))
+        rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(1, LAYOUT))
         sources = scales + (rows // block_rows) * stride_row
         acc = acc * gl.load(sources, mask=rows < total_rows, other=0.0).to(gl.float32)[:, None]
-        if PAIRS:
-            rows = _stacked_rows(up_row, up_row, ROWS, False, gl.SliceLayout(1, LAYOUT))
-            sources = scales + (rows // block_rows) * stride_row
-            up = up * gl.load(sources, mask=rows < total_rows, other=0.0).to(gl.float32)[:, None]
     is_last = True
     if SPLITS > 1:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -545,14 +503,8 @@ def quantized_linear_kernel(
         adds_bias = True
         if PARTIAL:
             adds_bias = split == 0
-        if STACKED:
+        if GATED:
             gates, ups = _halves(acc)
             _finish(gates, ups, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
-        elif GATED:
-            _finish(acc, up, bias, out, shape, adds_bias, False, EPILOGUE, True, HAS_BIAS)
-        elif PAIRS:
-            _finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)
-            shape = (token, up_row, num_tokens, num_rows)
-            _finish(up, up, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)
         else:
             _finish(acc, acc, bias, out, shape, adds_bias, False, EPILOGUE, False, HAS_BIAS)

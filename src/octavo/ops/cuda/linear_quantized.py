@@ -68,9 +68,8 @@ def launch(
     """Run linear_hopper_quantized's kernel."""
     num_tokens, size = x.shape
     num_rows = out.shape[-1]
-    results = tiles.rows // 2 if epilogue.is_gated else tiles.rows  # of a token in a program
-    rows = tiles.rows // 2 if epilogue.is_gated or tiles.pairs else tiles.rows
-    grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, results), tiles.splits)
+    rows = tiles.rows // 2 if epilogue.is_gated else tiles.rows
+    grid = (triton.cdiv(num_tokens, tiles.tokens), triton.cdiv(num_rows, rows), tiles.splits)
     num_blocks = triton.cdiv(size, BLOCK)
     scale = SCALE_RESULT
     if stored.group:
@@ -108,7 +107,6 @@ def launch(
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
-        PAIRS=tiles.pairs,
         CHAINED=tiles.chained and scale != SCALE_SUMS,
         BY_WARP=tiles.by_warp,
         EARLY=tiles.early,

@@ -44,7 +44,6 @@ class Tiles:
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
     chained: bool = False  # products are queued behind each other; not if sums are scaled
-    pairs: bool = False  # two tiles in one program, each of half of the rows, without splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +74,14 @@ def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
     """The tiles among which to choose, the best guess first."""
     by_warp = product.tokens <= 16
     scales_weights = stored.group > 0 and product.tokens >= 128
-    kinds = ((product.tokens, 64, 2), (product.tokens, 64, 1), (product.tokens, 128, 1))
     if product.tokens <= 32:
-        kinds = tuple((product.tokens, *each) for each in ((64, 4), (64, 3), (128, 2)))
-    elif product.tokens >= 256:
-        kinds = ((256, 128, 1), (128, 64, 2), (256, 64, 1))
-        if product.tokens == 256 and not product.is_gated:
-            kinds = (kinds[1], kinds[0], kinds[2])
+        kinds = [(product.tokens, *each) for each in ((64, 4), (64, 3), (128, 2))]
+    elif product.tokens <= 128:
+        kinds = [(product.tokens, *each) for each in ((64, 2), (64, 1), (128, 1))]
+    elif product.tokens == 256 and not product.is_gated:
+        kinds = [(128, 64, 2), (256, 128, 1), (256, 64, 1)]
+    else:
+        kinds = [(256, 128, 1), (128, 64, 2), (256, 64, 1)]
     found = []
     for tokens, rows, per_sm in kinds:
         tiles = _fitting(product, stored, tokens, rows, per_sm)
