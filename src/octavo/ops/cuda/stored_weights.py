@@ -161,39 +161,62 @@ def _dequantize_int_kernel(
     group,
     BITS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program takes ROWS rows of a block of 128 inputs; see pack_integers."""
     allow_next(PDL)
     HALF: tl.constexpr = 1 << (BITS - 1)
-    PLANES: tl.constexpr = 16 // BITS  # in a word
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     block = tl.program_id(1)
-    pairs = tl.arange(0, 2 * BITS)
-    sources = words + (rows.to(tl.int64) * num_blocks + block)[:, None] * (4 * BITS)
-    sources += 2 * pairs[None, :]
     inner = tl.arange(0, 4 * BITS)
-    outputs = out + rows.to(tl.int64)[:, None] * size + inner[None, :]
     wait_previous(PDL)
-    for word in tl.static_range(2):
-        stored = tl.load(sources + word, mask=is_row[:, None], other=0)
-        for plane in tl.static_range(PLANES):
-            low = (stored >> (BITS * plane)) & (2 * HALF - 1)
-            high = (stored >> (16 + BITS * plane)) & (2 * HALF - 1)
-            values = tl.reshape(tl.join(low, high), [ROWS, 4 * BITS])
-            if BITS == 8:
-                values = values ^ 128
-            column = block * 128 + (word * PLANES + plane) * (4 * BITS)
-            places = tl.minimum(column, size - 1) // group * num_rows + rows
-            factors = tl.load(scales + places, mask=is_row, other=0.0).to(tl.float32)
-            shift = tl.zeros([ROWS], tl.float32)
-            if HAS_ZEROS:
-                shift = tl.load(zeros + places, mask=is_row, other=0.0).to(tl.float32)
-            dense = (values.to(tl.float32) - HALF - shift[:, None]) * factors[:, None]
-            inside = is_row[:, None] & (column + inner < size)[None, :]
-            tl.store(outputs + column, dense.to(out.dtype.element_ty), mask=inside)
+    sources = words + (rows.to(tl.int64) * num_blocks + block)[:, None] * (4 * BITS)
+    stored = tl.load(sources + inner[None, :], mask=is_row[:, None], other=0)
+    first, second = tl.split(tl.reshape(stored, [ROWS, 2 * BITS, 2]))
+    if BITS == 4:
+        values = tl.join(
+            tl.join(
+                tl.join(_plane(first, 0, BITS), _plane(second, 0, BITS)),
+                tl.join(_plane(first, 2, BITS), _plane(second, 2, BITS)),
+            ),
+            tl.join(
+                tl.join(_plane(first, 1, BITS), _plane(second, 1, BITS)),
+                tl.join(_plane(first, 3, BITS), _plane(second, 3, BITS)),
+            ),
+        )
+        values = tl.permute(values, (0, 2, 3, 4, 1))
+    else:
+        values = tl.join(
+            tl.join(_plane(first, 0, BITS), _plane(second, 0, BITS)),
+            tl.join(_plane(first, 1, BITS), _plane(second, 1, BITS)),
+        )
+        values = tl.permute(values, (0, 2, 3, 1)) ^ 128
+    values = (tl.reshape(values, [ROWS, 128]) - HALF).to(tl.float32)
+    columns = block * 128 + tl.arange(0, 128)
+    if ONE_GROUP:
+        places = (tl.minimum(block * 128, size - 1) // group * num_rows + rows)[:, None]
+        has_place = is_row[:, None]
+    else:
+        groups = tl.minimum(columns, size - 1) // group
+        places = rows[:, None] + groups[None, :] * num_rows
+        has_place = is_row[:, None] & (columns < size)[None, :]
+    if HAS_ZEROS:
+        values -= tl.load(zeros + places, mask=has_place, other=0.0).to(tl.float32)
+    values *= tl.load(scales + places, mask=has_place, other=0.0).to(tl.float32)
+    inside = is_row[:, None] & (columns < size)[None, :]
+    outputs = out + rows.to(tl.int64)[:, None] * size + columns[None, :]
+    tl.store(outputs, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _plane(words, plane, BITS: tl.constexpr):
+    """A plane of words [rows, n]: integers [rows, 2 n]."""
+    low = (words >> (BITS * plane)) & ((1 << BITS) - 1)
+    high = (words >> (16 + BITS * plane)) & ((1 << BITS) - 1)
+    return tl.reshape(tl.join(low, high), [words.shape[0], words.shape[1] * 2])
 
 
 def dequantize(stored: StoredWeight, out: Tensor) -> None:
@@ -216,7 +239,7 @@ def dequantize(stored: StoredWeight, out: Tensor) -> None:
             **launch_options(out.device),
         )
         return
-    rows = 64
+    rows = 32
     _dequantize_int_kernel[(triton.cdiv(num_rows, rows), num_blocks)](
         stored.weight,
         stored.scales,
@@ -228,6 +251,7 @@ def dequantize(stored: StoredWeight, out: Tensor) -> None:
         stored.group or size + BLOCK,
         BITS=4 if stored.format == INT4 else 8,
         HAS_ZEROS=stored.zeros is not None,
+        ONE_GROUP=stored.group == 0 or stored.group >= BLOCK,
         ROWS=rows,
         **launch_options(out.device),
     )
