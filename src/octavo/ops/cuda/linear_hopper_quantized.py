@@ -1,10 +1,14 @@
-"""Skinny GEMM on Hopper with quantized weights: y = x W^T of few tokens, bound by reading W.
+"""GEMM on Hopper with quantized weights: y = x W^T, of few tokens bound by reading W.
 
-As linear_hopper.py: one warp loads tiles of W and x by TMA, and the other warps multiply them by
-wgmma. Here those load a tile of W into registers, in the order in which wgmma takes its left
-operand, and dequantize it there to x's dtype while the products with the tile before it run. Values
-are exact in 16 bits; scales multiply the float32 sums of a block of 128 inputs, or, if tokens are
-many and registers few, the weights (SCALE). A scale per output multiplies the result.
+As linear_hopper.py: one warp loads tiles of W and x by TMA, and the other warps multiply them.
+Here those load a tile of W into registers, in the order in which tensor cores take their left
+operand, and dequantize it there to x's dtype. Values are exact in 16 bits; scales multiply the
+float32 sums of a block of 128 inputs, or, if tokens are many and registers few, the weights
+(SCALE). A scale per output multiplies the result. A gate's two halves are one tile.
+
+With up to 16 tokens each warp multiplies for itself (mma): many small programs hide how long each
+of them waits. With more, the warps of a group multiply together (wgmma), while they dequantize the
+next tile.
 
 Integers come packed for this (stored_weights.py): a thread's two neighbouring words hold the pairs
 of inputs that it needs, so that one logical operation makes two numbers of them, by placing the

