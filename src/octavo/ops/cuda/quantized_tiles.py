@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -162,7 +162,7 @@ def measured_tiles(device: torch.device) -> dict[str, Tiles]:
     path = table_path(device)
     try:
         entries = json.loads(path.read_text())
-        return {key: Tiles(*values) for key, values in entries.items()}
+        return {key: Tiles(**values) for key, values in entries.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -177,7 +177,7 @@ def keep_tiles(device: torch.device, product: Product, tiles: Tiles) -> None:
     path = table_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({key: astuple(value) for key, value in table.items()}, indent=1))
+    partial.write_text(json.dumps({key: asdict(value) for key, value in table.items()}, indent=1))
     partial.replace(path)
 
 
