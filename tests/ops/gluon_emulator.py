@@ -76,9 +76,11 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.values.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
         assert dtype == self.dtype
         return Shared(self.values.view(shape))
+
+    _reinterpret = reinterpret
 
     def load(self, layout: object) -> Block:
         return block(self.values.clone())

@@ -39,6 +39,8 @@ _SCALE_RESULT = tl.constexpr(SCALE_RESULT)
 _SCALE_SUMS = tl.constexpr(SCALE_SUMS)
 _SCALE_WEIGHTS = tl.constexpr(SCALE_WEIGHTS)
 _BLOCK = tl.constexpr(BLOCK)
+# A name that changed between Triton 3.6 and 3.9.
+_IS_PUBLIC = tl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # Two words -> eight pairs of numbers q - 8: (128 + q) - 136 in bfloat16.
 _UNPACK_INT4 = """{
@@ -230,7 +232,10 @@ def _stage(source, target, places, first, GATED: gl.constexpr):
     rows = _stacked_rows(row, up_row, ROWS, GATED, gl.SliceLayout(0, LAYOUT))
     by_row = (rows // block_rows) * stride_row
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    chunks = target._reinterpret(target.dtype, [CHUNKS, AT_ONCE, ROWS], FLAT)
+    if _IS_PUBLIC:
+        chunks = target.reinterpret(target.dtype, [CHUNKS, AT_ONCE, ROWS], FLAT)
+    else:
+        chunks = target._reinterpret(target.dtype, [CHUNKS, AT_ONCE, ROWS], FLAT)
     for i in range(CHUNKS):
         groups = first + i * AT_ONCE + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LAYOUT))
         inside = (groups < num_groups)[:, None] & (rows < num_rows)[None, :]
@@ -429,7 +434,10 @@ def quantized_linear_kernel(
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, BN, WIDTH], weight.layout)
     stacked = tiles
     if GATED:
-        stacked = tiles._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
+        if _IS_PUBLIC:
+            stacked = tiles.reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
+        else:
+            stacked = tiles._reinterpret(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, _BLOCK], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
