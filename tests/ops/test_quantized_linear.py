@@ -145,7 +145,7 @@ def test_all_candidates_of_tiles_compute_the_same(hopper: torch.device, name: st
     assert len(found) >= 2
     found.append(replace(found[0], splits=3, scales_weights=True))
     found.append(replace(found[0], by_warp=not found[0].by_warp))
-    found.append(replace(found[0], by_warp=False, scales_weights=True, chained=True))
+    found.append(replace(found[0], by_warp=False, scales_weights=True))
     for tiles in found:
         out = x.new_empty(20, 130)
         launch(x, stored, None, out, Epilogue.SILU_MUL, tiles, is_partial=False)

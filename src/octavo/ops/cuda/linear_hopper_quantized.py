@@ -258,7 +258,6 @@ def _consume(
     PARTS: gl.constexpr,
     LAYOUT: gl.constexpr,
     GATED: gl.constexpr,
-    CHAINED: gl.constexpr,
     BY_WARP: gl.constexpr,
 ):
     x_tiles, tiles, ready, free = buffers
@@ -281,46 +280,22 @@ def _consume(
     HOW: gl.constexpr = (FORMAT, DTYPE, SCALE, HAS_ZEROS, PARTS, LAYOUT, K_WIDTH)
     nothing = gl.zeros([ROWS, BM], gl.float32, LAYOUT)
     acc = nothing
-    mbarrier.wait(ready.index(0), 0)
-    stored = tiles.index(0).load(LEFT)
     if BY_WARP:
         RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, k_width=K_WIDTH)
         for i in range(count):
             stage = i % STAGES
-            after = gl.minimum(i + 1, count - 1)
-            if FORMAT == _FLOAT8:  # bytes would have to be packed to be kept for the next turn
-                mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
-                values = tiles.index(stage).load(LEFT)
-            else:
-                values = stored
-            xs = x_tiles.index(stage).permute((1, 0)).load(RIGHT)
-            mbarrier.arrive(free.index(stage), count=1)
-            if FORMAT != _FLOAT8:  # the next words are on their way while these are multiplied
-                mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
-                stored = tiles.index(after % STAGES).load(LEFT)
-            group = (first + i) // GROUP_BLOCKS * PARTS - first_group
-            ws = _weights(values, staged, staged_zeros, group, HOW)
-            product = mma_v2(ws, xs, acc if KEEP else nothing)
-            acc = _add(acc, product, staged, group, SCALE, LAYOUT)
-    elif CHAINED:
-        # The products with a tile are queued before those with the tile before it have ended.
-        ws = _weights(stored, staged, staged_zeros, 0, HOW)
-        acc = warpgroup_mma(ws, x_tiles.index(0).permute((1, 0)), acc, is_async=True)
-        acc, ws = warpgroup_mma_wait(1, deps=[acc, ws])
-        for i in range(1, count):
-            stage = i % STAGES
             group = (first + i) // GROUP_BLOCKS * PARTS - first_group
             mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+            xs = x_tiles.index(stage).permute((1, 0)).load(RIGHT)
             stored = tiles.index(stage).load(LEFT)
-            following = _weights(stored, staged, staged_zeros, group, HOW)
-            xs = x_tiles.index(stage).permute((1, 0))
-            acc = warpgroup_mma(following, xs, acc, is_async=True)
-            acc, ws = warpgroup_mma_wait(1, deps=[acc, ws])
-            mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), count=1)
-            ws = following
-        acc, ws = warpgroup_mma_wait(0, deps=[acc, ws])
+            ws = _weights(stored, staged, staged_zeros, group, HOW)
+            mbarrier.arrive(free.index(stage), count=1)
+            product = mma_v2(ws, xs, acc if KEEP else nothing)
+            acc = _add(acc, product, staged, group, SCALE, LAYOUT)
     else:
         group = 0
+        mbarrier.wait(ready.index(0), 0)
+        stored = tiles.index(0).load(LEFT)
         ws = _weights(stored, staged, staged_zeros, group, HOW)
         for i in range(count):
             stage = i % STAGES
@@ -383,7 +358,6 @@ def quantized_linear_kernel(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    CHAINED: gl.constexpr,
     BY_WARP: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
@@ -402,7 +376,6 @@ def quantized_linear_kernel(
         GROUP_BLOCKS: how many of them share scales; 1 if a block has several groups.
         PARTS: how many groups a block has; 1 if several blocks share scales.
         GROUPS: at least how many groups a split has; a power of 2.
-        CHAINED: queue the products with a tile before those with the tile before it have ended.
         BY_WARP: mma of single warps in place of wgmma.
     """
     if PDL and EARLY:
@@ -473,7 +446,6 @@ def quantized_linear_kernel(
                     PARTS,
                     LAYOUT,
                     GATED,
-                    CHAINED,
                     BY_WARP,
                 ),
             ),

@@ -104,7 +104,6 @@ def launch(
         EPILOGUE=int(epilogue),
         GATED=epilogue.is_gated,
         HAS_BIAS=bias is not None,
-        CHAINED=tiles.chained and scale != SCALE_SUMS,
         BY_WARP=tiles.by_warp,
         EARLY=tiles.early,
         num_warps=tiles.warps,

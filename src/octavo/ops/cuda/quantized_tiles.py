@@ -45,7 +45,6 @@ class Tiles:
     early: bool = False  # PDL: the next kernel may start from the beginning
     scales_weights: bool = False  # not the sums
     by_warp: bool = False  # mma of single warps in place of wgmma
-    chained: bool = False  # products are queued behind each other; not if sums are scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def candidates(product: Product, stored: StoredWeight) -> list[Tiles]:
     """The tiles among which to choose, the best guess first."""
     by_warp = product.tokens <= 16
     scales_weights = stored.group > 0 and product.tokens >= 128
-    if product.tokens <= 32:
+    if by_warp:
         kinds = [(product.tokens, *each) for each in ((64, 4), (64, 3), (128, 2))]
     elif product.tokens <= 128:
         kinds = [(product.tokens, *each) for each in ((64, 2), (64, 1), (128, 1))]
@@ -99,7 +98,8 @@ def _fitting(
     halves = 2 if product.is_gated else 1
     num_blocks = triton.cdiv(product.size, BLOCK)
     num_tiles = triton.cdiv(product.num_rows * halves, rows) * triton.cdiv(product.tokens, tokens)
-    splits = max(1, min(_MAX_SPLITS, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
+    most = _MAX_SPLITS if product.tokens <= 256 else 1  # partial sums of many tokens are large
+    splits = max(1, min(most, _NUM_SMS * per_sm // num_tiles, num_blocks // 4))
     per_split = triton.cdiv(num_blocks, splits)
     splits = triton.cdiv(num_blocks, per_split)  # none of them empty
     staged = (6 if product.has_zeros else 4) * stored.staged_groups(splits) * rows
@@ -137,10 +137,11 @@ def rounded_tiles(
             per_sm = 2
         else:
             rows = 128
-            tokens = 128 if is_gated or num_tokens <= 256 else 256
+            tokens = 128 if is_gated or num_tokens <= 512 else 256
         num_tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_tokens, tokens)
     num_blocks = triton.cdiv(size, BLOCK)
-    splits = max(1, min(_MAX_SPLITS, _NUM_SMS // num_tiles, num_blocks // 4))
+    most = _MAX_SPLITS if num_tokens <= 256 else 1
+    splits = max(1, min(most, _NUM_SMS // num_tiles, num_blocks // 4))
     splits = triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits))  # none of them empty
     stage = BLOCK * (rows * (2 if is_gated else 1) + tokens)
     stages = min(_SHARED_MEMORY // per_sm // stage, _MAX_STAGES)
