@@ -8,11 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gluon_emulator import Emulated
 from torch import Tensor
 
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
-from octavo.ops.cuda.expert_tiles import choose_tiles, max_blocks, tokens_per_tile
+from octavo.ops.cuda.expert_tiles import (
+    choose_hopper_tiles,
+    choose_tiles,
+    max_blocks,
+    tokens_per_tile,
+)
 from octavo.ops.cuda.expert_weights import ExpertMatrices
 from octavo.ops.cuda.routing import CudaRouter
 from octavo.ops.epilogue import Epilogue
@@ -366,6 +372,53 @@ def test_quantized_experts_that_all_tokens_take(
     assert (got - wanted).norm() < tolerance * wanted.norm()
 
 
+HOPPER_FORMS = ("plain", "float8-tensor", "float8-rows", "float8-blocks", "mx_float4")
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(3, 4), (20, 2), (26, 13)])
+@pytest.mark.parametrize("form", HOPPER_FORMS)
+def test_products_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, form: str, num_tokens: int, top_k: int
+) -> None:
+    """experts_hopper.py's kernel, carried out by the emulator: sizes that no tile divides, and
+    several tiles for a program."""
+    config = RoutingConfig(num_experts=13, top_k=top_k)
+    size, inner = 320, 160
+    dense = expert_weights(13, size, inner, CPU, has_bias=True)
+    dense = ExpertWeights(*(None if each is None else each.bfloat16() for each in dense))
+    forms = [each if form == "plain" else quantized(form, each) for each in dense[:2]]
+    x = (numbers(num_tokens, size) * 300).bfloat16()
+    x[:, 5] *= 1e4  # beyond what e4m3 can hold
+    routed = routed_by(BACKENDS["triton"], router_weights(config, size, CPU), config, x.float())
+    monkeypatch.setattr(cuda_experts, "grouped_kernel", Emulated(cuda_experts.grouped_kernel))
+    monkeypatch.setattr(cuda_experts, "NUM_SMS", 3)
+
+    def computed() -> Tensor:
+        inner_values = x.new_empty((num_tokens * top_k, inner))
+        out = torch.full((top_k, num_tokens, size), torch.nan)
+        kinds = (Epilogue.SILU_MUL, Epilogue.NONE)
+        sources, targets = (x, inner_values), (inner_values, out)
+        for i in range(2):
+            matrices = ExpertMatrices.of(forms[i])
+            assert matrices is not None
+            tiles = choose_hopper_tiles(routed.lists.block_rows, matrices)
+            assert tiles is not None
+            cuda_experts.launch_on_hopper(
+                sources[i], matrices, dense[2 + i], targets[i], routed, kinds[i], tiles
+            )
+        return total(out)
+
+    got = computed()
+    weights = (ExpertWeights if form == "plain" else QuantizedExpertWeights)(*forms, *dense[2:])
+    wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
+    assert (got - wanted).norm() < 3e-3 * wanted.norm()  # gates are rounded in between
+    x[1, 7] = torch.nan
+    after = computed()
+    others = [0, *range(2, num_tokens)]
+    assert after[1].isnan().all()
+    assert torch.equal(after[others], got[others])
+
+
 def _as(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if each is None else each.to(dtype) for each in tensors]
 
@@ -373,7 +426,7 @@ def _as(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | N
 def test_words_hold_the_weights_of_sixteen_neighbours() -> None:
     size, num = 160, 64
     packed = torch.arange(num * size // 2).to(torch.uint8).view(1, num, -1)
-    form = MxFloat4(packed, torch.full((1, num, size // 32), 127, dtype=torch.uint8))
+    form = GroupedInt(packed, torch.ones(1, num, size // 32), None, bits=4)
     matrices = ExpertMatrices.of(form)
     assert matrices is not None
     words = matrices.values.view(num, -1, 16)

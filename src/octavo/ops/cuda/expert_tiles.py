@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices
+from octavo.ops.cuda.expert_weights import BLOCK, ExpertMatrices, Format
 from octavo.ops.cuda.tile_sizes import power_of_2
 
 _SHARED_MEMORY = 222_000  # bytes per SM that tiles may fill, on Hopper
 _OTHER_SHARED_MEMORY = 96_000  # that any GPU has
 MAX_STAGES = 6
+_MAX_HOPPER_STAGES = 12
 _ONE_TOKEN_ELEMENTS = 8192  # of weights that a program for one token loads at once, of each kind
 
 
@@ -37,6 +38,28 @@ class OneTokenPrograms:
     columns: int  # at once
     ahead: int  # how many such blocks of columns are loaded together
     warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTiles:
+    """A configuration of experts_hopper.py's kernel."""
+
+    columns: int  # inputs at once
+    rows: int  # of each of two matrices
+    stages: int
+    per_sm: int  # programs that share an SM
+
+
+def choose_hopper_tiles(tokens: int, matrices: ExpertMatrices) -> HopperTiles | None:
+    """Tiles for products of blocks of `tokens`, of 16 bits; None: other kernels compute them."""
+    if tokens > 64 or matrices.format == Format.INT4:
+        return None
+    columns = 64 if matrices.bits == 16 else BLOCK
+    per_sm = 2 if tokens <= 32 else 1
+    rows = 64
+    stage = columns * (2 * rows * matrices.bits // 8 + 2 * tokens) + 4 * tokens
+    stages = min(_MAX_HOPPER_STAGES, (_SHARED_MEMORY // per_sm - 256 * tokens - 1024) // stage)
+    return HopperTiles(columns, rows, stages, per_sm)
 
 
 def tokens_per_tile(num_tokens: int, num_experts: int, top_k: int) -> int:
