@@ -1,8 +1,8 @@
 """The time of a decode step at context 1,024 (--context), compared with the roofline.
 
-The roofline is the bytes of weights, as they are stored, and KV divided by the copy bandwidth of all
-GPUs; of mixtures of experts, those of the experts that were hit, which are counted. The whole engine is timed:
-scheduling, the work of the device, and returning the tokens to the host.
+The roofline is the bytes of weights, as they are stored, and KV divided by the copy bandwidth of
+all GPUs; of mixtures of experts, those of the experts that were hit, which are counted. The whole
+engine is timed: scheduling, the work of the device, and returning the tokens to the host.
 
 The decoder of a model with an encoder starts with one token, and reads inputs of 512. The steps
 that run the encoder are a row of their own, in TFLOP/s of its projections. Without a GPU there is

@@ -206,8 +206,8 @@ def experts() -> None:
     forms of weights."""
     from octavo.ops.cuda import experts as cuda_experts
     from octavo.ops.cuda import experts_one_packed
-    from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.cuda.expert_weights import ExpertMatrices, Format
+    from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
     from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, RouterWeights
     from octavo.ops.quantized import GroupedInt, MxFloat4, ScaledFloat8

@@ -1,9 +1,9 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
-Only what the kernels of linear_hopper.py, linear_hopper_quantized.py and experts_hopper.py use. Layouts say where a
-value lies, not what it is, and are ignored; except that inline assembly takes neighbouring columns
-together, as the operands of wgmma do. The partitions of a program run in threads, and wait for each
-other at the barriers in shared memory; programs run one after the other.
+Only what the kernels of linear_hopper.py, linear_hopper_quantized.py and experts_hopper.py use.
+Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
+neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
+threads, and wait for each other at the barriers in shared memory; programs run one after the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The experts' projections on Hopper GPUs: grouped products of few tokens, bound by reading weights.
+"""The experts' projections on Hopper GPUs: grouped products of few tokens, bound by memory.
 
 Programs are as many as fit on the SMs, and each computes one tile after the other: two matrices of
 ROWS rows of an expert's weights (gates and the ups that belong to them, or neighbouring rows of the
@@ -131,6 +131,12 @@ def _gather(
 
 
 @gluon.jit
+def _pair(fields, i: gl.constexpr):
+    """The factor of the group i of a block, in both halves of a word."""
+    return ((fields >> (8 * i)) & 255) * 0x00800080
+
+
+@gluon.jit
 def _pairs(tile, fields, LAYOUT: gl.constexpr):
     """A tile of MXFP4 as bfloat16 [ROWS, 128], wgmma's left operand in registers.
 
@@ -138,15 +144,17 @@ def _pairs(tile, fields, LAYOUT: gl.constexpr):
     """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
     words = tile.load(OPERAND)
-    given = (words,)
-    for i in gl.static_range(4):
-        field = ((fields >> (8 * i)) & 255) * 0x00800080  # of two bfloat16
-        field = gl.zeros(words.shape, gl.int32, OPERAND) + field[:, None]
-        given += (field,)  # type: ignore[assignment]
+    none = gl.zeros(words.shape, gl.int32, OPERAND)
     planes = gl.inline_asm_elementwise(
         _TO_PAIRS,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r",
-        [given[0], given[1], given[2], given[3], given[4]],
+        [
+            words,
+            none + _pair(fields, 0)[:, None],
+            none + _pair(fields, 1)[:, None],
+            none + _pair(fields, 2)[:, None],
+            none + _pair(fields, 3)[:, None],
+        ],
         dtype=(gl.bfloat16,) * 8,
         is_pure=True,
         pack=2,
