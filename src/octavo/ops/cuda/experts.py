@@ -51,6 +51,7 @@ EXACT_TOKENS = 256
 _REGISTERS = 65536  # of an SM
 _HOPPER_WARPS = 12  # of a program of experts_hopper.py, as registers are allotted
 NUM_SMS = 132
+OVERLAPS = True
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
 
 
@@ -169,6 +170,7 @@ def launch_on_hopper(
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tokens, tiles.columns], x_type),
         COLUMNS=tiles.columns,
         EARLY=not is_gated,
+        OVERLAPS=OVERLAPS,
         num_warps=4,
         maxnreg=min(255, _REGISTERS // (32 * _HOPPER_WARPS * tiles.per_sm) // 8 * 8),
         **launch_options(x.device),

@@ -218,6 +218,7 @@ def _multiply(
     SCALE_COLUMNS: gl.constexpr,
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
+    OVERLAPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """The partition that multiplies."""
@@ -258,7 +259,31 @@ def _multiply(
             up_scales = weight_scales + (places + up_own) * num_scales
             fields = gl.load(own_scales)
             up_fields = gl.load(up_scales)
-            for k in range(num_steps):
+            last_step = num_steps - 1
+            if OVERLAPS:
+                next_fields = gl.load(own_scales + gl.minimum(1, last_step))
+                mbarrier.wait(ready.index(step % STAGES), (step // STAGES) & 1)
+                ws = _pairs(tiles.index(step % STAGES), fields, LAYOUT)
+                for k in range(num_steps):
+                    later_fields = gl.load(own_scales + gl.minimum(k + 2, last_step))
+                    up_next_fields = gl.load(up_scales + gl.minimum(k + 1, last_step))
+                    stage = step % STAGES
+                    xs = x_tiles.index(stage).permute((1, 0))
+                    product = warpgroup_mma(ws, xs, acc, is_async=True)
+                    us = _pairs(up_tiles.index(stage), up_fields, LAYOUT)
+                    up_product = warpgroup_mma(us, xs, up, is_async=True)
+                    acc, ws = warpgroup_mma_wait(1, deps=[product, ws])
+                    # At a tile's end, its last step once more: the next tile has other scales.
+                    following = step + gl.minimum(k + 1, last_step) - k
+                    mbarrier.wait(ready.index(following % STAGES), (following // STAGES) & 1)
+                    ws = _pairs(tiles.index(following % STAGES), next_fields, LAYOUT)
+                    up, us = warpgroup_mma_wait(0, deps=[up_product, us])
+                    _barrier()
+                    mbarrier.arrive(free.index(stage), count=1)
+                    next_fields = later_fields
+                    up_fields = up_next_fields
+                    step += 1
+            for k in range(0 if OVERLAPS else num_steps):
                 following = gl.minimum(k + 1, num_steps - 1)
                 next_fields = gl.load(own_scales + following)
                 up_next_fields = gl.load(up_scales + following)
@@ -368,6 +393,7 @@ def grouped_kernel(
     X_LAYOUT: gl.constexpr,
     COLUMNS: gl.constexpr,
     EARLY: gl.constexpr,
+    OVERLAPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
@@ -432,6 +458,7 @@ def grouped_kernel(
                     SCALE_COLUMNS,
                     EPILOGUE,
                     GATED,
+                    OVERLAPS,
                     PDL and EARLY,
                 ),
             ),
