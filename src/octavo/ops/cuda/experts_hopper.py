@@ -137,13 +137,11 @@ def _pair(fields, i: gl.constexpr):
 
 
 @gluon.jit
-def _pairs(tile, fields, LAYOUT: gl.constexpr):
-    """A tile of MXFP4 as bfloat16 [ROWS, 128], wgmma's left operand in registers.
+def convert(words, fields, OPERAND: gl.constexpr):
+    """MXFP4 [rows, 16] words as bfloat16 [rows, 128], tensor cores' left operand in registers.
 
-    fields: int32 [ROWS], four exponent fields each.
+    fields: int32 [rows], four exponent fields each.
     """
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
-    words = tile.load(OPERAND)
     none = gl.zeros(words.shape, gl.int32, OPERAND)
     planes = gl.inline_asm_elementwise(
         _TO_PAIRS,
@@ -160,6 +158,13 @@ def _pairs(tile, fields, LAYOUT: gl.constexpr):
         pack=2,
     )
     return gl.convert_layout(_interleave(planes), OPERAND)
+
+
+@gluon.jit
+def _pairs(tile, fields, LAYOUT: gl.constexpr):
+    """A tile of MXFP4 in shared memory, as `convert` makes it."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, k_width=2)
+    return convert(tile.load(OPERAND), fields, OPERAND)
 
 
 @gluon.jit
