@@ -144,7 +144,7 @@ class Emulated:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
-            del options["maxnreg"]
+            options.pop("maxnreg", None)
             given = [
                 Descriptor(each.base, *each.block_shape)
                 if isinstance(each, TensorDescriptor)
@@ -185,6 +185,7 @@ class _Namespaces:
             log2=torch.log2,
             floor=torch.floor,
             max=lambda values, axis: values.amax(axis),
+            sum=lambda values, axis: values.sum(axis),
             erf=torch.erf,
             where=lambda condition, a, b: torch.where(condition, a, b),
             join=lambda a, b: torch.stack((a, b), dim=-1),
@@ -200,6 +201,7 @@ class _Namespaces:
             "mbarrier": barrier,
             "fence_async_shared": lambda: None,
             "warpgroup_mma": _multiply,
+            "mma_v2": lambda a, b, acc: block(a.float() @ b.float() + acc),
             "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
             "_barrier": lambda: None,
             "_fetch_tile": _fetch,

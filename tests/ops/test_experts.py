@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
+from octavo.ops.cuda import experts_one_hopper
 from octavo.ops.cuda.expert_tiles import (
     choose_hopper_tiles,
     choose_tiles,
@@ -417,6 +418,31 @@ def test_products_on_hopper(
     others = [0, *range(2, num_tokens)]
     assert after[1].isnan().all()
     assert torch.equal(after[others], got[others])
+
+
+@pytest.mark.parametrize(("top_k", "size", "inner"), [(4, 320, 160), (8, 1152, 96), (1, 32, 64)])
+def test_one_token_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, top_k: int, size: int, inner: int
+) -> None:
+    """experts_one_hopper.py's kernels: slices with different numbers of blocks, and without any."""
+    for name in ("gate_up_one_kernel", "down_one_kernel"):
+        monkeypatch.setattr(experts_one_hopper, name, Emulated(getattr(experts_one_hopper, name)))
+    monkeypatch.setattr(experts_one_hopper, "_DOWN_AHEAD", 2)
+    num = 9
+    dense = expert_weights(num, size, inner, CPU, has_bias=True)
+    forms = [quantized("mx_float4", each) for each in dense[:2]]
+    biases = [None if each is None else each.bfloat16() for each in dense[2:]]
+    up, down = [ExpertMatrices.of(each) for each in forms]
+    assert up is not None
+    assert down is not None
+    ids = torch.arange(num).flip(0)[:top_k].int()[None]
+    routed = Routed(ids, torch.rand(1, top_k))
+    x = numbers(1, size).bfloat16()
+    args = (x, routed, up, down, *biases, Epilogue.CLAMPED_SWIGLU)
+    got = experts_one_hopper.mix_one_on_hopper(*args).float()
+    weights = QuantizedExpertWeights(forms[0], forms[1], *biases)
+    wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
+    assert (got - wanted).norm() < 6e-3 * wanted.norm()
 
 
 def _as(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
