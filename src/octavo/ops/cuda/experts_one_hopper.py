@@ -10,7 +10,6 @@ that up in the end. All weights of a program are loaded at once, or AHEAD blocks
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
