@@ -48,18 +48,35 @@ class HopperTiles:
     rows: int  # of each of two matrices
     stages: int
     per_sm: int  # programs that share an SM
+    at_once: int  # steps whose inputs are loaded together
+    gathering_warps: int
+    gathering_registers: int  # of a thread
+
+    @property
+    def warps(self) -> int:
+        """Of a program, as registers are allotted: to four warps together."""
+        return 4 + self.gathering_warps + 4
 
 
 def choose_hopper_tiles(tokens: int, matrices: ExpertMatrices) -> HopperTiles | None:
     """Tiles for products of blocks of `tokens`, of 16 bits; None: other kernels compute them."""
     if tokens > 64 or matrices.format == Format.INT4:
         return None
-    columns = 64 if matrices.bits == 16 else BLOCK
-    per_sm = 2 if tokens <= 32 else 1
-    rows = 64
-    stage = columns * (2 * rows * matrices.bits // 8 + 2 * tokens) + 4 * tokens
-    stages = min(_MAX_HOPPER_STAGES, (_SHARED_MEMORY // per_sm - 256 * tokens - 1024) // stage)
-    return HopperTiles(columns, rows, stages, per_sm)
+    return hopper_tiles(tokens, matrices.bits, 2 if tokens <= 32 else 1)
+
+
+def hopper_tiles(tokens: int, bits: int, per_sm: int, rows: int = 64) -> HopperTiles:
+    """As many stages as fit; bits: of a weight."""
+    columns = 64 if bits == 16 else BLOCK
+    stage = columns * (2 * rows * bits // 8 + 2 * tokens) + 4 * tokens
+    stages = (_SHARED_MEMORY // per_sm - 4 * rows * tokens - 1024) // stage
+    warps = 8 if tokens == 64 else 4
+    # Of 16 bits, a thread has so many inputs of a step, and room for about 128.
+    at_once = max(1, min(4, (64 if bits == 8 else 128) // (tokens * columns // (32 * warps))))
+    registers = 72 if per_sm == 3 else 104
+    return HopperTiles(
+        columns, rows, min(_MAX_HOPPER_STAGES, stages), per_sm, at_once, warps, registers
+    )
 
 
 def tokens_per_tile(num_tokens: int, num_experts: int, top_k: int) -> int:

@@ -49,7 +49,6 @@ from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
 # up; beyond that it would take longer to write and read than it is worth.
 EXACT_TOKENS = 256
 _REGISTERS = 65536  # of an SM
-_HOPPER_WARPS = 12  # of a program of experts_hopper.py, as registers are allotted
 NUM_SMS = 132
 OVERLAPS = True
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
@@ -171,8 +170,11 @@ def launch_on_hopper(
         COLUMNS=tiles.columns,
         EARLY=not is_gated,
         OVERLAPS=OVERLAPS,
+        AT_ONCE=tiles.at_once,
+        GATHERING_WARPS=tiles.gathering_warps,
+        GATHERING_REGISTERS=tiles.gathering_registers,
         num_warps=4,
-        maxnreg=min(255, _REGISTERS // (32 * _HOPPER_WARPS * tiles.per_sm) // 8 * 8),
+        maxnreg=min(255, _REGISTERS // (32 * tiles.warps * tiles.per_sm) // 8 * 8),
         **launch_options(x.device),
     )
 

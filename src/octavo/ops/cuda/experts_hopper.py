@@ -76,9 +76,13 @@ def _gather(
     TOP_K: gl.constexpr,
     SPLIT: gl.constexpr,
     GATED: gl.constexpr,
+    AT_ONCE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The partition that loads inputs; with SPLIT, as two e4m3 numbers and a scale."""
+    """The partition that loads inputs; with SPLIT, as two e4m3 numbers and a scale.
+
+    It has the inputs of AT_ONCE steps under way together, so as not to wait for each of them.
+    """
     x_tiles, x_lows, x_scales, ready, free = buffers
     begins, ends, rows = lists[1], lists[2], lists[3]
     STAGES: gl.constexpr = x_tiles.shape[0]
@@ -102,32 +106,35 @@ def _gather(
         if GATED:
             source = gl.load(rows + places, mask=is_row, other=0) // TOP_K
         x_rows = x + source.to(gl.int64)[:, None] * stride + columns[None, :]
-        inside = is_row[:, None] & (columns < size)[None, :]
-        values = gl.load(x_rows, mask=inside, other=0.0)
-        for k in range(num_steps):
-            start = (k + 1) * COLUMNS
-            inside = is_row[:, None] & (columns < size - start)[None, :]
-            following = gl.load(x_rows + start, mask=inside, other=0.0)
-            stage = step % STAGES
-            if SPLIT:
-                exact = values.to(gl.float32)
-                largest = gl.max(gl.maximum(exact, -exact), 1)
-                exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
-                exact = exact * gl.exp2(-exponent)[:, None]  # below 256
-                high = exact.to(gl.float8e4nv)
-                low = (exact - high.to(gl.float32)).to(gl.float8e4nv)
-                mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-                x_tiles.index(stage).store(high)
-                x_lows.index(stage).store(low)
-                x_scales.index(stage).store(gl.exp2(exponent))
-            else:
-                mbarrier.wait(free.index(stage), (step // STAGES + 1) & 1)
-                x_tiles.index(stage).store(values)
-            fence_async_shared()
-            _barrier()
-            mbarrier.arrive(ready.index(stage), count=1)
-            values = following
-            step += 1
+        for start in range(0, num_steps, AT_ONCE):
+            loaded = ()
+            for i in gl.static_range(AT_ONCE):
+                first = (start + i) * COLUMNS
+                inside = is_row[:, None] & (columns < size - first)[None, :]
+                values = gl.load(x_rows + first, mask=inside, other=0.0)
+                loaded += (values,)  # type: ignore[assignment]
+            for i in gl.static_range(AT_ONCE):
+                if start + i < num_steps:
+                    stage = (step + i) % STAGES
+                    parity = ((step + i) // STAGES + 1) & 1
+                    if SPLIT:
+                        exact = loaded[i].to(gl.float32)
+                        largest = gl.max(gl.maximum(exact, -exact), 1)
+                        exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
+                        exact = exact * gl.exp2(-exponent)[:, None]  # below 256
+                        high = exact.to(gl.float8e4nv)
+                        low = (exact - high.to(gl.float32)).to(gl.float8e4nv)
+                        mbarrier.wait(free.index(stage), parity)
+                        x_tiles.index(stage).store(high)
+                        x_lows.index(stage).store(low)
+                        x_scales.index(stage).store(gl.exp2(exponent))
+                    else:
+                        mbarrier.wait(free.index(stage), parity)
+                        x_tiles.index(stage).store(loaded[i])
+                    fence_async_shared()
+                    _barrier()
+                    mbarrier.arrive(ready.index(stage), count=1)
+            step += gl.minimum(AT_ONCE, num_steps - start)
 
 
 @gluon.jit
@@ -399,6 +406,9 @@ def grouped_kernel(
     COLUMNS: gl.constexpr,
     EARLY: gl.constexpr,
     OVERLAPS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    GATHERING_WARPS: gl.constexpr,
+    GATHERING_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Gates and ups with the activation, or down projections, of all blocks.
@@ -481,6 +491,7 @@ def grouped_kernel(
                     TOP_K,
                     SPLIT,
                     GATED,
+                    AT_ONCE,
                     PDL and EARLY,
                 ),
             ),
@@ -489,6 +500,6 @@ def grouped_kernel(
                 (weight, lists, blocks, (tiles, up_tiles, ready, free), shape, num_steps, GATED),
             ),
         ],
-        [4, 1],
-        [56, 24],
+        [GATHERING_WARPS, 1],
+        [GATHERING_REGISTERS, 24],
     )
