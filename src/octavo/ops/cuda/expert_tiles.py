@@ -60,7 +60,7 @@ class HopperTiles:
 
 def choose_hopper_tiles(tokens: int, matrices: ExpertMatrices) -> HopperTiles | None:
     """Tiles for products of blocks of `tokens`, of 16 bits; None: other kernels compute them."""
-    if tokens > 64 or matrices.format == Format.INT4:
+    if tokens > 64 or matrices.format not in (Format.FLOAT8, Format.MX_FLOAT4):
         return None
     return hopper_tiles(tokens, matrices.bits, 2 if tokens <= 32 else 1)
 

@@ -37,6 +37,7 @@ from octavo.ops.cuda.expert_weights import (
 )
 from octavo.ops.cuda.experts_hopper import grouped_kernel
 from octavo.ops.cuda.experts_one import mix_one as mix_one_plain
+from octavo.ops.cuda.experts_one_hopper import is_for_one, mix_one_on_hopper
 from octavo.ops.cuda.experts_one_packed import mix_one_packed
 from octavo.ops.cuda.linear import _is_hopper
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
@@ -86,12 +87,14 @@ class CudaExperts:
         num_tokens, top_k = routed.ids.shape
         if num_tokens == 1:
             mix_one = mix_one_packed if up.format.is_packed else mix_one_plain
+            if is_for_one(up, down, top_k, x.dtype) and _is_on_hopper(x.device):
+                mix_one = mix_one_on_hopper
             return mix_one(x, routed, up, down, up_bias, down_bias, self._epilogue)
         inner = x.new_empty((num_tokens * top_k, down.size))
         dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
         out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
         tokens = routed.lists.block_rows
-        tiles = [hopper_tiles(each, tokens, x) for each in (up, down)]
+        tiles = [_tiles_on_hopper(each, tokens, x) for each in (up, down)]
         if tiles[0] is not None and tiles[1] is not None:
             launch_on_hopper(x, up, up_bias, inner, routed, self._epilogue, tiles[0])
             launch_on_hopper(inner, down, down_bias, out, routed, Epilogue.NONE, tiles[1])
@@ -108,10 +111,14 @@ def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -
     return experts.apply_partial(x, routed)
 
 
-def hopper_tiles(weight: ExpertMatrices, tokens: int, x: Tensor) -> HopperTiles | None:
+def _is_on_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and _is_hopper(device)
+
+
+def _tiles_on_hopper(weight: ExpertMatrices, tokens: int, x: Tensor) -> HopperTiles | None:
     """None: experts_hopper.py does not compute products of so many rows of one expert, of inputs
     like x, or not on this GPU."""
-    if x.device.type != "cuda" or not _is_hopper(x.device) or not _has_tma(weight.values):
+    if not _is_on_hopper(x.device) or not _has_tma(weight.values):
         return None
     is_served = x.dtype == torch.bfloat16 or (
         x.dtype == torch.float16 and not weight.format.is_packed

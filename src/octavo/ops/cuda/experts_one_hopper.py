@@ -10,6 +10,7 @@ that up in the end. All weights of a program are loaded at once, or AHEAD blocks
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,9 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from octavo.ops.cuda.expert_weights import BLOCK, WORDS, ExpertMatrices
+from octavo.ops.cuda.expert_weights import BLOCK, WORDS, ExpertMatrices, Format
 from octavo.ops.cuda.experts_hopper import convert
-from octavo.ops.cuda.linear_hopper import _activate_gated
+from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier
 from octavo.ops.cuda.pdl import launch_options
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.experts import Routed
@@ -27,7 +28,14 @@ from octavo.ops.experts import Routed
 MAX_SLICES = 8  # columns of an operand
 _ROWS = tl.constexpr(16)  # of a program
 _BLOCK, _WORDS = tl.constexpr(BLOCK), tl.constexpr(WORDS)
-_UP_AHEAD, _DOWN_AHEAD = 3, 12  # blocks of a slice that are loaded together
+_UP_AHEAD, _DOWN_AHEAD = 3, 6  # blocks of a slice that are loaded together
+_MAX_REGISTERS = 128  # of a thread: two programs share an SM
+
+
+def is_for_one(up: ExpertMatrices, down: ExpertMatrices, top_k: int, dtype: torch.dtype) -> bool:
+    """Whether mix_one_on_hopper computes such experts."""
+    is_form = up.format == down.format == Format.MX_FLOAT4
+    return is_form and top_k <= MAX_SLICES and dtype == torch.bfloat16
 
 
 def mix_one_on_hopper(
@@ -61,6 +69,7 @@ def mix_one_on_hopper(
         AHEAD=min(_UP_AHEAD, per_slice),
         EPILOGUE=int(epilogue),
         num_warps=MAX_SLICES,
+        maxnreg=_MAX_REGISTERS,
         **options,
     )
     parts = MAX_SLICES // triton.next_power_of_2(top_k)
@@ -83,6 +92,7 @@ def mix_one_on_hopper(
         PER_SLICE=per_slice,
         AHEAD=min(_DOWN_AHEAD, per_slice),
         num_warps=MAX_SLICES,
+        maxnreg=_MAX_REGISTERS,
         **options,
     )
     return out
@@ -102,12 +112,19 @@ def _load(weight, rows, scales, first, number, num_blocks, limit, OPERAND: gl.co
 
 
 @gluon.jit
-def _inputs(x, starts, number, limit, ends, RIGHT: gl.constexpr):
-    """[BLOCK, MAX_SLICES]: the inputs of each slice's block, from starts on, below ends."""
-    k = gl.arange(0, _BLOCK, layout=gl.SliceLayout(1, RIGHT))
-    places = starts[None, :] + number * _BLOCK + k[:, None]
-    inside = (places < ends[None, :]) & (number < limit)
-    return gl.load(x + places, mask=inside, other=0.0)
+def _stage(x, staged, starts, ends, FLAT: gl.constexpr):
+    """Copy the inputs of each slice, from starts on and below ends, to shared memory: staged
+    [PER_SLICE, MAX_SLICES, BLOCK], whose rows are by FLAT."""
+    PER_SLICE: gl.constexpr = staged.shape[0]
+    columns = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, FLAT))
+    loaded = ()
+    for i in gl.static_range(PER_SLICE):
+        places = starts[:, None] + i * _BLOCK + columns[None, :]
+        values = gl.load(x + places, mask=places < ends[:, None], other=0.0)
+        loaded += (values,)  # type: ignore[assignment]
+    for i in gl.static_range(PER_SLICE):
+        staged.index(i).store(loaded[i])
+    _barrier()
 
 
 @gluon.jit
@@ -160,7 +177,10 @@ def gate_up_one_kernel(
     rows = expert * 2 * num_rows + gl.minimum(row + number % _ROWS, num_rows - 1)
     up_rows = rows + num_rows
     first = number // _ROWS * PER_SLICE
-    starts = gl.arange(0, 8, layout=gl.SliceLayout(0, RIGHT)) * (PER_SLICE * _BLOCK)
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    staged = gl.allocate_shared_memory(x.dtype.element_ty, [PER_SLICE, 8, _BLOCK], SHARED)
+    slices = gl.arange(0, 8, layout=gl.SliceLayout(1, FLAT))
     acc = gl.zeros([SLICED, 8], gl.float32, MMA)
     up = acc
     for start in range(0, PER_SLICE, AHEAD):
@@ -173,9 +193,12 @@ def gate_up_one_kernel(
                 weight, up_rows, weight_scales, first, start + i, num_blocks, PER_SLICE, OPERAND
             )
             loaded += ((given, up_given),)  # type: ignore[assignment]
+        if start == 0:
+            starts = slices * (PER_SLICE * _BLOCK)
+            _stage(x, staged, starts, gl.minimum(starts + PER_SLICE * _BLOCK, size), FLAT)
         for i in gl.static_range(AHEAD):
             given = loaded[i]
-            xs = _inputs(x, starts, start + i, PER_SLICE, starts * 0 + size, RIGHT)
+            xs = staged.index(gl.minimum(start + i, PER_SLICE - 1)).permute((1, 0)).load(RIGHT)
             acc = mma_v2(convert(given[0][0], given[0][1], OPERAND), xs, acc)
             up = mma_v2(convert(given[1][0], given[1][1], OPERAND), xs, up)
     factor = gl.load(weight_factors + expert)
@@ -228,9 +251,12 @@ def down_one_kernel(
     experts = gl.load(ids + slots, cache_modifier=".cg").to(gl.int64)
     rows = experts * num_rows + gl.minimum(row + number % _ROWS, num_rows - 1)
     first = number // _ROWS % PARTS * PER_SLICE
-    slices = gl.arange(0, 8, layout=gl.SliceLayout(0, RIGHT))
+    FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    staged = gl.allocate_shared_memory(x.dtype.element_ty, [PER_SLICE, 8, _BLOCK], SHARED)
+    slices = gl.arange(0, 8, layout=gl.SliceLayout(1, FLAT))
     starts = slices // PARTS * size + slices % PARTS * (PER_SLICE * _BLOCK)
-    ends = gl.minimum((slices // PARTS + 1) * size, TOP_K * size)
+    ends = gl.minimum(slices // PARTS + 1, TOP_K) * size
     acc = gl.zeros([SLICED, 8], gl.float32, MMA)
     for start in range(0, PER_SLICE, AHEAD):
         loaded = ()
@@ -239,10 +265,12 @@ def down_one_kernel(
                 weight, rows, weight_scales, first, start + i, num_blocks, PER_SLICE, OPERAND
             )
             loaded += (given,)  # type: ignore[assignment]
-        if PDL and start == 0:
-            tl.extra.cuda.gdc_wait()
+        if start == 0:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            _stage(x, staged, starts, ends, FLAT)
         for i in gl.static_range(AHEAD):
-            xs = _inputs(x, starts, start + i, PER_SLICE, ends, RIGHT)
+            xs = staged.index(gl.minimum(start + i, PER_SLICE - 1)).permute((1, 0)).load(RIGHT)
             acc = mma_v2(convert(loaded[i][0], loaded[i][1], OPERAND), xs, acc)
     values = _own(acc)
     number = gl.arange(0, SLICED, layout=values.type.layout)
