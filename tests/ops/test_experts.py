@@ -15,8 +15,8 @@ from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
 from octavo.ops.cuda import experts_one_hopper
 from octavo.ops.cuda.expert_tiles import (
-    choose_hopper_tiles,
     choose_tiles,
+    hopper_tiles,
     max_blocks,
     tokens_per_tile,
 )
@@ -402,8 +402,7 @@ def test_products_on_hopper(
         for i in range(2):
             matrices = ExpertMatrices.of(forms[i])
             assert matrices is not None
-            tiles = choose_hopper_tiles(routed.lists.block_rows, matrices)
-            assert tiles is not None
+            tiles = hopper_tiles(routed.lists.block_rows, matrices.bits, per_sm=2)
             cuda_experts.launch_on_hopper(
                 sources[i], matrices, dense[2 + i], targets[i], routed, kinds[i], tiles
             )
