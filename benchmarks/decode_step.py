@@ -177,11 +177,12 @@ def weight_bytes(engine: Engine, hit: float) -> float:
     hit."""
     model = engine.model_config
     dense, experts = model.read_bytes(DTYPE_BYTES)
-    if experts:
-        mixtures = model.mixtures()
-        num_experts = sum(count * each.num_experts for each, count in mixtures.items())
-        dense += experts * hit * sum(mixtures.values()) / num_experts
-    return dense - DTYPE_BYTES * model.num_encoding_parameters()
+    num_bytes = dense - DTYPE_BYTES * model.num_encoding_parameters()
+    if not experts:
+        return num_bytes
+    mixtures = model.mixtures()
+    num_experts = sum(count * each.num_experts for each, count in mixtures.items())
+    return num_bytes + experts * hit * sum(mixtures.values()) / num_experts
 
 
 def kv_bytes_read(engine: Engine, context: int) -> int:

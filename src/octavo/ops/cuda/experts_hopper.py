@@ -118,7 +118,7 @@ def _gather(
                     stage = (step + i) % STAGES
                     parity = ((step + i) // STAGES + 1) & 1
                     if SPLIT:
-                        exact = loaded[i].to(gl.float32)
+                        exact = loaded[i].to(gl.float32)  # type: ignore[var-annotated]
                         largest = gl.max(gl.maximum(exact, -exact), 1)
                         exponent = gl.floor(gl.log2(gl.maximum(largest, 1e-30))) - 7
                         exact = exact * gl.exp2(-exponent)[:, None]  # below 256
