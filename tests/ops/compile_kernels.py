@@ -206,7 +206,7 @@ def experts() -> None:
     forms of weights."""
     from octavo.ops.cuda import experts as cuda_experts
     from octavo.ops.cuda import experts_one_packed
-    from octavo.ops.cuda.expert_weights import ExpertMatrices, Format
+    from octavo.ops.cuda.expert_weights import ExpertMatrices
     from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
     from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, RouterWeights
@@ -251,9 +251,6 @@ def experts() -> None:
             kernel.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
         matrices = [ExpertMatrices.of(each) for each in forms[:2]]
         experts_on_hopper([each for each in matrices if each is not None], router, softmax)
-    experts_on_hopper(
-        [ExpertMatrices(each, Format.PLAIN, each.shape[2]) for each in (up, down)], router, softmax
-    )
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])

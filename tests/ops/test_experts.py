@@ -373,13 +373,15 @@ def test_quantized_experts_that_all_tokens_take(
     assert (got - wanted).norm() < tolerance * wanted.norm()
 
 
-HOPPER_FORMS = ("plain", "float8-tensor", "float8-rows", "float8-blocks", "mx_float4")
+HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks", "mx_float4")
 
 
-@pytest.mark.parametrize(("num_tokens", "top_k"), [(3, 4), (20, 2), (26, 13)])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "per_sm"), [(3, 4, 3), (20, 2, 2), (20, 8, 2), (26, 13, 1)]
+)
 @pytest.mark.parametrize("form", HOPPER_FORMS)
 def test_products_on_hopper(
-    monkeypatch: pytest.MonkeyPatch, form: str, num_tokens: int, top_k: int
+    monkeypatch: pytest.MonkeyPatch, form: str, num_tokens: int, top_k: int, per_sm: int
 ) -> None:
     """experts_hopper.py's kernel, carried out by the emulator: sizes that no tile divides, and
     several tiles for a program."""
@@ -387,7 +389,7 @@ def test_products_on_hopper(
     size, inner = 320, 160
     dense = expert_weights(13, size, inner, CPU, has_bias=True)
     dense = ExpertWeights(*(None if each is None else each.bfloat16() for each in dense))
-    forms = [each if form == "plain" else quantized(form, each) for each in dense[:2]]
+    forms = [quantized(form, each) for each in dense[:2]]
     x = (numbers(num_tokens, size) * 300).bfloat16()
     x[:, 5] *= 1e4  # beyond what e4m3 can hold
     routed = routed_by(BACKENDS["triton"], router_weights(config, size, CPU), config, x.float())
@@ -402,14 +404,14 @@ def test_products_on_hopper(
         for i in range(2):
             matrices = ExpertMatrices.of(forms[i])
             assert matrices is not None
-            tiles = hopper_tiles(routed.lists.block_rows, matrices.bits, per_sm=2)
+            tiles = hopper_tiles(routed.lists.block_rows, matrices.bits, per_sm)
             cuda_experts.launch_on_hopper(
                 sources[i], matrices, dense[2 + i], targets[i], routed, kinds[i], tiles
             )
         return total(out)
 
     got = computed()
-    weights = (ExpertWeights if form == "plain" else QuantizedExpertWeights)(*forms, *dense[2:])
+    weights = QuantizedExpertWeights(*forms, *dense[2:])
     wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
     assert (got - wanted).norm() < 3e-3 * wanted.norm()  # gates are rounded in between
     x[1, 7] = torch.nan

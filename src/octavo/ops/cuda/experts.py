@@ -51,7 +51,6 @@ from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
 EXACT_TOKENS = 256
 _REGISTERS = 65536  # of an SM
 NUM_SMS = 132
-OVERLAPS = True
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
 
 
@@ -173,10 +172,9 @@ def launch_on_hopper(
         SCALE_COLUMNS=weight.scale_columns,
         EPILOGUE=int(epilogue),
         GATED=is_gated,
-        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tokens, tiles.columns], x_type),
-        COLUMNS=tiles.columns,
+        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tokens, BLOCK], x_type),
         EARLY=not is_gated,
-        OVERLAPS=OVERLAPS,
+        OVERLAPS=tiles.overlaps,
         AT_ONCE=tiles.at_once,
         GATHERING_WARPS=tiles.gathering_warps,
         GATHERING_REGISTERS=tiles.gathering_registers,
@@ -191,14 +189,10 @@ def _stored_descriptor(weight: ExpertMatrices, tiles: HopperTiles) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    elements = {
-        torch.float8_e4m3fn: gl.float8e4nv,
-        torch.int32: gl.int32,
-        torch.bfloat16: gl.bfloat16,
-        torch.float16: gl.float16,
-    }
-    shape = [tiles.rows, WORDS if weight.format.is_packed else tiles.columns]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, elements[weight.values.dtype])
+    is_packed = weight.format.is_packed
+    shape = [tiles.rows, WORDS if is_packed else BLOCK]
+    element = gl.int32 if is_packed else gl.float8e4nv
+    layout = gl.NVMMASharedLayout.get_default_for(shape, element)
     return TensorDescriptor.from_tensor(weight.values.flatten(0, 1), shape, layout)
 
 

@@ -6,8 +6,8 @@ down projection), times the tokens of one block of routing.py's lists. One warp 
 TMA, STAGES deep and on into the next tile; a warpgroup gathers the tokens' inputs; another one
 multiplies by wgmma and stores.
 
-Weights of 16 bits and FP8 go from shared memory to the tensor cores as they are. An FP8 product
-needs FP8 on both sides: each 128 inputs of a token are scaled by a power of two, and split into two
+FP8 weights go from shared memory to the tensor cores as they are. An FP8 product needs FP8 on both
+sides: each 128 inputs of a token are scaled by a power of two, and split into two
 e4m3 numbers that add up to what a bfloat16 holds (4 bits of its 8 each), so that no weight has to
 be converted, and no input is rounded beyond 2^-17 of the largest one. The tensor cores add products
 of FP8 with some 14 bits; sums of 128 inputs are added in float32.
@@ -27,12 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from octavo.ops.cuda.expert_weights import FLOAT8, MX_FLOAT4, MX_FLOAT4_TO_PAIRS
+from octavo.ops.cuda.expert_weights import BLOCK, FLOAT8, MX_FLOAT4, MX_FLOAT4_TO_PAIRS
 from octavo.ops.cuda.linear_hopper import _activate_gated, _barrier, _fetch_tile
 from octavo.ops.cuda.linear_hopper_quantized import _interleave
 
 _FLOAT8, _MX_FLOAT4 = FLOAT8, MX_FLOAT4
 _TO_PAIRS = MX_FLOAT4_TO_PAIRS
+_BLOCK = tl.constexpr(BLOCK)  # inputs at once
 
 
 @gluon.jit
@@ -315,7 +316,7 @@ def _multiply(
             factor = gl.load(weight_factors + expert)
             acc = acc * factor
             up = up * factor
-        elif FORMAT == _FLOAT8:
+        else:
             first_scale = weight_scales + expert.to(gl.int64) * scale_stride
             own_scales = first_scale + rows // SCALE_ROWS * num_scales
             up_scales = first_scale + up_rows // SCALE_ROWS * num_scales
@@ -352,17 +353,6 @@ def _multiply(
             if SCALE_COLUMNS == 0:
                 acc = acc * own[:, None]
                 up = up * up_own[:, None]
-        else:
-            for _k in range(num_steps):
-                stage = step % STAGES
-                mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                xs = x_tiles.index(stage).permute((1, 0))
-                product = warpgroup_mma(tiles.index(stage), xs, acc, is_async=True)
-                up_product = warpgroup_mma(up_tiles.index(stage), xs, up, is_async=True)
-                acc, up = warpgroup_mma_wait(0, deps=[product, up_product])
-                _barrier()
-                mbarrier.arrive(free.index(stage), count=1)
-                step += 1
         if bias is not None:
             places = bias + expert.to(gl.int64) * per_expert
             acc = acc + gl.load(places + rows).to(gl.float32)[:, None]
@@ -403,7 +393,6 @@ def grouped_kernel(
     EPILOGUE: gl.constexpr,
     GATED: gl.constexpr,
     X_LAYOUT: gl.constexpr,
-    COLUMNS: gl.constexpr,
     EARLY: gl.constexpr,
     OVERLAPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
@@ -416,7 +405,7 @@ def grouped_kernel(
     Arguments are those of experts.py's kernel, but for:
         weight: the descriptor of ExpertMatrices.values, all experts' rows one below the other.
         shares: weights of the results, if not GATED.
-        X_LAYOUT: of inputs in shared memory, COLUMNS at a time.
+        X_LAYOUT: of the inputs of a step in shared memory.
         EARLY: lists are older than the preceding kernel, which let this one start after its own
             wait: weights are loaded at once.
     """
@@ -431,12 +420,12 @@ def grouped_kernel(
     X_TYPE: gl.constexpr = gl.float8e4nv if SPLIT else x.dtype.element_ty
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
     up_tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, ROWS, WIDTH], weight.layout)
-    x_tiles = gl.allocate_shared_memory(X_TYPE, [STAGES, TOKENS, COLUMNS], X_LAYOUT)
+    x_tiles = gl.allocate_shared_memory(X_TYPE, [STAGES, TOKENS, _BLOCK], X_LAYOUT)
     x_lows = x_tiles
     x_scales = x_tiles
     if SPLIT:
         FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        x_lows = gl.allocate_shared_memory(X_TYPE, [STAGES, TOKENS, COLUMNS], X_LAYOUT)
+        x_lows = gl.allocate_shared_memory(X_TYPE, [STAGES, TOKENS, _BLOCK], X_LAYOUT)
         x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -448,7 +437,7 @@ def grouped_kernel(
     PER_TILE: gl.constexpr = ROWS if GATED else 2 * ROWS
     row_tiles = gl.cdiv(num_outputs, PER_TILE)
     per_expert = 2 * num_outputs if GATED else num_outputs
-    num_steps = gl.cdiv(size, COLUMNS)
+    num_steps = gl.cdiv(size, _BLOCK)
     lists = (experts, begins, ends, rows)
     shape = (num_outputs, row_tiles, per_expert)
     gl.warp_specialize(

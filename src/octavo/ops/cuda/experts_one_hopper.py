@@ -28,7 +28,7 @@ from octavo.ops.experts import Routed
 MAX_SLICES = 8  # columns of an operand
 _ROWS = tl.constexpr(16)  # of a program
 _BLOCK, _WORDS = tl.constexpr(BLOCK), tl.constexpr(WORDS)
-_UP_AHEAD, _DOWN_AHEAD = 3, 6  # blocks of a slice that are loaded together
+_UP_AHEAD, _DOWN_AHEAD = 3, 4  # blocks of a slice that are loaded together
 _MAX_REGISTERS = 128  # of a thread: two programs share an SM
 
 
