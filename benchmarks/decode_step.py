@@ -1,8 +1,8 @@
 """The time of a decode step at context 1,024 (--context), compared with the roofline.
 
-The roofline is the bytes of weights and KV divided by the copy bandwidth of all GPUs; of mixtures
-of experts, those of the experts that were hit, which are counted. The whole engine is timed:
-scheduling, the work of the device, and returning the tokens to the host.
+The roofline is the bytes of weights, as they are stored, and KV divided by the copy bandwidth of
+all GPUs; of mixtures of experts, those of the experts that were hit, which are counted. The whole
+engine is timed: scheduling, the work of the device, and returning the tokens to the host.
 
 The decoder of a model with an encoder starts with one token, and reads inputs of 512. The steps
 that run the encoder are a row of their own, in TFLOP/s of its projections. Without a GPU there is
@@ -27,7 +27,7 @@ import torch
 from gpu_harness import make_engine, peak_rates, report
 
 from octavo import SamplingParams
-from octavo.config import KVCacheDType, ModelImpl
+from octavo.config import KVCacheDType, ModelImpl, QuantizationName
 from octavo.core.scheduler import Progress
 from octavo.core.step import StepPlan, StepResult
 from octavo.engine.engine import Engine
@@ -37,8 +37,7 @@ from octavo.executor.launching import LocalLauncher
 from octavo.executor.ranks import RankGroup
 
 CONTEXT = 1024
-# Bytes of a weight of a layer's projections with its share of the scales.
-PROJECTION_BYTES = {"none": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+DTYPE_BYTES = 2
 ENCODER_INPUT = 512
 MAX_TOKENS = 400  # that a sequence may draw
 WARM_UP, STEPS = 12, 48
@@ -53,10 +52,16 @@ BATCHES = {
     "tiny-t5": (1, 4),
     "qwen3-30b-a3b": (1, 8, 64, 256),
     "gpt-oss-20b": (1, 8, 64, 256),
+    "gpt-oss-20b-mxfp4": (1, 8, 64, 256),
 }
 # With random weights, greedy sequences end up in loops, and rows of a batch in the same ones: then
 # they take the same experts.
-TEMPERATURES = {"qwen3-0.6b": 0.6, "qwen3-30b-a3b": 1.0, "gpt-oss-20b": 1.0}
+TEMPERATURES = {
+    "qwen3-0.6b": 0.6,
+    "qwen3-30b-a3b": 1.0,
+    "gpt-oss-20b": 1.0,
+    "gpt-oss-20b-mxfp4": 1.0,
+}
 
 
 def main() -> None:
@@ -82,7 +87,7 @@ def main() -> None:
     parser.add_argument(
         "--quantization",
         nargs="*",
-        choices=PROJECTION_BYTES,
+        choices=["none", *get_args(QuantizationName)],
         default=["none"],
         help="how projections are quantized; several are measured one after the other",
     )
@@ -121,12 +126,7 @@ def main() -> None:
             )
             wall = statistics.fmean(walls)
             hit, expected = experts_per_layer(engine, batch, num_hit)
-            num_bytes = weight_bytes(engine, batch, hit, expected)
-            described = engine.model_config
-            beside = described.head.num_parameters + described.num_lookup_parameters()
-            in_layers = described.num_parameters() - beside
-            num_bytes -= (2 - PROJECTION_BYTES[quantization]) * in_layers
-            num_bytes -= 2 * engine.model_config.num_encoding_parameters()
+            num_bytes = weight_bytes(engine, hit)
             num_bytes += batch * kv_bytes_read(engine, arguments.context)
             share = num_bytes / bandwidth / wall
             details = [each for each in (model_impl, quantization) if each not in ("auto", "none")]
@@ -172,18 +172,17 @@ def experts_per_layer(engine: Engine, batch: int, num_hit: float) -> tuple[float
     return num_hit / num_layers, expected / num_layers
 
 
-def weight_bytes(engine: Engine, batch: int, hit: float, expected: float) -> float:
-    """Bytes of weights that a step reads, with so many experts hit in place of those expected."""
+def weight_bytes(engine: Engine, hit: float) -> float:
+    """Bytes of weights that a step without encoder inputs reads, with so many experts of a layer
+    hit."""
     model = engine.model_config
-    size = 2.0 * model.num_read_parameters(batch)
-    if not expected:
-        return size
-    per_expert = (
-        2.0
-        * model.num_expert_parameters()
-        / sum(count * each.num_experts for each, count in model.mixtures().items())
-    )
-    return size + per_expert * (hit - expected) * sum(model.mixtures().values())
+    dense, experts = model.read_bytes(DTYPE_BYTES)
+    num_bytes = dense - DTYPE_BYTES * model.num_encoding_parameters()
+    if not experts:
+        return num_bytes
+    mixtures = model.mixtures()
+    num_experts = sum(count * each.num_experts for each, count in mixtures.items())
+    return num_bytes + experts * hit * sum(mixtures.values()) / num_experts
 
 
 def kv_bytes_read(engine: Engine, context: int) -> int:

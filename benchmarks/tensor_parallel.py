@@ -109,7 +109,7 @@ def decode_row(
     profile = arguments.profile and f"{arguments.profile}.{arguments.model}.{arguments.size}"
     walls, device, _, _ = step_times(engine, batch, 0.0, profile, CONTEXT)
     wall = statistics.fmean(walls)
-    num_bytes = weight_bytes(engine, batch, 0.0, 0.0) + batch * kv_bytes_read(engine, CONTEXT)
+    num_bytes = weight_bytes(engine, 0.0) + batch * kv_bytes_read(engine, CONTEXT)
     size = ModelSize.of(find_model(str(config_directory(arguments.model))), "bfloat16")
     shape = StepShape(batch, batch, batch, batch * CONTEXT, 0, num_requests=batch)
     cost = CostModel(size, GPUS[arguments.gpu], arguments.size)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+if TYPE_CHECKING:
+    from octavo.ops.cuda.expert_weights import ExpertMatrices
+    from octavo.ops.experts import RouterWeights
+    from octavo.routing import RoutingConfig
 
 compiled: Counter[str] = Counter()
 
@@ -210,6 +215,7 @@ def experts() -> None:
     forms of weights."""
     from octavo.ops.cuda import experts as cuda_experts
     from octavo.ops.cuda import experts_one_packed
+    from octavo.ops.cuda.expert_weights import ExpertMatrices
     from octavo.ops.cuda.routing import CudaRouter
     from octavo.ops.epilogue import Epilogue
     from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, RouterWeights
@@ -252,9 +258,43 @@ def experts() -> None:
         for num_tokens in (1, 2, 128):
             x = torch.zeros(num_tokens, size, dtype=torch.bfloat16)
             kernel.apply_partial(x, CudaRouter(router, softmax, num_hit).apply(x))
+        matrices = [ExpertMatrices.of(each) for each in forms[:2]]
+        experts_on_hopper([each for each in matrices if each is not None], router, softmax)
     correction = torch.zeros(num)
     CudaRouter(router._replace(correction=correction), sigmoid, num_hit).apply(x)
     CudaRouter(router, sparsemixer, num_hit).apply(x[:1])
+
+
+def experts_on_hopper(
+    matrices: list[ExpertMatrices], router: RouterWeights, config: RoutingConfig
+) -> None:
+    """experts_hopper.py's kernel for blocks of each size, if it takes the form."""
+    from octavo.ops.cuda import experts as cuda_experts
+    from octavo.ops.cuda.expert_tiles import choose_hopper_tiles
+    from octavo.ops.cuda.experts_one_hopper import is_for_one, mix_one_on_hopper
+    from octavo.ops.cuda.routing import CudaRouter
+    from octavo.ops.epilogue import Epilogue
+
+    up, down = matrices
+    if is_for_one(up, down, config.top_k, torch.bfloat16):
+        x = torch.zeros(1, up.size, dtype=torch.bfloat16)
+        routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)
+        mix_one_on_hopper(x, routed, up, down, None, None, Epilogue.SILU_MUL)
+    for num_tokens in (2, 64, 128):
+        x = torch.zeros(num_tokens, up.size, dtype=torch.bfloat16)
+        routed = CudaRouter(router, config, torch.zeros(1, dtype=torch.int64)).apply(x)
+        for each, source, out, epilogue in (
+            (up, x, x.new_empty(num_tokens * config.top_k, down.size), Epilogue.SILU_MUL),
+            (
+                down,
+                x.new_empty(num_tokens * config.top_k, down.size),
+                torch.empty(config.top_k, num_tokens, up.size),
+                Epilogue.NONE,
+            ),
+        ):
+            tiles = choose_hopper_tiles(routed.lists.block_rows, each)
+            if tiles is not None:
+                cuda_experts.launch_on_hopper(source, each, None, out, routed, epilogue, tiles)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Carries out Gluon kernels in torch: Triton's interpreter knows none.
 
-Only what the kernels of linear_hopper.py and linear_hopper_quantized.py use. Layouts say where a
-value lies, not what it is, and are ignored; except that inline assembly takes neighbouring columns
-together, as the operands of wgmma do. The partitions of a program run in threads, and wait for each
-other at the barriers in shared memory; programs run one after the other.
+Only what the kernels of linear_hopper.py, linear_hopper_quantized.py and experts_hopper.py use.
+Layouts say where a value lies, not what it is, and are ignored; except that inline assembly takes
+neighbouring columns together, as the operands of wgmma do. The partitions of a program run in
+threads, and wait for each other at the barriers in shared memory; programs run one after the other.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float8e4nv": torch.float8_e4m3fn,
+    "int32": torch.int32,
     "int64": torch.int64,
 }
 LAYOUTS = (
@@ -104,9 +106,13 @@ class Barriers:
     def __init__(self, count: int) -> None:
         self.changed = threading.Condition()
         self.phases, self.pending, self.missing = [0] * count, [1] * count, [0] * count
+        self.arrivals = [1] * count  # in a phase
 
     def index(self, i: int) -> tuple[Barriers, int]:
         return self, int(i)
+
+    def expect_arrivals(self, i: int, count: int) -> None:
+        self.arrivals[i] = self.pending[i] = count
 
     def change(self, i: int, arrivals: int, num_bytes: int) -> None:
         with self.changed:
@@ -115,7 +121,7 @@ class Barriers:
             assert self.pending[i] >= 0, "a barrier was arrived at twice in a phase"
             if not self.pending[i] and not self.missing[i]:
                 self.phases[i] += 1
-                self.pending[i] = 1
+                self.pending[i] = self.arrivals[i]
                 self.changed.notify_all()
 
     def wait(self, i: int, parity: int) -> None:
@@ -144,7 +150,7 @@ class Emulated:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
-            del options["maxnreg"]
+            options.pop("maxnreg", None)
             given = [
                 Descriptor(each.base, *each.block_shape)
                 if isinstance(each, TensorDescriptor)
@@ -161,7 +167,7 @@ class _Namespaces:
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
         barrier = SimpleNamespace(
-            init=lambda bar, count: None,
+            init=lambda bar, count: bar[0].expect_arrivals(bar[1], count),
             wait=lambda bar, parity: bar[0].wait(bar[1], parity),
             expect=lambda bar, num_bytes: bar[0].change(bar[1], 1, num_bytes),
             arrive=lambda bar, count, pred=True: bar[0].change(bar[1], count, 0) if pred else None,
@@ -181,6 +187,11 @@ class _Namespaces:
             minimum=_extreme(min, torch.minimum),
             maximum=_extreme(max, torch.maximum),
             exp=torch.exp,
+            exp2=torch.exp2,
+            log2=torch.log2,
+            floor=torch.floor,
+            max=lambda values, axis: values.amax(axis),
+            sum=lambda values, axis: values.sum(axis),
             erf=torch.erf,
             where=lambda condition, a, b: torch.where(condition, a, b),
             join=lambda a, b: torch.stack((a, b), dim=-1),
@@ -198,6 +209,7 @@ class _Namespaces:
             "fence_async_shared": lambda: None,
             "mma_v2": _multiply,
             "warpgroup_mma": _multiply,
+            "mma_v2": lambda a, b, acc: block(a.float() @ b.float() + acc),
             "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
             "_barrier": lambda: None,
             "_fetch_tile": _fetch,
@@ -257,7 +269,7 @@ def _extreme(of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> 
     return extreme
 
 
-def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
+def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Any:
     offset = torch.as_tensor(pointer.offset)
     if mask is None:
         return block(pointer.memory[offset])
@@ -309,13 +321,17 @@ def _partitions(
 def _assembly(
     text: str, constraints: str, args: list[Tensor], dtype: Any, is_pure: bool, pack: int
 ) -> tuple[Block, ...]:
-    """PTX of 32-bit registers: mov, shr, lop3 as (a & b) | c, and sub of two 16-bit numbers."""
-    (words,), num = args, len(dtype)
+    """PTX of 32-bit registers: mov, shifts, and, prmt of whole halves, lop3 as (a & b) | c, and
+    operations on two 16-bit numbers. Two neighbouring words of each argument have a register
+    each."""
+    num = len(dtype)
     assert pack == 2
-    assert words.dtype == torch.int32
-    registers: dict[str, Tensor] = {
-        f"${num + i}": words[..., i::2].to(torch.int64) & 0xFFFFFFFF for i in range(2)
-    }
+    registers: dict[str, Tensor] = {}
+    for words in args:
+        assert words.dtype == torch.int32
+        for i in range(2):
+            registers[f"${num + len(registers)}"] = words[..., i::2].to(torch.int64) & 0xFFFFFFFF
+    assert len(constraints.split(",")) == num + len(registers)
 
     def value(name: str) -> Tensor:
         if name in registers:
@@ -326,18 +342,28 @@ def _assembly(
         if not line.strip() or ".reg" in line:
             continue
         operation, operands = line.split(maxsplit=1)
-        target, *sources = [each.strip() for each in operands.split(",")]
+        target, *names = [each.strip() for each in operands.split(",")]
+        sources = [value(each) for each in names]
         if operation == "mov.b32":
-            result = value(sources[0])
+            result = sources[0]
         elif operation == "shr.u32":
-            result = value(sources[0]) >> int(sources[1])
+            result = sources[0] >> sources[1]
+        elif operation == "shl.b32":
+            result = (sources[0] << sources[1]) & 0xFFFFFFFF
+        elif operation == "and.b32":
+            result = sources[0] & sources[1]
+        elif operation == "prmt.b32":
+            half = {"0x5410": 0, "0x7632": 16}[names[2]]
+            low, high = [(each >> half) & 0xFFFF for each in sources[:2]]
+            result = low | (high << 16)
         elif operation == "lop3.b32":
-            assert sources[3] == "0xEA"
-            result = (value(sources[0]) & value(sources[1])) | value(sources[2])
+            assert names[3] == "0xEA"
+            result = (sources[0] & sources[1]) | sources[2]
         else:
-            assert operation in ("sub.rn.bf16x2", "sub.rn.f16x2"), operation
-            halves = [_halves(value(each), dtype[0]) for each in sources]
-            result = _joined(halves[0] - halves[1])
+            name, _, kind = operation.partition(".")
+            assert kind.removeprefix("rn.") in ("bf16x2", "f16x2"), operation
+            combine = {"sub": torch.sub, "mul": torch.mul}[name]
+            result = _joined(combine(*[_halves(each, dtype[0]) for each in sources]))
         registers[target] = result
     return tuple(block(_halves(registers[f"${i}"], dtype[i]).flatten(-2)) for i in range(num))
 

@@ -8,11 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gluon_emulator import Emulated
 from torch import Tensor
 
 from octavo.ops.cpu.experts import PackedExperts
 from octavo.ops.cuda import experts as cuda_experts
-from octavo.ops.cuda.expert_tiles import choose_tiles, max_blocks, tokens_per_tile
+from octavo.ops.cuda import experts_one_hopper
+from octavo.ops.cuda.expert_tiles import (
+    choose_tiles,
+    hopper_tiles,
+    max_blocks,
+    tokens_per_tile,
+)
 from octavo.ops.cuda.expert_weights import ExpertMatrices
 from octavo.ops.cuda.routing import CudaRouter
 from octavo.ops.epilogue import Epilogue
@@ -366,6 +373,79 @@ def test_quantized_experts_that_all_tokens_take(
     assert (got - wanted).norm() < tolerance * wanted.norm()
 
 
+HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks", "mx_float4")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "per_sm"), [(3, 4, 3), (20, 2, 2), (20, 8, 2), (26, 13, 1)]
+)
+@pytest.mark.parametrize("form", HOPPER_FORMS)
+def test_products_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, form: str, num_tokens: int, top_k: int, per_sm: int
+) -> None:
+    """experts_hopper.py's kernel, carried out by the emulator: sizes that no tile divides, and
+    several tiles for a program."""
+    config = RoutingConfig(num_experts=13, top_k=top_k)
+    size, inner = 320, 160
+    dense = expert_weights(13, size, inner, CPU, has_bias=True)
+    dense = ExpertWeights(*(None if each is None else each.bfloat16() for each in dense))
+    forms = [quantized(form, each) for each in dense[:2]]
+    x = (numbers(num_tokens, size) * 300).bfloat16()
+    x[:, 5] *= 1e4  # beyond what e4m3 can hold
+    routed = routed_by(BACKENDS["triton"], router_weights(config, size, CPU), config, x.float())
+    monkeypatch.setattr(cuda_experts, "grouped_kernel", Emulated(cuda_experts.grouped_kernel))
+    monkeypatch.setattr(cuda_experts, "NUM_SMS", 3)
+
+    def computed() -> Tensor:
+        inner_values = x.new_empty((num_tokens * top_k, inner))
+        out = torch.full((top_k, num_tokens, size), torch.nan)
+        kinds = (Epilogue.SILU_MUL, Epilogue.NONE)
+        sources, targets = (x, inner_values), (inner_values, out)
+        for i in range(2):
+            matrices = ExpertMatrices.of(forms[i])
+            assert matrices is not None
+            tiles = hopper_tiles(routed.lists.block_rows, matrices.bits, per_sm)
+            cuda_experts.launch_on_hopper(
+                sources[i], matrices, dense[2 + i], targets[i], routed, kinds[i], tiles
+            )
+        return total(out)
+
+    got = computed()
+    weights = QuantizedExpertWeights(*forms, *dense[2:])
+    wanted = mix(x.float(), routed, weights, Epilogue.SILU_MUL)
+    assert (got - wanted).norm() < 3e-3 * wanted.norm()  # gates are rounded in between
+    x[1, 7] = torch.nan
+    after = computed()
+    others = [0, *range(2, num_tokens)]
+    assert after[1].isnan().all()
+    assert torch.equal(after[others], got[others])
+
+
+@pytest.mark.parametrize(("top_k", "size", "inner"), [(4, 320, 160), (8, 1152, 96), (1, 32, 64)])
+def test_one_token_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, top_k: int, size: int, inner: int
+) -> None:
+    """experts_one_hopper.py's kernels: slices with different numbers of blocks, and without any."""
+    for name in ("gate_up_one_kernel", "down_one_kernel"):
+        monkeypatch.setattr(experts_one_hopper, name, Emulated(getattr(experts_one_hopper, name)))
+    monkeypatch.setattr(experts_one_hopper, "_DOWN_AHEAD", 2)
+    num = 9
+    dense = expert_weights(num, size, inner, CPU, has_bias=True)
+    forms = [quantized("mx_float4", each) for each in dense[:2]]
+    biases = [None if each is None else each.bfloat16() for each in dense[2:]]
+    up, down = [ExpertMatrices.of(each) for each in forms]
+    assert up is not None
+    assert down is not None
+    ids = torch.arange(num).flip(0)[:top_k].int()[None]
+    routed = Routed(ids, torch.rand(1, top_k))
+    x = numbers(1, size).bfloat16()
+    args = (x, routed, up, down, *biases, Epilogue.CLAMPED_SWIGLU)
+    got = experts_one_hopper.mix_one_on_hopper(*args).float()
+    weights = QuantizedExpertWeights(forms[0], forms[1], *biases)
+    wanted = mix(x.float(), routed, weights, Epilogue.CLAMPED_SWIGLU)
+    assert (got - wanted).norm() < 6e-3 * wanted.norm()
+
+
 def _as(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if each is None else each.to(dtype) for each in tensors]
 
@@ -373,7 +453,7 @@ def _as(dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> list[Tensor | N
 def test_words_hold_the_weights_of_sixteen_neighbours() -> None:
     size, num = 160, 64
     packed = torch.arange(num * size // 2).to(torch.uint8).view(1, num, -1)
-    form = MxFloat4(packed, torch.full((1, num, size // 32), 127, dtype=torch.uint8))
+    form = GroupedInt(packed, torch.ones(1, num, size // 32), None, bits=4)
     matrices = ExpertMatrices.of(form)
     assert matrices is not None
     words = matrices.values.view(num, -1, 16)

@@ -1,13 +1,15 @@
 """How experts' weights lie in the memory of a GPU, and how Triton kernels read them.
 
 Quantized weights are rearranged once, when they are loaded. Of 4-bit weights, a word of 32 bits has
-eight of one row: with BLOCK = 128 inputs in a block, word c of the block has in its bits 4 i to
-4 i + 3 the weight of input 16 i + c. So nibble i of all words of a block is a matrix [rows, 16]
-that multiplies 16 neighbouring inputs, and no element has to change its place in a tensor.
+eight of one row: with BLOCK = 128 inputs in a block, word c of the block has as its number i the
+weight of input 16 i + c. So weights i of all words of a block are a matrix [rows, 16] that
+multiplies 16 neighbouring inputs, and no element has to change its place in a tensor. Integers have
+the bits 4 i to 4 i + 3; MXFP4 has those from which a bfloat16 takes the fewest operations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -27,6 +29,40 @@ FACTOR_BIAS = 126
 LARGEST_FACTOR = 254
 
 
+# Where the 16 bits of four weights of MXFP4 have sign and magnitude (3 bits). The first two have
+# them as far from each other as a bfloat16 does, so that one operation moves both.
+SIGN_BITS, MAGNITUDE_BITS = (15, 12, 14, 13), (6, 3, 0, 9)
+
+
+def _mx_float4_assembly(factors: tuple[str, str, str, str]) -> str:
+    """PTX: the words $8 and $9 -> $0 to $7, two bfloat16 each; factors: registers of two each."""
+    lines = [
+        ".reg .b32 low, high, s, t;",
+        "prmt.b32 low, $8, $9, 0x5410;",
+        "prmt.b32 high, $8, $9, 0x7632;",
+    ]
+    for i in range(8):
+        source = moved = "low" if i < 4 else "high"
+        sign, magnitude = SIGN_BITS[i % 4], MAGNITUDE_BITS[i % 4]
+        if magnitude != 6:
+            direction = "shr.u32" if magnitude > 6 else "shl.b32"
+            lines.append(f"{direction} t, {source}, {abs(magnitude - 6)};")
+            moved = "t"
+        if sign - magnitude == 9:
+            lines.append(f"and.b32 t, {moved}, 0x81C081C0;")
+        else:
+            lines.append(f"and.b32 t, {moved}, 0x01C001C0;")
+            lines.append(f"shl.b32 s, {source}, {15 - sign};")
+            lines.append("lop3.b32 t, s, 0x80008000, t, 0xEA;")
+        lines.append(f"mul.bf16x2 ${i}, t, {factors[i // 2]};")
+    return "{" + "\n".join(lines) + "}"
+
+
+_TO_BFLOAT16 = tl.constexpr(_mx_float4_assembly(("$10", "$11", "$12", "$13")))
+# For factors of two words each, of which the first one's are used.
+MX_FLOAT4_TO_PAIRS = tl.constexpr(_mx_float4_assembly(("$10", "$12", "$14", "$16")))
+
+
 class Format(IntEnum):
     """How a weight is stored; kernels take its value as a compile-time constant."""
 
@@ -43,6 +79,7 @@ class Format(IntEnum):
 
 MX_FLOAT4 = tl.constexpr(int(Format.MX_FLOAT4))
 FLOAT8 = tl.constexpr(int(Format.FLOAT8))
+_SIGN_BITS, _MAGNITUDE_BITS = tl.constexpr(SIGN_BITS), tl.constexpr(MAGNITUDE_BITS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +164,7 @@ def _of_mx_float4(form: MxFloat4) -> ExpertMatrices:
     scales = (fields << shifts).sum(dim=-1, dtype=torch.int32)
     factors = torch.exp2(excess.float())
     return ExpertMatrices(
-        _words(form.packed),
+        _words(form.packed, _mx_float4_bits),
         Format.MX_FLOAT4,
         size,
         scales,
@@ -152,7 +189,7 @@ def _of_grouped(form: GroupedInt) -> ExpertMatrices | None:
 
     zeros = None if form.zeros is None else spread(form.zeros.int())
     return ExpertMatrices(
-        _words(form.packed),
+        _words(form.packed, _int4_bits),
         Format.INT4,
         size,
         spread(form.scales.float()),
@@ -166,15 +203,28 @@ def _padded(values: Tensor, multiple: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, -values.shape[-1] % multiple)).contiguous()
 
 
-def _words(packed: Tensor) -> Tensor:
-    """uint8 [experts, num_rows, size / 2] -> int32 [experts, num_rows, words]."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)[:, None]
+def _words(packed: Tensor, bits_of: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """uint8 [experts, num_rows, size / 2] -> int32 [experts, num_rows, words].
+
+    bits_of: of the weights of a word with some number, int32, the bits that they have there.
+    """
     words = []
     for each in packed:  # one after the other: they are spread to 32 bits on the way
         nibbles = torch.stack((each & 15, each >> 4), dim=-1).flatten(-2)
-        nibbles = _padded(nibbles, BLOCK).view(len(each), -1, 8, WORDS)
-        words.append((nibbles.int() << shifts).sum(dim=2, dtype=torch.int32).flatten(1))
+        nibbles = _padded(nibbles, BLOCK).view(len(each), -1, 8, WORDS).int()
+        parts = [bits_of(nibbles[:, :, i], i) for i in range(8)]
+        words.append(torch.stack(parts).sum(dim=0, dtype=torch.int32).flatten(1))
     return torch.stack(words)
+
+
+def _int4_bits(values: Tensor, number: int) -> Tensor:
+    return values << (4 * number)
+
+
+def _mx_float4_bits(values: Tensor, number: int) -> Tensor:
+    half, i = number // 4 * 16, number % 4
+    signs, magnitudes = values >> 3, values & 7
+    return (signs << (half + SIGN_BITS[i])) + (magnitudes << (half + MAGNITUDE_BITS[i]))
 
 
 # ---------------------------------------------------------------- in kernels
@@ -229,8 +279,9 @@ def unpack(words, scales, zeros, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM:
         else:
             found = ()
             for i in tl.static_range(8):
-                nibble = words >> (4 * i)
-                bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
+                half = words >> (i // 4 * 16)
+                magnitude = (half >> _MAGNITUDE_BITS[i % 4]) & 7
+                bits = (magnitude << 22) | ((half >> _SIGN_BITS[i % 4]) << 31)
                 value = bits.to(tl.float32, bitcast=True) * factors[i // 2]
                 found += (value.to(DTYPE),)
     elif ASM:
@@ -248,52 +299,8 @@ def _mx_float4_by_asm(words, factors):
     """Two words at a time: sign, exponent and mantissa are moved to where those of two bfloat16
     are, which are multiplied by the factor."""
     return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 low, high, s, t;
-            prmt.b32 low, $8, $9, 0x5410;
-            prmt.b32 high, $8, $9, 0x7632;
-            shl.b32 t, low, 6;
-            shl.b32 s, low, 12;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, s, 0x80008000, t, 0xEA;
-            mul.bf16x2 $0, t, $10;
-            shl.b32 t, low, 2;
-            shl.b32 s, low, 8;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, s, 0x80008000, t, 0xEA;
-            mul.bf16x2 $1, t, $10;
-            shr.u32 t, low, 2;
-            shl.b32 s, low, 4;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, s, 0x80008000, t, 0xEA;
-            mul.bf16x2 $2, t, $11;
-            shr.u32 t, low, 6;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, low, 0x80008000, t, 0xEA;
-            mul.bf16x2 $3, t, $11;
-            shl.b32 t, high, 6;
-            shl.b32 s, high, 12;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, s, 0x80008000, t, 0xEA;
-            mul.bf16x2 $4, t, $12;
-            shl.b32 t, high, 2;
-            shl.b32 s, high, 8;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, s, 0x80008000, t, 0xEA;
-            mul.bf16x2 $5, t, $12;
-            shr.u32 t, high, 2;
-            shl.b32 s, high, 4;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, s, 0x80008000, t, 0xEA;
-            mul.bf16x2 $6, t, $13;
-            shr.u32 t, high, 6;
-            and.b32 t, t, 0x01C001C0;
-            lop3.b32 t, high, 0x80008000, t, 0xEA;
-            mul.bf16x2 $7, t, $13;
-        }
-        """,
-        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r",
+        _TO_BFLOAT16,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
         [
             words,
             factors[0].to(tl.bfloat16),

@@ -23,19 +23,23 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.ops.cuda.epilogues import activate_gated
-from octavo.ops.cuda.expert_tiles import Tiles, choose_tiles
+from octavo.ops.cuda.expert_tiles import HopperTiles, Tiles, choose_hopper_tiles, choose_tiles
 from octavo.ops.cuda.expert_weights import (
     BLOCK,
     FLOAT8,
     MX_FLOAT4,
     WORDS,
     ExpertMatrices,
+    Format,
     has_bfloat16_pairs,
     load_tile,
     unpack,
 )
+from octavo.ops.cuda.experts_hopper import grouped_kernel
 from octavo.ops.cuda.experts_one import mix_one as mix_one_plain
+from octavo.ops.cuda.experts_one_hopper import is_for_one, mix_one_on_hopper
 from octavo.ops.cuda.experts_one_packed import mix_one_packed
+from octavo.ops.cuda.linear import _is_hopper
 from octavo.ops.cuda.pdl import allow_next, launch_options, wait_previous
 from octavo.ops.cuda.routing import BlockLists
 from octavo.ops.cuda.tile_sizes import MUCH_SHARED_MEMORY, shared_memory
@@ -45,6 +49,8 @@ from octavo.ops.experts import ExpertWeights, QuantizedExpertWeights, Routed
 # Up to so many tokens, what each expert contributes to a token is kept in float32 until it is added
 # up; beyond that it would take longer to write and read than it is worth.
 EXACT_TOKENS = 256
+_REGISTERS = 65536  # of an SM
+NUM_SMS = 132
 _WORDS, _BLOCK = tl.constexpr(WORDS), tl.constexpr(BLOCK)
 
 
@@ -80,12 +86,20 @@ class CudaExperts:
         num_tokens, top_k = routed.ids.shape
         if num_tokens == 1:
             mix_one = mix_one_packed if up.format.is_packed else mix_one_plain
+            if is_for_one(up, down, top_k, x.dtype) and _is_on_hopper(x.device):
+                mix_one = mix_one_on_hopper
             return mix_one(x, routed, up, down, up_bias, down_bias, self._epilogue)
         inner = x.new_empty((num_tokens * top_k, down.size))
-        _launch(x, up, up_bias, inner, routed, self._epilogue)
         dtype = torch.float32 if num_tokens <= EXACT_TOKENS else x.dtype
         out = torch.empty((top_k, num_tokens, x.shape[1]), dtype=dtype, device=x.device)
-        _launch(inner, down, down_bias, out, routed, Epilogue.NONE)
+        tokens = routed.lists.block_rows
+        tiles = [_tiles_on_hopper(each, tokens, x) for each in (up, down)]
+        if tiles[0] is not None and tiles[1] is not None:
+            launch_on_hopper(x, up, up_bias, inner, routed, self._epilogue, tiles[0])
+            launch_on_hopper(inner, down, down_bias, out, routed, Epilogue.NONE, tiles[1])
+        else:
+            _launch(x, up, up_bias, inner, routed, self._epilogue)
+            _launch(inner, down, down_bias, out, routed, Epilogue.NONE)
         return out
 
 
@@ -94,6 +108,92 @@ def mix(x: Tensor, routed: Routed, weights: ExpertWeights, epilogue: Epilogue) -
     experts = CudaExperts.of(weights, epilogue)
     assert experts is not None, "kernels know all dense weights"
     return experts.apply_partial(x, routed)
+
+
+def _is_on_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and _is_hopper(device)
+
+
+def _tiles_on_hopper(weight: ExpertMatrices, tokens: int, x: Tensor) -> HopperTiles | None:
+    """None: experts_hopper.py does not compute products of so many rows of one expert, of inputs
+    like x, or not on this GPU."""
+    if not _is_on_hopper(x.device) or not _has_tma(weight.values):
+        return None
+    is_served = x.dtype == torch.bfloat16 or (
+        x.dtype == torch.float16 and not weight.format.is_packed
+    )
+    return choose_hopper_tiles(tokens, weight) if is_served else None
+
+
+def launch_on_hopper(
+    x: Tensor,
+    weight: ExpertMatrices,
+    bias: Tensor | None,
+    out: Tensor,
+    routed: Routed,
+    epilogue: Epilogue,
+    tiles: HopperTiles,
+) -> None:
+    """As _launch, by experts_hopper.py. Down follows upon gates and ups, with nothing between."""
+    from triton.experimental.gluon import language as gl
+
+    lists: BlockLists = routed.lists
+    num_tokens, top_k = routed.ids.shape
+    num_outputs, tokens = out.shape[-1], lists.block_rows
+    scales = weight.scales
+    is_gated = epilogue.is_gated
+    row_tiles = triton.cdiv(num_outputs, tiles.rows * (1 if is_gated else 2))
+    is_split = weight.format == Format.FLOAT8
+    x_type = gl.float8e4nv if is_split else gl.bfloat16
+    grouped_kernel[(min(row_tiles * len(lists.experts), NUM_SMS * tiles.per_sm),)](
+        x,
+        _stored_descriptor(weight, tiles),
+        scales,
+        weight.factors,
+        bias,
+        out,
+        lists.rows,
+        lists.experts,
+        lists.begins,
+        lists.ends,
+        lists.num_blocks,
+        routed.weights,
+        num_tokens,
+        num_outputs,
+        weight.size,
+        x.stride(0),
+        0 if scales is None else scales.stride(0),
+        0 if scales is None else scales.shape[2],
+        TOP_K=top_k,
+        TOKENS=tokens,
+        STAGES=tiles.stages,
+        FORMAT=int(weight.format),
+        SCALE_ROWS=weight.scale_rows,
+        SCALE_COLUMNS=weight.scale_columns,
+        EPILOGUE=int(epilogue),
+        GATED=is_gated,
+        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tokens, BLOCK], x_type),
+        EARLY=not is_gated,
+        OVERLAPS=tiles.overlaps,
+        AT_ONCE=tiles.at_once,
+        GATHERING_WARPS=tiles.gathering_warps,
+        GATHERING_REGISTERS=tiles.gathering_registers,
+        num_warps=4,
+        maxnreg=min(255, _REGISTERS // (32 * tiles.warps * tiles.per_sm) // 8 * 8),
+        **launch_options(x.device),
+    )
+
+
+def _stored_descriptor(weight: ExpertMatrices, tiles: HopperTiles) -> Any:
+    """The TMA descriptor of the rows of all experts, for experts_hopper.py."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    is_packed = weight.format.is_packed
+    shape = [tiles.rows, WORDS if is_packed else BLOCK]
+    element = gl.int32 if is_packed else gl.float8e4nv
+    layout = gl.NVMMASharedLayout.get_default_for(shape, element)
+    return TensorDescriptor.from_tensor(weight.values.flatten(0, 1), shape, layout)
 
 
 def _launch(

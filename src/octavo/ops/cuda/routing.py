@@ -31,6 +31,7 @@ LEAST_SUM = tl.constexpr(1e-20)  # that weights are divided by
 LOWEST_KEY = tl.constexpr(-(2**63))  # of experts that cannot be chosen, or have been
 NAN_KEY = tl.constexpr(-(2**31) + 1)  # below that of -inf
 MOST_RANKED = tl.constexpr(256)  # ids or experts that are compared with each other
+LINE = tl.constexpr(128)  # bytes of the L2 cache that are fetched together
 TILE_TOKENS = 16
 FEW_TOKENS = 256  # with more, programs compute more logits each
 SCANNED = 1024  # ids that the listing kernel looks at together
@@ -120,7 +121,7 @@ def route(x: Tensor, weights: RouterWeights, config: RoutingConfig, num_hit: Ten
         ALL_EXPERTS=power_of_2(num_experts),
         TOP_K=top_k,
         SLOTS=power_of_2(top_k),
-        LISTED=power_of_2(TILE_TOKENS * top_k),
+        LISTED=power_of_2(min(num_tokens, TILE_TOKENS) * top_k),
         SCORING=int(config.scoring),
         RENORMALISES=config.renormalised,
         GROUPS=config.num_groups,
@@ -357,6 +358,23 @@ def _list_few(ids, rows, experts, begins, ends, num_blocks, num_hit, num_ids, LI
     tl.store(num_hit, tl.load(num_hit) + total)
 
 
+@triton.jit
+def _fetch_to_l2(rows, size):
+    """Have rows of `size` on their way, of pointers [n], while the preceding kernel ends."""
+    places = rows.to(tl.int64)[:, None]
+    row_bytes = size * (rows.dtype.element_ty.primitive_bitwidth // 8)
+    for start in range(0, row_bytes, 32 * LINE):
+        offsets = tl.minimum(start + tl.arange(0, 32) * LINE, row_bytes - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [places + offsets[None, :]],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     x,
@@ -402,7 +420,10 @@ def _route_kernel(
     columns = tl.arange(0, COLUMNS)
     # Rows beyond the end read the last one; their results are not stored.
     weight_places = weight + tl.minimum(experts, num_experts - 1)[:, None] * size + columns[None, :]
-    piece = tl.load(weight_places, mask=(columns < size)[None, :], other=0.0)
+    if TOKENS == 1:
+        piece = tl.load(weight_places, mask=(columns < size)[None, :], other=0.0)
+    elif PDL:
+        _fetch_to_l2(weight + tl.minimum(experts, num_experts - 1) * size, size)
     wait_previous(PDL)
     if TOKENS == 1:
         values = tl.load(x + columns, mask=columns < size, other=0.0)
