@@ -19,7 +19,7 @@
 # the same; the host needs the driver and NVIDIA's container toolkit. Triton builds its launchers
 # with a C compiler when the server starts:
 #
-#     docker build --build-arg EXTRAS=gpu --build-arg PACKAGES="gcc libc6-dev" --tag octavo-gpu .
+#     docker build --build-arg EXTRAS=gpu,structured --build-arg PACKAGES="gcc libc6-dev" --tag octavo-gpu .
 #     docker run --rm --init --gpus all --publish 8000:8000 octavo-gpu
 FROM python:3.12-slim
 
@@ -30,7 +30,7 @@ RUN test -z "$PACKAGES" || { apt-get update && \
 # What octavo needs comes first, for an empty package of its name: so this layer, the large one,
 # outlives changes of octavo itself.
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
-ARG EXTRAS=""
+ARG EXTRAS="structured"
 WORKDIR /build
 COPY pyproject.toml README.md LICENSE ./
 RUN mkdir --parents src/octavo && touch src/octavo/__init__.py && \

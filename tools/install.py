@@ -1,6 +1,6 @@
 """Install octavo into the environment of the Python that runs this, and tell what it fetches.
 
-    python tools/install.py        # what octavo itself needs
+    python tools/install.py        # what octavo itself needs, and calls of tools and JSON schemas
     python tools/install.py dev    # and what its development needs: the extra `dev`, the packages
                                    # in paper/ and demo/
 
@@ -111,7 +111,7 @@ def main() -> int:
     print(f"Installing {name} into {os.path.relpath(sys.prefix)}", flush=True)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["--progress-bar", "off"]
-    for project in (".[dev]", "./demo", "./paper") if for_development else (".",):
+    for project in (".[dev]", "./demo", "./paper") if for_development else (".[structured]",):
         command += ["--editable", project]
     report = Report(name)
     try:

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from octavo_demo.facts import Quiz, quiz
 from octavo_demo.patterns import Pair
 from octavo_demo.sentences import passage_pair
 from octavo_demo.stories import request, story
+from octavo_demo.tools import (
+    Definition,
+    Offer,
+    call_parts,
+    definitions_text,
+    exchange,
+    offers,
+    unanswerable,
+)
 
 EOS, IM_START, IM_END, PAD = "<|eos|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 SPECIAL_TOKENS = (EOS, IM_START, IM_END, PAD)
@@ -36,11 +45,17 @@ INSTRUCTIONS = (
 
 # Every user's turn that the model was trained on begins with a capital letter and has no white
 # space around it; to "hello" it would answer nonsense, to "Hello" it says hello. So the template
-# writes turns as the model knows them. It has not been trained on tools: they are written as in the
-# format of Hermes, so that calls can be demanded of it by a grammar.
+# writes turns as the model knows them. Of a tool it first writes the words by which to find it, and
+# then what to call: the model is good at finding what follows known words, and bad at finding what
+# precedes them. Calls are written as in the format of Hermes.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\n' }}"
-    "{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for tool in tools %}{% set function = tool['function'] or tool %}"
+    "{{ function['name'] | replace('_', ' ') }}"
+    "{% if function['description'] %}{{ ': ' + function['description'] }}{% endif %}"
+    "{% set parameters = function['parameters'] or {} %}"
+    "{% set json = {'name': function['name'], 'parameters': parameters} | tojson %}"
+    "{{ '\n' + json + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}{% set text = message['content'] %}"
     "{% if message['role'] == 'user' %}"
     "{% set text = text.strip() %}{% set text = text[:1] | upper + text[1:] %}"
@@ -61,17 +76,31 @@ _SYSTEM = (
 )
 
 
-def chat_prompt(*turns: str, system: str = "") -> str:
-    """What the chat template makes of user and assistant turns, up to the assistant's next word."""
-    text = f"{IM_START}system\n{system}{IM_END}\n" if system else ""
+def _turn(role: str, text: str) -> str:
+    return f"{IM_START}{role}\n{text}{IM_END}\n"
+
+
+def chat_prompt(*turns: str, system: str = "", tools: Sequence[Definition] = ()) -> str:
+    """What the chat template makes of a chat, up to the assistant's next word.
+
+    Args:
+        turns: of user and assistant in turn. What comes after a call is its result.
+        system: a message before them.
+        tools: that the assistant may call.
+    """
+    text = _turn("system", definitions_text(tools)) if tools else ""
+    text += _turn("system", system) if system else ""
+    is_called = False
     for index, turn in enumerate(turns):
-        text += f"{IM_START}{'assistant' if index % 2 else 'user'}\n{turn}{IM_END}\n"
+        role = "assistant" if index % 2 else "tool" if is_called else "user"
+        is_called = role == "assistant" and turn.startswith("<tool_call>")
+        text += _turn(role, turn)
     return f"{text}{IM_START}assistant\n"
 
 
 def _chat(rng: Random, turns: list[tuple[str, str]], weight: int) -> Document:
     document: Document = []
-    start = f"{IM_START}system\n{rng.choice(_SYSTEM)}{IM_END}\n" if rng.random() < 0.2 else ""
+    start = _turn("system", rng.choice(_SYSTEM)) if rng.random() < 0.2 else ""
     for question, answer in turns:
         document.append(
             (f"{start}{IM_START}user\n{question}{IM_END}\n{IM_START}assistant\n", False)
@@ -214,7 +243,7 @@ _ABOUT_ME = (
     " simple English sentences into German,"
     " and answer questions about a text that you give me."
 )
-_SORRY = (
+SORRY = (
     "I am a very small model and do not know that. I can tell a story, translate a simple sentence"
     " into German, or answer questions about a text."
 )
@@ -259,17 +288,65 @@ _SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
             "Solve this equation.",
             "Write an email to my boss.",
         ),
-        _SORRY,
+        SORRY,
     ),
 )
 
 
+def _talk(rng: Random) -> tuple[str, str]:
+    """What one says, with and without its last mark, and the answer."""
+    asked, answer = rng.choice(_SMALL_TALK)
+    text = rng.choice(asked)
+    return (text.rstrip("!?.") if rng.random() < 0.4 else text), answer
+
+
 def _small_talk(rng: Random, held_out: bool) -> Document:
-    turns = []
-    for _ in range(rng.randint(1, 3)):
-        asked, answer = rng.choice(_SMALL_TALK)
-        turns.append((rng.choice(asked), answer))
+    turns = [_talk(rng) for _ in range(rng.randint(1, 3))]
     return _chat(rng, turns, _TELL)
+
+
+def _tools(rng: Random, held_out: bool) -> Document:
+    """A chat that offers tools: some questions need one of them, others none."""
+    offered = offers(rng, rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 6)))
+    start = _turn("system", definitions_text([each.definition for each in offered]))
+    start = start if offered else ""
+    start += _turn("system", rng.choice(_SYSTEM)) if rng.random() < 0.2 else ""
+    document: Document = []
+    for _ in range(rng.choice((1, 2, 3, 4)) if offered else 1):
+        if offered and rng.random() < 0.7:
+            made = exchange(rng, offered, held_out)
+            beginning, arguments = call_parts(made.call)  # the former is hard, the latter easy
+            document += _said(start, "user", made.question, beginning, _ANSWER)
+            document += [(f"{arguments}{IM_END}", _TRANSLATE)]
+            document += _said("\n", "tool", made.call.result, f"{made.answer}{IM_END}", _TRANSLATE)
+        else:
+            question, answer, weight = _without_tool(rng, offered, held_out)
+            document += _said(start, "user", question, f"{answer}{IM_END}", weight)
+        start = "\n"
+    return [*document, (f"\n{EOS}", _READ)]
+
+
+def _said(start: str, role: str, text: str, answer: str, weight: int) -> Document:
+    """A turn, and what the assistant answers."""
+    return [(f"{start}{_turn(role, text)}{IM_START}assistant\n", _READ), (answer, weight)]
+
+
+def _without_tool(rng: Random, offered: list[Offer], held_out: bool) -> tuple[str, str, int]:
+    """What none of the tools is for: question, answer, and what its tokens count."""
+    roll = rng.random()
+    if roll < 0.5:
+        return unanswerable(rng, offered, held_out), SORRY, _ANSWER
+    if roll < 0.6:
+        return *_talk(rng), _TRANSLATE
+    if roll < 0.8:
+        english, german = passage_pair(rng, held_out)
+        return rng.choice(_ASKING).format(english), german, _TRANSLATE
+    if roll < 0.95:
+        asked_of = quiz(rng, rng.randint(15, 110), 1, held_out)
+        question, answer = asked_of.questions[0]
+        return f"{asked_of.text}\n{question}", f"{answer}.", _ANSWER
+    first = story(rng, held_out)
+    return request(rng, first), first.text, _TELL
 
 
 Writer = Callable[[Random, bool], Document]
@@ -277,7 +354,8 @@ SKILLS: dict[str, tuple[tuple[Writer, int], ...]] = {
     "stories": ((_story, 10), (_story_chat, 8)),
     "translation": ((_few_shot, 17), (_translation_chat, 12)),
     "questions": ((_questions, 28), (_questions_chat, 22)),
-    "small talk": ((_small_talk, 1),),
+    "small talk": ((_small_talk, 4),),
+    "tools": ((_tools, 60),),
 }
 _MIX = [writer for writers in SKILLS.values() for writer, weight in writers for _ in range(weight)]
 

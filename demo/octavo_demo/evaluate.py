@@ -19,13 +19,14 @@ from typing import Any, Protocol
 
 from octavo import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from octavo.demo import demo_model_path
-from octavo_demo.corpus import chat_prompt, question_prompt, translation_prompt
+from octavo_demo.corpus import SORRY, chat_prompt, question_prompt, translation_prompt
 from octavo_demo.facts import quiz
 from octavo_demo.sentences import sentence_pair
 from octavo_demo.stories import story
+from octavo_demo.tools import Call, call_text, exchange, offer, offers, unanswerable
 
 _SHORT, _LONG = (150, 400), (1150, 1400)  # tokens, about, of the text that questions are about
-_MAX_TOKENS = 72
+_MAX_TOKENS, _MAX_CALL_TOKENS = 72, 128
 _OPTIONS = ("dtype", "num_blocks", "preemption_mode", "enable_prefix_caching")
 
 
@@ -34,6 +35,16 @@ class Item:
     """A prompt and the one right answer."""
 
     prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolItem:
+    """A chat that offers tools, the right call, the chat after it, and the answer then."""
+
+    prompt: str
+    call: Call
+    prompt_with_result: str
     answer: str
 
 
@@ -80,6 +91,50 @@ def question_items(count: int, size: tuple[int, int], who: bool = False) -> list
     return items
 
 
+def tool_items(count: int) -> list[ToolItem]:
+    """Held-out questions beside one to six tools; the name of the right one is held out."""
+    rng = Random("tools")
+    items: list[ToolItem] = []
+    while len(items) < count:
+        offered = offers(rng, rng.randint(1, 6))
+        at = rng.randrange(len(offered))
+        if not offered[at].kind.parameters:
+            continue
+        offered[at] = offer(rng, offered[at].kind, held_out_name=True)
+        tools = [each.definition for each in offered]
+        made = exchange(rng, [offered[at]], held_out=True)
+        turns = (made.question, call_text(made.call), made.call.result)
+        items.append(
+            ToolItem(
+                chat_prompt(made.question, tools=tools),
+                made.call,
+                chat_prompt(*turns, tools=tools),
+                made.answer,
+            )
+        )
+    return items
+
+
+def no_tool_items(count: int) -> list[Item]:
+    """Held-out requests beside one to six tools that are not for them."""
+    rng = Random("no tool")
+    items = []
+    for index in range(count):
+        offered = offers(rng, rng.randint(1, 6))
+        tools = [each.definition for each in offered]
+        if index % 2:
+            text, answer = unanswerable(rng, offered, held_out=True), SORRY
+        elif index % 4:
+            english, answer = sentence_pair(rng, held_out=True)
+            text = f"Translate to German: {english}"
+        else:
+            asked = quiz(rng, 100, 1, held_out=True, who_share=0.0)
+            question, value = asked.questions[0]
+            text, answer = f"{asked.text}\n{question}", f"{value}."
+        items.append(Item(chat_prompt(text, tools=tools), answer))
+    return items
+
+
 def story_texts(count: int) -> list[str]:
     rng = Random("stories")
     return [story(rng, held_out=True).text for _ in range(count)]
@@ -94,6 +149,7 @@ def suites(count: int) -> dict[str, list[Item]]:
         "questions, short text": question_items(count, _SHORT),
         "questions, long text": question_items(count, _LONG),
         "questions for the owner, short text": question_items(count, _SHORT, who=True),
+        "tools, none fits": no_tool_items(count),
     }
 
 
@@ -102,6 +158,36 @@ def exact(answers: list[str], items: list[Item]) -> float:
     return sum(
         answer.strip() == item.answer for answer, item in zip(answers, items, strict=True)
     ) / len(items)
+
+
+def _read_call(text: str) -> tuple[object, object]:
+    """Name and arguments of the only call that an answer has; None for what it lacks."""
+    try:
+        call = json.loads(text.strip().removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    except ValueError:
+        return None, None
+    return (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
+
+
+def tool_scores(engine: Engine, items: list[ToolItem], num_wrong: int = 0) -> dict[str, float]:
+    """What the model writes by itself: no grammar holds it to the tools."""
+    calls = engine.greedy([item.prompt for item in items], _MAX_CALL_TOKENS)
+    answers = engine.greedy([item.prompt_with_result for item in items], _MAX_TOKENS)
+    read = [_read_call(text) for text in calls]
+    expected = [(item.call.name, item.call.arguments) for item in items]
+    shown = 0
+    for item, text, found, right in zip(items, calls, read, expected, strict=True):
+        if found != right and shown < num_wrong:
+            shown += 1
+            print(f"tools: {item.prompt[-300:]}\n   right {right}\n   given {text!r}")
+    pairs = list(zip(read, expected, strict=True))
+    return {
+        "tools, right tool": sum(a[0] == b[0] for a, b in pairs) / len(items),
+        "tools, right arguments too": sum(a == b for a, b in pairs) / len(items),
+        "tools, answer with the result": exact(
+            answers, [Item(item.prompt_with_result, item.answer) for item in items]
+        ),
+    }
 
 
 def evaluate(engine: Engine, count: int, beam_width: int, num_wrong: int = 0) -> dict[str, float]:
@@ -121,6 +207,7 @@ def evaluate(engine: Engine, count: int, beam_width: int, num_wrong: int = 0) ->
         if beam_width and name.startswith("translation, ") and "chat" not in name:
             beams = engine.beam(prompts, _MAX_TOKENS, beam_width)
             scores[f"{name}, beam {beam_width}"] = exact(beams, items)
+    scores |= tool_scores(engine, tool_items(count), num_wrong)
     total, tokens = engine.losses(story_texts(count))
     scores["stories, nats per token"] = total / tokens
     return scores

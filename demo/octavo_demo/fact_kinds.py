@@ -11,7 +11,7 @@ from octavo_demo.lexicon import BOYS, GIRLS, words
 
 HELD_OUT_EVERY = 16
 
-_NAMES = (
+NAMES = (
     BOYS
     + GIRLS
     + words("""
@@ -21,17 +21,17 @@ Renate Monika Sabine Claudia Theresa Amelie Charlotte Valerie Isabel Carmen Luci
 Ruby Daisy Ivy Hazel
 """)
 )
-_CITIES = words("""
+CITIES = words("""
 Bremen Hamburg Berlin Munich Cologne Dresden Leipzig Vienna Zurich Basel Paris Lyon London Oxford
 York Dublin Rome Milan Naples Madrid Seville Lisbon Porto Oslo Bergen Stockholm Helsinki Warsaw
 Prague Budapest Athens Cairo Nairobi Lima Quito Boston Chicago Denver Toronto Sydney Tokyo Kyoto
 Seoul Delhi
 """)
-_COLOURS = words("red blue green yellow black white brown grey orange purple pink silver golden")
+COLOURS = words("red blue green yellow black white brown grey orange purple pink silver golden")
 _PETS = words("""
 dog cat parrot rabbit hamster pony turtle canary goldfish snake mouse ferret goat donkey
 """)
-_JOBS = words("""
+JOBS = words("""
 baker teacher doctor painter farmer gardener sailor tailor cook pilot nurse carpenter lawyer
 dentist librarian plumber fisherman singer writer clockmaker judge postman
 """)
@@ -42,20 +42,20 @@ _FOODS = words("""
 pancakes soup apples pizza rice noodles cherries cheese salad potatoes plums dumplings waffles
 fish
 """)
-_THINGS = words("""
+THINGS = words("""
 key ring letter map lamp coin book camera umbrella hammer violin mirror candle crown drum kite
 scarf flute sword lantern ladder rope clock compass telescope whistle notebook passport wallet
 necklace
 """)
-_PLACES = words("""
+PLACES = words("""
 attic cellar kitchen garden garage library barn tower wardrobe drawer cupboard chest stable bakery
 museum school harbour station church mill tent basket suitcase safe shed
 """)
 _CONTAINERS = words("box safe locker door chest suitcase gate drawer cabinet room")
-_MONTHS = words("""
+MONTHS = words("""
 January February March April May June July August September October November December
 """)
-_WEEKDAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+WEEKDAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 _SYLLABLES = words("""
 ba be bo da do fa fi ga go ka ki ko la lo ma mi mu na no pa po ra ri ro sa so ta ti to va vo za zu
 """)
@@ -82,7 +82,7 @@ def _coined(rng: Random) -> str:
 
 
 def _home(rng: Random) -> Fact:
-    who, city = rng.choice(_NAMES), rng.choice(_CITIES)
+    who, city = rng.choice(NAMES), rng.choice(CITIES)
     text = rng.choice(
         (
             f"{who} lives in {city}.",
@@ -99,7 +99,7 @@ def _home(rng: Random) -> Fact:
 
 
 def _pet(rng: Random) -> Fact:
-    who, pet, its = rng.choice(_NAMES), rng.choice(_PETS), rng.choice(_NAMES)
+    who, pet, its = rng.choice(NAMES), rng.choice(_PETS), rng.choice(NAMES)
     text = rng.choice(
         (
             f"{who} has a {pet} called {its}.",
@@ -118,7 +118,7 @@ def _pet(rng: Random) -> Fact:
 
 
 def _colour(rng: Random) -> Fact:
-    who, colour = rng.choice(_NAMES), rng.choice(_COLOURS)
+    who, colour = rng.choice(NAMES), rng.choice(COLOURS)
     text = rng.choice(
         (
             f"{who}'s favourite colour is {colour}.",
@@ -138,7 +138,7 @@ def _colour(rng: Random) -> Fact:
 
 
 def _job(rng: Random) -> Fact:
-    who, job = rng.choice(_NAMES), rng.choice(_JOBS)
+    who, job = rng.choice(NAMES), rng.choice(JOBS)
     text = rng.choice(
         (f"{who} works as a {job}.", f"{who} is a {job}.", f"{who} earns money as a {job}.")
     )
@@ -151,8 +151,8 @@ def _job(rng: Random) -> Fact:
 
 
 def _keeps(rng: Random) -> Fact:
-    who, thing, place = rng.choice(_NAMES), rng.choice(_THINGS), rng.choice(_PLACES)
-    colour = rng.choice(_COLOURS)
+    who, thing, place = rng.choice(NAMES), rng.choice(THINGS), rng.choice(PLACES)
+    colour = rng.choice(COLOURS)
     thing = f"{colour} {thing}" if rng.random() < 0.5 else thing
     text = rng.choice(
         (
@@ -174,7 +174,7 @@ def _keeps(rng: Random) -> Fact:
 def _code(rng: Random) -> Fact:
     container, colour, code = (
         rng.choice(_CONTAINERS),
-        rng.choice(_COLOURS),
+        rng.choice(COLOURS),
         _digits(rng, rng.randint(3, 6)),
     )
     text = rng.choice(
@@ -195,7 +195,7 @@ def _code(rng: Random) -> Fact:
 
 
 def _word(rng: Random) -> Fact:
-    who, word = rng.choice(_NAMES), _coined(rng)
+    who, word = rng.choice(NAMES), _coined(rng)
     text = rng.choice(
         (
             f"The password of {who} is {word}.",
@@ -211,7 +211,7 @@ def _word(rng: Random) -> Fact:
 
 
 def _birthday(rng: Random) -> Fact:
-    who, day = rng.choice(_NAMES), f"{rng.randint(1, 28)} {rng.choice(_MONTHS)}"
+    who, day = rng.choice(NAMES), f"{rng.randint(1, 28)} {rng.choice(MONTHS)}"
     text = rng.choice(
         (
             f"{who}'s birthday is on {day}.",
@@ -227,7 +227,7 @@ def _birthday(rng: Random) -> Fact:
 
 
 def _age(rng: Random) -> Fact:
-    who, age = rng.choice(_NAMES), str(rng.randint(5, 99))
+    who, age = rng.choice(NAMES), str(rng.randint(5, 99))
     text = rng.choice((f"{who} is {age} years old.", f"{who}'s age is {age}."))
     return Fact(
         ("age", who), text, ((f"How old is {who}?", age), (f"What is the age of {who}?", age))
@@ -235,7 +235,7 @@ def _age(rng: Random) -> Fact:
 
 
 def _food(rng: Random) -> Fact:
-    who, food = rng.choice(_NAMES), rng.choice(_FOODS)
+    who, food = rng.choice(NAMES), rng.choice(_FOODS)
     text = rng.choice((f"{who} likes to eat {food}.", f"{who}'s favourite food is {food}."))
     return Fact(
         ("food", who),
@@ -245,7 +245,7 @@ def _food(rng: Random) -> Fact:
 
 
 def _instrument(rng: Random) -> Fact:
-    who, instrument = rng.choice(_NAMES), rng.choice(_INSTRUMENTS)
+    who, instrument = rng.choice(NAMES), rng.choice(_INSTRUMENTS)
     text = rng.choice(
         (f"{who} plays the {instrument}.", f"{who} practises the {instrument} every day.")
     )
@@ -261,7 +261,7 @@ def _instrument(rng: Random) -> Fact:
 
 
 def _price(rng: Random) -> Fact:
-    thing, colour, price = rng.choice(_THINGS), rng.choice(_COLOURS), str(rng.randint(2, 999))
+    thing, colour, price = rng.choice(THINGS), rng.choice(COLOURS), str(rng.randint(2, 999))
     text = rng.choice(
         (
             f"The {colour} {thing} costs {price} coins.",
@@ -279,7 +279,7 @@ def _price(rng: Random) -> Fact:
 
 
 def _meeting(rng: Random) -> Fact:
-    who, other, day = rng.choice(_NAMES), rng.choice(_NAMES), rng.choice(_WEEKDAYS)
+    who, other, day = rng.choice(NAMES), rng.choice(NAMES), rng.choice(WEEKDAYS)
     text = rng.choice((f"On {day}, {who} meets {other}.", f"{who} meets {other} on {day}."))
     return Fact(
         ("meets", who),

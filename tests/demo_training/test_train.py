@@ -92,13 +92,13 @@ def test_learning_rate_rises_then_falls_to_nothing() -> None:
     assert rates[99] < 0.01 * max(rates)
 
 
-def spec(row_length: int = 513) -> ShardSpec:
+def spec(row_length: int = 1025) -> ShardSpec:
     return ShardSpec(demo_model_path() / "tokenizer.json", "rows", 4, row_length)
 
 
 def test_rows_are_full_and_begin_with_a_document() -> None:
     rows = make_shard(spec(), 0)
-    assert rows.shape == (4, 513)
+    assert rows.shape == (4, 1025)
     ids = rows & ((1 << WEIGHT_SHIFT) - 1)
     assert ids.max() < 4096
     # Little is lost at the ends of rows, and what fills them is not trained.

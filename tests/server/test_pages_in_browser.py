@@ -207,6 +207,52 @@ def test_the_first_click_shows_sharing(server: LiveServer, browser: Browser) -> 
         assert tables == ["0:", "1:", "2:", "3:"]
 
 
+def test_playground_shows_a_call_and_goes_on_with_its_result(
+    server: LiveServer, browser: Browser
+) -> None:
+    with opened(browser, f"{server.url}/") as page:
+        page.get_by_text("Tools and form of the answer").click()
+        expect(page.locator("#tools")).to_be_hidden()  # a completion has none
+        page.click("#example")
+        expect(page.locator("#tools")).to_be_visible()
+        page.click("#run")
+        call = page.locator(".answer .call")
+        expect(call).to_have_text('get_weather({"city": "Paris"})', timeout=60_000)
+        page.get_by_label("Result of get_weather").fill("rainy")
+        page.get_by_role("button", name="Give result").click()
+        expect(page.locator(".answer")).to_have_count(2)
+        expect(page.locator(".answer .result")).to_have_text("→ rainy")
+        expect(page.locator(".answer").nth(1)).to_have_text("It is rainy in Paris.")
+        expect(call).to_be_visible()
+        page.click("#run")  # from the beginning
+        expect(page.locator(".answer")).to_have_count(1)
+        expect(call).to_have_count(1)
+
+
+def test_playground_keeps_answers_to_a_schema(server: LiveServer, browser: Browser) -> None:
+    schema = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}}
+    schema |= {"required": ["sky"], "additionalProperties": False}
+    with opened(browser, f"{server.url}/") as page:
+        page.get_by_text("Tools and form of the answer").click()
+        page.fill("#schema", json.dumps(schema))
+        page.fill("#n", "1")
+        for kind in ("Completion", "Chat"):
+            page.get_by_label(kind).check()
+            page.fill("#prompt", "How is the sky?")
+            page.click("#run")
+            expect(page.locator("#stop")).to_be_disabled(timeout=60_000)
+            said = page.locator(".answer .said").inner_text()
+            assert json.loads(said)["sky"] in ("blue", "grey")
+        page.fill("#schema", "{")
+        page.click("#run")
+        expect(page.locator("#play-error")).to_contain_text("schema: ")
+        page.fill("#schema", "")
+        page.fill("#tools", "[1")
+        page.click("#run")
+        expect(page.locator("#play-error")).to_contain_text("tools: ")
+        expect(page.locator("#run")).to_be_enabled()
+
+
 def test_playground_tells_what_is_wrong(server: LiveServer, browser: Browser) -> None:
     with opened(browser, f"{server.url}/", expected="status of 400") as page:
         page.fill("#prompt", "")

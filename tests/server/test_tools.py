@@ -36,6 +36,10 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 PATH = "/v1/chat/completions"
 
 
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     """One of its own: it has processes that check grammars."""
@@ -124,8 +128,35 @@ def test_without_a_call_the_answer_is_text(server: LiveServer) -> None:
         expected = server.post(PATH, plain).raise_for_status().json()
         assert reply["choices"] == expected["choices"], "none: the tools are not shown"
         assert "tool_calls" not in reply["choices"][0]["message"]
-    [choice] = server.post(PATH, ASK | {"temperature": 0}).raise_for_status().json()["choices"]
-    assert choice["message"]["content"]
+    other = [{"role": "user", "content": "Translate to German: The dog sleeps."}]
+    body = ASK | {"messages": other, "temperature": 0}
+    [choice] = server.post(PATH, body).raise_for_status().json()["choices"]
+    assert choice["message"]["content"] == "Der Hund schläft."
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_the_model_calls_a_tool_by_itself_and_tells_its_result(server: LiveServer) -> None:
+    """Whole and streamed, `tool_choice` being "auto" where it is not given."""
+    question = {"role": "user", "content": "What is the weather like in Paris?"}
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    body = {
+        "messages": [question],
+        "tools": [tool("get_weather", parameters), CLOCK],
+        "temperature": 0,
+    }
+    [choice] = server.post(PATH, body).raise_for_status().json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    streamed, reason = added_up(chunks_of(server, body))
+    assert [each["function"] for each in streamed["tool_calls"]] == [call["function"]]
+    assert reason == "tool_calls"
+    said = {"role": "tool", "tool_call_id": call["id"], "content": '{"weather": "rainy"}'}
+    more = body | {"messages": [question, choice["message"], said]}
+    [choice] = server.post(PATH, more).raise_for_status().json()["choices"]
+    assert choice["message"]["content"] == "It is rainy in Paris."
+    assert choice["finish_reason"] == "stop"
 
 
 def test_what_a_tool_says_can_be_sent_back(server: LiveServer) -> None:
@@ -135,10 +166,6 @@ def test_what_a_tool_says_can_be_sent_back(server: LiveServer) -> None:
     said = {"role": "tool", "tool_call_id": call["id"], "content": '{"degrees": 20}'}
     more = ASK | {"messages": [*ASK["messages"], choice["message"], said], "max_tokens": 8}
     assert server.post(PATH, more).raise_for_status().json()["choices"][0]["message"]
-
-
-def tool(name: str, parameters: Any = None) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 DEEP: dict[str, Any] = {"type": "string"}
