@@ -209,7 +209,6 @@ class _Namespaces:
             "fence_async_shared": lambda: None,
             "mma_v2": _multiply,
             "warpgroup_mma": _multiply,
-            "mma_v2": lambda a, b, acc: block(a.float() @ b.float() + acc),
             "warpgroup_mma_wait": lambda count, deps: deps[0] if len(deps) == 1 else tuple(deps),
             "_barrier": lambda: None,
             "_fetch_tile": _fetch,
