@@ -368,6 +368,10 @@ def test_compiled_grammars_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPat
     assert library.compile(a) is first
     library.compile(c)
     assert library.compile(a) is first
+    for text in ("a(", "b(", "c("):  # what is refused drives nothing out
+        with pytest.raises(InvalidRequest):
+            library.compile(Grammar("regex", text))
+    assert library.compile(a) is first
     library.compile(b)
     library.compile(c)
     assert library.compile(a) is not first

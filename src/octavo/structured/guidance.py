@@ -107,24 +107,25 @@ class Guidance:
         self._end_ids: list[int] = []  # that stand for the end of the output in them
 
     def compile(self, grammar: Grammar) -> GuidanceConstraint:
+        most = MATCHERS_PER_THREAD * self._num_threads
         with self._lock:
-            known = self._compiled.setdefault(grammar, _Compiled())
-            self._compiled.move_to_end(grammar)
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-            num = len(known.constraints)
-            if num and (
-                num >= MATCHERS_PER_THREAD * self._num_threads
-                or known.seconds > MAX_REPEATED_SECONDS
-            ):
-                known.num_uses += 1
-                return known.constraints[known.num_uses % num]
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._compiled.move_to_end(grammar)
+                num = len(known.constraints)
+                if num >= most or known.seconds > MAX_REPEATED_SECONDS:
+                    known.num_uses += 1
+                    return known.constraints[known.num_uses % num]
         self.load(grammar.field)
         began = perf_counter()
         compiled = self._compile(grammar)
         with self._lock:
+            # Only what compiles takes a place: refused grammars do not drive others out.
+            known = self._compiled.setdefault(grammar, _Compiled())
             known.seconds = perf_counter() - began
             known.constraints.append(compiled)
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
         return compiled
 
     def fill(self, constraints: Sequence[GuidanceConstraint], words: Words) -> Filled:
