@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,15 +61,3 @@ def ranks_here() -> set[int]:
             if "octavo.executor.rank" in arguments and mark in variables:
                 found.add(int(folder.name))
     return found
-
-
-def parent_of(pid: int) -> int:
-    status = Path(f"/proc/{pid}/stat").read_text()
-    return int(status.rpartition(")")[2].split()[1])
-
-
-def assert_gone(pids: set[int]) -> None:
-    deadline = time.monotonic() + 30
-    while (alive := pids & ranks_here()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive

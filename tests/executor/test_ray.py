@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 import model_zoo
-from executor.ray_nodes import add_node, assert_gone, parent_of, ranks_here, ray, ray_cluster
+from executor.ray_nodes import add_node, ranks_here, ray, ray_cluster
 from executor.test_sharded import GREEDY, OPTIONS, say
 from octavo import LLM
 from octavo.errors import ConfigError, EngineFailed, ModelError, ProcessKilled
+from processes import assert_gone, parent_of
 
 # Ray leaves sockets and processes of its own to the garbage collector.
 pytestmark = [

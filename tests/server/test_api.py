@@ -21,6 +21,7 @@ from octavo.demo import demo_model_path
 from octavo.engine.tokenizer import Tokenizer
 from octavo.llm import LLM
 from octavo.sampling_params import BeamSearchParams, SamplingParams
+from processes import engines
 from server.live_server import TIMEOUT, LiveServer
 
 STORY = "Once upon a time there was a"
@@ -650,16 +651,8 @@ def test_a_stream_outlives_the_engine_process(server: LiveServer) -> None:
     with httpx.stream("POST", url, json=body | {"stream": True}, timeout=TIMEOUT) as reply:
         lines = reply.iter_lines()
         text = next(lines)
-        pid = server.process.pid
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        children = [each for task in tasks for each in (task / "children").read_text().split()]
-        # Others check grammars.
-        [engine] = [
-            each
-            for each in children
-            if b"engine_process" in Path(f"/proc/{each}/cmdline").read_bytes()
-        ]
-        os.kill(int(engine), signal.SIGKILL)
+        [engine] = engines(server.process.pid)
+        os.kill(engine, signal.SIGKILL)
         events = [line.removeprefix("data: ") for line in (text, *lines) if line[:1] == "d"]
     assert events.pop() == "[DONE]"
     assert text_of([json.loads(event) for event in events]) == whole

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -36,6 +35,7 @@ from octavo.server.engine_process.messages import (
     encode,
 )
 from octavo.server.engine_process.supervision import Supervision
+from processes import assert_gone
 from server.clients import (
     BLOCK_SIZE,
     assert_nothing_is_held,
@@ -303,6 +303,7 @@ def test_the_engine_does_not_outlive_its_parent() -> None:
     program = f"""
 import asyncio, sys
 sys.path[:0] = [{str(REPOSITORY / "tests")!r}]
+from processes import assert_gone
 from server.clients import symbolic_client, sampling
 async def main():
     async with symbolic_client("step=0.002") as client:
@@ -316,12 +317,4 @@ asyncio.run(main())
         pid = int(parent.stdout.readline())
         os.kill(pid, 0)
         parent.send_signal(signal.SIGKILL)
-    for _ in range(1000):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                time.sleep(0.01)
-                continue
-        break
-    else:
-        raise AssertionError("the engine process is still there")
+    assert_gone([pid])

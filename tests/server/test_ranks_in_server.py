@@ -3,17 +3,16 @@ and no process outlives its parent."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
+from processes import assert_gone, descendants, engines, running
 from server.live_server import LiveServer, live_server
 
 NUM_STREAMS = 8
@@ -54,36 +53,14 @@ def wait_for_steps(server: LiveServer) -> None:
     raise AssertionError("the streams were not seen running")
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Process id -> the module that it runs, of all processes below `pid`."""
-    found: dict[int, str] = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
-                arguments = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-                found[int(child)] = arguments[2]
-                found |= descendants(int(child))
-    return found
-
-
 def rank_pids(server: LiveServer) -> list[int]:
-    found = descendants(server.process.pid)
-    return sorted(pid for pid, module in found.items() if module == "octavo.executor.rank")
+    return running(server.process.pid, "octavo.executor.rank")
 
 
 def ranks_of(server: LiveServer) -> list[int]:
     ranks = rank_pids(server)
     assert len(ranks) == 2
     return ranks
-
-
-def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while (alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
-    assert not alive
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +105,7 @@ def test_ranks_end_with_their_engine_and_streams_go_on(
     server: LiveServer, expected: list[str]
 ) -> None:
     ranks = ranks_of(server)
-    processes = descendants(server.process.pid)
-    [engine] = [pid for pid, module in processes.items() if module.endswith("loop")]
+    [engine] = engines(server.process.pid)
     assert say_all(server, engine, signal.SIGKILL) == expected
     assert_gone([engine, *ranks])
 

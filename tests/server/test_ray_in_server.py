@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from executor.ray_nodes import add_node, assert_gone, parent_of, ranks_here, ray_cluster
+from executor.ray_nodes import add_node, ranks_here, ray_cluster
+from processes import assert_gone, parent_of
 from server.live_server import LiveServer, live_server
 from server.test_replicas_live import NUM_STREAMS, num_running, texts
 

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from processes import engines
 from server.live_server import TIMEOUT, LiveServer, live_server
-from server.test_ranks_in_server import descendants
 
 NUM_STREAMS = 30
 
@@ -64,13 +64,6 @@ def texts(server: LiveServer, number: int) -> list[str]:
     return found
 
 
-def engines(server: LiveServer) -> list[int]:
-    found = descendants(server.process.pid)
-    return sorted(
-        pid for pid, module in found.items() if module == "octavo.server.engine_process.loop"
-    )
-
-
 def num_running(server: LiveServer) -> float:
     found = re.search(r"^octavo_num_requests_running\S* (\S+)", server.get("/metrics").text, re.M)
     assert found is not None
@@ -81,12 +74,12 @@ def test_no_stream_is_lost_or_altered_when_a_replica_is_killed(server: LiveServe
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         expected = [*pool.map(lambda number: texts(server, number), range(NUM_STREAMS))]
         for _ in range(2):
-            pids = engines(server)
+            pids = engines(server.process.pid)
             streams = [pool.submit(texts, server, number) for number in range(NUM_STREAMS)]
             while num_running(server) < NUM_STREAMS / 2:
                 time.sleep(0.01)
             os.kill(pids[0], signal.SIGKILL)
             assert server.get("/health").status_code == 200
             assert [stream.result() for stream in streams] == expected
-            while len(engines(server)) < len(pids):
+            while len(engines(server.process.pid)) < len(pids):
                 time.sleep(0.05)

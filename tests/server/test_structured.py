@@ -9,12 +9,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from processes import engines
 from server.live_server import LiveServer, live_server
 
 SCHEMA = {
@@ -62,14 +62,6 @@ def check(text: str) -> None:
     value = json.loads(text)
     assert set(value) == {"name", "kind", "legs"}
     assert value["kind"] in ("cat", "dog", "größer")
-
-
-def engine_of(server: LiveServer) -> int:
-    """The engine process of a server."""
-    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
-    children = [each for task in tasks for each in (task / "children").read_text().split()]
-    [engine] = [each for each in children if "loop" in Path(f"/proc/{each}/cmdline").read_text()]
-    return int(engine)
 
 
 def streamed(server: LiveServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -201,7 +193,8 @@ def test_kills_in_the_middle_of_a_stream_change_no_token(path: str, asked: dict[
                 for choice in json.loads(line[6:])["choices"]:
                     pieces[choice["index"]] += choice.get("token_ids", [])
                 if count in (60, 200):
-                    os.kill(engine_of(server), signal.SIGKILL)
+                    [engine] = engines(server.process.pid)
+                    os.kill(engine, signal.SIGKILL)
                     num_kills += 1
         assert num_kills == 2
         assert pieces == wanted

@@ -9,11 +9,11 @@ import random
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from processes import engines
 from server.live_server import LiveServer, live_server
 from soak.report import Report
 
@@ -202,9 +202,7 @@ class Load:
 
 def engine_pid(server: LiveServer) -> int | None:
     """The engine process; None while there is none."""
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    found = [int(child) for path in children for child in path.read_text().split()]
+    found = engines(server.process.pid)
     return found[0] if found else None
 
 
