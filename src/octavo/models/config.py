@@ -321,17 +321,6 @@ class ModelDescription:
             if isinstance(each.mlp, ExpertsConfig)
         )
 
-    def num_read_parameters(self, num_tokens: int) -> float:
-        """Weights that a step of so many tokens reads once: all but rows that are looked up, and
-        experts that are not hit if all choices of their routers are equally likely."""
-        missed = sum(
-            (each.mlp.routing.num_experts - each.mlp.routing.expected_distinct(num_tokens))
-            * each.mlp.expert_parameters
-            for each in self.layers
-            if isinstance(each.mlp, ExpertsConfig)
-        )
-        return self.num_parameters() - self.num_lookup_parameters() - missed
-
     def mixtures(self) -> dict[RoutingConfig, int]:
         """How many layers route their tokens in each of the ways that there are."""
         return Counter(
