@@ -1,4 +1,4 @@
-"""BART (arXiv:1910.13461): learned positions, norms behind each block and of the embeddings."""
+"""BART (arXiv:1910.13461): learned positions, norms after each block and of the embeddings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_bart(
     max_tokens: int,
     embedding_norm: NormConfig | None,
 ) -> ModelDescription:
-    """Encoder-decoder models with norms behind each block and a bias of the logits.
+    """Encoder-decoder models with norms after each block and a bias of the logits.
 
     Args:
         config: config.json.

@@ -26,7 +26,7 @@ WEIGHTS = replace(
         "mlp.shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
         "mlp.shared.down": "mlp.shared_experts.down_proj",
     },
-    # The layer that predicts a second token, behind the 46 or 92 of the model.
+    # The layer that predicts a second token, after the 46 or 92 of the model.
     ignored=(*qwen2_moe.WEIGHTS.ignored, r"layers\.(46|92)\..*"),
 )
 
