@@ -12,8 +12,8 @@ from octavo.core.sequence import Request, Searching, Sequence
 from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 
 # How many blocks of waiting requests one step hashes at most, or REUSED_PER_HASH times as many if a
-# recent prompt already has their hashes. With the admission this takes about 1 ms, for which running
-# requests wait unless the device is computing. A request with more blocks continues in the next
+# recent prompt already has their hashes. With the admission this takes about 1 ms, which running
+# requests wait for unless the device is computing. A request with more blocks continues in the next
 # steps.
 # The limit also bounds how many requests with a long cached prefix start together: a step admits
 # 43 of those that share 1,024 tokens.
