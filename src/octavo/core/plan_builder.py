@@ -11,16 +11,17 @@ from octavo.core.kv.manager import Changes
 from octavo.core.sequence import Request, Searching, Sequence
 from octavo.core.step import BlockCopy, Fork, OpenedRow, StepPlan, TableWrite, TokenWrites
 
-# Blocks of waiting requests that are hashed in one step, or REUSED_PER_HASH times as many whose
-# hashes a recent prompt has: about 1 ms with their admission, during which running requests wait,
-# unless the device computes meanwhile. A request with more of them continues in the next steps.
+# How many blocks of waiting requests one step hashes at most, or REUSED_PER_HASH times as many if a
+# recent prompt already has their hashes. With the admission this takes about 1 ms, which running
+# requests wait for unless the device is computing. A request with more blocks continues in the next
+# steps.
 # The limit also bounds how many requests with a long cached prefix start together: a step admits
 # 43 of those that share 1,024 tokens.
 MAX_HASHES = 1024
 
 
 class RowChanges:
-    """What has become of the worker's rows since the last plan."""
+    """Changes to the worker's rows since the last plan."""
 
     def __init__(self) -> None:
         self.forks: list[Fork] = []

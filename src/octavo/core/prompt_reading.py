@@ -1,4 +1,4 @@
-"""What a request is told of its own prompt: log-probabilities of its tokens, or an embedding.
+"""What is read of a prompt while it is computed: log-probabilities of its tokens, or an embedding.
 
 The worker reads the hidden states of each chunk of a prompt as it computes them. A reading puts the
 parts together. Chunks come in order; after a preemption some positions may be computed again.
@@ -23,7 +23,7 @@ class PromptReading(Protocol):
 
 
 class PromptScores:
-    """Log-probabilities, one for each token behind the first position that is read."""
+    """Log-probabilities, one for each token after the first position that is read."""
 
     def __init__(self, first: int) -> None:
         self.entries: list[TokenLogprobs] = []

@@ -34,25 +34,25 @@ from octavo.core.step import Candidates, StepPlan, StepResult
 from octavo.errors import RequestFailed
 from octavo.registry import POLICIES
 
-# Waiting requests that a step may find to be waiting for a prefix that is being computed. It then
-# considers no others, so that a burst of any size costs a step no more than this.
+# How many waiting requests a step may defer because their prefix is still being computed. It then
+# considers no others, so the cost of a step stays bounded however many requests arrive at once.
 MAX_DEFERRALS = 32
 
 
 class Progress(NamedTuple):
-    """What a step has brought."""
+    """What a step has produced."""
 
     advanced: Seq[Sequence]  # sequences with a new token
     finished: Seq[Request]  # requests that are done
 
 
 class Admission(Enum):
-    """What came of an attempt to start a waiting request."""
+    """The outcome of an attempt to start a waiting request."""
 
     STARTED = auto()
     NO_ROOM = auto()
-    PENDING = auto()  # steps in flight sample tokens that it needs
-    DEFERRED = auto()  # it is no longer ready: a running request computes what it can share
+    PENDING = auto()  # it needs tokens that steps in flight are still sampling
+    DEFERRED = auto()  # it was deferred: a running request is computing a prefix that it can share
     NEXT_STEP = auto()  # it would make this step too long for the requests already in it
 
 

@@ -132,7 +132,7 @@ class TableWrite(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """The KV of a block's first tokens is copied into another block. The slots behind them are
+    """The KV of a block's first tokens is copied into another block. The slots after them are
     written before they are read."""
 
     source: int

@@ -73,9 +73,9 @@ class Engine:
         )
         self.max_model_len = self._decide_max_model_len()
         self.scheduler = Scheduler(config.scheduler, self.kv, clock)
-        self._numbers = count()  # of requests that come without an id
+        self._numbers = count()  # ids of requests that come without one
         self._pinning: dict[str, str] = {}  # prefixes being computed -> ids of their requests
-        self._unread: set[str] = set()  # of whose prompt was not reported yet what was read
+        self._unread: set[str] = set()  # requests whose prompt reading was not reported yet
         self._failure: str | None = None
         self._is_closed = False
         overlap = executor.is_asynchronous if config.overlap is None else config.overlap
@@ -193,7 +193,7 @@ class Engine:
     # ---------------------------------------------------------------- the step
 
     def step(self) -> StepResults[TokenLogprobs]:
-        """Bring one step for all that run to its end. Returns what it has brought.
+        """Complete one step of all running requests, and return its results.
 
         An error in it ends the engine: scheduler and worker may no longer agree on what runs. An
         interrupt is such an error, too (`LocalClient` keeps it out).
@@ -227,7 +227,7 @@ class Engine:
             raise
 
     def _take_in(self) -> None:
-        """Let requests come and go."""
+        """Let the client add and abort requests."""
         if self.intake is not None:
             if self._under_way:
                 self._pacer.linger()
@@ -244,8 +244,8 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Give the executor's memory back; nothing can be asked for any more. A second call does
-        nothing."""
+        """Free the executor's memory; the engine can do nothing from then on. A second call has no
+        effect."""
         self._is_closed = True
         self.executor.shutdown()
 
@@ -258,7 +258,7 @@ class Engine:
     # ---------------------------------------------------------------- what is reported
 
     def _results(self, progress: Progress) -> StepResults[TokenLogprobs]:
-        """What a step's progress means to the requests' clients."""
+        """The progress of a step as the clients of its requests see it."""
         now = self.clock()
         sampled = []
         for seq in progress.advanced:  # by one token each
@@ -310,7 +310,7 @@ class Engine:
         self._unread.discard(request.request_id)
 
     def _forget(self, request: Request) -> None:
-        """A request is over, and all has been reported that will be."""
+        """Forget a request that has ended, once everything about it was reported."""
         self._unread.discard(request.request_id)
         # A request and its sequences know each other. Parted, they go at once, not when the garbage
         # collector looks through everything, which would keep a step waiting.

@@ -23,7 +23,7 @@ class Counters:
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_hit_experts: int = 0  # computed in some step, added up over layers and steps
-    # How many that would have been if all choices of a router's were equally likely.
+    # The same, as expected if a router chose every expert with equal probability.
     num_expected_experts: float = 0.0
 
 

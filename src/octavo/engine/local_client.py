@@ -142,8 +142,8 @@ class LocalClient:
         return outputs
 
     def abort_request(self, stream: LocalStream) -> RequestOutput | None:
-        """End a request at once: its output has what there is. None if it was not queued, or has
-        ended."""
+        """End a request at once: its output has what was generated so far. None if it was not
+        queued, or has ended."""
         if self._open.get(stream.request_id) is not stream:
             return None
         self.engine.abort_request(stream.request_id)

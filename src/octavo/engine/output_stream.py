@@ -190,7 +190,7 @@ class OutputStream(ABC, Generic[Scores]):
         """Those of a sample's tokens `start` to `end`, if they were asked for."""
 
     def offer(self, index: int, added: Added) -> None:
-        """For a reader that takes the output piece by piece: what has been added to a sample."""
+        """Called with what was added to a sample; streams that are read piece by piece keep it."""
 
     def cut_off(self, reason: str = "abort") -> None:
         """End all samples here, with the text that was held back."""

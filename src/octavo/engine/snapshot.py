@@ -8,6 +8,7 @@ from octavo.core.kv.block_pool import BlockPool
 from octavo.core.sequence import Request, Sequence
 from octavo.engine.engine import Engine
 
+MAX_WAITING = 100
 # Keyed by what a decoding method needs at the end of a sequence's tokens.
 METHOD_NAMES = {"token": "sampling", "candidates": "beam_search", "kv": "pin_prefix"}
 
@@ -79,12 +80,12 @@ class Snapshot:
     swap: TierView
     running: list[RequestView]
     swapped: list[RequestView]
-    waiting: list[RequestView]  # the first `max_waiting` of them
+    waiting: list[RequestView]  # the first MAX_WAITING of them
     num_waiting: int  # all of them
     pins: list[PinView]
 
 
-def take_snapshot(engine: Engine, num_steps: int, max_waiting: int = 100) -> Snapshot:
+def take_snapshot(engine: Engine, num_steps: int) -> Snapshot:
     """A snapshot of an engine between two steps."""
     scheduler, kv = engine.scheduler, engine.kv
     return Snapshot(
@@ -95,7 +96,7 @@ def take_snapshot(engine: Engine, num_steps: int, max_waiting: int = 100) -> Sna
         _view_tier(kv.swap_pool),
         [view_request(request) for request in scheduler.running],
         [view_request(request) for request in scheduler.swapped],
-        [view_request(request) for request in scheduler.waiting[:max_waiting]],
+        [view_request(request) for request in scheduler.waiting[:MAX_WAITING]],
         len(scheduler.waiting),
         [
             PinView(name, seq.num_tokens, seq.table.by_group() if seq.table is not None else [])

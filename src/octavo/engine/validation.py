@@ -340,7 +340,7 @@ class RequestPreparer:
         """The parameters with what the model demands of every request: forced tokens, repeated
         n-grams and bad words. The decoder starts with `num_tokens`.
 
-        The first token is forced only behind decoder_start_token_id alone, as in transformers.
+        The first token is forced only directly after decoder_start_token_id, as in transformers.
         """
         rules = self._model_config.decoding_rules
         forced = []

@@ -1,4 +1,4 @@
-"""What the engine knows of whatever computes: one small interface, no torch."""
+"""The interface between the engine and what computes its steps; no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KVCapacity:
 
 
 class Executor(Protocol):
-    """Owns the devices; obeys plans."""
+    """Owns the devices, and carries out plans."""
 
     @property
     def capacity(self) -> KVCapacity: ...
@@ -65,7 +65,7 @@ class Executor(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Give everything back. A second call does nothing."""
+        """Release the devices and their memory. A second call does nothing."""
         ...
 
 

@@ -95,8 +95,8 @@ class CausalLM(nn.Module):
         """Run the encoder, and write the K and V of its result for all decoder layers.
 
         input_ids, positions: int64 [num_tokens], of whole inputs, one after the other. lens: their
-        numbers of tokens. `attention` has been given the inputs by `plan_encoded`. A decoder
-        without encoder is never asked.
+        numbers of tokens. `attention` has been given the inputs by `plan_encoded`. Only called
+        for models with an encoder.
         """
         raise NotImplementedError
 

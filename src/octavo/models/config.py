@@ -321,17 +321,6 @@ class ModelDescription:
             if isinstance(each.mlp, ExpertsConfig)
         )
 
-    def num_read_parameters(self, num_tokens: int) -> float:
-        """Weights that a step of so many tokens reads once: all but rows that are looked up, and
-        experts that are not hit if all choices of their routers are equally likely."""
-        missed = sum(
-            (each.mlp.routing.num_experts - each.mlp.routing.expected_distinct(num_tokens))
-            * each.mlp.expert_parameters
-            for each in self.layers
-            if isinstance(each.mlp, ExpertsConfig)
-        )
-        return self.num_parameters() - self.num_lookup_parameters() - missed
-
     def mixtures(self) -> dict[RoutingConfig, int]:
         """How many layers route their tokens in each of the ways that there are."""
         return Counter(
@@ -352,7 +341,7 @@ class ModelDescription:
 class DecodingRules:
     """What generation_config.json of a model with an encoder demands of every request's tokens."""
 
-    first_token_id: int | None = None  # behind decoder_start_token_id
+    first_token_id: int | None = None  # after decoder_start_token_id
     last_token_id: int | None = None  # where max_tokens ends the output
     no_repeat_ngram_size: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()

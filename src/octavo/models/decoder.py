@@ -23,8 +23,8 @@ from octavo.ops.bidirectional import BidirectionalAttention, TorchBidirectional
 from octavo.ops.communicator import Communicator, Reduction, ReductionSite
 
 
-class Surroundings(NamedTuple):
-    """What the layers of a stack share."""
+class LayerContext(NamedTuple):
+    """What the layers of a stack have in common."""
 
     num_layers: int
     rotaries: Sequence[RotaryTable]
@@ -36,20 +36,20 @@ class DecoderLayer(nn.Module):
     """Attention and a feed-forward block, with norms."""
 
     passes_partial_sums: ClassVar[bool]
-    """Whether `hidden` before and after a layer is a partial sum of this rank's: the norm that
-    follows adds up those of all ranks."""
+    """Whether `hidden`, before and after a layer, is this rank's partial sum: the norm that follows
+    adds up the partial sums of all ranks."""
 
     mlp_norm: Norm
     branch_norm: Norm | None
-    """Normalises what a layer returns; the norm that follows applies it."""
+    """Normalises the layer's result; it is applied by the norm that follows."""
 
-    def __init__(self, config: LayerConfig, layer_id: int, shared: Surroundings) -> None:
+    def __init__(self, config: LayerConfig, layer_id: int, context: LayerContext) -> None:
         super().__init__()
-        attention, communicator = config.attention, shared.communicator
-        rotary = None if attention.rotary is None else shared.rotaries[attention.rotary]
+        attention, communicator = config.attention, context.communicator
+        rotary = None if attention.rotary is None else context.rotaries[attention.rotary]
         bias = None
         if attention.relative_bias is not None:
-            bias = shared.relative_biases[attention.relative_bias]
+            bias = context.relative_biases[attention.relative_bias]
         before_attention, before_mlp = self.reduction_sites(layer_id)
         self.attention_norm = make_norm(config.norm, Reduction(communicator, before_attention))
         self.attention = Attention(attention, layer_id, rotary, communicator, bias)
@@ -60,7 +60,7 @@ class DecoderLayer(nn.Module):
 
     @staticmethod
     def reduction_sites(layer_id: int) -> tuple[ReductionSite, ReductionSite]:
-        """What `attention_norm` and `mlp_norm` add up over the ranks."""
+        """Whose partial sums `attention_norm` and `mlp_norm` add up over the ranks."""
         raise NotImplementedError
 
     def forward(
@@ -77,7 +77,7 @@ class DecoderLayer(nn.Module):
                 sum of this rank's, and perhaps in several tensors (Branches).
             residual: [num_tokens, hidden_size], or None if there is nothing to add to.
             backend: has been given the step's metadata.
-            indices: int64, the tokens that go on behind the last attention; None: all.
+            indices: int64, the tokens that are computed beyond the last attention; None: all.
 
         Returns:
             The same two, for the next layer.
@@ -86,14 +86,22 @@ class DecoderLayer(nn.Module):
 
     @property
     def last_attention(self) -> Attention | CrossAttention:
-        """The one that the feed-forward block follows."""
+        """The attention that comes directly before the feed-forward block."""
         return self.attention
 
     def _read_encoder(
         self, attended: Tensor, residual: Tensor, backend: AttentionBackend
     ) -> tuple[Tensor, Tensor]:
-        """What the last attention's `output` takes, and the residual that its result is added to;
-        `attended` is what that of the first takes."""
+        """Cross-attention, in layers that have it.
+
+        Args:
+            attended: the self-attention's result, before its output projection.
+            residual: what that projection's result is added to.
+            backend: has been given the step's metadata.
+
+        Returns:
+            The same two for `last_attention`.
+        """
         return attended, residual
 
 
@@ -129,8 +137,8 @@ class PreNormLayer(DecoderLayer):
 class AroundNormLayer(PreNormLayer):
     """Each block's result is normalised, too (Gemma 2)."""
 
-    def __init__(self, config: LayerConfig, layer_id: int, shared: Surroundings) -> None:
-        super().__init__(config, layer_id, shared)
+    def __init__(self, config: LayerConfig, layer_id: int, context: LayerContext) -> None:
+        super().__init__(config, layer_id, context)
         self.attention_branch_norm = make_norm(config.norm)
         self.mlp_norm.follow(self.attention_branch_norm)
         self.branch_norm = make_norm(config.norm)
@@ -195,7 +203,7 @@ class PostNormLayer(DecoderLayer):
 
     @property
     def norm_of_last_attention(self) -> Norm:
-        """Of the residual stream behind `last_attention`."""
+        """The norm that follows `last_attention`."""
         return self.attention_norm
 
 
@@ -250,17 +258,17 @@ class TwinNormLayer(ParallelLayer):
 class CrossLayer(DecoderLayer):
     """A layer with cross-attention between its attention and its feed-forward block."""
 
-    def __init__(self, config: LayerConfig, layer_id: int, shared: Surroundings) -> None:
-        super().__init__(config, layer_id, shared)
+    def __init__(self, config: LayerConfig, layer_id: int, context: LayerContext) -> None:
+        super().__init__(config, layer_id, context)
         assert config.cross_attention is not None
         before_cross, before_mlp = self.cross_sites
-        communicator = shared.communicator
+        communicator = context.communicator
         self.cross_norm = make_norm(config.norm, Reduction(communicator, before_cross))
         self.mlp_norm = make_norm(config.norm, Reduction(communicator, before_mlp))
-        self.cross_attention = CrossAttention(config.cross_attention, shared.num_layers + layer_id)
+        self.cross_attention = CrossAttention(config.cross_attention, context.num_layers + layer_id)
 
     cross_sites: ClassVar[tuple[ReductionSite, ReductionSite]]
-    """What `cross_norm` and `mlp_norm` add up over the ranks."""
+    """Whose partial sums `cross_norm` and `mlp_norm` add up over the ranks."""
 
     @property
     def last_attention(self) -> CrossAttention:
@@ -316,7 +324,7 @@ CROSS_LAYERS: dict[NormPlacement, type[CrossLayer]] = {
 
 
 class Stack(nn.Module):
-    """Owns the layers of a decoder or of an encoder, and what comes before and behind them."""
+    """Owns the layers of a decoder or of an encoder, and what comes before and after them."""
 
     def __init__(
         self,
@@ -338,8 +346,8 @@ class Stack(nn.Module):
         rotaries = [rotary_table(each, config.max_model_len, device) for each in config.rotaries]
         biases = [RelativePositionBias(each) for each in config.relative_biases]
         self.relative_biases = nn.ModuleList(biases)
-        shared = Surroundings(len(config.layers), rotaries, biases, communicator)
-        layers = [_make_layer(layer, i, shared) for i, layer in enumerate(config.layers)]
+        context = LayerContext(len(config.layers), rotaries, biases, communicator)
+        layers = [_make_layer(layer, i, context) for i, layer in enumerate(config.layers)]
         self.layers = nn.ModuleList(layers)
         last, norm = None, config.final_norm
         if layers[-1].passes_partial_sums:
@@ -378,10 +386,10 @@ class Stack(nn.Module):
         return hidden
 
     def _begin(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer takes."""
+        """The first layer's input: embeddings with positions added, normalised and reduced."""
         is_first_rank = self.communicator.shard.rank == 0
         takes_partial_sums = self.layers[-1].passes_partial_sums
-        # All but the norm is linear: the ranks' partial sums may be added up behind it.
+        # All but the norm is linear: the ranks' partial sums may be added up after it.
         if self.positions is not None and is_first_rank:
             hidden = hidden.add_(self.positions.forward(positions))
         if self.embedding_norm is None:
@@ -470,6 +478,6 @@ class Decoder(Stack, CausalLM):
         return super().logits(hidden)
 
 
-def _make_layer(config: LayerConfig, layer_id: int, shared: Surroundings) -> DecoderLayer:
+def _make_layer(config: LayerConfig, layer_id: int, context: LayerContext) -> DecoderLayer:
     kinds = LAYERS if config.cross_attention is None else CROSS_LAYERS
-    return kinds[config.norm_placement](config, layer_id, shared)
+    return kinds[config.norm_placement](config, layer_id, context)

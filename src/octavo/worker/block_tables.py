@@ -98,8 +98,11 @@ class BlockTables:
         positions: Int64s,
         encoder_lens: Int32s | None = None,
     ) -> StepTables:
-        """For attention of `rows`: tables of theirs alone and slots; or the device's tables and
-        the keys worth reading once for several of them."""
+        """What attention needs for `rows`.
+
+        On the host: their tables, gathered, and the slots of their tokens. With resident tables:
+        those of the device, and the segments of shared keys that cascade attention reads once.
+        """
         if self._on_device is not None:
             segments = self._on_device.segments
             cascade = segments.find(self._tables, rows, query_lens, context_lens)
@@ -118,7 +121,7 @@ class BlockTables:
         return StepTables(gathered, slots, [])
 
     def of_encoded(self, row_of_token: Int64s, positions: Int64s) -> StepTables:
-        """For writing the K and V of encoder inputs: slots; or the device's tables."""
+        """What writing the K and V of encoder inputs needs: slots, or the device's tables."""
         if self._on_device is not None:
             return StepTables(self._on_device.tables, [], [])
         groups = range(len(self._block_sizes))

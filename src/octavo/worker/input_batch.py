@@ -246,7 +246,7 @@ class InputBatch:
             row, state = rows[index], self._rows[rows[index]]
             spec, num_computed = self._spec(row), int(state["num_computed"])
             first = max(num_computed, spec.first_read)
-            # The prompt's last token has none behind it that could be scored.
+            # No token of the prompt follows its last one, so nothing is scored there.
             num_prompt = int(state["num_prompt"]) - (not spec.pools_prompt)
             last = num_prompt if spec.end_read is None else spec.end_read
             end = min(num_computed + plan.num_scheduled_tokens[index], num_prompt, last)

@@ -47,8 +47,9 @@ class Worker:
             communicator: with the workers of the other shards, which run the same plans.
 
         Raises:
-            ConfigError, ModelError, OutOfMemory: the settings, the files or the machine do not do;
-                the last with settings that would.
+            ConfigError: the settings contradict each other or the device.
+            ModelError: the files cannot be loaded.
+            OutOfMemory: the model does not fit; the message names settings with which it would.
         """
         self._device = device
         self._communicator = communicator
@@ -122,7 +123,7 @@ class Worker:
         )
 
     def shutdown(self) -> None:
-        """Let go of weights and KV cache. A second call does nothing."""
+        """Free the weights and the KV cache. A second call does nothing."""
         if not self._is_shut_down:
             self._is_shut_down = True
             self._device.moment().wait()
@@ -137,8 +138,8 @@ def _with_chosen(
     device: Device,
     communicator: Communicator,
 ) -> tuple[EngineConfig, ModelConfig]:
-    """Both with what `quantization="auto"` stands for: the same on all ranks, by the memory of the
-    one that has the least."""
+    """Both with `quantization="auto"` resolved: the same on all ranks, by the memory of the rank
+    that has the least."""
     own = torch.tensor([device.total_memory(config)], device=device.torch_device)
     total = int(communicator.all_gather(own).amin())
     kernels = device.weight_kernels(dtype)
@@ -153,7 +154,7 @@ def _with_chosen(
 def _warn_of_dequantized(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: Device
 ) -> None:
-    """Say once that weights take more than they do in the files, or than the user may think."""
+    """Warn once if weights take more memory than in the files, because they are dequantized."""
     if model_config.quantization is None or model_config.shard.rank:
         return
     kernels, name = device.weight_kernels(dtype), DTYPE_NAMES[dtype]
@@ -163,7 +164,7 @@ def _warn_of_dequantized(
 
 
 def _agreed(budget: MemoryBudget, communicator: Communicator, device: torch.device) -> MemoryBudget:
-    """The budget with as many blocks as all ranks have room for: they run the same plans."""
+    """The budget, limited to the blocks that every rank has room for: all run the same plans."""
     own = torch.tensor([budget.num_blocks, budget.num_swap_blocks], device=device)
     num_blocks, num_swap_blocks = communicator.all_gather(own).amin(dim=0).tolist()
     return budget.limited_to(num_blocks, num_swap_blocks)
@@ -171,7 +172,7 @@ def _agreed(budget: MemoryBudget, communicator: Communicator, device: torch.devi
 
 @contextmanager
 def _refused(what: str, instead: str) -> Iterator[None]:
-    """Say in our words that the device has no room for something, and what may help."""
+    """Turn the device's out-of-memory error into one that says what may help."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:

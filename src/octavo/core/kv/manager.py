@@ -239,7 +239,7 @@ class KVCacheManager:
         prompt which goes on where the sequence stands now computes nothing of it again. Nothing
         happens if the sequence does not decode, or is full to the end.
 
-        The sequence may go on writing behind the tokens that are there now. Once the block is free
+        The sequence may go on writing after the tokens that are there now. Once the block is free
         it is one of the cached ones, so it is overwritten before any request is preempted; and the
         tail that was used longest ago is forgotten where there would be more than `max_tails`.
         """

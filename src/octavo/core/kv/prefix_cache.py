@@ -30,7 +30,7 @@ class CachedPrefix:
     more where its blocks are smaller than a node, None where one is not cached.
 
     A *tail* is a node of fewer tokens than a whole block has. Nothing comes after it, and its
-    blocks may have further tokens behind those of the node. Of small blocks it needs fewer than a
+    blocks may have further tokens after those of the node. Of small blocks it needs fewer than a
     whole node does: `num_unused` places stay None."""
 
     __slots__ = ("block_ids", "is_tail", "node", "num_unused", "parent")

@@ -255,7 +255,7 @@ class PrefixMatcher:
         """Extend the sequence's chain of nodes over all leading blocks that are cached, and one
         more. Sets `hit.num_hashes`, and `hit.is_unfinished` if that takes more than `max_hashes`.
 
-        Blocks behind one that full attention lacks are of no use, so they are hashed when they
+        Blocks after one that full attention lacks are of no use, so they are hashed when they
         are computed. Returns how many of the nodes are known to be cached.
         """
         num_wanted = self._num_wanted(seq, limit)

@@ -43,13 +43,19 @@ class ReservingKVCacheManager(KVCacheManager):
         self,
         specs: Seq[KVSpec],
         block_size: int | Seq[int],
-        pool: ExtentPool,
+        num_blocks: int,
         num_swap_blocks: int,
+        max_model_len: int,
     ) -> None:
-        super().__init__(specs, block_size, pool.num_blocks, num_swap_blocks, False)
-        self.pool = pool
+        super().__init__(specs, block_size, num_blocks, num_swap_blocks, False)
+        self.pool = self.make_pool(num_blocks, max_model_len)
         self._windowed = []  # what windows leave behind stays reserved
         self._reservations: dict[str, _Reservation] = {}
+        self._limit = self.longest_sequence(max_model_len, max_model_len)
+
+    def make_pool(self, num_blocks: int, max_model_len: int) -> ExtentPool:
+        """The allocator of extents."""
+        raise NotImplementedError
 
     def reserved_tokens(self, num_prompt_tokens: int, max_length: int) -> int:
         """Tokens to reserve for a sequence that can grow to `max_length`."""
@@ -175,18 +181,8 @@ class ReservingKVCacheManager(KVCacheManager):
 class OrcaMax(ReservingKVCacheManager):
     """Orca (Max): every sequence reserves the longest length that the model allows."""
 
-    def __init__(
-        self,
-        specs: Seq[KVSpec],
-        block_size: int | Seq[int],
-        num_blocks: int,
-        num_swap_blocks: int,
-        max_model_len: int,
-    ) -> None:
-        smallest = block_size if isinstance(block_size, int) else min(block_size)
-        pool = BuddyPool(num_blocks, -(-max_model_len // smallest))
-        super().__init__(specs, block_size, pool, num_swap_blocks)
-        self._limit = self.longest_sequence(max_model_len, max_model_len)
+    def make_pool(self, num_blocks: int, max_model_len: int) -> ExtentPool:
+        return BuddyPool(num_blocks, -(-max_model_len // min(self.block_sizes)))
 
     def reserved_tokens(self, num_prompt_tokens: int, max_length: int) -> int:
         return max(max_length, self._limit)
@@ -218,18 +214,10 @@ class FasterTransformer(ReservingKVCacheManager):
     """
 
     batch_formation = RequestLevelBatching()
+    _batch: list[Request]  # those that hold reservations; set by the first of them
 
-    def __init__(
-        self,
-        specs: Seq[KVSpec],
-        block_size: int | Seq[int],
-        num_blocks: int,
-        num_swap_blocks: int,
-        max_model_len: int,
-    ) -> None:
-        super().__init__(specs, block_size, Arena(num_blocks), num_swap_blocks)
-        self._limit = self.longest_sequence(max_model_len, max_model_len)
-        self._batch: list[Request] = []
+    def make_pool(self, num_blocks: int, max_model_len: int) -> ExtentPool:
+        return Arena(num_blocks)
 
     def reserved_tokens(self, num_prompt_tokens: int, max_length: int) -> int:
         return max_length

@@ -1,4 +1,4 @@
-"""BART (arXiv:1910.13461): learned positions, norms behind each block and of the embeddings."""
+"""BART (arXiv:1910.13461): learned positions, norms after each block and of the embeddings."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ from dataclasses import replace
 from octavo.json_fields import Fields
 from octavo.layers.config import EmbeddingScale, MLPConfig, NormConfig, PositionTable
 from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription
+from octavo.models.families import opt
 from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, plain_attention
 from octavo.models.family import Family, WeightNames
 
 POSITION_OFFSET = 2  # the table of positions begins with two rows that are never used
 NORM_EPS = 1e-5  # torch's default, which transformers' BART uses
 
-_LAYER: dict[str, str | tuple[str, ...]] = {
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.output": "self_attn.out_proj",
-    "attention_norm": "self_attn_layer_norm",
-    "mlp.up": "fc1",
-    "mlp.down": "fc2",
-    "mlp_norm": "final_layer_norm",
-}
 WEIGHTS = WeightNames(
     model={
         "embedding": ("shared", "encoder.embed_tokens", "decoder.embed_tokens"),
@@ -32,10 +25,10 @@ WEIGHTS = WeightNames(
         "head.logits_bias": "final_logits_bias",
     },
     encoder_layers="encoder.layers",
-    encoder_layer=_LAYER,
+    encoder_layer=opt.WEIGHTS.layer,
     layers="decoder.layers",
     layer={
-        **_LAYER,
+        **opt.WEIGHTS.layer,
         "cross_attention.query": "encoder_attn.q_proj",
         "cross_attention.key_value": ("encoder_attn.k_proj", "encoder_attn.v_proj"),
         "cross_attention.output": "encoder_attn.out_proj",
@@ -68,7 +61,7 @@ def read_bart(
     max_tokens: int,
     embedding_norm: NormConfig | None,
 ) -> ModelDescription:
-    """Encoder-decoder models with norms behind each block and a bias of the logits.
+    """Encoder-decoder models with norms after each block and a bias of the logits.
 
     Args:
         config: config.json.

@@ -16,7 +16,7 @@ from octavo.models.family import Family
 def read(config: Fields) -> ModelDescription:
     """From config.json of a CohereForCausalLM."""
     config.refuse("use_qk_norm", False)
-    check_layer_types(config, None)
+    check_layer_types(config)
     return read_cohere(config, rope_theta=5e5)
 
 

@@ -9,10 +9,9 @@ from octavo.models.families import llama
 from octavo.models.families.cohere import read_cohere
 from octavo.models.families.common import (
     periodic_layer_types,
-    read_layer_types,
     read_num_layers,
     read_window,
-    windows_of,
+    read_windows,
 )
 from octavo.models.family import Family
 
@@ -20,11 +19,12 @@ from octavo.models.family import Family
 def read(config: Fields) -> ModelDescription:
     """From config.json of a Cohere2ForCausalLM."""
     period = config.count("sliding_window_pattern", 4)
-    layer_types = read_layer_types(config, periodic_layer_types(read_num_layers(config), period))
+    default = periodic_layer_types(read_num_layers(config), period)
+    windows = read_windows(config, default, read_window(config))
     return read_cohere(
         config,
-        windows=windows_of(config, layer_types, read_window(config)),
-        rotary_of_layer=[0 if kind == "sliding_attention" else None for kind in layer_types],
+        windows=windows,
+        rotary_of_layer=[None if window is None else 0 for window in windows],
     )
 
 

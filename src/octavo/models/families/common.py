@@ -74,31 +74,38 @@ def plain_attention(
     )
 
 
-def read_window(config: Fields) -> int | None:
-    """sliding_window, where the family's default is 4,096 and a null turns it off."""
-    if config.values.get("sliding_window", 4096) is None:
+def read_window(config: Fields, default: int | None = 4096) -> int | None:
+    """sliding_window, which a null turns off; `default` is the family's."""
+    if config.values.get("sliding_window", default) is None:
         return None
-    return config.count("sliding_window", 4096)
+    return config.count("sliding_window", default)
 
 
-def check_layer_types(config: Fields, window: int | None) -> None:
-    """All layers must be of the kind that the family's window, or its absence, makes them."""
+def check_layer_types(config: Fields, window: int | None = None) -> None:
+    """ModelError unless layer_types, if given, makes every layer what the window makes it."""
     expected = "full_attention" if window is None else "sliding_attention"
     if set(config.names("layer_types", [expected])) != {expected}:
         raise config.error("layer_types", f"every layer of this family is {expected}")
 
 
-def read_layer_types(config: Fields, default: Sequence[str]) -> list[str]:
-    """layer_types, one of LAYER_TYPES for each layer; `default`: the family's."""
+def uniform_windows(config: Fields, window: int | None) -> list[int | None]:
+    """The same window for every layer."""
+    check_layer_types(config, window)
+    return [window] * read_num_layers(config)
+
+
+def read_windows(config: Fields, default: Sequence[str], window: int | None) -> list[int | None]:
+    """The window of each layer: None in those with full attention.
+
+    Args:
+        config: config.json.
+        default: the family's layer_types, one of LAYER_TYPES per layer.
+        window: that of the layers with sliding attention.
+    """
     layer_types = config.names("layer_types", list(default))
     if len(layer_types) != len(default) or not set(layer_types) <= set(LAYER_TYPES):
         expected = f"it must name {len(default)} layers, each one of {', '.join(LAYER_TYPES)}"
         raise config.error("layer_types", expected)
-    return layer_types
-
-
-def windows_of(config: Fields, layer_types: Sequence[str], window: int | None) -> list[int | None]:
-    """Each layer's window: that of config.json in layers with sliding attention."""
     if window is None and "sliding_attention" in layer_types:
         raise config.error("sliding_window", "layer_types has layers with sliding attention")
     return [window if kind == "sliding_attention" else None for kind in layer_types]

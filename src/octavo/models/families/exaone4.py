@@ -10,11 +10,10 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
     periodic_layer_types,
-    read_layer_types,
     read_num_layers,
     read_rotary_decoder,
     read_window,
-    windows_of,
+    read_windows,
 )
 from octavo.models.family import Family
 
@@ -35,11 +34,11 @@ def read(config: Fields) -> ModelDescription:
     default = ["full_attention"] * num_layers
     if window is not None and config.get("layer_types", None) is None:
         default = periodic_layer_types(num_layers, config.count("sliding_window_pattern", 4))
-    layer_types = read_layer_types(config, default)
-    rotates = [window is None or kind == "sliding_attention" for kind in layer_types]
+    windows = read_windows(config, default, window)
+    rotates = [window is None or each is not None for each in windows]
     return read_rotary_decoder(
         config,
-        windows=windows_of(config, layer_types, window),
+        windows=windows,
         num_kv_heads=32,
         norm_eps=1e-5,
         norm_placement="branch",

@@ -16,7 +16,7 @@ from octavo.models.family import Family
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of a GemmaForCausalLM."""
-    check_layer_types(config, None)
+    check_layer_types(config)
     if config.get("hidden_act", None) == "gelu":  # the first checkpoints, which mean its tanh form
         config = Fields(config.where, config.values | {"hidden_act": "gelu_pytorch_tanh"})
     return read_gemma(config, num_kv_heads=16, activation_field="hidden_act")

@@ -8,13 +8,7 @@ from dataclasses import replace
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import llama
-from octavo.models.families.common import (
-    LAYER_TYPES,
-    read_layer_types,
-    read_num_layers,
-    read_window,
-    windows_of,
-)
+from octavo.models.families.common import LAYER_TYPES, read_num_layers, read_window, read_windows
 from octavo.models.families.gemma import read_gemma
 from octavo.models.family import Family
 
@@ -34,10 +28,9 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a Gemma2ForCausalLM."""
     config = config.with_defaults(SOFTCAPS)
     default = [LAYER_TYPES[i % 2 == 0] for i in range(read_num_layers(config))]
-    layer_types = read_layer_types(config, default)
     description = read_gemma(
         config,
-        windows=windows_of(config, layer_types, read_window(config)),
+        windows=read_windows(config, default, read_window(config)),
         num_kv_heads=4,
         norm_placement="around",
         scale=config.number("query_pre_attn_scalar", 256) ** -0.5,

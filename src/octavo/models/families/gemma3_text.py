@@ -9,13 +9,11 @@ from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import gemma2
 from octavo.models.families.common import (
-    LAYER_TYPES,
     periodic_layer_types,
     read_heads,
-    read_layer_types,
     read_num_layers,
     read_window,
-    windows_of,
+    read_windows,
 )
 from octavo.models.families.gemma import read_gemma
 from octavo.models.family import Family
@@ -37,16 +35,17 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a Gemma3ForCausalLM."""
     config = config.with_defaults(DEFAULTS)
     period = config.count("sliding_window_pattern", 6)
-    layer_types = read_layer_types(config, periodic_layer_types(read_num_layers(config), period))
+    default = periodic_layer_types(read_num_layers(config), period)
+    windows = read_windows(config, default, read_window(config))
     head_dim = read_heads(config, num_kv_heads=4, head_dim=256).head_dim
     positions = config.count("max_position_embeddings")
     description = read_gemma(
         config,
-        windows=windows_of(config, layer_types, read_window(config)),
+        windows=windows,
         num_kv_heads=4,
         norm_placement="around",
         rotaries=read_rotaries(config, head_dim, positions, ROPE_THETAS),
-        rotary_of_layer=[LAYER_TYPES.index(kind) for kind in layer_types],
+        rotary_of_layer=[int(window is not None) for window in windows],
         scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         head_norms=True,
         activation_field="hidden_activation",

@@ -28,7 +28,7 @@ def read(config: Fields) -> ModelDescription:
 
 def read_glm(config: Fields, norm_placement: NormPlacement) -> ModelDescription:
     """Both families of this name."""
-    check_layer_types(config, None)
+    check_layer_types(config)
     return read_rotary_decoder(
         config,
         num_kv_heads=2,

@@ -26,14 +26,14 @@ WEIGHTS = replace(
         "mlp.shared.up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
         "mlp.shared.down": "mlp.shared_experts.down_proj",
     },
-    # The layer that predicts a second token, behind the 46 or 92 of the model.
+    # The layer that predicts a second token, after the 46 or 92 of the model.
     ignored=(*qwen2_moe.WEIGHTS.ignored, r"layers\.(46|92)\..*"),
 )
 
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of a Glm4MoeForCausalLM."""
-    check_layer_types(config, None)
+    check_layer_types(config)
     num_layers = read_num_layers(config)
     size = config.count("moe_intermediate_size", 1408)
     experts = read_experts(

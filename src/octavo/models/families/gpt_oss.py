@@ -1,8 +1,8 @@
 """gpt-oss (arXiv:2508.10925): experts with biases and clamped activations, attention sinks, and a
 window in every other layer.
 
-The published checkpoints have their experts in MXFP4, which is dequantized as it is read
-(dequantize.py): the weights then take four times as much memory.
+The published checkpoints have their experts in MXFP4. Where a device has no kernels for that, they
+are dequantized when they are loaded and take four times as much memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from octavo.models.families.common import (
     LAYER_TYPES,
     MAX_EXPERTS,
     read_experts,
-    read_layer_types,
     read_num_layers,
     read_rotary_decoder,
-    windows_of,
+    read_window,
+    read_windows,
 )
 from octavo.models.family import Family
 
@@ -64,14 +64,10 @@ def read(config: Fields) -> ModelDescription:
         router_bias=True,
     )
     default = [LAYER_TYPES[i % 2 == 0] for i in range(num_layers)]
-    layer_types = read_layer_types(config, default)
-    window = None
-    if config.values.get("sliding_window", 128) is not None:
-        window = config.count("sliding_window", 128)
     bias = config.flag("attention_bias", True)
     return read_rotary_decoder(
         config,
-        windows=windows_of(config, layer_types, window),
+        windows=read_windows(config, default, read_window(config, 128)),
         num_kv_heads=8,
         head_dim=64,
         norm_eps=1e-5,
@@ -86,7 +82,7 @@ def read(config: Fields) -> ModelDescription:
 FAMILY = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    note="gpt-oss 20b and 120b; experts in MXFP4 are dequantized",
+    note="gpt-oss 20b and 120b; experts in MXFP4",
     read=read,
     weights=WEIGHTS,
 )

@@ -32,7 +32,7 @@ def read_granite(
     config: Fields, experts: Mapping[int, ExpertsConfig] | None = None
 ) -> ModelDescription:
     """With experts in some layers, by their numbers, or in none."""
-    check_layer_types(config, None)
+    check_layer_types(config)
     multiplier = config.number("residual_multiplier", 1.0)
     eps = config.number("rms_norm_eps", 1e-6) / multiplier**2
     norm = NormConfig("rms", config.count("hidden_size"), eps)

@@ -30,7 +30,7 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a LlamaForCausalLM."""
     if config.flag("use_sliding_window", True):
         config.refuse("sliding_window", None)
-    check_layer_types(config, None)
+    check_layer_types(config)
     bias = config.flag("attention_bias", False)
     mlp_bias = config.flag("mlp_bias", False)
     return read_rotary_decoder(config, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)

@@ -7,11 +7,10 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
     LAYER_TYPES,
-    read_layer_types,
     read_num_layers,
     read_rotary_decoder,
     read_window,
-    windows_of,
+    read_windows,
 )
 from octavo.models.family import Family
 
@@ -22,7 +21,7 @@ def read(config: Fields) -> ModelDescription:
     config.refuse("mlp_bias", False)
     window = read_window(config)
     default = [LAYER_TYPES[window is not None]] * read_num_layers(config)
-    windows = windows_of(config, read_layer_types(config, default), window)
+    windows = read_windows(config, default, window)
     return read_rotary_decoder(config, windows=windows, num_kv_heads=8)
 
 

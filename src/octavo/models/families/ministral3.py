@@ -11,11 +11,7 @@ from dataclasses import replace
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import llama
-from octavo.models.families.common import (
-    check_layer_types,
-    read_num_layers,
-    read_rotary_decoder,
-)
+from octavo.models.families.common import read_rotary_decoder, read_window, uniform_windows
 from octavo.models.family import Family
 
 BETA = "llama_4_scaling_beta"
@@ -28,17 +24,13 @@ DEFAULT_ROPE = {
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of a Ministral3ForCausalLM."""
-    window = None
-    if config.get("sliding_window", None) is not None:
-        window = config.count("sliding_window")
-    check_layer_types(config, window)
     rope = config.part("rope_parameters", DEFAULT_ROPE)
     # max_position_embeddings is there, too, and not used.
     unknown = {BETA, "max_position_embeddings"}
     known = {name: value for name, value in rope.values.items() if name not in unknown}
     description = read_rotary_decoder(
         Fields(config.where, config.values | {"rope_parameters": known}),
-        windows=[window] * read_num_layers(config),
+        windows=uniform_windows(config, read_window(config, None)),
         num_kv_heads=8,
         head_dim=128,
         norm_eps=1e-5,

@@ -5,12 +5,7 @@ from __future__ import annotations
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families import llama
-from octavo.models.families.common import (
-    check_layer_types,
-    read_num_layers,
-    read_rotary_decoder,
-    read_window,
-)
+from octavo.models.families.common import read_rotary_decoder, read_window, uniform_windows
 from octavo.models.family import Family
 
 
@@ -18,9 +13,7 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a MistralForCausalLM."""
     config.refuse("attention_bias", False)
     config.refuse("mlp_bias", False)
-    window = read_window(config)
-    check_layer_types(config, window)
-    windows = [window] * read_num_layers(config)
+    windows = uniform_windows(config, read_window(config))
     return read_rotary_decoder(config, windows=windows, num_kv_heads=8)
 
 

@@ -9,10 +9,11 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
     MAX_EXPERTS,
-    check_layer_types,
     read_experts,
     read_num_layers,
     read_rotary_decoder,
+    read_window,
+    uniform_windows,
 )
 from octavo.models.family import Family
 
@@ -29,9 +30,6 @@ WEIGHTS = replace(
 def read(config: Fields) -> ModelDescription:
     """From config.json of a MixtralForCausalLM."""
     config.refuse("attention_bias", False)
-    has_window = config.get("sliding_window", None) is not None
-    window = config.count("sliding_window") if has_window else None
-    check_layer_types(config, window)
     num_layers = read_num_layers(config)
     experts = read_experts(
         config,
@@ -41,7 +39,7 @@ def read(config: Fields) -> ModelDescription:
     )
     return read_rotary_decoder(
         config,
-        windows=[window] * num_layers,
+        windows=uniform_windows(config, read_window(config, None)),
         num_kv_heads=8,
         norm_eps=1e-5,
         rope_theta=1e6,

@@ -11,7 +11,7 @@ from octavo.models.family import Family
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of an Olmo2ForCausalLM."""
-    check_layer_types(config, None)
+    check_layer_types(config)
     bias = config.flag("attention_bias", False)
     return read_rotary_decoder(
         config,

@@ -10,11 +10,10 @@ from octavo.models.families.common import (
     LAYER_TYPES,
     periodic_layer_types,
     read_heads,
-    read_layer_types,
     read_num_layers,
     read_rotary_decoder,
     read_window,
-    windows_of,
+    read_windows,
 )
 from octavo.models.family import Family
 from octavo.models.rope_scaling import read_rotaries
@@ -24,16 +23,17 @@ ROPE_THETAS = {kind: ("rope_theta", 5e5) for kind in LAYER_TYPES}
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of an Olmo3ForCausalLM."""
-    layer_types = read_layer_types(config, periodic_layer_types(read_num_layers(config), 4))
+    default = periodic_layer_types(read_num_layers(config), 4)
+    windows = read_windows(config, default, read_window(config))
     positions = config.count("max_position_embeddings")
     bias = config.flag("attention_bias", False)
     return read_rotary_decoder(
         config,
-        windows=windows_of(config, layer_types, read_window(config)),
+        windows=windows,
         norm_eps=1e-5,
         norm_placement="branch",
         rotaries=read_rotaries(config, read_heads(config).head_dim, positions, ROPE_THETAS),
-        rotary_of_layer=[LAYER_TYPES.index(kind) for kind in layer_types],
+        rotary_of_layer=[int(window is not None) for window in windows],
         width_norms=True,
         qkv_bias=bias,
         output_bias=bias,

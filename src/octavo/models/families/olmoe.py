@@ -17,7 +17,7 @@ from octavo.models.family import Family
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of an OlmoeForCausalLM."""
-    check_layer_types(config, None)
+    check_layer_types(config)
     experts = read_experts(
         config,
         num_experts=config.count("num_experts", 64, MAX_EXPERTS),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
-from octavo.models.families.common import check_layer_types, read_num_layers, read_rotary_decoder
+from octavo.models.families.common import read_rotary_decoder, read_window, uniform_windows
 from octavo.models.family import Family, WeightNames
 
 WEIGHTS = WeightNames(
@@ -37,12 +37,9 @@ def read(config: Fields) -> ModelDescription:
     config = Fields(
         config.where, config.values | {ORIGINAL_POSITIONS: config.count(ORIGINAL_POSITIONS, 4096)}
     )
-    has_window = config.get("sliding_window", None) is not None
-    window = config.count("sliding_window") if has_window else None
-    check_layer_types(config, window)
     return read_rotary_decoder(
         config,
-        windows=[window] * read_num_layers(config),
+        windows=uniform_windows(config, read_window(config, None)),
         norm_eps=1e-5,
         partial_rotary=1.0,
     )

@@ -10,10 +10,11 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import mixtral
 from octavo.models.families.common import (
     MAX_EXPERTS,
-    check_layer_types,
     read_experts,
     read_num_layers,
     read_rotary_decoder,
+    read_window,
+    uniform_windows,
 )
 from octavo.models.family import Family
 from octavo.routing import Scoring
@@ -21,9 +22,6 @@ from octavo.routing import Scoring
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of a PhimoeForCausalLM."""
-    has_window = config.get("sliding_window", None) is not None
-    window = config.count("sliding_window") if has_window else None
-    check_layer_types(config, window)
     num_layers = read_num_layers(config)
     experts = read_experts(
         config,
@@ -37,7 +35,7 @@ def read(config: Fields) -> ModelDescription:
     bias = config.flag("attention_bias", False)
     description = read_rotary_decoder(
         _with_attention_factor(config),
-        windows=[window] * num_layers,
+        windows=uniform_windows(config, read_window(config, None)),
         num_kv_heads=8,
         norm=NormConfig("layer", config.count("hidden_size"), config.number("rms_norm_eps", 1e-5)),
         rope_theta=1e6,

@@ -7,11 +7,10 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
     LAYER_TYPES,
-    read_layer_types,
     read_num_layers,
     read_rotary_decoder,
     read_window,
-    windows_of,
+    read_windows,
 )
 from octavo.models.family import Family
 
@@ -20,11 +19,11 @@ def read(config: Fields) -> ModelDescription:
     """From config.json of a Qwen2ForCausalLM."""
     config.refuse("attention_bias", True)
     config.refuse("mlp_bias", False)
-    windows = read_windows(config)
+    windows = read_qwen_windows(config)
     return read_rotary_decoder(config, windows=windows, num_kv_heads=32, qkv_bias=True)
 
 
-def read_windows(config: Fields) -> list[int | None]:
+def read_qwen_windows(config: Fields) -> list[int | None]:
     """A window for every layer from max_window_layers on, or as layer_types says."""
     num_layers = read_num_layers(config)
     window = read_window(config) if config.flag("use_sliding_window", False) else None
@@ -33,9 +32,8 @@ def read_windows(config: Fields) -> list[int | None]:
         raise config.error("max_window_layers", "it must be an integer")
     if window is None and "sliding_attention" in config.names("layer_types", []):
         raise config.error("layer_types", "use_sliding_window and sliding_window set no window")
-    slides = [window is not None and i >= first for i in range(num_layers)]
-    layer_types = read_layer_types(config, [LAYER_TYPES[each] for each in slides])
-    return windows_of(config, layer_types, window)
+    default = [LAYER_TYPES[window is not None and i >= first] for i in range(num_layers)]
+    return read_windows(config, default, window)
 
 
 FAMILY = Family(

@@ -13,11 +13,10 @@ from octavo.models.families.common import (
     MAX_EXPERTS,
     gated_mlp,
     read_experts,
-    read_layer_types,
     read_num_layers,
     read_rotary_decoder,
     read_window,
-    windows_of,
+    read_windows,
 )
 from octavo.models.family import Family
 
@@ -71,11 +70,11 @@ def _read_windows(config: Fields) -> list[int | None]:
     """A window in every other layer before max_window_layers, or as layer_types says."""
     window = read_window(config) if config.flag("use_sliding_window", False) else None
     last = config.count("max_window_layers", 28)
-    slides = [
-        window is not None and i % 2 == 0 and i < last for i in range(read_num_layers(config))
+    default = [
+        LAYER_TYPES[window is not None and i % 2 == 0 and i < last]
+        for i in range(read_num_layers(config))
     ]
-    layer_types = read_layer_types(config, [LAYER_TYPES[each] for each in slides])
-    return windows_of(config, layer_types, window)
+    return read_windows(config, default, window)
 
 
 FAMILY = Family(

@@ -15,7 +15,7 @@ def read(config: Fields) -> ModelDescription:
     bias = config.flag("attention_bias", False)
     return read_rotary_decoder(
         config,
-        windows=qwen2.read_windows(config),
+        windows=qwen2.read_qwen_windows(config),
         num_kv_heads=32,
         head_dim=128,
         head_norms=True,

@@ -11,7 +11,7 @@ from octavo.models.family import Family
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of a SeedOssForCausalLM."""
-    check_layer_types(config, None)
+    check_layer_types(config)
     return read_rotary_decoder(
         config,
         num_kv_heads=8,

@@ -7,10 +7,10 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
     LAYER_TYPES,
-    read_layer_types,
     read_num_layers,
     read_rotary_decoder,
-    windows_of,
+    read_window,
+    read_windows,
 )
 from octavo.models.family import Family
 
@@ -18,14 +18,12 @@ from octavo.models.family import Family
 def read(config: Fields) -> ModelDescription:
     """From config.json of a SmolLM3ForCausalLM."""
     rotates = _read_rotating_layers(config)
-    window = None
-    if config.flag("use_sliding_window", False) and config.get("sliding_window", None) is not None:
-        window = config.count("sliding_window")
+    window = read_window(config, None) if config.flag("use_sliding_window", False) else None
     default = [LAYER_TYPES[window is not None and not rotated] for rotated in rotates]
     bias = config.flag("attention_bias", False)
     return read_rotary_decoder(
         config,
-        windows=windows_of(config, read_layer_types(config, default), window),
+        windows=read_windows(config, default, window),
         num_kv_heads=4,
         rope_theta=2e6,
         rotary_of_layer=[0 if rotated else None for rotated in rotates],

@@ -10,9 +10,9 @@ from octavo.models.config import ModelDescription
 from octavo.models.families import llama
 from octavo.models.families.common import (
     PLAIN_ACTIVATIONS,
-    check_layer_types,
-    read_num_layers,
     read_rotary_decoder,
+    read_window,
+    uniform_windows,
 )
 from octavo.models.family import Family
 
@@ -24,13 +24,10 @@ WEIGHTS = replace(
 
 def read(config: Fields) -> ModelDescription:
     """From config.json of a Starcoder2ForCausalLM."""
-    has_window = config.get("sliding_window", None) is not None
-    window = config.count("sliding_window") if has_window else None
-    check_layer_types(config, window)
     hidden, bias = config.count("hidden_size"), config.flag("use_bias", True)
     return read_rotary_decoder(
         config,
-        windows=[window] * read_num_layers(config),
+        windows=uniform_windows(config, read_window(config, None)),
         num_kv_heads=2,
         norm=NormConfig("layer", hidden, config.number("norm_epsilon", 1e-5)),
         qkv_bias=bias,

@@ -30,6 +30,15 @@ _ROWS = tl.constexpr(16)  # of a program
 _BLOCK, _WORDS = tl.constexpr(BLOCK), tl.constexpr(WORDS)
 _UP_AHEAD, _DOWN_AHEAD = 3, 4  # blocks of a slice that are loaded together
 _MAX_REGISTERS = 128  # of a thread: two programs share an SM
+# Layouts of programs of MAX_SLICES warps: of sums, of the two operands, and of inputs on their way.
+_MMA = tl.constexpr(
+    gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[MAX_SLICES, 1], instr_shape=[16, 8])
+)
+_OPERAND = tl.constexpr(gl.DotOperandLayout(0, _MMA.value, k_width=2))
+_RIGHT = tl.constexpr(gl.DotOperandLayout(1, _MMA.value, k_width=2))
+_FLAT = tl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [MAX_SLICES, 1], [1, 0]))
+_STAGED = tl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_SLICED = tl.constexpr(MAX_SLICES * _ROWS.value)  # rows of an operand: those of a program, by slice
 
 
 def is_for_one(up: ExpertMatrices, down: ExpertMatrices, top_k: int, dtype: torch.dtype) -> bool:
@@ -99,10 +108,10 @@ def mix_one_on_hopper(
 
 
 @gluon.jit
-def _load(weight, rows, scales, first, number, num_blocks, limit, OPERAND: gl.constexpr):
+def _load(weight, rows, scales, first, number, num_blocks, limit):
     """Words and exponent fields of one block of each row: first + number, if that is of the slice,
     which ends at `limit`."""
-    columns = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, OPERAND))
+    columns = gl.arange(0, _WORDS, layout=gl.SliceLayout(0, _OPERAND))
     block = first + number
     inside = (number < limit) & (block < num_blocks)
     places = (rows * num_blocks + block) * _WORDS
@@ -112,11 +121,11 @@ def _load(weight, rows, scales, first, number, num_blocks, limit, OPERAND: gl.co
 
 
 @gluon.jit
-def _stage(x, staged, starts, ends, FLAT: gl.constexpr):
+def _stage(x, staged, starts, ends):
     """Copy the inputs of each slice, from starts on and below ends, to shared memory: staged
-    [PER_SLICE, MAX_SLICES, BLOCK], whose rows are by FLAT."""
+    [PER_SLICE, MAX_SLICES, BLOCK]."""
     PER_SLICE: gl.constexpr = staged.shape[0]
-    columns = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, FLAT))
+    columns = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, _FLAT))
     loaded = ()
     for i in gl.static_range(PER_SLICE):
         places = starts[:, None] + i * _BLOCK + columns[None, :]
@@ -161,46 +170,36 @@ def gate_up_one_kernel(
     PDL: gl.constexpr,
 ):
     """Gates and ups of one of the token's experts, into out [TOP_K, num_rows]."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 8]
-    )
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, k_width=2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, k_width=2)
-    SLICED: gl.constexpr = gl.num_warps() * _ROWS
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     slot = gl.program_id(1)
     expert = gl.load(ids + slot).to(gl.int64)
     row = gl.program_id(0) * _ROWS
-    number = gl.arange(0, SLICED, layout=gl.SliceLayout(1, OPERAND))
+    number = gl.arange(0, _SLICED, layout=gl.SliceLayout(1, _OPERAND))
     rows = expert * 2 * num_rows + gl.minimum(row + number % _ROWS, num_rows - 1)
     up_rows = rows + num_rows
     first = number // _ROWS * PER_SLICE
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    staged = gl.allocate_shared_memory(x.dtype.element_ty, [PER_SLICE, 8, _BLOCK], SHARED)
-    slices = gl.arange(0, 8, layout=gl.SliceLayout(1, FLAT))
-    acc = gl.zeros([SLICED, 8], gl.float32, MMA)
+    staged = gl.allocate_shared_memory(x.dtype.element_ty, [PER_SLICE, 8, _BLOCK], _STAGED)
+    slices = gl.arange(0, 8, layout=gl.SliceLayout(1, _FLAT))
+    acc = gl.zeros([_SLICED, 8], gl.float32, _MMA)
     up = acc
     for start in range(0, PER_SLICE, AHEAD):
         loaded = ()
         for i in gl.static_range(AHEAD):
-            given = _load(
-                weight, rows, weight_scales, first, start + i, num_blocks, PER_SLICE, OPERAND
-            )
+            given = _load(weight, rows, weight_scales, first, start + i, num_blocks, PER_SLICE)
             up_given = _load(
-                weight, up_rows, weight_scales, first, start + i, num_blocks, PER_SLICE, OPERAND
+                weight, up_rows, weight_scales, first, start + i, num_blocks, PER_SLICE
             )
             loaded += ((given, up_given),)  # type: ignore[assignment]
         if start == 0:
             starts = slices * (PER_SLICE * _BLOCK)
-            _stage(x, staged, starts, gl.minimum(starts + PER_SLICE * _BLOCK, size), FLAT)
+            _stage(x, staged, starts, gl.minimum(starts + PER_SLICE * _BLOCK, size))
         for i in gl.static_range(AHEAD):
             given = loaded[i]
-            xs = staged.index(gl.minimum(start + i, PER_SLICE - 1)).permute((1, 0)).load(RIGHT)
-            acc = mma_v2(convert(given[0][0], given[0][1], OPERAND), xs, acc)
-            up = mma_v2(convert(given[1][0], given[1][1], OPERAND), xs, up)
+            xs = staged.index(gl.minimum(start + i, PER_SLICE - 1)).permute((1, 0)).load(_RIGHT)
+            acc = mma_v2(convert(given[0][0], given[0][1], _OPERAND), xs, acc)
+            up = mma_v2(convert(given[1][0], given[1][1], _OPERAND), xs, up)
     factor = gl.load(weight_factors + expert)
     gates = _total(_own(acc)) * factor
     ups = _total(_own(up)) * factor
@@ -239,41 +238,31 @@ def down_one_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, 8]
-    )
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, k_width=2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, k_width=2)
-    SLICED: gl.constexpr = gl.num_warps() * _ROWS
     row = gl.program_id(0) * _ROWS
-    number = gl.arange(0, SLICED, layout=gl.SliceLayout(1, OPERAND))
+    number = gl.arange(0, _SLICED, layout=gl.SliceLayout(1, _OPERAND))
     slots = gl.minimum(number // _ROWS // PARTS, TOP_K - 1)
     experts = gl.load(ids + slots, cache_modifier=".cg").to(gl.int64)
     rows = experts * num_rows + gl.minimum(row + number % _ROWS, num_rows - 1)
     first = number // _ROWS % PARTS * PER_SLICE
-    FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    staged = gl.allocate_shared_memory(x.dtype.element_ty, [PER_SLICE, 8, _BLOCK], SHARED)
-    slices = gl.arange(0, 8, layout=gl.SliceLayout(1, FLAT))
+    staged = gl.allocate_shared_memory(x.dtype.element_ty, [PER_SLICE, 8, _BLOCK], _STAGED)
+    slices = gl.arange(0, 8, layout=gl.SliceLayout(1, _FLAT))
     starts = slices // PARTS * size + slices % PARTS * (PER_SLICE * _BLOCK)
     ends = gl.minimum(slices // PARTS + 1, TOP_K) * size
-    acc = gl.zeros([SLICED, 8], gl.float32, MMA)
+    acc = gl.zeros([_SLICED, 8], gl.float32, _MMA)
     for start in range(0, PER_SLICE, AHEAD):
         loaded = ()
         for i in gl.static_range(AHEAD):
-            given = _load(
-                weight, rows, weight_scales, first, start + i, num_blocks, PER_SLICE, OPERAND
-            )
+            given = _load(weight, rows, weight_scales, first, start + i, num_blocks, PER_SLICE)
             loaded += (given,)  # type: ignore[assignment]
         if start == 0:
             if PDL:
                 tl.extra.cuda.gdc_wait()
-            _stage(x, staged, starts, ends, FLAT)
+            _stage(x, staged, starts, ends)
         for i in gl.static_range(AHEAD):
-            xs = staged.index(gl.minimum(start + i, PER_SLICE - 1)).permute((1, 0)).load(RIGHT)
-            acc = mma_v2(convert(loaded[i][0], loaded[i][1], OPERAND), xs, acc)
+            xs = staged.index(gl.minimum(start + i, PER_SLICE - 1)).permute((1, 0)).load(_RIGHT)
+            acc = mma_v2(convert(loaded[i][0], loaded[i][1], _OPERAND), xs, acc)
     values = _own(acc)
-    number = gl.arange(0, SLICED, layout=values.type.layout)
+    number = gl.arange(0, _SLICED, layout=values.type.layout)
     slot = number // _ROWS // PARTS
     is_slot = slot < TOP_K
     own = gl.load(ids + slot, mask=is_slot, other=0)

@@ -62,8 +62,7 @@ class ReferenceBackend:
     ) -> Tensor:
         batch = self._batch
         assert batch is not None, "plan() comes before forward()"
-        layer, group, (k_cache, v_cache) = self._layers[layer_id]
-        size = k_cache.shape[1]
+        layer, group, _ = self._layers[layer_id]
         if head_norms is not None:
             query, key = head_norms[0].forward(query)[0], head_norms[1].forward(key)[0]
         if rotary is not None:
@@ -79,19 +78,9 @@ class ReferenceBackend:
             # Keys that no query sees may be in blocks already freed: never read them.
             first_key = 0 if layer.window is None else max(0, first - layer.window + 1)
             keys = torch.arange(first_key, context_len, device=query.device)
-            table = batch.block_tables[group][i].to(query.device)
-            blocks, offsets = table[keys // size].long(), keys % size
             queries = torch.arange(first, context_len, device=query.device)
-            outputs.append(
-                _attend(
-                    layer,
-                    query[start:end],
-                    k_cache[blocks, offsets],
-                    v_cache[blocks, offsets],
-                    queries,
-                    keys,
-                )
-            )
+            table = batch.block_tables[group][i]
+            outputs.append(self._attend_row(layer_id, query[start:end], queries, table, keys))
         return torch.cat(outputs).flatten(1) if outputs else query.flatten(1)
 
     def plan_encoded(self, inputs: EncodedInputs) -> None:
@@ -106,27 +95,27 @@ class ReferenceBackend:
         batch = self._batch
         assert batch is not None, "plan() comes before attend_encoded()"
         assert batch.encoder_lens is not None, "the step has encoder inputs"
-        layer, group, (k_cache, v_cache) = self._layers[layer_id]
-        size = k_cache.shape[1]
+        _, group, _ = self._layers[layer_id]
         outputs = []
         for i, num_keys in enumerate(batch.encoder_lens.tolist()):
             start, end = batch.query_starts[i : i + 2].tolist()
             keys = torch.arange(num_keys, device=query.device)
-            table = batch.block_tables[group][i].to(query.device)
-            blocks, offsets = table[keys // size].long(), keys % size
             # To queries behind the last key, all are visible.
             queries = torch.full((end - start,), num_keys, device=query.device)
-            outputs.append(
-                _attend(
-                    layer,
-                    query[start:end],
-                    k_cache[blocks, offsets],
-                    v_cache[blocks, offsets],
-                    queries,
-                    keys,
-                )
-            )
+            table = batch.block_tables[group][i]
+            outputs.append(self._attend_row(layer_id, query[start:end], queries, table, keys))
         return torch.cat(outputs).flatten(1) if outputs else query.flatten(1)
+
+    def _attend_row(
+        self, layer_id: int, query: Tensor, positions: Tensor, table: Tensor, keys: Tensor
+    ) -> Tensor:
+        """The attention of one sequence's queries at `positions` to the keys at positions `keys`,
+        found by its block table."""
+        layer, _, (k_cache, v_cache) = self._layers[layer_id]
+        size = k_cache.shape[1]
+        blocks, offsets = table.to(keys.device)[keys // size].long(), keys % size
+        key, value = k_cache[blocks, offsets], v_cache[blocks, offsets]
+        return _attend(layer, query, key, value, positions, keys)
 
     def _write(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         layer, _, (k_cache, v_cache) = self._layers[layer_id]

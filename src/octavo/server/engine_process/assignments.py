@@ -1,7 +1,7 @@
-"""Which requests an engine process may be computing, as exactly as its messages tell.
+"""Which requests an engine process may be computing, as far as its messages show.
 
-Commands arrive in order, and the process acknowledges them (`Acknowledged`). A request that was
-taken away from it, or that its client has given up, may be what the process dies of until then.
+Commands arrive in order, and the process acknowledges them (`Acknowledged`). Until then
+a request that was taken away from the process, or aborted by its client, may still crash it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from octavo.server.engine_process.journal import Assignment, OpenRequest
 
 
 class Assignments:
-    """Owns the assignments of one engine process. What the process says is to be passed on in the
-    order in which it says so."""
+    """Owns the assignments of one engine process. Its messages must be passed on in their order."""
 
     def __init__(self) -> None:
         self._unanswered: dict[int, Assignment] = {}  # by ticket, in the order of the commands
         self._accepted: dict[str, Assignment] = {}  # by the request id that the process knows
         self._leaving: deque[Assignment] = deque()  # taken away, in the order of the commands
-        self._ended: list[Assignment] = []  # in a step during which the next one was begun
+        self._ended: list[Assignment] = []  # in the last step, while the next one was in flight
 
     @property
     def is_empty(self) -> bool:
@@ -28,20 +27,20 @@ class Assignments:
         return not (self._unanswered or self._accepted or self._leaving or self._ended)
 
     def begin(self, assignment: Assignment) -> None:
-        """The process is sent a request."""
+        """Called when a request is sent to the process."""
         self._unanswered[assignment.ticket] = assignment
         assignment.entry.assignments.add(assignment)
 
     def leave(self, assignment: Assignment) -> None:
-        """A request has ended for its client, or goes on elsewhere. Unless the process has said so
-        itself, it was told by the command number `left_at`, or will say so."""
+        """Called when a request has ended for its client, or continues elsewhere. The process has
+        reported its end, or will, or it was sent the command number `left_at`."""
         is_known = self._accepted.get(assignment.entry.request_id) is assignment
         if assignment.left_at and (is_known or assignment.ticket in self._unanswered):
             assignment.last_position = assignment.entry.position
             self._leaving.append(assignment)
 
     def clear(self) -> None:
-        """The process is gone."""
+        """Called when the process is gone."""
         for table in (self._unanswered.values(), self._accepted.values()):
             self._finish(table)
         self._finish(self._leaving)
@@ -49,10 +48,10 @@ class Assignments:
         for each in (self._unanswered, self._accepted, self._leaving, self._ended):
             each.clear()
 
-    # ---------------------------------------------------------------- what the process says
+    # ---------------------------------------------------------------- messages of the process
 
     def answer(self, ticket: int, is_accepted: bool) -> Assignment | None:
-        """It has accepted or refused what was sent with a ticket; None if that was no request."""
+        """Called when the process accepts or refuses a ticket; None if it is not a request's."""
         assignment = self._unanswered.pop(ticket, None)
         if assignment is None:
             return None
@@ -64,15 +63,15 @@ class Assignments:
         return assignment
 
     def admit(self, request_id: str) -> Assignment | None:
-        """It begins to compute a request: the last one of this name that it has accepted. None if
-        it is no client's."""
+        """Called when the process starts a request: the last one of this id that it accepted. None
+        if the request is not a client's."""
         assignment = self._accepted.get(request_id)
         if assignment is not None:
             assignment.is_running = True
         return assignment
 
     def end(self, request_ids: Iterable[str], is_computing: bool) -> None:
-        """It reports the ends of requests; with `is_computing`, the next step may have them yet."""
+        """Called when requests end; if `is_computing`, a step in flight may still have them."""
         self._finish(self._ended)
         ends = [self._accepted.pop(each) for each in request_ids if each in self._accepted]
         self._ended = ends if is_computing else []
@@ -80,7 +79,7 @@ class Assignments:
             self._finish(ends)
 
     def acknowledge(self, num_commands: int) -> bool:
-        """It has taken in so many commands. True if it has let go of requests."""
+        """Called when the process has executed so many commands. True if that freed requests."""
         leaving, has_any = self._leaving, False
         while leaving and leaving[0].left_at <= num_commands:
             assignment = leaving.popleft()

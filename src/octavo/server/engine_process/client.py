@@ -1,4 +1,4 @@
-"""The engine, as the API process sees it: prompts in, text out, whatever becomes of its process."""
+"""The engine as the API process sees it: prompts in, text out, even if its process dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engine processes say, brought to the streams, the metrics and the subscribers."""
+"""Delivers what engine processes report to the streams, the metrics and the subscribers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _tickets = itertools.count()  # of all exchanges, so that a late reply is never 
 
 
 class Reader(Protocol):
-    """Callbacks for what the engine processes of replicas say. `number` is the replica's."""
+    """Callbacks for the messages of engine processes. `number` is the replica's."""
 
     def answered(self, entry: OpenRequest, error: OctavoError | None) -> None:
         """An engine has accepted a request, or refused it."""
@@ -39,22 +39,22 @@ class Reader(Protocol):
         """An engine has computed a prefix, or could not."""
 
     def let_go(self, number: int) -> None:
-        """An engine computes something no longer that was taken away from it."""
+        """An engine has stopped computing something that was taken away from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a process had that is gone."""
+    """What a process that died was working on."""
 
     entries: list[OpenRequest]
-    pins: list[Pin]  # prefixes that it was told to compute, and had not
-    # What it may have been computing, also what was taken away from it.
+    pins: list[Pin]  # prefixes that it had still to compute
+    # What it may have been computing, including what was taken away from it.
     at_risk: dict[OpenRequest, Assignment]
 
     @property
     def only_one(self) -> OpenRequest | None:
-        """The request that it died of, if it was not killed from outside: it can have been
-        computing nothing else that might do harm."""
+        """The request that must have crashed the process, unless it was killed from outside: it
+        cannot have been computing anything else that might."""
         if len(self.at_risk) != 1 or not all(pin.is_proven for pin in self.pins):
             return None
         return next(iter(self.at_risk))
@@ -75,7 +75,7 @@ class Exchange:
         self._assignments = Assignments()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._pinning: dict[int, Pin] = {}
-        # Those that it was told to unpin, with the number of commands by then.
+        # Prefixes being unpinned, with the number of that command.
         self._unpinning: deque[tuple[int, Pin]] = deque()
         self._searching: dict[str, Assignment] = {}  # beam searches that run, by request id
         self._admissions: list[Admitted] = []  # since the last report
@@ -91,7 +91,7 @@ class Exchange:
 
     @property
     def is_vacant(self) -> bool:
-        """Whether the process computes nothing that it might die of."""
+        """Whether the process computes nothing that might crash it."""
         pins = [*self._pinning.values(), *(pin for _, pin in self._unpinning)]
         return self._assignments.is_empty and all(pin.is_proven for pin in pins)
 
@@ -120,15 +120,15 @@ class Exchange:
     # ---------------------------------------------------------------- what it is asked for
 
     def send_request(self, entry: OpenRequest, load: int) -> None:
-        """Have the process begin with a request, or go on with it."""
+        """Have the process start or continue a request."""
         entry.assignment = Assignment(entry, self._number, next(_tickets), load)
         self._assignments.begin(entry.assignment)
         self.open[entry.request_id] = entry
         self._send(entry.add_message(entry.assignment.ticket))
 
     def forget(self, entry: OpenRequest) -> None:
-        """What still comes of a request is ignored: it has ended, or goes on elsewhere. The process
-        was told so, or has said so."""
+        """Ignore further results of a request, which has ended or continues elsewhere. The process
+        knows that: it was sent a command, or reported the end itself."""
         if entry.assignment is not None:
             self._assignments.leave(entry.assignment)
             entry.assignment = None

@@ -70,7 +70,7 @@ class OpenRequest:
 
     @property
     def load(self) -> int:
-        """Tokens that it is for its replica, as counted by the router."""
+        """The load of its replica by this request in tokens, as the router counts it."""
         return 0 if self.assignment is None else self.assignment.load
 
     @property

@@ -165,7 +165,7 @@ class EngineLoop:
     # ---------------------------------------------------------------- reports
 
     def _report(self, results: StepResults[bytes]) -> None:
-        """Tell the other side what a step brought; also when that is nothing but a step."""
+        """Send the results of a step, even if there are none."""
         if self._pins:
             ends = [end for end in results.finished if not self._answer_pin(end)]
             results = results._replace(finished=ends)

@@ -115,9 +115,7 @@ async def _structured(
     calls: list[CallForm] = []
     if tools is not None:
         if not format_.has_calls:
-            raise refused(
-                tools.field, "no format in which the model calls tools is known", UNSUPPORTED
-            )
+            raise refused("tools", "no format in which the model calls tools is known", UNSUPPORTED)
         if format_.calls is None:
             if tools.is_required or form is not None:
                 reason = "calls cannot be demanded in the format of this model"
@@ -134,7 +132,7 @@ async def _structured(
         is_parallel=tools is not None and tools.is_parallel,
         form=None if grammar is None else (grammar.kind, grammar.source),
     )
-    field = tools.field if tools is not None else form.field if form is not None else ""
+    field = "tools" if tools is not None else form.field if form is not None else ""
     whole = StructuredOutput(parts=parts, field=field)
     try:
         await context.client.check_structured(whole)

@@ -103,21 +103,16 @@ class ToolUse:
         callable: those that may be called.
         is_required: the answer is a call.
         is_parallel: it may have several.
-        field: what the client calls the tools.
     """
 
     shown: Sequence[Mapping[str, Any]]
     callable: Sequence[CallableTool]
     is_required: bool
     is_parallel: bool
-    field: str
 
 
 def tool_use(
-    tools: Sequence[Tool] | None,
-    choice: ToolChoice | None,
-    parallel: bool | None,
-    field: str = "tools",
+    tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> ToolUse | None:
     """What a request's fields mean together; None if no tool may be called.
 
@@ -125,25 +120,24 @@ def tool_use(
         tools: in the order of the request.
         choice: not given: "auto".
         parallel: whether several calls are allowed; not given: they are.
-        field: what the client calls the tools.
 
     Raises:
         ApiError: they contradict each other; names the field.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise refused("tool_choice", f"it needs {field}")
+            raise refused("tool_choice", "it needs tools")
         return None
     counts = Counter(each.function.name for each in tools)
     for i, each in enumerate(tools):
         if counts[each.function.name] > 1:
             raise refused(
-                f"{field}[{i}].function.name",
+                f"tools[{i}].function.name",
                 f"{counts[each.function.name]} tools are called {each.function.name!r}",
             )
     if choice == "none":
         return None
-    able = [_callable(each.function, f"{field}[{i}].function") for i, each in enumerate(tools)]
+    able = [_callable(each.function, f"tools[{i}].function") for i, each in enumerate(tools)]
     is_required, is_parallel = choice == "required", parallel is not False
     if isinstance(choice, NamedTool):
         name, is_required, is_parallel = choice.function.name, True, False
@@ -151,7 +145,7 @@ def tool_use(
         if not able:
             raise refused("tool_choice.function.name", f"there is no tool {name[:MAX_NAME]!r}")
     shown = [each.model_dump(exclude_none=True) for each in tools]
-    return ToolUse(shown, able, is_required, is_parallel, field)
+    return ToolUse(shown, able, is_required, is_parallel)
 
 
 def _callable(function: FunctionTool, field: str) -> CallableTool:

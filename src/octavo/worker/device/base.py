@@ -80,7 +80,7 @@ class PendingTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an engine needs memory for."""
+    """What determines the memory that an engine needs."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -118,7 +118,7 @@ class Device(ABC):
     keeps_tables = False
     """Whether attention reads block tables that stay on the device."""
     computing: AbstractContextManager[object] = nullcontext()
-    """To be entered around whatever computes."""
+    """A context in which all computation takes place."""
 
     def adapt(self, config: EngineConfig) -> EngineConfig:
         """The settings, with those that follow from the device."""
@@ -153,7 +153,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What people call it."""
+        """The device's name, for logs and messages."""
 
     @abstractmethod
     def weight_kernels(self, dtype: torch.dtype) -> WeightKernels:
@@ -189,19 +189,19 @@ class Device(ABC):
 
     @abstractmethod
     def settle(self, owns_process: bool) -> None:
-        """All that lives as long as the engine was made; steps follow.
+        """Called when everything that lives as long as the engine exists, before the first step.
 
-        owns_process: settings of the whole process may be changed for them.
+        owns_process: whether settings of the whole process may be changed for the steps.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Give memory that was freed back to the machine."""
+        """Return freed memory to the machine."""
 
     # ---------------------------------------------------------------- steps
 
     def moment(self) -> Moment:
-        """The end of all that the device has been given so far."""
+        """The end of all work submitted to the device so far."""
         return Moment()
 
     def staging(self, scheduler: SchedulerConfig, num_shapes: int) -> Staging:
@@ -221,7 +221,7 @@ class Device(ABC):
         return None
 
     def swapping(self) -> AbstractContextManager[object]:
-        """To be entered around copies between the tiers."""
+        """A context in which blocks are copied between the tiers."""
         return nullcontext()
 
     @abstractmethod

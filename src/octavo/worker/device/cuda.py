@@ -120,7 +120,7 @@ class CudaDevice(Device):
         return measure_memory(demand, make_runner, total, self.torch_device, graphs)
 
     def allocate_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # Kernels read whole tiles and mask what lies behind a sequence: that must be finite.
+        # Kernels read whole tiles and mask what lies after a sequence: that must be finite.
         return torch.zeros(tuple(shape), dtype=dtype, device=self.torch_device)
 
     def allocate_swap_blocks(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
