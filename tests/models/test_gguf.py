@@ -23,8 +23,9 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, ModelError
 from octavo.gguf import find_gguf, read_gguf
 from octavo.layers.base import WeightSlot
+from octavo.model_files import open_files
 from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES
-from octavo.models.hub import describe_files, resolve_model
+from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model, load_model, load_weights, weight_targets
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
@@ -263,7 +264,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     assert resolve_model(str(directory)) == directory / names[0]
     assert torch.equal(logits(directory / names[0]), expected)
     assert torch.equal(logits(directory / names[2]), expected)
-    assert list(describe_files(directory / names[0])) == names
+    assert list(open_files(directory / names[0]).describe()) == names
     (directory / names[1]).rename(directory / "elsewhere")
     with pytest.raises(ModelError, match=r"has 3 files, of which m-00002-of-00003.gguf"):
         read_model_config(directory / names[0])

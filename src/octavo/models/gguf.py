@@ -12,17 +12,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError
 from octavo.gguf import GgufFile, GgufTensor, read_gguf
 from octavo.gguf.tokenizer import end_token_ids, token_id
 from octavo.json_fields import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields
 from octavo.models.families.common import LAYER_TYPES, periodic_layer_types
-from octavo.models.family import WeightNames
+from octavo.models.family import Family
 from octavo.models.quantization import Quantization
+from octavo.models.weight_names import WeightNames
 
 METHOD = "gguf"  # of Quantization
 TABLE, HEAD = "token_embd.weight", "output.weight"
@@ -194,53 +195,46 @@ TURNED_OFF: Mapping[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GgufModel:
-    """A model in a GGUF file."""
-
-    name: str  # of its architecture
-    config: Fields  # as config.json of the family
-    generation: Fields  # as generation_config.json
-    quantization: Quantization | None
-
-
-def read_gguf_model(path: Path) -> GgufModel:
-    """The model in a GGUF file; weights are not read.
-
-    Raises:
-        ModelError: see `read_gguf`; an architecture or an option that octavo does not serve, or a
-            value that is missing or cannot be. Names it.
+class GgufSource:
+    """See ModelSource. Translates the metadata of one file.
 
     Example:
-        >>> read_gguf_model(Path("Qwen3-0.6B-Q8_0.gguf")).config.count("hidden_size")
+        >>> GgufSource(Path("Qwen3-0.6B-Q8_0.gguf")).config().count("hidden_size")
         1024
     """
-    file = read_gguf(path)
-    name = file.text("general.architecture")
-    architecture = ARCHITECTURES.get(name or "")
-    kind = file.text("general.type")
-    if kind not in (None, "model"):
-        raise file.error("general.type", "octavo serves models")
-    if name is None or architecture is None:
-        raise file.error("general.architecture", f"octavo serves {', '.join(ARCHITECTURES)}")
-    return GgufModel(
-        name,
-        Fields(f"{file.path}, as config.json", _Reader(file, name, architecture).config()),
-        _generation(file),
-        _quantization(file),
-    )
 
+    weight_files: ClassVar[str] = "octavo.models.gguf_weights:GgufWeights"
 
-class _Reader:
-    """Translates the metadata of one file."""
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError: see `read_gguf`; or octavo does not serve the architecture."""
+        self.path = path
+        self._file = read_gguf(path)
+        self._name = self._file.text("general.architecture") or ""
+        self._architecture = architecture_of(self._file)
 
-    def __init__(self, file: GgufFile, name: str, architecture: Architecture) -> None:
-        self._file = file
-        self._name = name
-        self._architecture = architecture
+    def generation(self) -> Fields:
+        """See ModelSource.generation."""
+        return _generation(self._file)
 
-    def config(self) -> dict[str, Any]:
-        """Raises ModelError."""
+    def quantization(self) -> Quantization | None:
+        """See ModelSource.quantization."""
+        return _quantization(self._file)
+
+    def weight_names(self, family: Family) -> WeightNames:
+        """See ModelSource.weight_names."""
+        return self._architecture.weights
+
+    def transformers_directory(self) -> Path:
+        """See ModelSource.transformers_directory."""
+        raise ConfigError(
+            "model_impl", f"{self.path}: GGUF files are served by octavo's own families"
+        )
+
+    def config(self) -> Fields:
+        """See ModelSource.config."""
+        return Fields(f"{self._file.path}, as config.json", self._config())
+
+    def _config(self) -> dict[str, Any]:
         architecture, file = self._architecture, self._file
         values = {**COMMON, **architecture.values}
         self._check_keys({value.key for value in values.values()})
@@ -496,6 +490,21 @@ def _quantization(file: GgufFile) -> Quantization | None:
     if num_bits is None:  # without a form, or in several
         return Quantization(METHOD)
     return Quantization(METHOD, num_bits=num_bits, form="int", group_size=GROUP)
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """What octavo knows of a file's architecture.
+
+    Raises:
+        ModelError: it knows no such architecture, or the file has no model.
+    """
+    kind = file.text("general.type")
+    if kind not in (None, "model"):
+        raise file.error("general.type", "octavo serves models")
+    architecture = ARCHITECTURES.get(file.text("general.architecture") or "")
+    if architecture is None:
+        raise file.error("general.architecture", f"octavo serves {', '.join(ARCHITECTURES)}")
+    return architecture
 
 
 def is_projection(name: str) -> bool:

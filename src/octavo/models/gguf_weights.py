@@ -7,7 +7,8 @@ weight can stay in memory (GroupedInt), value for value.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -21,8 +22,16 @@ from octavo.gguf import GgufTensor, read_gguf
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
 from octavo.models.dequantize import Format, FormatError, Parts, QuantizedTensor, StoredTensor
-from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES, FORM_BITS, GROUP, METHOD, is_projection
+from octavo.models.gguf import (
+    DENSE_TYPES,
+    FORM_BITS,
+    GROUP,
+    METHOD,
+    architecture_of,
+    is_projection,
+)
 from octavo.models.quantization import Quantization
+from octavo.ops import KVScales
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
 
 CHUNK_BYTES = 1 << 20  # that are dequantized at once
@@ -31,25 +40,33 @@ EXPERTS = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.weight")
 CPU = torch.device("cpu")
 
 
-def read_tensors(
+class GgufWeights:
+    """See WeightFiles. Experts come one by one. Scales that are not finite are a ModelError when
+    they are read."""
+
+    config_name = "the metadata"
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    @contextmanager
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> Iterator[Iterable[FileTensor]]:
+        """See WeightFiles.tensors."""
+        yield _read_tensors(self._config, dtype, device)
+
+    def kv_scales(self) -> list[KVScales]:
+        """See WeightFiles.kv_scales."""
+        return [KVScales()] * len(self._config.attentions)
+
+
+def _read_tensors(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Iterator[FileTensor]:
-    """The tensors of the GGUF file that the model is in, as its family computes with them; those
-    of all experts one by one.
-
-    Args:
-        config: its `directory` is the file.
-        dtype: of weights that are dequantized.
-        device: where weights are put that stay quantized.
-
-    Raises:
-        ModelError: when a tensor is read whose scales are not finite; names it.
-    """
-    assert config.gguf_architecture is not None
-    architecture = ARCHITECTURES[config.gguf_architecture]
+    file = read_gguf(config.path)
+    architecture = architecture_of(file)
     form = Format((), (), (), _read_form, joint=" as ")
     dense = Format((), (), (), partial(_read_dense, dtype=dtype), joint=" as ")
-    for stored in read_gguf(config.directory).tensors.values():
+    for stored in file.tensors.values():
         has_form = stored.type in _FORM_READERS and is_projection(stored.name)
         format_, place = (form, device) if has_form else (dense, CPU)
         for tensor in _matrices(stored):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
 from octavo.errors import ModelError, shown
-from octavo.gguf import find_gguf, is_gguf, read_gguf
+from octavo.gguf import find_gguf, is_gguf
 from octavo.gguf.file import SUFFIX
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -54,55 +53,6 @@ def resolve_model(name: str, weights: bool = True) -> Path:
         f"no model {name!r}: it is not a directory or file ({path.absolute()}), not 'demo', and "
         "not a hub id of the form organisation/name"
     )
-
-
-def describe_files(directory: Path, weights: bool = True) -> dict[str, str]:
-    """What tells whether two directories hold the same model, without reading the weights.
-
-    Args:
-        directory: of a model, or its GGUF file.
-        weights: whether its weights count.
-
-    Returns:
-        File name -> the SHA-256 of what describes the model, and the size of what holds weights.
-
-    Raises:
-        ModelError: a file cannot be read.
-
-    Example:
-        >>> describe_files(resolve_model("demo"))
-        {'config.json': 'SHA-256 5a0c…', 'model.safetensors': '1181360 bytes'}
-    """
-    described = {}
-    if is_gguf(directory):
-        return _describe_gguf(directory, weights)
-    try:
-        for path in sorted(directory.iterdir()):
-            if path.name == "config.json" or (weights and path.name.endswith(".index.json")):
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-                described[path.name] = f"SHA-256 {digest[:16]}"
-            elif weights and path.suffix == ".safetensors":
-                described[path.name] = f"{path.stat().st_size} bytes"
-    except OSError as error:
-        raise ModelError(f"{directory} cannot be read ({error.strerror})") from error
-    return described
-
-
-def _describe_gguf(path: Path, weights: bool) -> dict[str, str]:
-    """See describe_files. The header is what describes the model."""
-    tensors = read_gguf(path).tensors.values()
-    described = {}
-    for part in sorted({tensor.path for tensor in tensors}):
-        first = min(tensor.offset for tensor in tensors if tensor.path == part)
-        try:
-            with part.open("rb") as file:
-                digest = hashlib.sha256(file.read(first)).hexdigest()
-            described[part.name] = f"SHA-256 {digest[:16]}"
-            if weights:
-                described[part.name] += f", {part.stat().st_size} bytes"
-        except OSError as error:
-            raise ModelError(f"{part} cannot be read ({error.strerror})") from error
-    return described
 
 
 def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:
