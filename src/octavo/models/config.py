@@ -428,13 +428,14 @@ class ModelConfig(ModelDescription):
 
     def _saved_bytes(self, dtype_bytes: int) -> tuple[int, int]:
         """What quantized projections and experts take less than in the model's dtype."""
-        per_weight = None if self.quantization is None else self.quantization.weight_bytes
-        if per_weight is None:
+        if self.quantization is None:
             return 0, 0
-        projections, experts = self.quantized_parts
-        saved = dtype_bytes - per_weight
-        kept = self.kept
-        return int(saved * projections * kept.projections), int(saved * experts * kept.experts)
+        saved = []
+        forms = self.quantization, self.quantization.of_experts
+        for form, number, is_kept in zip(forms, self.quantized_parts, self.kept, strict=True):
+            taken = dtype_bytes if form.weight_bytes is None else form.weight_bytes
+            saved.append(int((dtype_bytes - taken) * number * is_kept))
+        return saved[0], saved[1]
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""

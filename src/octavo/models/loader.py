@@ -283,24 +283,24 @@ def _rounded(
     cannot have it."""
     if quantization is None:
         return dense
+    if slot.is_of_experts:
+        quantization = quantization.of_experts
     matrices = dense.mT if slot.is_transposed else dense
     if dense.dim() == 2:
         form = _form_of(matrices, quantization)
         return dense if form is None else form
-    forms = [_form_of(each, quantization, True) for each in matrices]  # little memory on the way
+    forms = [_form_of(each, quantization) for each in matrices]  # little memory on the way
     found = [each for each in forms if each is not None]
     return type(found[0]).stack(found) if len(found) == len(forms) else dense
 
 
-def _form_of(
-    dense: Tensor, quantization: Quantization, is_of_experts: bool = False
-) -> QuantizedWeight | None:
-    """Of [out_features, in_features]; MXFP4 is that of experts alone."""
+def _form_of(dense: Tensor, quantization: Quantization) -> QuantizedWeight | None:
+    """Of [out_features, in_features]."""
     size = dense.shape[-1]
     if quantization.form == "float8":
         block = quantization.block or (1, size)
         return ScaledFloat8.quantize(dense, block, quantization.quantizes_inputs)
-    if quantization.form == "mxfloat4" and is_of_experts:
+    if quantization.form == "mxfloat4":
         return MxFloat4.quantize(dense)
     if quantization.form == "int":
         # Scales of fewer inputs, where their number does not divide.
