@@ -1,12 +1,18 @@
-"""Writes a benchmark's model as a GGUF file, which OpenVINO GenAI reads without an exporter.
+"""Writes a model as a GGUF file, which octavo serves, and which OpenVINO GenAI reads without an
+exporter.
 
-It supports only what the benchmarks need: Llama and Qwen3, matrices in float16 or in int8 with a
-scale for each 32 inputs (Q8_0), and a vocabulary of placeholder names, since all prompts are token
-ids.
+It supports only what the benchmarks need: Llama and Qwen3 in one safetensors file, matrices in
+float16 or in int8 with a scale for each 32 inputs (Q8_0), and a vocabulary of placeholder names,
+since all prompts are token ids. To compare the file with the model that it was written from:
+
+    python benchmarks/gguf_file.py demo /tmp/demo.gguf --int8
+    octavo bench throughput --model /tmp/demo.gguf
+    octavo bench throughput --model demo --dtype bfloat16
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -17,11 +23,18 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from octavo.models.hub import resolve_model
+
+ARCHITECTURES = ("llama", "qwen3")
+
 
 def write_gguf(model: Path, file: Path, has_int8: bool = False) -> None:
     """Write the model in directory `model`, which is in Hugging Face format, to `file`; has_int8:
-    with all matrices in Q8_0."""
+    with all matrices in Q8_0. Raises ValueError for a model of another architecture."""
     config = json.loads((model / "config.json").read_text())
+    if config["model_type"] not in ARCHITECTURES:
+        raise ValueError(f"{model}: model_type is not one of {', '.join(ARCHITECTURES)}")
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     weights = load_file(model / "model.safetensors")
     partial = file.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, config["model_type"])
@@ -63,8 +76,9 @@ def _stored(name: str, weight: torch.Tensor, config: dict[str, Any]) -> NDArray[
 
 
 def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    tokens = [f"t{i}" for i in range(config["vocab_size"])]
-    special = {config["bos_token_id"], config["eos_token_id"]}
+    # The merge below has three tokens, which must be in the vocabulary.
+    tokens = ["t", "1", *(f"t{i}" for i in range(1, config["vocab_size"] - 1))]
+    special = {config.get("bos_token_id"), config.get("eos_token_id")}
     # OpenVINO refuses a model without control tokens.
     types = [
         gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL
@@ -88,6 +102,24 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(["t 1"])
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
+    if config.get("bos_token_id") is not None:
+        writer.add_bos_token_id(config["bos_token_id"])
+    if config.get("eos_token_id") is not None:
+        writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", help="a directory in Hugging Face format, demo, or a hub id")
+    parser.add_argument("file", type=Path, help="the GGUF file to write")
+    parser.add_argument("--int8", action="store_true", help="all matrices in Q8_0")
+    arguments = parser.parse_args()
+    write_gguf(resolve_model(arguments.model), arguments.file, arguments.int8)
+
+
+if __name__ == "__main__":
+    main()

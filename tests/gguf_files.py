@@ -30,8 +30,10 @@ ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "granite")},
     **{name: name for name in ("olmo2", "smollm3", "seed_oss", "cohere2")},
     **{"gemma3_text": "gemma3", "cohere": "command-r", "qwen3_moe": "qwen3moe"},
+    **{"mixtral": "llama", "olmoe": "olmoe", "gpt_oss": "gpt-oss"},
 }
 TURNED = ("llama", "granite", "smollm3")
+MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")  # gpt-oss
 SPLIT_TYPES = (Kind.F32, Kind.F16, Kind.BF16)
 # Where the float16 scales of a block are, in bytes, and their sizes for values of about 1.
 SCALES = {
@@ -55,6 +57,7 @@ OVERRIDES: Mapping[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 16},
     "cohere2": {"sliding_window_pattern": 4},
     "qwen3_moe": {"mlp_only_layers": [], "moe_intermediate_size": 32},
+    "mixtral": {"sliding_window": None},
 }
 
 Choose = Callable[[str, tuple[int, ...]], Kind]
@@ -63,7 +66,18 @@ Choose = Callable[[str, tuple[int, ...]], Kind]
 def everywhere(kind: Kind) -> Choose:
     """This type for matrices, and values for the others and for odd sizes."""
     block = gguf.GGML_QUANT_SIZES[kind][0]
-    return lambda name, shape: kind if len(shape) > 1 and shape[-1] % block == 0 else Kind.F32
+
+    def choose(name: str, shape: tuple[int, ...]) -> Kind:
+        is_matrix = len(shape) > 1 and name.endswith(".weight")
+        return kind if is_matrix and shape[-1] % block == 0 else Kind.F32
+
+    return choose
+
+
+def with_experts(kind: Kind, other: Kind) -> Choose:
+    """This type for experts, and another one for the other matrices."""
+    experts, others = everywhere(kind), everywhere(other)
+    return lambda name, shape: (experts if "_exps." in name else others)(name, shape)
 
 
 def write_pair(
@@ -93,26 +107,26 @@ def convert(source: Path, path: Path, choose: Choose, metadata: Mapping[str, Any
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     tensors = load_file(source / "model.safetensors")
     experts: dict[tuple[str, Kind], dict[int, NDArray[Any]]] = {}
-    for name, tensor in tensors.items():
+    for name, part in [each for item in tensors.items() for each in _parts(*item)]:
         module, _, ending = re.sub(r"experts\.\d+", "experts", name).rpartition(".")
         stored = f"{names.get_name(module)}.{ending}"
         assert not stored.startswith("None"), name
         turned = arch in TURNED and ("q_proj" in name or "k_proj" in name)
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-        array = (_turned(tensor, heads) if turned else tensor).float().numpy()
+        array = (_turned(part, heads) if turned else part).float().numpy()
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
-        data, exact = quantized(array, choose(stored, array.shape))
         kind = choose(stored, array.shape)
-        if ".experts." in name:
-            expert = int(name.split(".experts.")[1].split(".")[0])
-            experts.setdefault((stored, kind), {})[expert] = data
+        data, exact = quantized(array, kind)
+        number = re.search(r"\.experts\.(\d+)\.", name)
+        if number is not None:
+            experts.setdefault((stored, kind), {})[int(number[1])] = data
         else:
             writer.add_tensor(stored, data, raw_dtype=kind)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             exact = exact - 1
         back = torch.from_numpy(np.array(exact, np.float32))
-        tensors[name] = (_straight(back, heads) if turned else back).contiguous()
+        part.copy_(_straight(back, heads) if turned else back)
     for (stored, kind), matrices in experts.items():
         stacked = np.stack([matrices[expert] for expert in range(len(matrices))])
         writer.add_tensor(stored, stacked, raw_dtype=kind)
@@ -126,6 +140,22 @@ def convert(source: Path, path: Path, choose: Choose, metadata: Mapping[str, Any
     return path
 
 
+def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """What the converter makes of a tensor, under names that the name map knows; views of it."""
+    if name.endswith(".sinks"):
+        return [(f"{name}.weight", tensor)]
+    match = MERGED.fullmatch(name)
+    if match is None:
+        return [(name, tensor)]
+    ending = "bias" if match[3] else "weight"
+    rows = tensor if match[3] else tensor.mT  # [experts, outputs, inputs]
+    if match[2] == "down":
+        return [(f"{match[1]}.down_proj.{ending}", rows)]
+    return [
+        (f"{match[1]}.{kind}_proj.{ending}", rows[:, i::2]) for i, kind in enumerate(("gate", "up"))
+    ]
+
+
 def quantized(array: NDArray[np.float32], kind: Kind) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """The stored data, and the values that it stands for."""
     if kind in SCALES:
@@ -137,7 +167,7 @@ def quantized(array: NDArray[np.float32], kind: Kind) -> tuple[NDArray[Any], NDA
             data[..., offset : offset + 2] = np.frombuffer(scale.tobytes(), np.uint8)
         data = data.reshape(*array.shape[:-1], -1)
     else:
-        data = gguf.quantize(array, kind)
+        data = gguf.quantize(np.ascontiguousarray(array), kind)
     return data, gguf.dequantize(data, kind).reshape(array.shape)
 
 
@@ -191,7 +221,7 @@ def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Any]:
         values["logit_scale"] = config.logit_scale
     else:
         values["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
-    if arch in ("gemma2", "gemma3", "phi3", "cohere2"):
+    if arch in ("gemma2", "gemma3", "phi3", "cohere2", "gpt-oss"):
         values["attention.sliding_window"] = config.sliding_window
     if arch == "gemma2":
         values["attn_logit_softcapping"] = config.attn_logit_softcapping
@@ -206,10 +236,13 @@ def _metadata(config: PreTrainedConfig, arch: str) -> dict[str, Any]:
         values["embedding_scale"] = config.embedding_multiplier
         values["residual_scale"] = config.residual_multiplier
         values["logit_scale"] = config.logits_scaling
-    if arch == "qwen3moe":
+    if hasattr(config, "num_experts_per_tok"):
         values["expert_count"] = config.num_experts
         values["expert_used_count"] = config.num_experts_per_tok
+    if arch == "qwen3moe":
         values["expert_feed_forward_length"] = config.moe_intermediate_size
+    if arch == "gpt-oss":
+        values["expert_feed_forward_length"] = config.intermediate_size
     if rope.get("rope_type") in ("linear", "yarn"):
         values["rope.scaling.type"] = rope["rope_type"]
         values["rope.scaling.factor"] = rope["factor"]

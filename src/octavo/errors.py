@@ -6,6 +6,7 @@ An `assert` in octavo guards against its own bugs; what a user can cause raises 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -119,6 +120,13 @@ class _Shortened(reprlib.Repr):
 def shown(value: object) -> str:
     """A value for an error message: its repr, shortened if it is long. Never raises."""
     return _SHORTENED.repr(value).replace("\n", " ")
+
+
+def few(names: Iterable[str]) -> str:
+    """The first three of some names for an error message, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(shown(name)[1:-1] for name in names[:3]) + more
 
 
 _SHORTENED = _Shortened()

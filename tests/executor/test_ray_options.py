@@ -28,7 +28,7 @@ from octavo.executor.ray_launcher import (
     gpus_of,
     make_starts,
 )
-from octavo.models.hub import describe_files
+from octavo.model_files import open_files
 from octavo.models.registry import read_model_config
 from octavo.parallel import Shard
 from octavo.server.engine_process.placement import place_replicas
@@ -119,31 +119,31 @@ def test_ranks_of_a_node_share_its_gpus_and_threads() -> None:
     assert [start.neighbours for start in starts] == [Shard(0, 1), Shard(0, 2), Shard(1, 2)]
     assert [start.config.num_threads for start in starts] == [2, 4, 4]
     assert {start.address for start in starts} == {"tcp://10.0.0.2:1234"}
-    assert str(starts[2].model_config.directory) == "/models/GPU-ab"
+    assert str(starts[2].model_config.path) == "/models/GPU-ab"
     assert gpus_of(ONE, homes, facts) == {"CUDA_VISIBLE_DEVICES": "0"}
     assert gpus_of(FOUR, homes, facts) == {"CUDA_VISIBLE_DEVICES": "3,GPU-ab"}
 
 
 def test_a_node_with_another_model_or_version(tmp_path: Path) -> None:
     model_zoo.write_model("llama3", tmp_path)
-    files = describe_files(tmp_path)
+    files = open_files(tmp_path).describe()
     assert set(files) == {"config.json", "model.safetensors"}
-    assert set(describe_files(tmp_path, weights=False)) == {"config.json"}
+    assert set(open_files(tmp_path).describe(weights=False)) == {"config.json"}
 
     facts = HomeFacts(version("octavo"), (), 1, tmp_path, files)
     check_facts(facts, "node 1", files)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    changed = facts._replace(files=describe_files(tmp_path))
+    changed = facts._replace(files=open_files(tmp_path).describe())
     with pytest.raises(ModelError, match=r"node 1 .*safetensors is \d+ bytes there, and \d+"):
         check_facts(changed, "node 1", files)
     weights.unlink()
-    missing = facts._replace(files=describe_files(tmp_path))
+    missing = facts._replace(files=open_files(tmp_path).describe())
     with pytest.raises(ModelError, match=r"model\.safetensors is missing there"):
         check_facts(missing, "node 1", files)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"config\.json is SHA-256 44136fa355b3678a there"):
-        check_facts(facts._replace(files=describe_files(tmp_path)), "node 1", files)
+        check_facts(facts._replace(files=open_files(tmp_path).describe()), "node 1", files)
     with pytest.raises(ConfigError, match=r"executor: node 1 has octavo 7, and this host"):
         check_facts(facts._replace(version="7"), "node 1", files)
 

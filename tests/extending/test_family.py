@@ -16,8 +16,9 @@ from octavo import LLM, SamplingParams
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families.common import read_rotary_decoder
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
 from octavo.models.registry import FAMILIES, read_model_config
+from octavo.models.weight_names import WeightNames
 
 PROMPT = model_zoo.random_token_ids(40)
 

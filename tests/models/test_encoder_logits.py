@@ -77,7 +77,7 @@ def test_the_last_layer_may_compute_some_tokens_alone(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_and_kv_are_those_declared(name: str) -> None:
     config = read_model_config(model_zoo.model_directory(name))
-    model, reference = load(config.directory), model_zoo.reference_model(name)
+    model, reference = load(config.path), model_zoo.reference_model(name)
     weights = dict(reference.named_parameters())
     if name == "marian":  # its positions are no weights
         weights = {key: each for key, each in weights.items() if "embed_positions" not in key}

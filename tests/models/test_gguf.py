@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,21 +20,26 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import gguf_files
 import model_zoo
-from gguf_files import everywhere, write_pair
+from gguf_files import everywhere, with_experts, write_pair
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, ModelError
 from octavo.gguf import find_gguf, read_gguf
 from octavo.layers.base import WeightSlot
+from octavo.model_files import open_files
 from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES
-from octavo.models.hub import describe_files, resolve_model
+from octavo.models.hub import resolve_model
 from octavo.models.loader import build_model, load_model, load_weights, weight_targets
+from octavo.models.quantization import KeptParts, WeightKernels
 from octavo.models.registry import read_model_config
 from octavo.ops.communicator import SingleRank
-from octavo.ops.quantized import GroupedInt
+from octavo.ops.quantized import GroupedInt, MxFloat4
 from octavo.parallel import Shard
+from octavo.weight_forms import describe_dequantized
 
 CPU = torch.device("cpu")
 PROMPT = model_zoo.random_token_ids(70)  # longer than the zoo's sliding windows
+# Experts of which two ranks have whole blocks.
+SPARSE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}  # for K-quants
 ROPE = {"rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -186,6 +193,33 @@ def test_ranks_take_their_parts(kind: Kind, tmp_path: Path) -> None:
         assert torch.equal(found[name], weight), name
 
 
+def test_experts_in_mxfp4_stay_so_value_for_value(tmp_path: Path) -> None:
+    """As gpt-oss is published: with biases, and with values in an order of their own."""
+    path = write_pair("gpt_oss", tmp_path, with_experts(Kind.MXFP4, Kind.Q8_0), **SPARSE)
+    check(path)
+    slots = projections(path)
+    for tensor in gguf.GGUFReader(path).tensors:
+        if not tensor.name.endswith("_exps.weight"):
+            continue
+        stem = tensor.name.removesuffix(".weight")
+        found = [slots[f"{stem}.{expert}.weight"] for expert in range(tensor.data.shape[0])]
+        assert all(isinstance(slot.content, MxFloat4) for slot in found)
+        expected = torch.from_numpy(gguf.dequantize(tensor.data, Kind.MXFP4))
+        assert torch.equal(torch.stack([slot.dense() for slot in found]), expected)
+    assert sum(isinstance(slot.content, MxFloat4) for slot in slots.values()) == 3 * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt_oss", Kind.MXFP4), ("mixtral", Kind.Q4_0), ("olmoe", Kind.Q6_K)]
+)
+def test_ranks_take_their_parts_of_experts(name: str, kind: Kind, tmp_path: Path) -> None:
+    path = write_pair(name, tmp_path, with_experts(kind, Kind.Q8_0), **SPARSE)
+    expected, found = gathered(path, 1), gathered(path, 2)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+
+
 def test_tokens_and_texts(tmp_path: Path) -> None:
     """Through the engine, with the file's tokenizer, chat template and end tokens."""
     path = write_pair(
@@ -241,6 +275,41 @@ def test_memory_is_counted_as_weights_are_kept(
         assert saved == (int((4 - weight_bytes) * in_layers) if weight_bytes else 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "experts", "others", "hopper", "ampere", "lost"),
+    [
+        ("gpt_oss", Kind.MXFP4, Kind.BF16, (True, True), (True, True), None),
+        ("gpt_oss", Kind.MXFP4, Kind.Q8_0, (True, True), (False, True), None),
+        ("mixtral", Kind.Q4_0, Kind.Q8_0, (True, True), (False, True), None),
+        ("mixtral", Kind.Q8_0, Kind.Q8_0, (True, False), (False, False), "gguf experts are"),
+        ("mixtral", Kind.Q8_0, Kind.F16, (True, False), (True, False), "gguf experts are"),
+        ("olmoe", Kind.Q6_K, Kind.Q4_0, (True, False), (False, False), "gguf experts are"),
+        ("olmoe", Kind.F16, Kind.Q4_0, (True, True), (False, True), None),
+    ],
+)
+def test_what_a_gpu_keeps_quantized_of_experts_and_projections(
+    name: str,
+    experts: Kind,
+    others: Kind,
+    hopper: tuple[bool, bool],
+    ampere: tuple[bool, bool],
+    lost: str | None,
+    tmp_path: Path,
+) -> None:
+    """There is no kernel for experts of 8 bits: they are dequantized, which the log says."""
+    config = read_model_config(write_pair(name, tmp_path, with_experts(experts, others), **SPARSE))
+    kept: dict[WeightKernels, tuple[bool, bool]] = {"hopper": hopper, "ampere": ampere}
+    for kernels, expected in kept.items():
+        assert config.kept_by(kernels).kept == KeptParts(*expected)
+    text = describe_dequantized(config, "bfloat16", "hopper")
+    assert (text is None) if lost is None else (text is not None and text.startswith(lost))
+    bits = {Kind.MXFP4: 4.25, Kind.Q4_0: 4.5, Kind.Q8_0: 8.5}
+    num_projections, num_experts = config.quantized_parts
+    saved = num_projections * (16 - (bits.get(others, 16) if hopper[0] else 16)) / 8
+    saved += num_experts * (16 - (bits.get(experts, 16) if hopper[1] else 16)) / 8
+    assert config.weight_bytes(2) - config.kept_by("hopper").least_weight_bytes(2) == int(saved)
+
+
 def test_a_model_in_several_files(tmp_path: Path) -> None:
     path = write_pair("llama", tmp_path, everywhere(Kind.Q8_0))
     expected, directory = logits(path), tmp_path / "split"
@@ -263,7 +332,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     assert resolve_model(str(directory)) == directory / names[0]
     assert torch.equal(logits(directory / names[0]), expected)
     assert torch.equal(logits(directory / names[2]), expected)
-    assert list(describe_files(directory / names[0])) == names
+    assert list(open_files(directory / names[0]).describe()) == names
     (directory / names[1]).rename(directory / "elsewhere")
     with pytest.raises(ModelError, match=r"has 3 files, of which m-00002-of-00003.gguf"):
         read_model_config(directory / names[0])
@@ -289,6 +358,13 @@ def test_which_file_a_directory_means(tmp_path: Path) -> None:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("gguf")
     return write_pair("llama", directory, everywhere(Kind.Q8_0), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def good_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("experts")
+    choose = with_experts(Kind.MXFP4, Kind.Q8_0)
+    return write_pair("gpt_oss", directory, choose, num_hidden_layers=1)
 
 
 def patched(good: Path, tmp_path: Path, change: Callable[[bytearray], object]) -> Path:
@@ -406,7 +482,8 @@ def test_scales_that_are_not_finite(kind: Kind, tmp_path: Path) -> None:
     [
         ({"general.architecture": "mamba"}, "architecture is 'mamba'; octavo serves llama, qwen2"),
         ({"general.type": "adapter"}, "general.type is 'adapter'; octavo serves models"),
-        ({"llama.expert_count": 8}, "llama.expert_count is 8; octavo does not serve it for llama"),
+        ({"llama.expert_count": 8}, "has no llama.expert_used_count"),
+        ({"llama.expert_used_count": 2}, "expert_used_count is 2; octavo does not serve it for"),
         ({"llama.new_option": 0.5}, "llama.new_option is 0.5; octavo does not know this option"),
         ({"llama.attention.causal": False}, "octavo serves causal models"),
         ({"llama.attention.value_length": 8}, "value_length is 8; octavo serves heads of one"),
@@ -435,6 +512,91 @@ def test_metadata_that_is_not_served(
         path = write_pair("llama", tmp_path, everywhere(Kind.F32), metadata, num_hidden_layers=1)
     with pytest.raises(ModelError, match=message):
         read_model_config(path)
+
+
+EXPERT_FAULTS: dict[str, tuple[Callable[[bytearray], object], str]] = {
+    "more experts": (
+        put("I", 6, b"gpt-oss.expert_count", 4),
+        r"exps.weight has shape \[5, 64, 96\]; it must have 3 dimensions, and its first is "
+        r"gpt-oss.expert_count \(6\)",
+    ),
+    "no experts": (put("I", 0, b"gpt-oss.expert_count", 4), "gpt-oss.expert_count|has no"),
+    "a million": (put("I", 10**6, b"gpt-oss.expert_count", 4), r"expert_count \(1000000\)"),
+    "too many are used": (put("I", 6, b"expert_used_count", 4), "6 of 5 experts cannot be chosen"),
+    "all of none": (put("I", 0, b"expert_used_count", 4), "has no gpt-oss.expert_used_count"),
+    "size": (
+        put("I", 64, b"expert_feed_forward_length", 4),
+        r"exps.0.(weight|bias) has shape \[.*96.*\]; the metadata asks for \[.*64.*\]",
+    ),
+    "values for blocks": (put("I", 0, b"blk.0.ffn_up_exps.weight", 28), "truncated|overlap"),
+    "no such type": (put("I", 38, b"blk.0.ffn_up_exps.weight", 28), "type 38, which is none of"),
+}
+
+
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_faulty_experts(fault: str, good_experts: Path, tmp_path: Path) -> None:
+    change, message = EXPERT_FAULTS[fault]
+    path = patched(good_experts, tmp_path, change)
+    with pytest.raises(ModelError, match=message):
+        logits(path)
+
+
+def test_exponents_that_stand_for_no_number(good_experts: Path, tmp_path: Path) -> None:
+    tensor = read_gguf(good_experts).tensors["blk.0.ffn_down_exps.weight"]
+    num_experts, num_rows, _ = tensor.shape
+    row = tensor.num_bytes // (num_experts * num_rows)
+    path = patched(
+        good_experts, tmp_path, put("B", 255, skip=tensor.offset + (2 * num_rows + 7) * row)
+    )
+    message = r"exps.2.weight as MXFP4 has scales that are not finite, in row 7"
+    with pytest.raises(ModelError, match=message):
+        logits(path)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_corruptions_of_a_mixture_are_errors_or_harmless(
+    count: int, good_experts: Path, tmp_path: Path
+) -> None:
+    """Numbers behind names become extreme, bytes change, names change places, files end early: no
+    other error, and no memory for what is not there."""
+    data, file = good_experts.read_bytes(), read_gguf(good_experts)
+    end = min(each.offset for each in file.tensors.values())
+    names = [name.encode() for name in (*file.metadata, *file.tensors)]
+    chance = random.Random(count)
+    extremes = [
+        0,
+        1,
+        3,
+        31,
+        255,
+        *(2**bits + i for bits in (16, 31, 32, 40, 62, 63) for i in (-1, 0)),
+    ]
+    for _ in range(count):
+        bad = bytearray(data)
+        match chance.randrange(4):
+            case 0 | 1:
+                name, layout = chance.choice(names), chance.choice("BIQ")
+                place = bad.index(name) + chance.choice((-8, *range(len(name), len(name) + 32, 4)))
+                value = chance.choice(extremes) % (1 << 8 * struct.calcsize(layout))
+                struct.pack_into(f"<{layout}", bad, min(place, end - 8), value)
+            case 2:
+                one = chance.choice(names)
+                bad = bad.replace(one, chance.choice([n for n in names if len(n) == len(one)]))
+            case _:
+                bad[chance.randrange(end)] = chance.randrange(256)
+                del bad[chance.choice((len(bad), chance.randrange(len(bad)))) :]
+        path = tmp_path / "bad.gguf"
+        path.write_bytes(bad)
+        tracemalloc.start()
+        try:
+            config = read_model_config(path)
+            if config.max_model_len <= model_zoo.MAX_POSITIONS:
+                load_model(config, torch.float32, CPU, SingleRank())
+        except ModelError:
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100 << 20
 
 
 def test_tensors_that_are_missing_or_left_over(good: Path, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("name", model_zoo.NAMES)
 def test_declared_layers(name: str) -> None:
     config = read_model_config(model_zoo.model_directory(name))
-    layers = load(config.directory).attention_layers
+    layers = load(config.path).attention_layers
     assert [layer.layer_id for layer in layers] == list(range(config.num_layers))
     assert tuple(layer.window for layer in layers) == config.layer_windows
 

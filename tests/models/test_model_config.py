@@ -1166,7 +1166,7 @@ def test_resolve_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(write(tmp_path, GPT2))
     assert resolve_model("org/name-1.5b") == tmp_path
     assert calls == [("org/name-1.5b", ["*.safetensors", "*.json", "*.jinja"])]
     (tmp_path / "org" / "name-1.5b").mkdir(parents=True)

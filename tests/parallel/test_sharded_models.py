@@ -16,10 +16,10 @@ import model_zoo
 from octavo.config import SchedulerConfig
 from octavo.errors import ConfigError, ModelError
 from octavo.memory_budget import estimate_activations
-from octavo.models import loader
 from octavo.models.base import CausalLM
 from octavo.models.loader import build_model, fill_with_noise, load_weights, weight_targets
 from octavo.models.registry import FAMILIES, read_model_config
+from octavo.models.safetensors_files import TensorInFile
 from octavo.ops.communicator import SingleRank
 from octavo.parallel import Shard
 
@@ -101,15 +101,15 @@ def test_only_slices_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what two ranks divide, each reads one half."""
     directory = model_zoo.model_directory("llama")
     num_read = 0
-    original = loader.TensorInFile.read
+    original = TensorInFile.read
 
-    def counting(self: loader.TensorInFile, where: tuple[slice, ...]) -> Tensor:
+    def counting(self: TensorInFile, where: tuple[slice, ...]) -> Tensor:
         nonlocal num_read
         tensor = original(self, where)
         num_read += tensor.numel()
         return tensor
 
-    monkeypatch.setattr(loader.TensorInFile, "read", counting)
+    monkeypatch.setattr(TensorInFile, "read", counting)
     config = read_model_config(directory).sharded(Shard(1, 2))
     load_weights(built(directory, Shard(1, 2)), config)
     assert num_read == config.num_parameters()

@@ -265,7 +265,7 @@ class Budget:
         """For people: the budget, what a token takes, and how many sequences fit."""
         model, shape = self._model_config, self._shape
         title = (
-            f"{model.directory}: {model.architecture}, "
+            f"{model.path}: {model.architecture}, "
             f"{model.num_parameters() / 1e6:,.1f} M parameters, {self._dtype}"
         )
         if model.num_expert_parameters():
@@ -338,7 +338,7 @@ class Budget:
 
     def values(self, lengths: tuple[int, ...]) -> dict[str, Any]:
         return {
-            "model": str(self._model_config.directory),
+            "model": str(self._model_config.path),
             "architecture": self._model_config.architecture,
             "parameters": self._model_config.num_parameters(),
             "active_parameters": self._model_config.num_active_parameters(),

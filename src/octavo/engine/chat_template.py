@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -20,7 +19,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.errors import InvalidRequest, ModelError
-from octavo.json_fields import Fields
 
 
 class ChatTemplate:
@@ -55,27 +53,6 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program: it can fail in any way
             raise InvalidRequest("messages", f"the chat template refused them: {error}") from error
-
-
-def find_template(directory: Path, config: Fields) -> str | None:
-    """chat_template.jinja, else chat_template in tokenizer_config.json, else None.
-
-    The field may hold several named templates; the one called "default" is used.
-    """
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
-    template = config.get("chat_template", None)
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        defaults = [entry for entry in entries if entry.get("name") == "default"]
-        template = defaults[-1].get("template") if defaults else None
-    if template is not None and not isinstance(template, str):
-        raise config.error("chat_template", "it must be a template or a list of named templates")
-    return template
 
 
 class _GenerationTag(Extension):

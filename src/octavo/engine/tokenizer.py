@@ -18,11 +18,9 @@ from typing import Any
 
 import tokenizers
 
-from octavo.engine.chat_template import ChatTemplate, find_template
+from octavo.engine.chat_template import ChatTemplate
 from octavo.errors import InvalidRequest, ModelError, RequestTooLong
-from octavo.gguf import is_gguf, read_gguf
-from octavo.gguf.tokenizer import read_tokenizer
-from octavo.json_fields import Fields, read_json
+from octavo.model_files import DEFAULT_CLASS, ModelDirectory, open_files
 
 REPLACEMENT = "\ufffd"  # what bytes that are not UTF-8 decode to
 MAX_HELD_TOKENS = 8  # a character has at most 4 bytes, so more pending tokens are not a character
@@ -30,7 +28,6 @@ CONTEXT_TOKENS = 5  # prompt tokens that the output's text may depend on; charac
 MANY_TOKENS = 1_024  # they take about a millisecond to decode
 SPACE_MARK = "\u2581"
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-DEFAULT_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json that comes without a class
 ANY_BYTE_PIECE = "<0x61>"  # "a"; a vocabulary that has one byte has them all
 
 
@@ -126,40 +123,23 @@ class Tokenizer:
 
         Raises ModelError if tokenizer.json is missing or broken.
         """
-        directory = Path(path)
-        file = directory / "tokenizer.json"
-        if not file.is_file():
+        files = ModelDirectory(Path(path)).tokenizer()
+        if files is None:
             raise ModelError(
-                f"{directory} has no tokenizer.json: give prompts as token ids, or let transformers"
+                f"{path} has no tokenizer.json: give prompts as token ids, or let transformers"
                 " write one (AutoTokenizer.from_pretrained(path).save_pretrained(path))"
             )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing more precise
-            raise ModelError(f"{file} cannot be read: {error}") from error
-        config_file = directory / "tokenizer_config.json"
-        config = read_json(config_file) if config_file.exists() else Fields("", {})
-        class_name = config.get("tokenizer_class", None)
-        if not isinstance(class_name, str):
-            class_name = DEFAULT_CLASS
-        template = find_template(directory, config)
-        answers = config.get("response_template", None)
-        return cls(backend, _special_tokens(config), template, class_name, answers)
+        return cls(*files)
 
     @classmethod
     def find(cls, path: str | Path) -> Tokenizer | None:
-        """The tokenizer of a model directory or of a GGUF file; None if it has none.
+        """The tokenizer of a model; None if it has none.
 
         Raises:
             ModelError: a file of it is broken.
         """
-        if is_gguf(Path(path)):
-            read = read_tokenizer(read_gguf(Path(path)))
-            return (
-                None if read is None else cls(read.backend, read.special_tokens, read.chat_template)
-            )
-        has_tokenizer = (Path(path) / "tokenizer.json").exists()
-        return cls.from_directory(path) if has_tokenizer else None
+        files = open_files(path).tokenizer()
+        return None if files is None else cls(*files)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -459,20 +439,6 @@ class Room:
         """Raises RequestTooLong if there is no room for `num_tokens`."""
         if num_tokens > self.num_tokens:
             raise RequestTooLong(field, f"{num_tokens} tokens {self.excess}")
-
-
-def _special_tokens(config: Fields) -> dict[str, str]:
-    """Every "..._token" of tokenizer_config.json; a token is a string or an object."""
-    tokens = {}
-    for role, value in config.values.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if role.endswith("_token") and isinstance(content, str):
-            try:
-                content.encode()
-            except UnicodeEncodeError as error:  # a lone surrogate
-                raise config.error(role, "it is not valid text") from error
-            tokens[role] = content
-    return tokens
 
 
 def _joins_bytes(decoder: tokenizers.decoders.Decoder | None) -> bool:

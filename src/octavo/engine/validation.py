@@ -151,7 +151,7 @@ class RequestPreparer:
         if check_grammar is None:
             # Only for this check: the worker has a library of its own.
             check_grammar = Guidance(
-                model_config.directory, model_config.vocab_size, self._eos_ids
+                model_config.path, model_config.vocab_size, self._eos_ids
             ).compile
         self._check_grammar = check_grammar
         self._seeds = random.Random(config.seed)

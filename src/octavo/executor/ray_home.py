@@ -15,7 +15,8 @@ from typing import NamedTuple
 from octavo.child_process import ChildProcess, is_stopped
 from octavo.errors import ModelError
 from octavo.executor.rank_sockets import join
-from octavo.models.hub import describe_files, resolve_model
+from octavo.model_files import open_files
+from octavo.models.hub import resolve_model
 
 COMMAND = (sys.executable, "-m", "octavo.executor.rank")
 # Which network gloo takes. By itself it takes the one that the host's own name stands for, which is
@@ -30,8 +31,8 @@ class HomeFacts(NamedTuple):
     version: str  # of octavo
     gpus: tuple[str, ...]  # the rank's, as CUDA_VISIBLE_DEVICES names them
     port: int  # that is free at the moment
-    directory: Path  # of the model
-    files: dict[str, str]  # see describe_files
+    path: Path  # of the model
+    files: dict[str, str]  # see ModelFiles.describe
 
 
 class RankHome:
@@ -51,14 +52,14 @@ class RankHome:
         import ray
 
         try:
-            directory = resolve_model(model, weights)
-            files = describe_files(directory, weights)
+            path = resolve_model(model, weights)
+            files = open_files(path).describe(weights)
         except ModelError as error:
             return error
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
-        return HomeFacts(version("octavo"), tuple(gpus), port, directory, files)
+        return HomeFacts(version("octavo"), tuple(gpus), port, path, files)
 
     def start(
         self, rank: int, address: tuple[str, int], secret: bytes, environment: Mapping[str, str]

@@ -36,8 +36,8 @@ from octavo.executor.ray_cluster import (
 )
 from octavo.executor.ray_home import HomeFacts, RankHome
 from octavo.executor.sharded import ShardedExecutor
+from octavo.model_files import open_files
 from octavo.models.config import ModelConfig
-from octavo.models.hub import describe_files
 from octavo.parallel import Shard
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def gather_facts(
     is_named = config.model == "demo" or not path.exists()
     asked = config.model if is_named else str(path.absolute())
     calls = [home.call("facts", asked, weights) for home in homes]
-    own = describe_files(model_config.directory, weights)
+    own = open_files(model_config.path).describe(weights)
     gathered = []
     for home, call in zip(homes, calls, strict=True):
         facts = home.get(call)
@@ -250,7 +250,7 @@ def gather_facts(
 
 
 def check_facts(facts: HomeFacts, where: str, files: Mapping[str, str]) -> None:
-    """Check that a node has this version of octavo, and a model of these files (describe_files).
+    """Check that a node has this version of octavo, and a model that is described so.
 
     Raises:
         ConfigError, ModelError: it has not; names the node as `where`.
@@ -261,7 +261,7 @@ def check_facts(facts: HomeFacts, where: str, files: Mapping[str, str]) -> None:
         there, here = facts.files.get(name, "missing"), files.get(name, "missing")
         if there != here:
             raise ModelError(
-                f"{where} has another model than this host: {facts.directory / name} is {there} "
+                f"{where} has another model than this host: {facts.path / name} is {there} "
                 f"there, and {here} here"
             )
 
@@ -284,7 +284,7 @@ def make_starts(
         own = config
         if config.device == "cpu":  # ranks on a CPU divide these
             own = replace(config, num_threads=(config.num_threads or 1) * neighbours.size)
-        model = replace(model_config, directory=facts[rank].directory)
+        model = replace(model_config, path=facts[rank].path)
         starts.append(Start(own, model, Shard(rank, size), neighbours, address, log_level))
     return starts
 

@@ -138,6 +138,12 @@ def find_gguf(directory: Path) -> Path | None:
     return files[0]
 
 
+def split_names(match: re.Match[str]) -> tuple[str, ...]:
+    """The names of all files of a model, from a match of SPLIT_NAME."""
+    count = int(match["count"])
+    return tuple(f"{match['stem']}-{i + 1:05}-of-{match['count']}{SUFFIX}" for i in range(count))
+
+
 def read_gguf(path: Path) -> GgufFile:
     """The header of a GGUF file, and those of the others that the model is split into.
 
@@ -152,7 +158,7 @@ def read_gguf(path: Path) -> GgufFile:
     match = SPLIT_NAME.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         raise first.error("split.count", f"its files are called NAME-00001-of-{count:05}{SUFFIX}")
-    names = [f"{match['stem']}-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count)]
+    names = split_names(match)
     absent = [name for name in names if not path.with_name(name).is_file()]
     if absent:
         raise ModelError(
@@ -192,7 +198,7 @@ class _Header:
         self._data = data
         self._size = len(data)
         self._at = len(MAGIC)
-        self._types = _tensor_types(path)
+        self._types = tensor_types(path)
 
     def read(self) -> GgufFile:
         """Raises ModelError."""
@@ -321,7 +327,7 @@ class _Header:
             )
 
 
-def _tensor_types(path: Path) -> dict[int, tuple[str, int, int]]:
+def tensor_types(path: Path | str) -> dict[int, tuple[str, int, int]]:
     """Number -> name, values in a block, and bytes of a block.
 
     Raises ModelError if the gguf package is not installed.

@@ -45,6 +45,8 @@ END_TOKENS = frozenset(
         *("<|end_of_text|>", "<|END_OF_TURN_TOKEN|>"),
     }
 )
+# Where these are tokens (Harmony), <|end|> ends a message, of which an answer has several.
+HARMONY_ENDS = ("<|return|>", "<|call|>")
 # Fills up a vocabulary to the number of rows of the model's table.
 PADDING_TOKEN = re.compile(r"\[PAD\d+\]")
 
@@ -180,11 +182,15 @@ def end_token_ids(file: GgufFile) -> tuple[int, ...]:
     """
     named = [token_id(file, name) for name in ("eos", "eot", "eom")]
     tokens, types = file.texts(TOKENS) or [], _types(file)
-    known = [
-        number
+    control = {
+        token: number
         for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind == TokenType.CONTROL and token in END_TOKENS
-    ]
+        if kind == TokenType.CONTROL
+    }
+    ends = END_TOKENS
+    if control.keys() >= set(HARMONY_ENDS):
+        ends = ends - {"<|end|>"} | set(HARMONY_ENDS)
+    known = [number for token, number in control.items() if token in ends]
     return tuple(dict.fromkeys(each for each in (*named, *known) if each is not None))
 
 

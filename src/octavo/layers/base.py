@@ -20,13 +20,17 @@ class WeightSlot:
     those of a checkpoint's tensor that has several matrices, such as all experts.
     """
 
-    __slots__ = ("_content", "_dtype", "is_transposed", "shape")
+    __slots__ = ("_content", "_dtype", "is_of_experts", "is_transposed", "shape")
 
-    def __init__(self, *shape: int, is_transposed: bool = False) -> None:
+    def __init__(
+        self, *shape: int, is_transposed: bool = False, is_of_experts: bool = False
+    ) -> None:
         """`shape` is that of the slice, of the weight as it is computed with; or, of a checkpoint
-        that keeps dense weights as [..., in_features, out_features], as that does."""
+        that keeps dense weights as [..., in_features, out_features], as that does.
+        `is_of_experts`: of experts that a router chooses from."""
         self.shape = shape
         self.is_transposed = is_transposed
+        self.is_of_experts = is_of_experts
         self._content: Tensor | QuantizedWeight | None = None
         self._dtype: torch.dtype
 

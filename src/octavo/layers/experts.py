@@ -129,20 +129,26 @@ class LoadedExperts(ExpertsMethod):
         if len(names) == 2:
             return self._merged_targets(*names)
         config = self.config
-        assert not config.bias, "experts with biases are merged in all checkpoints"
         inner, part = self._inner()
         everything = slice(0, config.hidden_size)
         found: WeightTargets = {}
         for expert in range(config.routing.num_experts):
             *ups, down = self.places(expert)
-            gate_name, up_name, down_name = (each.replace("*", str(expert)) for each in names)
-            for name, place in zip((gate_name, up_name), ups, strict=True):
+            *up_names, down_name = (each.replace("*", str(expert)) for each in names)
+            for name, place in zip(up_names, ups, strict=True):
                 found[f"{name}.weight"] = WeightTarget(
                     (inner, config.hidden_size), (WeightSlice(place, (part, everything)),)
                 )
             found[f"{down_name}.weight"] = WeightTarget(
                 (config.hidden_size, inner), (WeightSlice(down, (everything, part)),)
             )
+            if self.up_bias is None:
+                continue
+            for name, bias in zip(up_names, self.up_bias[expert].chunk(2), strict=True):
+                found[f"{name}.bias"] = WeightTarget((inner,), (WeightSlice(bias, (part,)),))
+            own = self.down_bias
+            slices = () if own is None else (WeightSlice(own[expert], (everything,)),)
+            found[f"{down_name}.bias"] = WeightTarget((config.hidden_size,), slices)
         return found
 
     def forward_partial(self, hidden: Tensor, routed: Routed) -> Tensor:
@@ -243,7 +249,7 @@ class QuantizedExperts(LoadedExperts):
         size, inner = self.config.hidden_size, self.config.intermediate_size
         if not self._separate:
             self._separate = [
-                (WeightSlot(inner, size), WeightSlot(inner, size), WeightSlot(size, inner))
+                (_slot(inner, size), _slot(inner, size), _slot(size, inner))
                 for _ in range(self.config.routing.num_experts)
             ]
         return self._separate[expert]
@@ -254,11 +260,11 @@ class QuantizedExperts(LoadedExperts):
         inner = self.config.intermediate_size
         if self._merged is None:
             if self.config.alternating:
-                ups = [WeightSlot(num, size, 2 * inner, is_transposed=True)]
-                self._merged = ups, WeightSlot(num, inner, size, is_transposed=True)
+                ups = [_slot(num, size, 2 * inner, is_transposed=True)]
+                self._merged = ups, _slot(num, inner, size, is_transposed=True)
             else:
-                ups = [WeightSlot(num, inner, size) for _ in range(2)]
-                self._merged = ups, WeightSlot(num, size, inner)
+                ups = [_slot(num, inner, size) for _ in range(2)]
+                self._merged = ups, _slot(num, size, inner)
         return self._merged
 
     def finalize(self) -> None:
@@ -295,6 +301,10 @@ class QuantizedExperts(LoadedExperts):
         for slot in slots:
             slot.clear()
         return found
+
+
+def _slot(*shape: int, is_transposed: bool = False) -> WeightSlot:
+    return WeightSlot(*shape, is_transposed=is_transposed, is_of_experts=True)
 
 
 def _content(slot: WeightSlot) -> Tensor | QuantizedWeight:

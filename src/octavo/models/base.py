@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -12,10 +13,31 @@ from torch import Tensor, nn
 from octavo.layers.base import WeightTargets
 from octavo.layers.embedding import Embedding, LMHead
 from octavo.models.dequantize import StoredTensor
-from octavo.ops import AttentionBackend, LayerSpec
+from octavo.ops import AttentionBackend, KVScales, LayerSpec
 
 # The file, the name in it, and the tensor.
 FileTensor = tuple[Path, str, StoredTensor]
+
+
+class WeightFiles(Protocol):
+    """The tensors in a model's files; made of its ModelConfig."""
+
+    config_name: str
+    """What errors call the part of the files that says which shapes the tensors have."""
+
+    def tensors(
+        self, dtype: torch.dtype, device: torch.device
+    ) -> AbstractContextManager[Iterable[FileTensor]]:
+        """All tensors, one for each weight, as the family computes with it; they can be read until
+        the context ends.
+
+        Args:
+            dtype: what may be dequantized is dequantized to.
+            device: where quantized weights are read to.
+        """
+
+    def kv_scales(self) -> list[KVScales]:
+        """Of each attention layer; 1 where the files have none."""
 
 
 class Checkpoint(Protocol):

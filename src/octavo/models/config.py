@@ -25,7 +25,14 @@ from octavo.layers.config import (
     RelativeBiasConfig,
     RotaryConfig,
 )
-from octavo.models.quantization import ALL_KEPT, KeptParts, Quantization, WeightKernels
+from octavo.models.quantization import (
+    ALL_KEPT,
+    ON_LOAD_METHOD,
+    KeptParts,
+    Quantization,
+    WeightKernels,
+)
+from octavo.models.weight_names import UNNAMED, WeightNames
 from octavo.parallel import WHOLE, Shard
 from octavo.routing import RoutingConfig
 
@@ -351,8 +358,10 @@ class DecodingRules:
 class ModelConfig(ModelDescription):
     """A model's description, and what its files say about serving it."""
 
-    directory: Path  # in Hugging Face format; or a GGUF file
-    gguf_architecture: str | None = None  # a name in models.gguf.ARCHITECTURES, of a GGUF file
+    path: Path  # a directory, or a file (octavo/model_files.py)
+    # The WeightFiles that its tensors are in; its module is imported late.
+    weight_files: str = "octavo.models.safetensors_files:SafetensorsFiles"
+    weight_names: WeightNames = field(default=UNNAMED, hash=False, repr=False)
     architecture: str  # the class in config.json, such as "LlamaForCausalLM"
     family: str  # config.json's model_type
     model_class: str = "octavo.models.decoder:Decoder"  # a CausalLM; its module is imported late
@@ -365,6 +374,11 @@ class ModelConfig(ModelDescription):
     kept: KeptParts = ALL_KEPT  # see kept_by
     # What generation_config.json sets (temperature, top_p, ...) for requests that do not.
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def is_stored_quantized(self) -> bool:
+        """Whether the files hold quantized weights."""
+        return self.quantization is not None and self.quantization.method != ON_LOAD_METHOD
 
     def kept_by(self, kernels: WeightKernels) -> ModelConfig:
         """The same model with `least_weight_bytes` and `read_bytes` of a device with such kernels.
@@ -403,21 +417,21 @@ class ModelConfig(ModelDescription):
 
     def _saved_bytes(self, dtype_bytes: int) -> tuple[int, int]:
         """What quantized projections and experts take less than in the model's dtype."""
-        per_weight = None if self.quantization is None else self.quantization.weight_bytes
-        if per_weight is None:
+        if self.quantization is None:
             return 0, 0
-        projections, experts = self.quantized_parts
-        saved = dtype_bytes - per_weight
-        kept = self.kept
-        return int(saved * projections * kept.projections), int(saved * experts * kept.experts)
+        saved = []
+        forms = self.quantization, self.quantization.of_experts
+        for form, number, is_kept in zip(forms, self.quantized_parts, self.kept, strict=True):
+            taken = dtype_bytes if form.weight_bytes is None else form.weight_bytes
+            saved.append(int((dtype_bytes - taken) * number * is_kept))
+        return saved[0], saved[1]
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """The same model limited to shorter sequences; ConfigError beyond its own limit."""
         if max_model_len > self.max_model_len:
             raise ConfigError(
                 "max_model_len",
-                f"{max_model_len} is more than the {self.max_model_len} positions of "
-                f"{self.directory}",
+                f"{max_model_len} is more than the {self.max_model_len} positions of {self.path}",
             )
         return replace(self, max_model_len=max_model_len)
 

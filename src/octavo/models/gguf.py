@@ -12,28 +12,31 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from octavo.errors import ModelError
+from octavo.errors import ConfigError, ModelError
 from octavo.gguf import GgufFile, GgufTensor, read_gguf
 from octavo.gguf.tokenizer import end_token_ids, token_id
 from octavo.json_fields import MAX_COUNT, MAX_NUMBER, MIN_NUMBER, Fields
 from octavo.models.families.common import LAYER_TYPES, periodic_layer_types
-from octavo.models.family import WeightNames
+from octavo.models.family import Family
 from octavo.models.quantization import Quantization
+from octavo.models.weight_names import WeightNames
 
 METHOD = "gguf"  # of Quantization
 TABLE, HEAD = "token_embd.weight", "output.weight"
 LLAMA3_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-PROJECTION = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp|\w*norm)\w+\.weight")
+PROJECTION = re.compile(r"blk\.\d+\.(attn|ffn)_(?!gate_inp|sinks|rot_embd|\w*norm)\w+\.weight")
+EXPERTS = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.(weight|bias)")  # all in one tensor
 LAYER = re.compile(r"blk\.(\d{1,9})\.")
 DENSE_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Types whose blocks are integers times a scale, as GroupedInt has them, and their bits.
 FORM_BITS = {"Q8_0": 8, "Q4_0": 4}
 GROUP = 32  # inputs that share a scale in these
+MXFP4 = "MXFP4"  # a form that experts alone have
 # Names in generation_config.json and, behind "general.sampling.", in the metadata.
 SAMPLING = {
     **{"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
@@ -79,7 +82,7 @@ class Value(NamedTuple):
     """A field of config.json that the metadata has."""
 
     key: str  # behind the name of the architecture
-    kind: Literal["count", "number"]
+    kind: Literal["count", "number", "flag"]
     is_required: bool = False
 
 
@@ -95,6 +98,8 @@ class Architecture:
     # family rotates i and i + dim / 2.
     has_turned_heads: bool = False
     norm_offset: float = 0.0  # what was added to the weights of norms
+    yarn: Mapping[str, Any] = field(default_factory=dict)  # rope_scaling has beside the metadata
+    mixture: Architecture | None = None  # of files of the same name that have experts
 
 
 COMMON = {
@@ -116,17 +121,44 @@ MULTIPLIERS = {
     "residual_multiplier": Value("residual_scale", "number"),
     "logits_scaling": Value("logit_scale", "number"),
 }
-EXPERTS = {
+NUM_EXPERTS = {
     "num_experts": Value("expert_count", "count", True),
     "num_experts_per_tok": Value("expert_used_count", "count", True),
-    "moe_intermediate_size": Value("expert_feed_forward_length", "count", True),
 }
+NORMALISED = {"norm_topk_prob": Value("expert_weights_norm", "flag")}
+EXPERT_SIZE = Value("expert_feed_forward_length", "count", True)
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(model_type="llama", values=RMS_NORM, has_turned_heads=True),
+    "llama": Architecture(
+        model_type="llama",
+        values=RMS_NORM,
+        has_turned_heads=True,
+        mixture=Architecture(
+            model_type="mixtral",
+            values={
+                **RMS_NORM,
+                "num_local_experts": NUM_EXPERTS["num_experts"],
+                "num_experts_per_tok": NUM_EXPERTS["num_experts_per_tok"],
+            },
+            has_turned_heads=True,
+        ),
+    ),
     "qwen2": Architecture(model_type="qwen2", values=RMS_NORM),
     "qwen3": Architecture(model_type="qwen3", values=RMS_NORM),
     "qwen3moe": Architecture(
-        model_type="qwen3_moe", values={**RMS_NORM, **EXPERTS}, fixed={"norm_topk_prob": True}
+        model_type="qwen3_moe",
+        values={**RMS_NORM, **NUM_EXPERTS, **NORMALISED, "moe_intermediate_size": EXPERT_SIZE},
+        fixed={"norm_topk_prob": True},
+    ),
+    "olmoe": Architecture(
+        model_type="olmoe",
+        values={**RMS_NORM, **NUM_EXPERTS, **NORMALISED},
+        fixed={"norm_topk_prob": False},
+    ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        values={**RMS_NORM, **WINDOW, **NUM_EXPERTS, "intermediate_size": EXPERT_SIZE},
+        weights=_weights(mlp_norm="post_attention_norm", attention__sinks="attn_sinks.weight"),
+        yarn={"truncate": False},
     ),
     "gemma": Architecture(model_type="gemma", values=RMS_NORM, norm_offset=1.0),
     "gemma2": Architecture(
@@ -177,7 +209,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 # Values that change nothing, and values that must be these if they are there.
 HARMLESS = {
-    *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned"),
+    *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "feed_forward_length"),
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
     *("rope.dimension_count", "rope.dimension_count_swa", "attention.sliding_window_pattern"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
@@ -194,64 +226,58 @@ TURNED_OFF: Mapping[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GgufModel:
-    """A model in a GGUF file."""
-
-    name: str  # of its architecture
-    config: Fields  # as config.json of the family
-    generation: Fields  # as generation_config.json
-    quantization: Quantization | None
-
-
-def read_gguf_model(path: Path) -> GgufModel:
-    """The model in a GGUF file; weights are not read.
-
-    Raises:
-        ModelError: see `read_gguf`; an architecture or an option that octavo does not serve, or a
-            value that is missing or cannot be. Names it.
+class GgufSource:
+    """See ModelSource. Translates the metadata of one file.
 
     Example:
-        >>> read_gguf_model(Path("Qwen3-0.6B-Q8_0.gguf")).config.count("hidden_size")
+        >>> GgufSource(Path("Qwen3-0.6B-Q8_0.gguf")).config().count("hidden_size")
         1024
     """
-    file = read_gguf(path)
-    name = file.text("general.architecture")
-    architecture = ARCHITECTURES.get(name or "")
-    kind = file.text("general.type")
-    if kind not in (None, "model"):
-        raise file.error("general.type", "octavo serves models")
-    if name is None or architecture is None:
-        raise file.error("general.architecture", f"octavo serves {', '.join(ARCHITECTURES)}")
-    return GgufModel(
-        name,
-        Fields(f"{file.path}, as config.json", _Reader(file, name, architecture).config()),
-        _generation(file),
-        _quantization(file),
-    )
 
+    weight_files: ClassVar[str] = "octavo.models.gguf_weights:GgufWeights"
 
-class _Reader:
-    """Translates the metadata of one file."""
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError: see `read_gguf`; or octavo does not serve the architecture."""
+        self.path = path
+        self._file = read_gguf(path)
+        self._name = self._file.text("general.architecture") or ""
+        self._architecture = architecture_of(self._file)
 
-    def __init__(self, file: GgufFile, name: str, architecture: Architecture) -> None:
-        self._file = file
-        self._name = name
-        self._architecture = architecture
+    def generation(self) -> Fields:
+        """See ModelSource.generation."""
+        return _generation(self._file)
 
-    def config(self) -> dict[str, Any]:
-        """Raises ModelError."""
+    def quantization(self) -> Quantization | None:
+        """See ModelSource.quantization."""
+        return _quantization(self._file)
+
+    def weight_names(self, family: Family) -> WeightNames:
+        """See ModelSource.weight_names."""
+        return self._architecture.weights
+
+    def transformers_directory(self) -> Path:
+        """See ModelSource.transformers_directory."""
+        raise ConfigError(
+            "model_impl", f"{self.path}: GGUF files are served by octavo's own families"
+        )
+
+    def config(self) -> Fields:
+        """See ModelSource.config."""
+        return Fields(f"{self._file.path}, as config.json", self._config())
+
+    def _config(self) -> dict[str, Any]:
         architecture, file = self._architecture, self._file
         values = {**COMMON, **architecture.values}
         self._check_keys({value.key for value in values.values()})
         config = dict(architecture.fixed) | {"model_type": architecture.model_type}
         for name, value in values.items():
-            found = self._count(value.key) if value.kind == "count" else self._number(value.key)
+            found = self._value(value)
             if found is not None:
                 config[name] = found
             elif value.is_required:
                 raise ModelError(f"{file.path} has no {self._key(value.key)}")
         self._check_layers(config["num_hidden_layers"])
+        self._check_experts()
         heads = config["num_attention_heads"]
         config.setdefault("num_key_value_heads", heads)
         config["head_dim"] = self._head_dim(config)
@@ -319,6 +345,20 @@ class _Reader:
         if numbers != set(range(len(numbers))) or len(numbers) != num_layers:
             raise self._error("block_count", f"the file has tensors of {len(numbers)} layers")
 
+    def _check_experts(self) -> None:
+        """Before anything is made for each of them."""
+        count = self._count("expert_count")
+        for name, tensor in self._file.tensors.items():
+            match = EXPERTS.fullmatch(name)
+            if match is None:
+                continue
+            num_dims = 3 if match[2] == "weight" else 2
+            if len(tensor.shape) != num_dims or tensor.shape[0] != count:
+                raise ModelError(
+                    f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; it must have "
+                    f"{num_dims} dimensions, and its first is {self._key('expert_count')} ({count})"
+                )
+
     def _head_dim(self, config: dict[str, Any]) -> int:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         head_dim: int | None = config.get("head_dim")
@@ -373,6 +413,7 @@ class _Reader:
             raise ModelError(f"{self._file.path} has no {self._key('rope.scaling.factor')}")
         scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
+            scaling |= self._architecture.yarn
             scaling["original_max_position_embeddings"] = original
             for name in ("beta_fast", "beta_slow"):
                 scaling[name] = self._number(f"rope.scaling.yarn_{name}")
@@ -418,6 +459,14 @@ class _Reader:
 
     def _error(self, name: str, expected: str) -> ModelError:
         return self._file.error(self._key(name), expected)
+
+    def _value(self, value: Value) -> int | float | None:
+        """A field of config.json; None: the metadata has none."""
+        if value.kind == "count":
+            return self._count(value.key)
+        if value.kind == "number":
+            return self._number(value.key)
+        return self._file.flag(self._key(value.key))
 
     def _count(self, name: str) -> int | None:
         """A positive integer, or one for each layer that are all the same; None: none, or 0."""
@@ -480,22 +529,60 @@ def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
 
 
 def _quantization(file: GgufFile) -> Quantization | None:
-    """How the projections are stored; None: as values."""
-    projections = [each for name, each in file.tensors.items() if PROJECTION.fullmatch(name)]
-    types = {each.type for each in projections}
+    """How projections and experts are stored; None: as values."""
+    experts, projections = set(), set()
+    for name, tensor in file.tensors.items():
+        if is_of_experts(name):
+            experts.add(tensor.type)
+        elif PROJECTION.fullmatch(name):
+            projections.add(tensor.type)
     for kind, tensor in {each.type: each for each in file.tensors.values()}.items():
         if kind not in DENSE_TYPES and not _is_dequantized(kind):
             raise ModelError(
                 f"{tensor.path}: tensor {tensor.name} is of type {kind}, which the gguf package "
                 "does not dequantize"
             )
-    if types <= DENSE_TYPES.keys():
+    if experts | projections <= DENSE_TYPES.keys():
         return None
+    found = _stored_as(projections)
+    if not experts or experts == projections:
+        return found
+    if experts == {MXFP4}:
+        return replace(found, experts=Quantization(METHOD, form="mxfloat4"))
+    return replace(found, experts=_stored_as(experts))
+
+
+def _stored_as(types: set[str]) -> Quantization:
+    """Weights of these types."""
+    if types <= DENSE_TYPES.keys():
+        return Quantization(METHOD, is_dense=True)
     bits = {FORM_BITS.get(each) for each in types}
     num_bits = bits.pop() if len(bits) == 1 else None
     if num_bits is None:  # without a form, or in several
         return Quantization(METHOD)
     return Quantization(METHOD, num_bits=num_bits, form="int", group_size=GROUP)
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """What octavo knows of a file's architecture.
+
+    Raises:
+        ModelError: it knows no such architecture, or the file has no model.
+    """
+    kind = file.text("general.type")
+    if kind not in (None, "model"):
+        raise file.error("general.type", "octavo serves models")
+    name = file.text("general.architecture") or ""
+    architecture = ARCHITECTURES.get(name)
+    if architecture is None:
+        raise file.error("general.architecture", f"octavo serves {', '.join(ARCHITECTURES)}")
+    has_experts = file.metadata.get(f"{name}.expert_count") not in (None, 0)
+    return architecture.mixture or architecture if has_experts else architecture
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a tensor has the weights of all experts."""
+    return name.endswith(".weight") and EXPERTS.fullmatch(name) is not None
 
 
 def is_projection(name: str) -> bool:

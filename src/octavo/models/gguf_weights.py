@@ -1,13 +1,14 @@
 """The tensors of a GGUF file, as the loader reads those of any checkpoint.
 
-The gguf package dequantizes. Blocks of integers times one scale (Q8_0, Q4_0) are a form in which a
-weight can stay in memory (GroupedInt), value for value.
+The gguf package dequantizes. Blocks of integers times one scale (Q8_0, Q4_0), and experts in MXFP4,
+are forms in which a weight can stay in memory (GroupedInt, MxFloat4), value for value.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -20,37 +21,63 @@ from torch import Tensor
 from octavo.gguf import GgufTensor, read_gguf
 from octavo.models.base import FileTensor
 from octavo.models.config import ModelConfig
-from octavo.models.dequantize import Format, FormatError, Parts, QuantizedTensor, StoredTensor
-from octavo.models.gguf import ARCHITECTURES, DENSE_TYPES, FORM_BITS, GROUP, METHOD, is_projection
+from octavo.models.dequantize import (
+    MX_NAN,
+    Format,
+    FormatError,
+    Parts,
+    QuantizedTensor,
+    StoredTensor,
+)
+from octavo.models.gguf import (
+    DENSE_TYPES,
+    EXPERTS,
+    FORM_BITS,
+    GROUP,
+    METHOD,
+    MXFP4,
+    architecture_of,
+    is_of_experts,
+    is_projection,
+)
 from octavo.models.quantization import Quantization
-from octavo.ops.quantized import GroupedInt, QuantizedWeight
+from octavo.ops import KVScales
+from octavo.ops.quantized import GroupedInt, MxFloat4, QuantizedWeight
 
 CHUNK_BYTES = 1 << 20  # that are dequantized at once
 TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
-EXPERTS = re.compile(r"(blk\.\d+\.ffn_\w+_exps)\.weight")
 CPU = torch.device("cpu")
 
 
-def read_tensors(
+class GgufWeights:
+    """See WeightFiles. Experts come one by one. Scales that are not finite are a ModelError when
+    they are read."""
+
+    config_name = "the metadata"
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    @contextmanager
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> Iterator[Iterable[FileTensor]]:
+        """See WeightFiles.tensors."""
+        yield _read_tensors(self._config, dtype, device)
+
+    def kv_scales(self) -> list[KVScales]:
+        """See WeightFiles.kv_scales."""
+        return [KVScales()] * len(self._config.attentions)
+
+
+def _read_tensors(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Iterator[FileTensor]:
-    """The tensors of the GGUF file that the model is in, as its family computes with them; those
-    of all experts one by one.
-
-    Args:
-        config: its `directory` is the file.
-        dtype: of weights that are dequantized.
-        device: where weights are put that stay quantized.
-
-    Raises:
-        ModelError: when a tensor is read whose scales are not finite; names it.
-    """
-    assert config.gguf_architecture is not None
-    architecture = ARCHITECTURES[config.gguf_architecture]
+    file = read_gguf(config.path)
+    architecture = architecture_of(file)
     form = Format((), (), (), _read_form, joint=" as ")
     dense = Format((), (), (), partial(_read_dense, dtype=dtype), joint=" as ")
-    for stored in read_gguf(config.directory).tensors.values():
-        has_form = stored.type in _FORM_READERS and is_projection(stored.name)
+    for stored in file.tensors.values():
+        has_form = is_projection(stored.name) and stored.type in FORM_BITS
+        has_form |= is_of_experts(stored.name) and stored.type == MXFP4
         format_, place = (form, device) if has_form else (dense, CPU)
         for tensor in _matrices(stored):
             is_turned = architecture.has_turned_heads and TURNED.fullmatch(tensor.name) is not None
@@ -115,47 +142,42 @@ class GgufValues:
 def _matrices(tensor: GgufTensor) -> Iterator[GgufTensor]:
     """The tensor, or one for each expert."""
     match = EXPERTS.fullmatch(tensor.name)
-    if match is None or len(tensor.shape) != 3:
+    if match is None:
         yield tensor
         return
     size = tensor.num_bytes // tensor.shape[0]
     for expert in range(tensor.shape[0]):
         yield replace(
             tensor,
-            name=f"{match[1]}.{expert}.weight",
+            name=f"{match[1]}.{expert}.{match[2]}",
             shape=tensor.shape[1:],
             offset=tensor.offset + expert * size,
             num_bytes=size,
         )
 
 
-def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """A scale, and 32 integers from -128 to 127."""
-    return blocks[..., 2:] ^ 128, blocks[..., :2]
-
-
-def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """A scale, and 32 integers plus 8: in the low halves of 16 bytes, then in their high halves."""
-    packed = blocks[..., 2:]
-    return torch.cat((packed & 15, packed >> 4), dim=-1), blocks[..., :2]
-
-
-# From blocks uint8 [rows, blocks, bytes] to values [rows, blocks, GROUP] and the bytes of scales.
-_FORM_READERS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-}
-
-
 def _read_form(parts: Parts, quantization: Quantization) -> QuantizedWeight:
+    """Blocks of a scale and GROUP values: of Q8_0 a byte each, of Q4_0 and MXFP4 half a byte, first
+    the low halves of 16 bytes, and then their high halves."""
     [(kind, data)] = parts.items()
-    block_bytes = 2 + GROUP * FORM_BITS[kind] // 8
-    values, scales = _FORM_READERS[kind](data.view(len(data), -1, block_bytes))
-    scales = scales.contiguous().view(torch.float16).flatten(1)
-    if not scales.isfinite().all():
-        row = int((~scales.isfinite()).any(dim=1).nonzero()[0])
+    scale_bytes = 1 if kind == MXFP4 else 2
+    block_bytes = scale_bytes + GROUP * FORM_BITS.get(kind, 4) // 8
+    blocks = data.view(len(data), -1, block_bytes)
+    scales, values = blocks[..., :scale_bytes], blocks[..., scale_bytes:]
+    values = values ^ 128 if kind == "Q8_0" else torch.cat((values & 15, values >> 4), dim=-1)
+    values, scales = values.flatten(1), scales.flatten(1)
+    if kind == MXFP4:
+        _check_finite(kind, scales != MX_NAN)
+        return MxFloat4.from_values(values, scales.contiguous())
+    scales = scales.contiguous().view(torch.float16)
+    _check_finite(kind, scales.isfinite())
+    return GroupedInt.from_values(values, scales, None, FORM_BITS[kind])
+
+
+def _check_finite(kind: str, are_finite: Tensor) -> None:
+    if not are_finite.all():
+        row = int((~are_finite).any(dim=1).nonzero()[0])
         raise FormatError(kind, f"has scales that are not finite, in row {row}")
-    return GroupedInt.from_values(values.flatten(1), scales, None, FORM_BITS[kind])
 
 
 def _read_dense(parts: Parts, quantization: Quantization, dtype: torch.dtype) -> Tensor:

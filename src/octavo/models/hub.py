@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
+import glob
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from octavo.errors import ModelError, shown
-from octavo.gguf import find_gguf, is_gguf, read_gguf
-from octavo.gguf.file import SUFFIX
+from octavo.errors import ModelError, few, shown
+from octavo.gguf import find_gguf, is_gguf
+from octavo.gguf.file import SPLIT_NAME, SUFFIX, split_names, tensor_types
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_GGUF = re.compile(
+    rf"(?P<repository>{HUB_ID.pattern})(:(?P<tag>[\w.-]+)|/(?P<file>.+{re.escape(SUFFIX)}))"
+)
+NO_MODELS = ("mmproj", "imatrix")  # GGUF files of these names go with models
+MAX_LISTED = 40  # files in an error
 HUB_FILES = ["*.json", "*.jinja"]
 HUB_WEIGHTS = ["*.safetensors"]
 # Files in subdirectories (other formats), and a second copy of the weights some repositories keep.
@@ -21,8 +28,11 @@ def resolve_model(name: str, weights: bool = True) -> Path:
     """The directory of a model; or the GGUF file that it is in.
 
     Args:
-        name: "demo", a GGUF file, a local directory, or a hub id, whose files are fetched.
-        weights: whether the weights of a hub id are fetched, too.
+        name: "demo", a GGUF file, a local directory, or a hub id, whose files are fetched. Of a
+            repository with GGUF files, "organisation/name:Q4_K_M" is the one of that type, and
+            "organisation/name/FILE.gguf" one by its name.
+        weights: whether the weights of a hub id are fetched, too. Those of a GGUF file are in any
+            case: it has them behind its header.
 
     Raises:
         ModelError: there is no such model; says what was looked for.
@@ -46,75 +56,117 @@ def resolve_model(name: str, weights: bool = True) -> Path:
         raise ModelError(
             f"{name} is a file; give the directory that holds config.json, or a {SUFFIX} file"
         )
+    match = HUB_GGUF.fullmatch(name)
+    if match is not None:
+        return _fetch_gguf(match["repository"], match["tag"], match["file"])
     if path.suffix == SUFFIX:
         raise ModelError(f"no model {name!r}: there is no such file ({path.absolute()})")
     if HUB_ID.fullmatch(name):
-        return _fetch_from_hub(name, HUB_WEIGHTS + HUB_FILES if weights else HUB_FILES)
+        return _fetch(name, HUB_WEIGHTS + HUB_FILES if weights else HUB_FILES)
     raise ModelError(
         f"no model {name!r}: it is not a directory or file ({path.absolute()}), not 'demo', and "
-        "not a hub id of the form organisation/name"
+        "not a hub id of the form organisation/name, organisation/name:TYPE or "
+        f"organisation/name/FILE{SUFFIX}"
     )
 
 
-def describe_files(directory: Path, weights: bool = True) -> dict[str, str]:
-    """What tells whether two directories hold the same model, without reading the weights.
-
-    Args:
-        directory: of a model, or its GGUF file.
-        weights: whether its weights count.
-
-    Returns:
-        File name -> the SHA-256 of what describes the model, and the size of what holds weights.
-
-    Raises:
-        ModelError: a file cannot be read.
-
-    Example:
-        >>> describe_files(resolve_model("demo"))
-        {'config.json': 'SHA-256 5a0c…', 'model.safetensors': '1181360 bytes'}
-    """
-    described = {}
-    if is_gguf(directory):
-        return _describe_gguf(directory, weights)
-    try:
-        for path in sorted(directory.iterdir()):
-            if path.name == "config.json" or (weights and path.name.endswith(".index.json")):
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-                described[path.name] = f"SHA-256 {digest[:16]}"
-            elif weights and path.suffix == ".safetensors":
-                described[path.name] = f"{path.stat().st_size} bytes"
-    except OSError as error:
-        raise ModelError(f"{directory} cannot be read ({error.strerror})") from error
-    return described
-
-
-def _describe_gguf(path: Path, weights: bool) -> dict[str, str]:
-    """See describe_files. The header is what describes the model."""
-    tensors = read_gguf(path).tensors.values()
-    described = {}
-    for part in sorted({tensor.path for tensor in tensors}):
-        first = min(tensor.offset for tensor in tensors if tensor.path == part)
-        try:
-            with part.open("rb") as file:
-                digest = hashlib.sha256(file.read(first)).hexdigest()
-            described[part.name] = f"SHA-256 {digest[:16]}"
-            if weights:
-                described[part.name] += f", {part.stat().st_size} bytes"
-        except OSError as error:
-            raise ModelError(f"{part} cannot be read ({error.strerror})") from error
-    return described
-
-
-def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:
-    try:
+def _fetch(repository: str, patterns: list[str]) -> Path:
+    """A repository's files that match, and are not in its subdirectories."""
+    with _errors_of(repository):
         from huggingface_hub import snapshot_download
 
-        return Path(
-            snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=HUB_EXCLUDED)
+        path = Path(
+            snapshot_download(repository, allow_patterns=patterns, ignore_patterns=HUB_EXCLUDED)
         )
-    except Exception as error:  # its errors have no common base; all mean that there is no model
+    if not (path / "config.json").is_file() and (names := _gguf_files(repository)):
+        raise ModelError(
+            f"no model {repository!r}: the repository has no config.json; give one of its "
+            f"{SUFFIX} files, as {repository}:TYPE or {repository}/FILE: {_listed(names)}"
+        )
+    return path
+
+
+def _fetch_gguf(repository: str, tag: str | None, file: str | None) -> Path:
+    """A GGUF file of a repository, by its name or by the type in it (Q4_K_M); of a model in several
+    files, all of them, and the first one's path.
+
+    Raises:
+        ModelError: there is no such file, several models match, or a part of one is missing; names
+            the repository's GGUF files.
+    """
+    asked = f"{repository}/{file}" if tag is None else f"{repository}:{tag}"
+    tensor_types(asked)  # before anything is fetched
+    names = _gguf_files(repository)
+    wanted = names if file is None else [file] if file in names else []
+    models = {_parts_of(name) for name in wanted if tag is None or _has_type(name, tag)}
+    if len(models) != 1:
+        found = "no such file" if not models else f"{len(models)} models of this type"
+        raise ModelError(
+            f"no model {asked!r}: the repository has {found}; its {SUFFIX} files are "
+            f"{_listed(names)}"
+        )
+    (parts,) = models
+    absent = sorted(set(parts) - set(names))
+    if absent:
+        raise ModelError(
+            f"no model {asked!r}: it has {len(parts)} files, of which the repository lacks "
+            f"{few(absent)}"
+        )
+    with _errors_of(repository):
+        from huggingface_hub import snapshot_download
+
+        patterns = [glob.escape(name) for name in parts]
+        return Path(snapshot_download(repository, allow_patterns=patterns)) / parts[0]
+
+
+def _gguf_files(repository: str) -> list[str]:
+    """The GGUF files of a repository that may be models; where the hub cannot be reached, those
+    that were fetched."""
+    with _errors_of(repository):
+        from huggingface_hub import HfApi, snapshot_download
+
+        try:
+            names = HfApi().list_repo_files(repository)
+        except Exception:
+            cached = Path(snapshot_download(repository, allow_patterns=[], local_files_only=True))
+            names = [path.relative_to(cached).as_posix() for path in cached.rglob(f"*{SUFFIX}")]
+    return sorted(
+        name
+        for name in names
+        if name.lower().endswith(SUFFIX) and not _base_name(name).startswith(NO_MODELS)
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return (", ".join(names[:MAX_LISTED]) or "none") + more
+
+
+def _base_name(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _parts_of(name: str) -> tuple[str, ...]:
+    """All files of the model that a file is of."""
+    match = SPLIT_NAME.fullmatch(name)
+    return (match is not None and split_names(match)) or (name,)
+
+
+def _has_type(name: str, tag: str) -> bool:
+    """Whether a file's name ends in a type of tensors, however it is capitalised."""
+    match = SPLIT_NAME.fullmatch(name)
+    stem = name[: -len(SUFFIX)] if match is None else match["stem"]
+    return re.fullmatch(rf"(.*[-.])?{re.escape(tag)}", _base_name(stem), re.IGNORECASE) is not None
+
+
+@contextmanager
+def _errors_of(repository: str) -> Iterator[None]:
+    """The hub's errors have no common base; all mean that there is no model."""
+    try:
+        yield
+    except Exception as error:
         reason = str(error).strip().splitlines()
         raise ModelError(
-            f"no model {hub_id!r}: there is no such directory, and it could not be fetched from "
-            f"the hub ({reason[0] if reason else type(error).__name__})"
+            f"no model {repository!r}: there is no such directory, and it could not be fetched "
+            f"from the hub ({reason[0] if reason else type(error).__name__})"
         ) from error

@@ -28,7 +28,7 @@ def find_kv_scales(config: ModelConfig, tensors: Iterable[FileTensor]) -> list[K
     """The scales of each attention layer: the checkpoint's, or 1 if it has none.
 
     Args:
-        config: of the model, or of one rank's part; its directory has the config.json.
+        config: of the model, or of one rank's part; its path has the config.json.
         tensors: those in the weight files.
 
     Raises:
@@ -56,7 +56,7 @@ def find_kv_scales(config: ModelConfig, tensors: Iterable[FileTensor]) -> list[K
         for each in "kv":
             if each not in found.get(layer, {}):
                 raise ModelError(
-                    f"{config.directory}: the weights have no {each}_scale of layer {layer}, "
+                    f"{config.path}: the weights have no {each}_scale of layer {layer}, "
                     "although the KV cache of this model has scales"
                 )
     return [KVScales(found[layer]["k"], found[layer]["v"]) for layer in range(config.num_layers)]
@@ -78,7 +78,7 @@ def _number(tensor: StoredTensor, where: str) -> float:
 
 def _promises_scales(config: ModelConfig) -> bool:
     """Whether config.json says that there are scales; ModelError if they are not for e4m3."""
-    fields = read_json(config.directory / "config.json")
+    fields = read_json(config.path / "config.json")
     for name in ("quantization_config", "compression_config"):
         if fields.get(name, None) is None or not fields.part(name).get("kv_cache_scheme", None):
             continue

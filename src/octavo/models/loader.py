@@ -1,7 +1,7 @@
-"""Loads a model directory into a model that is ready to run.
+"""Loads a model's files into a model that is ready to run.
 
-Tensors are read from memory-mapped safetensors files straight into the parameters, so the model
-is in memory once. Every parameter must be loaded and every tensor must be used.
+Tensors are read from memory-mapped files straight into the parameters, so the model is in memory
+once. Every parameter must be loaded and every tensor must be used.
 """
 
 from __future__ import annotations
@@ -10,39 +10,28 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.config import LoadFormat
-from octavo.errors import ModelError, shown
-from octavo.json_fields import read_json
+from octavo.errors import ModelError, few
 from octavo.layers.base import WeightOwner, WeightSlice, WeightSlot, WeightTarget, WeightTargets
 from octavo.layers.config import AttentionConfig
 from octavo.layers.linear import LinearMethod, warn_once
 from octavo.layers.norm import Norm
-from octavo.models.base import CausalLM, FileTensor
+from octavo.models.base import CausalLM, FileTensor, WeightFiles
 from octavo.models.config import ModelConfig
-from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias, joined
-from octavo.models.family import WeightNames
-from octavo.models.kv_scales import find_kv_scales
-from octavo.models.quantization import ON_LOAD_METHOD, Quantization
-from octavo.models.registry import FAMILIES
+from octavo.models.dequantize import QuantizedTensor, StoredTensor, is_unused_bias
+from octavo.models.quantization import Quantization
 from octavo.ops import KVScales
 from octavo.ops.communicator import Communicator
 from octavo.ops.quantized import FormError, GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
 
 logger = logging.getLogger(__name__)
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DUMMY_STD = 0.02
 # Dummy weights repeat one array of noise; its prime length makes the rows of a matrix differ.
 NOISE_LENGTH = 1_000_003
@@ -78,9 +67,8 @@ def load_model(
     model.check()
     if fp8_kv_cache:
         scales = [KVScales()] * len(model.attention_layers)
-        if load_format != "dummy" and config.gguf_architecture is None:
-            with ExitStack() as files:
-                scales = find_kv_scales(config, _read_tensors(config.directory, files))
+        if load_format != "dummy":
+            scales = open_weights(config).kv_scales()
         layers = zip(model.attention_layers, scales, strict=True)
         model.attention_layers = [replace(layer, kv_scales=each) for layer, each in layers]
     return model
@@ -100,8 +88,15 @@ def build_model(
     return model
 
 
+def open_weights(config: ModelConfig) -> WeightFiles:
+    """The files that the model's tensors are in; nothing is read yet."""
+    module_name, _, class_name = config.weight_files.partition(":")
+    files: WeightFiles = getattr(import_module(module_name), class_name)(config)
+    return files
+
+
 def load_weights(model: CausalLM, config: ModelConfig) -> None:
-    """Copy the tensors of config.directory into the parameters.
+    """Copy the tensors of the model's files into the parameters.
 
     Raises ModelError that names the tensor and the file: missing, unknown, wrong shape or dtype,
     two different values for one parameter, unreadable file.
@@ -112,15 +107,13 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
     loaded: set[object] = set()  # see _identity; tied weights have two names
     unknown: list[str] = []
     rounding = Rounding(config)
-    source = "config.json" if config.gguf_architecture is None else "the metadata"
-    with ExitStack() as files:
-        for key, (path, name, tensor) in checkpoint.translate(
-            _tensors(config, dtype, device, files)
-        ):
+    files = open_weights(config)
+    with files.tensors(dtype, device) as tensors:
+        for key, (path, name, tensor) in checkpoint.translate(tensors):
             target = targets.get(key)
             if target is not None:
                 where, identity = f"{path}: {name}", _identity(key, target)
-                for part, destination in _parts(tensor, target, where, source):
+                for part, destination in _parts(tensor, target, where, files.config_name):
                     if isinstance(destination, WeightSlot):
                         if isinstance(part, Tensor):
                             part = rounding.of(key, part.to(device, dtype), destination)
@@ -137,37 +130,18 @@ def load_weights(model: CausalLM, config: ModelConfig) -> None:
                         is_embedding = rows.data_ptr() == model.token_table.data_ptr()
                         raise ModelError(f"{where} {_contradiction(is_embedding)}")
                 loaded.add(identity)
-            elif _is_quantized(config) and is_unused_bias(name, tensor):
+            elif config.is_stored_quantized and is_unused_bias(name, tensor):
                 continue
             elif not checkpoint.is_ignored(key):
                 unknown.append(f"{name} ({path.name})")
     if unknown:
         raise ModelError(
-            f"{config.directory}: tensors that {config.family} does not have: {_few(unknown)}"
+            f"{config.path}: tensors that {config.family} does not have: {few(unknown)}"
         )
     missing = [name for name, target in targets.items() if _identity(name, target) not in loaded]
     if missing:
-        raise ModelError(f"{config.directory}: the weights lack {_few(missing)}")
+        raise ModelError(f"{config.path}: the weights lack {few(missing)}")
     rounding.report()
-
-
-def _tensors(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, files: ExitStack
-) -> Iterator[FileTensor]:
-    """Every tensor, with one for each quantized weight."""
-    if config.gguf_architecture is not None:
-        from octavo.models.gguf_weights import read_tensors
-
-        return read_tensors(config, dtype, device)
-    tensors = _read_tensors(config.directory, files)
-    if config.quantization is None or not _is_quantized(config):
-        return tensors
-    return joined(tensors, config.quantization, device)
-
-
-def _is_quantized(config: ModelConfig) -> bool:
-    """Whether the files hold quantized weights."""
-    return config.quantization is not None and config.quantization.method != ON_LOAD_METHOD
 
 
 class FamilyCheckpoint:
@@ -175,7 +149,7 @@ class FamilyCheckpoint:
 
     def __init__(self, model: CausalLM, config: ModelConfig) -> None:
         self.targets = _family_targets(model, config)
-        self._names = _weight_names(config)
+        self._names = config.weight_names
 
     def translate(self, tensors: Iterable[FileTensor]) -> Iterator[tuple[str, FileTensor]]:
         """See Checkpoint.translate."""
@@ -187,22 +161,13 @@ class FamilyCheckpoint:
         return any(re.fullmatch(pattern, name) for pattern in self._names.ignored)
 
 
-def _weight_names(config: ModelConfig) -> WeightNames:
-    """What the files call the modules of a family's model."""
-    if config.gguf_architecture is None:
-        return FAMILIES[config.family].weights
-    from octavo.models.gguf import ARCHITECTURES
-
-    return ARCHITECTURES[config.gguf_architecture].weights
-
-
 def weight_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
     """Where the checkpoint's tensors go, by their names (Checkpoint.targets)."""
     return (model.checkpoint or FamilyCheckpoint(model, config)).targets
 
 
 def _family_targets(model: CausalLM, config: ModelConfig) -> WeightTargets:
-    names = _weight_names(config)
+    names = config.weight_names
     targets: WeightTargets = {}
     for path, module in model.named_modules():
         if not isinstance(module, WeightOwner):
@@ -261,7 +226,7 @@ def fill_with_noise(model: CausalLM, config: ModelConfig, seed: int) -> None:
             if isinstance(destination, WeightSlot):
                 dense = noise.new_empty(destination.shape)
                 _fill_slice(dense, index, target.shape, noise, begin)
-                is_in_layer = name.startswith(f"{_weight_names(config).layers}.")
+                is_in_layer = name.startswith(f"{config.weight_names.layers}.")
                 quantization = config.quantization if is_in_layer else None
                 destination.put(_rounded(dense, quantization, destination), noise.dtype)
             else:
@@ -277,7 +242,7 @@ class Rounding:
     and keeps account of what that loses."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._quantization = None if _is_quantized(config) else config.quantization
+        self._quantization = None if config.is_stored_quantized else config.quantization
         self._errors: dict[str, float] = {}  # by names of weights
 
     def of(self, name: str, dense: Tensor, slot: WeightSlot) -> Tensor | QuantizedWeight:
@@ -318,24 +283,24 @@ def _rounded(
     cannot have it."""
     if quantization is None:
         return dense
+    if slot.is_of_experts:
+        quantization = quantization.of_experts
     matrices = dense.mT if slot.is_transposed else dense
     if dense.dim() == 2:
         form = _form_of(matrices, quantization)
         return dense if form is None else form
-    forms = [_form_of(each, quantization, True) for each in matrices]  # little memory on the way
+    forms = [_form_of(each, quantization) for each in matrices]  # little memory on the way
     found = [each for each in forms if each is not None]
     return type(found[0]).stack(found) if len(found) == len(forms) else dense
 
 
-def _form_of(
-    dense: Tensor, quantization: Quantization, is_of_experts: bool = False
-) -> QuantizedWeight | None:
-    """Of [out_features, in_features]; MXFP4 is that of experts alone."""
+def _form_of(dense: Tensor, quantization: Quantization) -> QuantizedWeight | None:
+    """Of [out_features, in_features]."""
     size = dense.shape[-1]
     if quantization.form == "float8":
         block = quantization.block or (1, size)
         return ScaledFloat8.quantize(dense, block, quantization.quantizes_inputs)
-    if quantization.form == "mxfloat4" and is_of_experts:
+    if quantization.form == "mxfloat4":
         return MxFloat4.quantize(dense)
     if quantization.form == "int":
         # Scales of fewer inputs, where their number does not divide.
@@ -408,13 +373,13 @@ def _identity(name: str, target: WeightTarget) -> object:
 
 
 def _parts(
-    tensor: StoredTensor, target: WeightTarget, where: str, source: str
+    tensor: StoredTensor, target: WeightTarget, where: str, config_name: str
 ) -> Iterator[tuple[Tensor | QuantizedWeight, Tensor | WeightSlot]]:
-    """(slice of the tensor, where it goes), of those that this rank keeps; `source` has the
-    model's shapes."""
+    """(slice of the tensor, where it goes), of those that this rank keeps; `config_name` says
+    where the model's shapes are from."""
     if tensor.shape != target.shape:
         raise ModelError(
-            f"{where} has shape {list(tensor.shape)}; {source} asks for {list(target.shape)}"
+            f"{where} has shape {list(tensor.shape)}; {config_name} asks for {list(target.shape)}"
         )
     for destination, index in target.slices:
         if isinstance(destination, WeightSlot) and isinstance(tensor, QuantizedTensor):
@@ -435,24 +400,6 @@ def _parts(
         yield part, destination
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInFile:
-    """A tensor of an open weight file, of which only slices that are asked for are read."""
-
-    file: Any
-    name: str
-    shape: tuple[int, ...]
-
-    def read(self, index: tuple[slice, ...]) -> Tensor:
-        """A slice of it; all of it is memory-mapped."""
-        sizes = [each.stop - each.start for each in index]
-        if tuple(sizes) == self.shape:
-            tensor: Tensor = self.file.get_tensor(self.name)
-        else:
-            tensor = self.file.get_slice(self.name)[index]
-        return tensor
-
-
 def _contradiction(is_embedding: bool) -> str:
     """The error for a tensor whose parameter another tensor has set to different values."""
     if is_embedding:
@@ -461,55 +408,3 @@ def _contradiction(is_embedding: bool) -> str:
             "(tie_word_embeddings)"
         )
     return "differs from another tensor for the same parameter"
-
-
-def _read_tensors(directory: Path, files: ExitStack) -> Iterator[FileTensor]:
-    """Every tensor in the weight files, which `files` will close."""
-    for path, expected in _weight_files(directory).items():
-        try:
-            file = files.enter_context(safe_open(path, framework="pt"))
-            names = set(file.keys())
-            lacking = sorted(expected - names)
-            if lacking:
-                raise ModelError(f"{path} lacks {_few(lacking)}, which {INDEX_FILE} lists")
-            for name in sorted(names):
-                shape = tuple(file.get_slice(name).get_shape())
-                yield path, name, TensorInFile(file, name, shape)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is truncated or not a safetensors file: {error}") from error
-
-
-def _weight_files(directory: Path) -> dict[Path, set[str]]:
-    """The weight files, each with the tensors that the index (if there is one) expects in it."""
-    if (directory / SINGLE_FILE).is_file():
-        return {directory / SINGLE_FILE: set()}
-    if not (directory / INDEX_FILE).is_file():
-        raise ModelError(_no_weights(directory))
-    weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise ModelError(f"{directory / INDEX_FILE}: weight_map does not map tensors to files")
-    files: dict[Path, set[str]] = {}
-    for name, file_name in weight_map.items():
-        # Only the file name is used, so that an index cannot point outside the directory.
-        files.setdefault(directory / Path(file_name).name, set()).add(name)
-    present = {path.name for path in directory.iterdir() if path.is_file()}
-    absent = [path.name for path in files if path.name not in present]
-    if absent:
-        raise ModelError(f"{directory}: {INDEX_FILE} lists {_few(absent)}, which does not exist")
-    return files
-
-
-def _no_weights(directory: Path) -> str:
-    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLE_SUFFIXES)
-    if pickles:
-        return (
-            f"{directory} holds its weights as pickle ({_few(pickles)}), which can run any code "
-            f"when it is read; convert it to {SINGLE_FILE}"
-        )
-    return f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
-
-
-def _few(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(shown(name)[1:-1] for name in names[:3]) + more

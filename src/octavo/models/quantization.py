@@ -53,6 +53,13 @@ class Quantization:
     demanded: tuple[str, ...] = ()  # of the parts of a weight that may lack, those that may not
     # Modules that config.json says are not quantized: names, their ends, or "re:" and a pattern.
     ignored: tuple[str, ...] = ()
+    is_dense: bool = False  # all projections are plain, and only experts are quantized
+    experts: Quantization | None = None  # how experts are stored; None: as projections are
+
+    @property
+    def of_experts(self) -> Quantization:
+        """How experts are stored."""
+        return self.experts or self
 
     def is_ignored(self, module: str) -> bool:
         """Whether config.json says that a module, by its full name, is not quantized."""
@@ -71,20 +78,26 @@ class Quantization:
         return None if self.form is None else 1.0 if self.form == "float8" else 0.5 + 1 / 32
 
     def kept_by(self, kernels: WeightKernels) -> KeptParts:
-        """What a device with such kernels keeps quantized, as a rule.
+        """What a device with such kernels keeps as it is stored, as a rule."""
+        return KeptParts(self._keeps_projections(kernels), self.of_experts._keeps_experts(kernels))
 
-        Projections of GPUs take Hopper's instructions; those of a CPU are int8 with rounded inputs.
-        Experts are computed with packed values of 4 bits, and with e4m3 where the GPU converts it.
-        """
-        if kernels in ("cpu", "none") or self.form is None:
+    def _keeps_projections(self, kernels: WeightKernels) -> bool:
+        """Those of GPUs take Hopper's instructions; those of a CPU are int8 with rounded inputs."""
+        if self.is_dense:
+            return True
+        if kernels == "cpu":
             is_int8 = (self.form, self.num_bits, self.group_size) == ("int", 8, None)
-            return KeptParts(kernels == "cpu" and is_int8 and self.quantizes_inputs, False)
-        has_float8 = kernels != "ampere"
-        is_int4 = self.form == "int" and self.num_bits == 4
-        return KeptParts(
-            projections=kernels == "hopper" or self.form == "mxfloat4",  # which has none
-            experts=has_float8 if self.form == "float8" else is_int4 or self.form == "mxfloat4",
-        )
+            return is_int8 and self.quantizes_inputs
+        return kernels == "hopper" and self.form is not None
+
+    def _keeps_experts(self, kernels: WeightKernels) -> bool:
+        """They are computed with packed values of 4 bits, and with e4m3 where the GPU converts
+        it."""
+        if self.is_dense or kernels in ("cpu", "none"):
+            return self.is_dense
+        if self.form == "float8":
+            return kernels != "ampere"
+        return self.form == "mxfloat4" or (self.form == "int" and self.num_bits == 4)
 
 
 # What the option `quantization` makes of weights that are not quantized, while they are loaded.
@@ -262,7 +275,7 @@ def _read_torchao(fields: Fields) -> Quantization:
 
 def _read_mxfp4(fields: Fields) -> Quantization:
     """4-bit floats of which 32 share a power of two (gpt-oss; OCP Microscaling Formats 1.0)."""
-    return Quantization("mxfp4", form="mxfloat4")
+    return Quantization("mxfp4", is_dense=True, experts=Quantization("mxfp4", form="mxfloat4"))
 
 
 READERS: Mapping[str, Callable[[Fields], Quantization]] = {

@@ -10,13 +10,14 @@ from typing import Any
 
 from octavo.config import ModelImpl, QuantizationName
 from octavo.errors import ConfigError, InvalidRequest, ModelError, shown
-from octavo.gguf import is_gguf
-from octavo.json_fields import Fields, read_json
+from octavo.json_fields import Fields
 from octavo.models.config import DecodingRules, ModelConfig, ModelDescription
 from octavo.models.decoding_rules import read_decoding_rules
 from octavo.models.fallback.config import TransformersConfig
 from octavo.models.family import Family
-from octavo.models.quantization import ON_LOAD, Quantization, read_quantization
+from octavo.models.quantization import ON_LOAD
+from octavo.models.source import ModelSource, open_source
+from octavo.models.weight_names import WeightNames
 from octavo.registry import Registry
 from octavo.sampling_params import SamplingParams
 
@@ -76,11 +77,11 @@ UNSERVED = {
 TRANSFORMERS_READER = "octavo.models.fallback.reader"
 
 
-def read_model_config(directory: str | Path, model_impl: ModelImpl = "auto") -> ModelConfig:
-    """Read `config.json` and `generation_config.json` in `directory`; weights are not read.
+def read_model_config(path: str | Path, model_impl: ModelImpl = "auto") -> ModelConfig:
+    """Read what a model's files say of it; weights are not read.
 
     Args:
-        directory: in Hugging Face format; or a GGUF file, whose metadata is read instead.
+        path: a directory in Hugging Face format, or a GGUF file.
         model_impl: what computes the model: a family of octavo's ("native"), transformers' module
             ("transformers"), or the latter where there is no such family ("auto").
 
@@ -88,41 +89,29 @@ def read_model_config(directory: str | Path, model_impl: ModelImpl = "auto") -> 
         ModelError: a missing or broken file, a family that octavo does not serve, a quantization
             that it does not read, or options in config.json that change the result and that octavo
             does not implement, whether of the served families or of others that it knows of.
-        ConfigError: transformers is needed, and not installed.
+        ConfigError: transformers is needed, and not installed; or cannot read such files.
     """
-    directory = Path(directory)
-    if is_gguf(directory):
-        return _read_gguf(directory, model_impl)
-    config = read_json(directory / "config.json")
+    source = open_source(path)
+    config = source.config()
     model_type = config.get("model_type", None)
     is_native = isinstance(model_type, str) and model_type in FAMILIES
     if model_impl == "transformers" or (model_impl == "auto" and not is_native):
-        return _read_through_transformers(directory, config)
-    quantization = read_quantization(config)
-    return _read_native(directory, config, _read_generation(directory), quantization)
+        return _read_through_transformers(source)
+    return _read_native(source)
 
 
-def _read_gguf(path: Path, model_impl: ModelImpl) -> ModelConfig:
-    if model_impl == "transformers":
-        raise ConfigError("model_impl", f"{path}: GGUF files are served by octavo's own families")
-    from octavo.models.gguf import read_gguf_model
-
-    model = read_gguf_model(path)
-    config = _read_native(path, model.config, model.generation, model.quantization)
-    return replace(config, gguf_architecture=model.name)
-
-
-def _read_native(
-    directory: Path, config: Fields, generation: Fields, quantization: Quantization | None
-) -> ModelConfig:
+def _read_native(source: ModelSource) -> ModelConfig:
     """A model of one of octavo's own families."""
+    config, generation = source.config(), source.generation()
+    quantization = source.quantization()
     family = _family_of(config)
+    names = source.weight_names(family)
     text = config if family.text_config is None else config.part(family.text_config)
     for name, harmless in UNSERVED.items():
         if name not in family.options:
             text.refuse(name, harmless)
     description = family.read(text)
-    if quantization is not None and _takes_forms(family):
+    if quantization is not None and _takes_forms(names):
         description = description.with_linear_method("quantized")
     rules = DecodingRules()
     if description.encoder is not None:
@@ -130,7 +119,9 @@ def _read_native(
         rules = read_decoding_rules(where, description.vocab_size)
     return ModelConfig(
         **_as_fields(description),
-        directory=directory,
+        path=source.path,
+        weight_files=source.weight_files,
+        weight_names=names,
         architecture=family.architecture,
         family=family.model_type,
         model_class=family.model_class,
@@ -156,13 +147,13 @@ def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfi
         ConfigError: the files have quantized weights already, or the loader cannot: weights that
             are read through transformers, or stored in an order of their own.
     """
-    where = f"{config.directory}: "
+    where = f"{config.path}: "
     if config.quantization is not None:
         method = config.quantization.method
         raise ConfigError("quantization", f"{where}the weights are quantized already ({method})")
     if isinstance(config, TransformersConfig):
         raise ConfigError("quantization", f"{where}models through transformers are not quantized")
-    if not _takes_forms(FAMILIES[config.family]):
+    if not _takes_forms(config.weight_names):
         raise ConfigError(
             "quantization", f"{where}weights of {config.family} are not quantized while they load"
         )
@@ -172,12 +163,13 @@ def quantized_on_load(config: ModelConfig, name: QuantizationName) -> ModelConfi
     return replace(quantized, head_method=head_method, quantization=ON_LOAD[name])
 
 
-def _takes_forms(family: Family) -> bool:
-    """Whether weights of its checkpoints lie as they are computed with."""
-    return not (family.weights.transposed or family.weights.qkv_by_head)
+def _takes_forms(names: WeightNames) -> bool:
+    """Whether weights of such files lie as they are computed with."""
+    return not (names.transposed or names.qkv_by_head)
 
 
-def _read_through_transformers(directory: Path, config: Fields) -> ModelConfig:
+def _read_through_transformers(source: ModelSource) -> ModelConfig:
+    directory, config = source.transformers_directory(), source.config()
     if find_spec("transformers") is None:
         raise ConfigError(
             "model_impl",
@@ -192,14 +184,14 @@ def _read_through_transformers(directory: Path, config: Fields) -> ModelConfig:
             "transformers",
         )
     reading = import_module(TRANSFORMERS_READER).read(directory, config)
-    generation = _read_generation(directory)
+    generation = source.generation()
     # What config.json leaves out has the default of transformers' class.
     tokens = config.with_defaults(
         {"bos_token_id": reading.bos_token_id, "eos_token_id": reading.eos_token_id}
     )
     return TransformersConfig(
         **_as_fields(reading.description),
-        directory=directory,
+        path=directory,
         architecture=reading.architecture,
         family=reading.model_type,
         dtype=_dtype(config),
@@ -209,11 +201,6 @@ def _read_through_transformers(directory: Path, config: Fields) -> ModelConfig:
         parameters=reading.parameters,
         table_width=reading.table_width,
     )
-
-
-def _read_generation(directory: Path) -> Fields:
-    path = directory / "generation_config.json"
-    return read_json(path) if path.exists() else Fields("", {})
 
 
 def _as_fields(description: ModelDescription) -> dict[str, Any]:

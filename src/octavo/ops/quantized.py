@@ -344,6 +344,11 @@ class MxFloat4(QuantizedWeight):
         assert tuple(self.exponents.shape) == expected, (self.exponents.shape, expected)
 
     @classmethod
+    def from_values(cls, values: Tensor, exponents: Tensor) -> Self:
+        """Of e2m1 uint8 [..., out_features, in_features], one in each byte."""
+        return cls(values[..., ::2] | (values[..., 1::2] << 4), exponents)
+
+    @classmethod
     def quantize(cls, dense: Tensor) -> Self:
         """Round a weight [..., out_features, in_features], with the exponents that the
         specification proposes: that of a block's largest value, less the largest of e2m1.
@@ -359,8 +364,7 @@ class MxFloat4(QuantizedWeight):
         bounds = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1)], device=dense.device)
         values = torch.bucketize(scaled.abs(), bounds).to(torch.uint8)
         values = (values | (scaled < 0).to(torch.uint8) << 3).flatten(-2)
-        packed = values[..., ::2] | (values[..., 1::2] << 4)
-        return cls(packed, (exponents + 127).to(torch.uint8))
+        return cls.from_values(values, (exponents + 127).to(torch.uint8))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -20,9 +20,8 @@ import numpy as np
 
 from octavo.core.step import Grammar
 from octavo.errors import InvalidRequest
-from octavo.gguf import is_gguf, read_gguf
-from octavo.gguf.tokenizer import read_tokenizer
 from octavo.host_memory import num_cpus
+from octavo.model_files import open_files
 from octavo.structured.constraint import WORD_BITS, Filled, Words, num_words
 from octavo.structured.schemas import place_of, refusal
 
@@ -80,20 +79,19 @@ class Guidance:
 
     def __init__(
         self,
-        directory: Path,
+        path: Path,
         vocab_size: int,
         eos_ids: Sequence[int],
         num_threads: int = 1,
     ) -> None:
         """
         Args:
-            directory: of the model, or its GGUF file; the tokenizer is read when the first grammar
-                comes.
+            path: of the model; its tokenizer is read when the first grammar comes.
             vocab_size: of the model, in which tokens are drawn.
             eos_ids: the model's end tokens.
             num_threads: that fill masks.
         """
-        self._directory = directory
+        self._files = open_files(path)
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._num_threads = num_threads
@@ -172,7 +170,7 @@ class Guidance:
                 raise InvalidRequest(
                     field, "it needs llguidance, which is not installed: pip install llguidance"
                 ) from None
-            source = self._tokenizer_source()
+            source = self._files.tokenizer_source()
             if source is None:
                 raise InvalidRequest(field, "the model has no tokenizer to read texts with")
             try:
@@ -189,15 +187,6 @@ class Guidance:
             self._end_ids = tokenizer.eos_tokens
             self._executor = LLExecutor(self._num_threads)
             self._tokenizer = tokenizer
-
-    def _tokenizer_source(self) -> str | None:
-        """What llguidance reads a tokenizer from: a file's name, or the contents; None: there is
-        none."""
-        if is_gguf(self._directory):
-            read = read_tokenizer(read_gguf(self._directory))
-            return None if read is None else read.backend.to_str()
-        file = self._directory / "tokenizer.json"
-        return str(file) if file.is_file() else None
 
     def _compile(self, grammar: Grammar) -> GuidanceConstraint:
         from llguidance import LLMatcher, LLParserLimits
@@ -247,12 +236,12 @@ def _in_library_form(kind: str, source: str) -> dict[str, Any]:
 
 
 def constraint_library(
-    directory: Path, vocab_size: int, eos_ids: Sequence[int], num_sharers: int = 1
+    path: Path, vocab_size: int, eos_ids: Sequence[int], num_sharers: int = 1
 ) -> Guidance:
     """What enforces grammars for a model, with the CPUs of this machine, which `num_sharers`
     processes share; see Guidance."""
     num_threads = max(1, min(MAX_THREADS, num_cpus() // num_sharers))
-    return Guidance(directory, vocab_size, eos_ids, num_threads)
+    return Guidance(path, vocab_size, eos_ids, num_threads)
 
 
 def _message(text: str) -> str:

@@ -158,8 +158,8 @@ class ModelRunner:
         vocab_size = model_config.vocab_size
 
         def library() -> ConstraintLibrary:
-            directory, eos_ids = model_config.directory, model_config.eos_token_ids
-            return constraint_library(directory, vocab_size, eos_ids, communicator.shard.size)
+            path, eos_ids = model_config.path, model_config.eos_token_ids
+            return constraint_library(path, vocab_size, eos_ids, communicator.shard.size)
 
         masks = RowMasks(num_rows, vocab_size, library)
         if config.owns_process and find_spec("llguidance") is not None:

@@ -45,11 +45,11 @@ class TransformersLM(CausalLM):
             ModelError: octavo cannot serve the model; says why.
         """
         config, self._dtype = self._config, dtype
-        built = build(config.directory, dtype, config.max_model_len)
+        built = build(config.path, dtype, config.max_model_len)
         recording = built.recording
         if device.type == "cuda" and recording.data_dependent is not None:
             raise ModelError(
-                f"{config.directory}: a step of {config.architecture} cannot be captured in CUDA "
+                f"{config.path}: a step of {config.architecture} cannot be captured in CUDA "
                 f"graphs: the size of what it computes depends on its tensors "
                 f"({recording.data_dependent})"
             )
@@ -138,7 +138,7 @@ class TransformersLM(CausalLM):
         limit = SAME_STATES[self._dtype] * float(one.abs().max())
         if not float(same.abs().max()) <= limit and bool(one.isfinite().all()):
             raise ModelError(
-                f"{self._config.directory}: octavo cannot serve {self._config.architecture} "
+                f"{self._config.path}: octavo cannot serve {self._config.architecture} "
                 "through transformers: tokens of a step change each other's hidden states beside "
                 "the attention, or positions are not those that it is given"
             )

@@ -9,7 +9,8 @@ from octavo.layers.config import EmbeddingScale, MLPConfig, NormConfig, Position
 from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription
 from octavo.models.families import opt
 from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, plain_attention
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 POSITION_OFFSET = 2  # the table of positions begins with two rows that are never used
 NORM_EPS = 1e-5  # torch's default, which transformers' BART uses

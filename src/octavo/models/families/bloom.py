@@ -13,7 +13,8 @@ from octavo.models.families.common import (
     alibi_slopes,
     plain_attention,
 )
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 WEIGHTS = WeightNames(
     model={

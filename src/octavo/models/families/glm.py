@@ -7,7 +7,8 @@ from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription, NormPlacement
 from octavo.models.families import phi3
 from octavo.models.families.common import check_layer_types, read_rotary_decoder
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 WEIGHTS = WeightNames(
     model=phi3.WEIGHTS.model,

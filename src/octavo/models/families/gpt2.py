@@ -8,7 +8,8 @@ from octavo.json_fields import Fields
 from octavo.layers.config import MLPConfig, NormConfig, PositionTable
 from octavo.models.config import LayerConfig, ModelDescription
 from octavo.models.families.common import MAX_LAYERS, PLAIN_ACTIVATIONS, plain_attention
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 WEIGHTS = WeightNames(
     model={

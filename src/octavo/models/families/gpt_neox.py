@@ -6,7 +6,8 @@ from octavo.json_fields import Fields
 from octavo.layers.config import MLPConfig, NormConfig
 from octavo.models.config import ModelDescription
 from octavo.models.families.common import PLAIN_ACTIVATIONS, read_rotary_decoder
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 WEIGHTS = WeightNames(
     model={"embedding": "embed_in", "norm": "final_layer_norm", "head.linear": "embed_out"},

@@ -13,7 +13,8 @@ from octavo.models.families.common import (
     divided_head_dim,
     read_rotary_decoder,
 )
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 WEIGHTS = WeightNames(
     model={"embedding": "wte", "norm": "ln_f", "head.linear": "lm_head"},

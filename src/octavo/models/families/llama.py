@@ -5,7 +5,8 @@ from __future__ import annotations
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families.common import check_layer_types, read_rotary_decoder
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 WEIGHTS = WeightNames(
     model={"embedding": "embed_tokens", "norm": "norm", "head.linear": "lm_head"},

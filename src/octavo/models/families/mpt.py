@@ -11,7 +11,8 @@ from octavo.models.families.common import (
     alibi_slopes,
     divided_head_dim,
 )
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 WEIGHTS = WeightNames(
     model={"embedding": "wte", "norm": "norm_f", "head.linear": "lm_head"},

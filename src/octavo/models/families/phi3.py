@@ -12,7 +12,8 @@ from __future__ import annotations
 from octavo.json_fields import Fields
 from octavo.models.config import ModelDescription
 from octavo.models.families.common import read_rotary_decoder, read_window, uniform_windows
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 WEIGHTS = WeightNames(
     model={"embedding": "embed_tokens", "norm": "norm", "head.linear": "lm_head"},

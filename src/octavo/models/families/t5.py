@@ -16,7 +16,8 @@ from octavo.layers.config import (
 )
 from octavo.models.config import EncoderConfig, LayerConfig, ModelDescription
 from octavo.models.families.common import GATED_ACTIVATIONS, MAX_LAYERS, PLAIN_ACTIVATIONS
-from octavo.models.family import Family, WeightNames
+from octavo.models.family import Family
+from octavo.models.weight_names import WeightNames
 
 # Nothing in the architecture limits the length; this many tokens of either side are served.
 MAX_TOKENS = 32_768

@@ -74,13 +74,13 @@ class EngineClient:
 
         `command` starts an engine process; see `EngineProcess`.
         """
-        directory = resolve_model(config.model)
+        path = resolve_model(config.model)
         self.config = config
-        self.model_config = read_model_config(directory, config.model_impl)
+        self.model_config = read_model_config(path, config.model_impl)
         if config.max_model_len is not None:
             self.model_config = self.model_config.with_max_model_len(config.max_model_len)
         # None: the model has none; prompts are token ids.
-        self.tokenizer = Tokenizer.find(directory)
+        self.tokenizer = Tokenizer.find(path)
         self.offload = Offload()
         self._supervision = supervision or Supervision()
         self._journal = Journal()
@@ -89,7 +89,7 @@ class EngineClient:
             config, self._supervision, self._journal, self._delivery, command, replication
         )
         self._grammars = GrammarChecker(
-            self.model_config.directory,
+            self.model_config.path,
             self.model_config.vocab_size,
             self.model_config.eos_token_ids,
         )

@@ -1,0 +1,201 @@
+"""The files of a model: a directory in Hugging Face format, or a GGUF file. Imports no torch.
+
+Here is what both have in common below the models: a tokenizer, and what tells one model from
+another. What they say of the model itself is in models/source.py, and their tensors are read by the
+WeightFiles of each format (models/base.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple, Protocol
+
+import tokenizers
+
+from octavo.errors import ModelError
+from octavo.gguf import is_gguf, read_gguf
+from octavo.gguf.tokenizer import read_tokenizer
+from octavo.json_fields import Fields, read_json
+
+DEFAULT_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer that comes without a class
+
+
+class TokenizerFiles(NamedTuple):
+    """What the files say of a tokenizer."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: Mapping[str, str]  # role, such as "eos_token" -> token
+    chat_template: str | None  # its source
+    class_name: str = DEFAULT_CLASS  # the class of transformers that reads the same files
+    response_template: object = None  # how the model writes its answers, if the files say so
+
+
+class ModelFiles(Protocol):
+    """The files of one model, read when they are asked for."""
+
+    format: ClassVar[str]
+    """A name in models.source.SOURCES."""
+
+    @property
+    def path(self) -> Path:
+        """The directory, or the file."""
+
+    def tokenizer(self) -> TokenizerFiles | None:
+        """None: the model has none. Raises ModelError if it is broken."""
+
+    def tokenizer_source(self) -> str | None:
+        """What other libraries read the tokenizer from: the name of a tokenizer.json, or what would
+        be in it. None: the model has no tokenizer."""
+
+    def describe(self, weights: bool = True) -> dict[str, str]:
+        """What tells whether two paths hold the same model, without reading the weights.
+
+        Args:
+            weights: whether its weights count.
+
+        Returns:
+            File name -> the SHA-256 of what describes the model, and the size of what holds
+            weights.
+
+        Raises:
+            ModelError: a file cannot be read.
+
+        Example:
+            >>> open_files(resolve_model("demo")).describe()
+            {'config.json': 'SHA-256 5a0c…', 'model.safetensors': '1181360 bytes'}
+        """
+
+
+def open_files(path: str | Path) -> ModelFiles:
+    """The files of the model at `path`; nothing is read yet.
+
+    Example:
+        >>> open_files("Qwen3-0.6B-Q8_0.gguf").tokenizer().backend.encode("Hello").ids
+    """
+    path = Path(path)
+    return GgufModel(path) if is_gguf(path) else ModelDirectory(path)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """See ModelFiles. In Hugging Face format."""
+
+    format: ClassVar[str] = "huggingface"
+    path: Path
+
+    def tokenizer(self) -> TokenizerFiles | None:
+        """tokenizer.json; tokenizer_config.json and chat_template.jinja if they exist."""
+        file = self.path / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more precise
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        config_file = self.path / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.exists() else Fields("", {})
+        class_name = config.get("tokenizer_class", None)
+        return TokenizerFiles(
+            backend,
+            _special_tokens(config),
+            _chat_template(self.path, config),
+            class_name if isinstance(class_name, str) else DEFAULT_CLASS,
+            config.get("response_template", None),
+        )
+
+    def tokenizer_source(self) -> str | None:
+        """See ModelFiles.tokenizer_source."""
+        file = self.path / "tokenizer.json"
+        return str(file) if file.is_file() else None
+
+    def describe(self, weights: bool = True) -> dict[str, str]:
+        """See ModelFiles.describe."""
+        return _facts(self.path, self._facts(weights))
+
+    def _facts(self, weights: bool) -> Iterator[tuple[str, str]]:
+        for path in sorted(self.path.iterdir()):
+            if path.name == "config.json" or (weights and path.name.endswith(".index.json")):
+                yield path.name, _digest(path.read_bytes())
+            elif weights and path.suffix == ".safetensors":
+                yield path.name, f"{path.stat().st_size} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """See ModelFiles. In a GGUF file, and the others that the model is split into."""
+
+    format: ClassVar[str] = "gguf"
+    path: Path
+
+    def tokenizer(self) -> TokenizerFiles | None:
+        """See ModelFiles.tokenizer."""
+        read = read_tokenizer(read_gguf(self.path))
+        if read is None:
+            return None
+        return TokenizerFiles(read.backend, read.special_tokens, read.chat_template)
+
+    def tokenizer_source(self) -> str | None:
+        """See ModelFiles.tokenizer_source."""
+        read = self.tokenizer()
+        return None if read is None else read.backend.to_str()
+
+    def describe(self, weights: bool = True) -> dict[str, str]:
+        """See ModelFiles.describe. The header is what describes the model."""
+        return _facts(self.path, self._facts(weights))
+
+    def _facts(self, weights: bool) -> Iterator[tuple[str, str]]:
+        tensors = read_gguf(self.path).tensors.values()
+        for part in sorted({tensor.path for tensor in tensors}):
+            first = min(tensor.offset for tensor in tensors if tensor.path == part)
+            with part.open("rb") as file:
+                digest = _digest(file.read(first))
+            yield part.name, f"{digest}, {part.stat().st_size} bytes" if weights else digest
+
+
+def _digest(data: bytes) -> str:
+    return f"SHA-256 {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def _facts(path: Path, facts: Iterable[tuple[str, str]]) -> dict[str, str]:
+    try:
+        return dict(facts)
+    except OSError as error:
+        raise ModelError(f"{error.filename or path} cannot be read ({error.strerror})") from error
+
+
+def _chat_template(directory: Path, config: Fields) -> str | None:
+    """chat_template.jinja, else chat_template in tokenizer_config.json, else None.
+
+    The field may hold several named templates; the one called "default" is used.
+    """
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+    template = config.get("chat_template", None)
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        defaults = [entry for entry in entries if entry.get("name") == "default"]
+        template = defaults[-1].get("template") if defaults else None
+    if template is not None and not isinstance(template, str):
+        raise config.error("chat_template", "it must be a template or a list of named templates")
+    return template
+
+
+def _special_tokens(config: Fields) -> dict[str, str]:
+    """Every "..._token" of tokenizer_config.json; a token is a string or an object."""
+    tokens = {}
+    for role, value in config.values.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if role.endswith("_token") and isinstance(content, str):
+            try:
+                content.encode()
+            except UnicodeEncodeError as error:  # a lone surrogate
+                raise config.error(role, "it is not valid text") from error
+            tokens[role] = content
+    return tokens
