@@ -17,10 +17,11 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.draining import DrainOrder, DrainRunning, Requests
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
+from processes import engines
 from server.clients import assert_nothing_is_held, complete, run, symbolic_client
 from server.live_server import LiveServer, live_server
 from server.test_replicas import THREE, TWO, kill, load_of_requests, until_busy
-from server.test_replicas_live import engines, texts
+from server.test_replicas_live import texts
 
 # Texts are compared that may come from several batches; see test_replicas_live.py.
 EXACT = ("--dtype", "float32")
@@ -199,7 +200,7 @@ def server() -> Iterator[LiveServer]:
 
 
 def test_over_http(server: LiveServer) -> None:
-    before = engines(server)
+    before = engines(server.process.pid)
     state = server.get("/admin/drain", **ADMIN).json()
     assert [each["pid"] in before for each in state["replicas"]] == [True, True]
     with ThreadPoolExecutor(8) as pool:
@@ -212,7 +213,7 @@ def test_over_http(server: LiveServer) -> None:
     state = server.get("/admin/drain", **ADMIN).json()
     assert state["error"] is None
     assert [each["num_restarts"] for each in state["replicas"]] == [1, 1]
-    assert not set(engines(server)) & set(before)
+    assert not set(engines(server.process.pid)) & set(before)
 
 
 def test_bad_orders(server: LiveServer) -> None:
@@ -260,5 +261,5 @@ def test_an_engine_killed_during_a_rolling_restart() -> None:
         expected = [*pool.map(lambda number: texts(running, number), range(8))]
         assert running.post("/admin/drain", {"replica": 0}).status_code == 202
         streams = [pool.submit(texts, running, number) for number in range(8)]
-        os.kill(engines(running)[-1], signal.SIGKILL)
+        os.kill(engines(running.process.pid)[-1], signal.SIGKILL)
         assert [stream.result() for stream in streams] == expected

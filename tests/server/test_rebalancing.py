@@ -15,11 +15,12 @@ from octavo.server.engine_process.draining import DrainOrder
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.process import Death
 from octavo.server.engine_process.replica import Replica
+from processes import engines
 from server.clients import sampling
 from server.fleet_world import World, run
 from server.live_server import live_server
 from server.symbolic_engine import RAISING, expected_tokens
-from server.test_replicas_live import engines, texts
+from server.test_replicas_live import texts
 
 KILL = Death("it was ended by signal 9 (SIGKILL)", is_kill_from_outside=True)
 NUM_TOKENS = 60
@@ -297,7 +298,7 @@ def test_waiting_requests_move_to_a_server_s_replica_that_is_back() -> None:
 
         while sum(each["num_open"] for each in replicas()) < 18:
             time.sleep(0.005)
-        os.kill(engines(server)[0], signal.SIGKILL)
+        os.kill(engines(server.process.pid)[0], signal.SIGKILL)
         while not any(each["num_restarts"] for each in replicas()):
             time.sleep(0.005)
         [back] = [each for each in replicas() if each["num_restarts"]]
