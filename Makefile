@@ -25,7 +25,7 @@ generate: $(RUNTIME)  ## generate text with the embedded model
 	$(BIN)/octavo generate --max-tokens 80 --temperature 0.7 $(PROMPTS)
 
 test: $(DEV) browser  ## all tests but the slow ones
-	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 browser:  ## chromium for the tests of the pages, where it can be had
 	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || { \
@@ -35,7 +35,7 @@ browser:  ## chromium for the tests of the pages, where it can be had
 	} || echo "There is no chromium, and it cannot be installed: tests of the pages will be skipped."
 
 nightly: $(DEV)  ## the slow tests, and then all others on two versions of torch
-	$(BIN)/pytest -n auto -m slow
+	$(BIN)/pytest -n auto --dist worksteal -m slow
 	$(BIN)/python tools/torch_versions.py
 
 test-torch: $(DEV)  ## all tests but the slow ones, on the oldest and on the newest torch

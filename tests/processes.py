@@ -74,6 +74,15 @@ def engines(pid: int) -> list[int]:
     return running(pid, "octavo.server.engine_process.loop")
 
 
+def wait_for_engines(pid: int, count: int = 1) -> list[int]:
+    """The engine processes of the server `pid`, once there are `count`, which it may start anew."""
+    deadline = time.monotonic() + HANG
+    while len(found := engines(pid)) != count:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+    return found
+
+
 def assert_gone(pids: Collection[int]) -> None:
     """Wait until the processes have ended and their parents have waited for them."""
     deadline = time.monotonic() + HANG

@@ -36,6 +36,9 @@ from processes import assert_gone, children
 
 PROGRAM = Path(__file__).with_name("counting_rank.py")
 COMMAND = (sys.executable, str(PROGRAM))
+# Ranks that go on must be seen to within this time, also on a machine with much else to do.
+SHORT = {"rank_timeout": 2.0}
+LATE = r"a step has not been computed within rank_timeout \(2 s\)"
 
 
 def make_group(model: str = "counting", size: int = 3, **options: float) -> RankGroup:
@@ -137,12 +140,13 @@ def test_results_come_in_order_with_several_steps_under_way(
     assert {"rank 0 warns", "rank 1 warns", "rank 2 warns"} <= set(logged)
     assert len(set(pids)) == 3
     assert [step(group, number) for number in range(3)] == [[1, 6], [11, 16], [21, 26]]
+    start = time.monotonic()
     for number in range(50):
         group.send(encode_plan(StepPlan(number, [number], [1], [number], [])))
     for number in range(50):
         group.send(ASK)
         result = group.receive_result()
-        assert 0 < result.launch_seconds < 1
+        assert 0 < result.launch_seconds < time.monotonic() - start
         assert replace(result, launch_seconds=0.0) == StepResult(number, [number + 1])
     group.check()
     group.close()
@@ -153,23 +157,21 @@ def test_results_come_in_order_with_several_steps_under_way(
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "text"),
+    ("model", "kind", "text", "options"),
     [
-        ("1:exit", EngineFailed, "rank 1 .*: it exited with status 4"),
-        ("0:exit", EngineFailed, "rank 0 .*: it exited with status 4"),
-        ("2:kill", ProcessKilled, "rank 2 .*: it was ended by signal 9"),
-        ("0:raise", EngineFailed, "rank 0: ArithmeticError: the step went wrong"),
-        ("1:raise", EngineFailed, "rank 1: ArithmeticError: the step went wrong"),
-        ("0:sleep", EngineFailed, r"a step has not been computed within rank_timeout \(0.3 s\)"),
-        (
-            "0:stop",
-            EngineFailed,
-            r"a step has not been computed within rank_timeout \(0.3 s\): rank 0 .* was stopped",
-        ),
+        ("1:exit", EngineFailed, "rank 1 .*: it exited with status 4", {}),
+        ("0:exit", EngineFailed, "rank 0 .*: it exited with status 4", {}),
+        ("2:kill", ProcessKilled, "rank 2 .*: it was ended by signal 9", {}),
+        ("0:raise", EngineFailed, "rank 0: ArithmeticError: the step went wrong", {}),
+        ("1:raise", EngineFailed, "rank 1: ArithmeticError: the step went wrong", {}),
+        ("0:sleep", EngineFailed, rf"{LATE}; raise it", SHORT),
+        ("0:stop", EngineFailed, rf"{LATE}: rank 0 .* was stopped", SHORT),
     ],
 )
-def test_a_rank_that_fails_ends_all(model: str, kind: type[EngineFailed], text: str) -> None:
-    group = make_group(model, rank_timeout=0.3)
+def test_a_rank_that_fails_ends_all(
+    model: str, kind: type[EngineFailed], text: str, options: dict[str, float]
+) -> None:
+    group = make_group(model, **options)
     pids = pids_of(group)
     assert [step(group, 0), step(group, 1)] == [[1, 6], [11, 16]]
     with pytest.raises(EngineFailed, match=text) as failure:
@@ -185,13 +187,13 @@ def test_an_error_that_comes_with_a_result_is_not_lost() -> None:
     group.send(encode_plan(StepPlan(1, [5], [1], [5], [])))
     group.send(ASK)
     group.send(encode_plan(StepPlan(2, [6], [1], [6], [])))
-    time.sleep(0.3)
+    assert_gone(pids_of(group)[:1])
     with pytest.raises(EngineFailed, match="rank 0: ArithmeticError: the step went wrong"):
         group.receive_result()
 
 
 def test_a_rank_that_reads_nothing_is_noticed_when_its_socket_is_full() -> None:
-    group = make_group("1:stop", rank_timeout=0.5)
+    group = make_group("1:stop", **SHORT)
     pids = pids_of(group)
     with pytest.raises(EngineFailed, match=r"rank 1 .* reads no messages within rank_timeout"):
         send_on(group)

@@ -213,7 +213,7 @@ SHARED_CASES = [
         ((100, 1), (70, 7), (90, 1), (113, 1)), group=2, head_dim=16, rotary_dim=16, head_norm=True
     ),
 ]
-SHARED_CASES += [replace(SHARED_CASES[1], interleaved=True)]
+SHARED_CASES += [replace(SHARED_CASES[1], sequences=SHARED_CASES[2].sequences, interleaved=True)]
 SCORED = Case(((90, 1), (150, 1), (81, 1), (113, 1)), group=2, num_kv_heads=2, head_dim=16)
 SHARED_CASES += [replace(SCORED, scores=some_scores(SCORED, name)) for name in FEATURES]
 MANY = ((2100, 1), *((2000 + i, 1) for i in range(20)), (300, 1))

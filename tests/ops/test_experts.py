@@ -308,17 +308,17 @@ def quantized(form: str, weight: Tensor) -> QuantizedWeight:
 FORMS = {
     "float8-tensor": (45, 34),
     "float8-rows": (48, 48),
-    "float8-blocks": (300, 160),
-    "mx_float4": (96, 160),
+    "float8-blocks": (140, 72),
+    "mx_float4": (160, 64),
     "int4-32": (192, 32),
-    "int4-32-zeros": (96, 160),
-    "int4-64": (64, 192),
-    "int4-rows": (256, 128),
+    "int4-32-zeros": (64, 96),
+    "int4-64": (192, 64),
+    "int4-rows": (96, 64),
 }
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("num_tokens", [1, 3, 20])
+@pytest.mark.parametrize("num_tokens", [1, 20])
 @pytest.mark.parametrize("form", FORMS)
 def test_quantized_experts(device: torch.device, form: str, num_tokens: int) -> None:
     """Of sizes that no tile divides, but for what a form demands."""
@@ -376,9 +376,7 @@ def test_quantized_experts_that_all_tokens_take(
 HOPPER_FORMS = ("float8-tensor", "float8-rows", "float8-blocks", "mx_float4")
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "top_k", "per_sm"), [(3, 4, 3), (20, 2, 2), (20, 8, 2), (26, 13, 1)]
-)
+@pytest.mark.parametrize(("num_tokens", "top_k", "per_sm"), [(3, 4, 3), (20, 2, 2), (26, 13, 1)])
 @pytest.mark.parametrize("form", HOPPER_FORMS)
 def test_products_on_hopper(
     monkeypatch: pytest.MonkeyPatch, form: str, num_tokens: int, top_k: int, per_sm: int

@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from itertools import combinations
+from itertools import combinations, product
 from types import SimpleNamespace
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from attention_cases import FEATURES, Bench, Case, check_that_nan_stays_alone, some_scores
 
 from octavo.ops import CROSS_ATTENTION, FP8_KV_CACHE, ScoreFunction, load_backend
@@ -75,17 +76,23 @@ def random_case(
     return replace(case, scores=some_scores(case, *features))
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("features", SETS, ids="-".join)
-@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def runs() -> Iterator[ParameterSet]:
+    """Every backend, set of features and dtype; the interpreter computes each set in one dtype."""
+    for backend, features, name in product(BACKENDS, SETS, DTYPES):
+        if backend.id != "interpreted" or (name == "fp32") == len(features) % 2:
+            values = (*backend.values, features, DTYPES[name])
+            names = (backend.id, *features, name)
+            yield pytest.param(*values, marks=backend.marks, id="-".join(map(str, names)))
+
+
+@pytest.mark.parametrize(("backend", "device", "features", "dtype"), runs())
 def test_scores_at_random_shapes(
     backend: str, device: str, features: tuple[str, ...], dtype: torch.dtype
 ) -> None:
     interpreted = backend == "triton" and device == "cpu"
     if interpreted and dtype == torch.bfloat16:
         dtype = torch.float16  # the interpreter does not compute in bf16
-    # In the interpreter, a shape for each set of features and dtype.
-    count = 1 if interpreted else 8
+    count = 1 if interpreted else 4
     first = count * (SETS.index(features) + len(SETS) * (dtype != torch.float32))
     for seed in range(first, first + count):
         case = random_case(seed, dtype, features, interpreted)
@@ -99,7 +106,7 @@ def test_scores_at_random_shapes(
         assert case.window == 1 or not torch.allclose(got, plain, atol=0.1), "no feature has effect"
 
 
-@pytest.mark.parametrize("features", SETS, ids="-".join)
+@pytest.mark.parametrize("features", [*SETS[: len(FEATURES)], SETS[-1]], ids="-".join)
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 def test_chunks_and_decodes_continue_each_other(
     backend: str, device: str, features: tuple[str, ...]

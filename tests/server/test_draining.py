@@ -17,10 +17,11 @@ from octavo.server.engine_process.client import EngineClient
 from octavo.server.engine_process.draining import DrainOrder, DrainRunning, Requests
 from octavo.server.engine_process.placement import Replication
 from octavo.server.engine_process.supervision import Supervision
+from processes import engines
 from server.clients import assert_nothing_is_held, complete, run, symbolic_client
 from server.live_server import LiveServer, live_server
 from server.test_replicas import THREE, TWO, kill, load_of_requests, until_busy
-from server.test_replicas_live import engines, texts
+from server.test_replicas_live import texts
 
 # Texts are compared that may come from several batches; see test_replicas_live.py.
 EXACT = ("--dtype", "float32")
@@ -40,8 +41,9 @@ async def ceaseless_load(client: EngineClient) -> None:
         await complete(client, [round_number % 9, 1, 2], 40, round_number, 1 + round_number % 3)
 
 
-@pytest.mark.parametrize("requests", ["move", "finish"])
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_replicas", "requests"), [(1, "move"), (1, "finish"), (2, "finish"), (3, "move")]
+)
 def test_a_rolling_restart_under_load(num_replicas: int, requests: Requests) -> None:
     async def test() -> None:
         replication = Replication(num_replicas)
@@ -199,7 +201,7 @@ def server() -> Iterator[LiveServer]:
 
 
 def test_over_http(server: LiveServer) -> None:
-    before = engines(server)
+    before = engines(server.process.pid)
     state = server.get("/admin/drain", **ADMIN).json()
     assert [each["pid"] in before for each in state["replicas"]] == [True, True]
     with ThreadPoolExecutor(8) as pool:
@@ -212,7 +214,7 @@ def test_over_http(server: LiveServer) -> None:
     state = server.get("/admin/drain", **ADMIN).json()
     assert state["error"] is None
     assert [each["num_restarts"] for each in state["replicas"]] == [1, 1]
-    assert not set(engines(server)) & set(before)
+    assert not set(engines(server.process.pid)) & set(before)
 
 
 def test_bad_orders(server: LiveServer) -> None:
@@ -255,10 +257,10 @@ def test_sigterm_in_the_middle_of_a_rolling_restart() -> None:
         assert running.stop() == 0
 
 
-def test_an_engine_killed_during_a_rolling_restart() -> None:
-    with live_server("--replicas", "2", *EXACT) as running, ThreadPoolExecutor(8) as pool:
-        expected = [*pool.map(lambda number: texts(running, number), range(8))]
-        assert running.post("/admin/drain", {"replica": 0}).status_code == 202
-        streams = [pool.submit(texts, running, number) for number in range(8)]
-        os.kill(engines(running)[-1], signal.SIGKILL)
+def test_an_engine_killed_during_a_rolling_restart(server: LiveServer) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        expected = [*pool.map(lambda number: texts(server, number), range(8))]
+        assert server.post("/admin/drain", {"replica": 0}, **ADMIN).status_code == 202
+        streams = [pool.submit(texts, server, number) for number in range(8)]
+        os.kill(engines(server.process.pid)[-1], signal.SIGKILL)
         assert [stream.result() for stream in streams] == expected

@@ -15,11 +15,12 @@ from octavo.server.engine_process.draining import DrainOrder
 from octavo.server.engine_process.journal import OpenRequest
 from octavo.server.engine_process.process import Death
 from octavo.server.engine_process.replica import Replica
+from processes import engines
 from server.clients import sampling
 from server.fleet_world import World, run
 from server.live_server import live_server
 from server.symbolic_engine import RAISING, expected_tokens
-from server.test_replicas_live import engines, texts
+from server.test_replicas_live import texts
 
 KILL = Death("it was ended by signal 9 (SIGKILL)", is_kill_from_outside=True)
 NUM_TOKENS = 60
@@ -284,20 +285,27 @@ def test_what_killed_two_replicas_is_tried_at_one_at_a_time(num_replicas: int) -
     run(test())
 
 
+NUM_LIVE = 48
+
+
+@pytest.mark.slow
 def test_waiting_requests_move_to_a_server_s_replica_that_is_back() -> None:
-    """Live: two replicas of three sequences each, 18 streams of all kinds, one replica killed."""
+    """Live: two replicas of three sequences each, 48 streams of all kinds, one replica killed.
+
+    So many that most still wait when the replica is back, however long it takes to start.
+    """
     options = ("--replicas", "2", "--max-num-seqs", "3", "--max-num-batched-tokens", "64")
-    with live_server(*options) as server, ThreadPoolExecutor(18) as pool:
-        expected = [*pool.map(lambda number: texts(server, number), range(18))]
-        streams = [pool.submit(texts, server, number) for number in range(18)]
+    with live_server(*options) as server, ThreadPoolExecutor(NUM_LIVE) as pool:
+        expected = [*pool.map(lambda number: texts(server, number), range(NUM_LIVE))]
+        streams = [pool.submit(texts, server, number) for number in range(NUM_LIVE)]
 
         def replicas() -> list[dict[str, int]]:
             found: list[dict[str, int]] = server.get("/admin/drain").json()["replicas"]
             return found
 
-        while sum(each["num_open"] for each in replicas()) < 18:
+        while sum(each["num_open"] for each in replicas()) < NUM_LIVE:
             time.sleep(0.005)
-        os.kill(engines(server)[0], signal.SIGKILL)
+        os.kill(engines(server.process.pid)[0], signal.SIGKILL)
         while not any(each["num_restarts"] for each in replicas()):
             time.sleep(0.005)
         [back] = [each for each in replicas() if each["num_restarts"]]

@@ -114,8 +114,7 @@ def test_killed_all_at_once_they_all_come_back() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("token", [RAISING, UNACCEPTABLE])
+@pytest.mark.parametrize(("token", "num_replicas"), [(UNACCEPTABLE, 2), (RAISING, 3)])
 def test_a_deadly_request_never_takes_the_last_replica_down(token: int, num_replicas: int) -> None:
     async def test() -> None:
         replication = Replication(num_replicas)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from processes import engines
+from processes import engines, wait_for_engines
 from server.live_server import TIMEOUT, LiveServer, live_server
 
 NUM_STREAMS = 30
@@ -77,9 +77,9 @@ def test_no_stream_is_lost_or_altered_when_a_replica_is_killed(server: LiveServe
             pids = engines(server.process.pid)
             streams = [pool.submit(texts, server, number) for number in range(NUM_STREAMS)]
             while num_running(server) < NUM_STREAMS / 2:
+                assert not all(stream.done() for stream in streams), "not seen running"
                 time.sleep(0.01)
             os.kill(pids[0], signal.SIGKILL)
             assert server.get("/health").status_code == 200
             assert [stream.result() for stream in streams] == expected
-            while len(engines(server.process.pid)) < len(pids):
-                time.sleep(0.05)
+            wait_for_engines(server.process.pid, len(pids))

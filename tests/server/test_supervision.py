@@ -211,14 +211,14 @@ def test_pinned_prefixes_are_pinned_again() -> None:
 
 def test_a_prefix_that_is_given_up_leaves_nothing_to_wait_for() -> None:
     async def test() -> None:
-        patience = Supervision(stall_seconds=0.1, hang_seconds=0.5)
+        patience = Supervision(stall_seconds=0.1, hang_seconds=1.5)
         limits = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
         async with symbolic_client("step=0.1", supervision=patience, **limits) as client:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await client.pin_prefix([5] * 64, "late")
             assert client.list_prefixes() == []
-            await asyncio.sleep(1.5)  # an idle engine that is waited for is taken for a stuck one
+            await asyncio.sleep(2.5)  # an idle engine that is waited for is taken for a stuck one
             assert (client.health.healthy, client.info.num_restarts) == (True, 0)
             await assert_nothing_is_held(client)
 
