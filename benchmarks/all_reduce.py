@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.ops.communicator import Reduction, ReductionSite
 from octavo.ops.cuda import all_reduce
 from octavo.ops.cuda.all_reduce import PeerCommunicator
-from octavo.ops.cuda.norm import norm, rms_norm
+from octavo.ops.cuda.norm import norm
 from octavo.ops.norm import Affine
 
 ROWS = (1, 2, 16, 64, 128, 256, 512, 2048, 8192)
@@ -79,7 +79,7 @@ def _rank(rank: int, size: int, store: str, arguments: argparse.Namespace) -> No
             _reduce(x, residual, weight, peers, ALTERNATING[call % 2])
 
         def norm_alone(call: int, x: Tensor = x, residual: Tensor = residual) -> None:
-            rms_norm(x, weight, 1e-5, residual)
+            norm(x, Affine(weight), 1e-5, residual, is_rms=True)
 
         def one(call: int, x: Tensor = x, residual: Tensor = residual) -> None:
             _reduce(x, residual, weight, one_shot, ALTERNATING[call % 2])

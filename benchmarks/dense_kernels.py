@@ -19,10 +19,11 @@ from torch import Tensor
 
 from octavo.ops.cuda.activation import apply_gate
 from octavo.ops.cuda.linear import linear, linear_partial
-from octavo.ops.cuda.norm import layer_norm, rms_norm
+from octavo.ops.cuda.norm import norm
 from octavo.ops.cuda.sampling import DeviceDraws, sample
 from octavo.ops.cuda.sampling_candidates import best_tokens
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.norm import Affine
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -202,9 +203,9 @@ class Layers:
             hidden = F.linear(inner, down)
 
     def _norm(self, hidden: Tensor) -> Tensor:
-        if self._norm_kind == "rms":
-            return rms_norm(hidden, self._scale, EPS, self._residual)
-        return layer_norm(hidden, self._scale, self._scale, EPS, self._residual)
+        is_rms = self._norm_kind == "rms"
+        affine = Affine(self._scale, None if is_rms else self._scale)
+        return norm(hidden, affine, EPS, self._residual, is_rms)[0]
 
     def _torch_norm(self, hidden: Tensor) -> Tensor:
         self._residual.add_(hidden)

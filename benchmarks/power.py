@@ -21,8 +21,9 @@ from gpu_harness import GEMM_FLOPS, first_and_settled, report, square_gemm
 from torch import Tensor
 
 from octavo.ops.cuda.linear import linear, linear_partial
-from octavo.ops.cuda.norm import rms_norm
+from octavo.ops.cuda.norm import norm
 from octavo.ops.epilogue import Epilogue
+from octavo.ops.norm import Affine
 
 TOKENS, CONTEXT = 256, 1024
 HIDDEN, INNER, HEADS_AND_KV = 4096, 14336, 6144
@@ -131,7 +132,7 @@ class LayerGemms:
         self._normed(linear_partial(inner, self.down))
 
     def _normed(self, parts: Tensor) -> Tensor:
-        return rms_norm(parts, self.scale, 1e-5, self.residual)
+        return norm(parts, Affine(self.scale), 1e-5, self.residual, is_rms=True)[0]
 
 
 def measure(

@@ -11,7 +11,7 @@ import atexit
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel
 
+from octavo import LLM, BeamSearchParams
 from octavo.layers.embedding import Embedding
 from octavo.outputs import RequestOutput
 
@@ -487,6 +488,29 @@ def beam_options(width: int) -> dict[str, Any]:
         **{"do_sample": False, "num_beams": width, "num_return_sequences": width},
         **{"output_scores": True, "return_dict_in_generate": True},
     }
+
+
+def generate(name: str, prompt: Sequence[int], max_new_tokens: int, **how: Any) -> Any:
+    """transformers' generate: greedy, or as `how` says; nothing of the prompt is masked."""
+    with torch.inference_mode():
+        return reference_model(name).generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=max_new_tokens,
+            **{"do_sample": False} | how,
+        )
+
+
+def check_beam_search(llm: LLM, name: str, prompt: Sequence[int], width: int) -> None:
+    """Sequences and scores of transformers, for every kind of length penalty and early stopping."""
+    num_given = 1 if name in ENCODER_DECODER_NAMES else len(prompt)
+    for penalty, early in [(1.0, False), (0.0, True), (2.0, "never"), (-1.0, "never")]:
+        params = BeamSearchParams(
+            beam_width=width, max_tokens=8, length_penalty=penalty, early_stopping=early
+        )
+        [output] = llm.beam_search(prompt, params, use_tqdm=False)
+        how = {"length_penalty": penalty, "early_stopping": early} | beam_options(width)
+        check_beams(output, generate(name, prompt, 8, **how), num_given)
 
 
 def check_beams(output: RequestOutput, expected: Any, num_given: int) -> None:

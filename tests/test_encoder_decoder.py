@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import model_zoo
+from model_zoo import generate
 from octavo import LLM, BeamSearchParams, SamplingParams
 from octavo.errors import RequestTooLong
 from octavo.models.decoder import Encoder
@@ -30,20 +31,11 @@ def inputs() -> list[list[int]]:
     return [model_zoo.random_token_ids(n, seed=n) for n in LENGTHS]
 
 
-def generate(name: str, prompt: Sequence[int], max_new_tokens: int = NUM_TOKENS, **how: Any) -> Any:
-    """transformers' generate, with the attention mask that the whole prompt has."""
-    with torch.inference_mode():
-        return model_zoo.reference_model(name).generate(
-            torch.tensor([list(prompt)]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=max_new_tokens,
-            **{"do_sample": False} | how,
-        )
-
-
 @functools.cache
 def reference_tokens(name: str) -> list[list[int]]:
-    return [generate(name, prompt, eos_token_id=None)[0, 1:].tolist() for prompt in inputs()]
+    return [
+        generate(name, prompt, NUM_TOKENS, eos_token_id=None)[0, 1:].tolist() for prompt in inputs()
+    ]
 
 
 def load(directory: str | Path, **options: Any) -> LLM:
@@ -80,22 +72,14 @@ def test_greedy_tokens_equal_transformers(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize(("name", "width"), list(zip(NAMES, (2, 3, 4, 5, 6), strict=True)))
 def test_beams_equal_transformers(name: str, width: int) -> None:
-    llm = load(name)
-    prompt = inputs()[3]
-    for penalty, early in [(1.0, False), (0.0, True), (2.0, "never")]:
-        params = BeamSearchParams(
-            beam_width=width, max_tokens=8, length_penalty=penalty, early_stopping=early
-        )
-        [output] = llm.beam_search(prompt, params, use_tqdm=False)
-        how = {"length_penalty": penalty, "early_stopping": early}
-        expected = generate(name, prompt, 8, **how, **model_zoo.beam_options(width))
-        model_zoo.check_beams(output, expected, 1)
+    model_zoo.check_beam_search(load(name), name, inputs()[3], width)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_decoder_starts_with(name: str) -> None:
     llm, prompt, start = load(name), inputs()[2], [START, 40, 50, 60]
-    expected = generate(name, prompt, decoder_input_ids=torch.tensor([start]), eos_token_id=None)
+    how = {"decoder_input_ids": torch.tensor([start]), "eos_token_id": None}
+    expected = generate(name, prompt, NUM_TOKENS, **how)
     for given in (start, start[1:]):  # the start token is put in front
         [output] = llm.generate(
             [{"prompt": prompt, "decoder_input_ids": given}], GREEDY, use_tqdm=False
@@ -216,7 +200,7 @@ def test_rules_of_the_output_are_those_of_transformers(
     llm = load(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
     [output] = llm.generate([prompt], params, use_tqdm=False)
-    expected = generate(name, prompt, **rules)[0, 1:].tolist()
+    expected = generate(name, prompt, NUM_TOKENS, **rules)[0, 1:].tolist()
     assert output.outputs[0].token_ids == expected[: len(output.outputs[0].token_ids)]
     num_tokens = expected.index(1) + 1 if 1 in expected else NUM_TOKENS
     assert len(output.outputs[0].token_ids) == num_tokens

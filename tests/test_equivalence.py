@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 import model_zoo
 from octavo import LLM, BeamSearchParams, SamplingParams
@@ -31,17 +30,10 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def reference_tokens(name: str) -> list[list[int]]:
-    model = model_zoo.reference_model(name)
-    with torch.inference_mode():
-        return [
-            model.generate(
-                torch.tensor([prompt]),
-                max_new_tokens=NUM_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-            )[0, len(prompt) :].tolist()
-            for prompt in prompts()
-        ]
+    return [
+        model_zoo.generate(name, prompt, NUM_TOKENS, eos_token_id=None)[0, len(prompt) :].tolist()
+        for prompt in prompts()
+    ]
 
 
 def load(name: str, **options: object) -> LLM:
@@ -73,24 +65,7 @@ def test_greedy_tokens_equal_transformers(name: str, backend: str) -> None:
     ("name", "width"), list(zip(model_zoo.NAMES, itertools.cycle([2, 4, 6]), strict=False))
 )
 def test_beams_equal_transformers(name: str, width: int) -> None:
-    """Sequences and scores, for every length penalty and every early-stopping mode."""
-    llm = load(name)
-    model = model_zoo.reference_model(name)
-    prompt = prompts()[1]
-    for penalty, early in [(1.0, False), (0.0, True), (2.0, "never"), (-1.0, "never")]:
-        params = BeamSearchParams(
-            beam_width=width, max_tokens=8, length_penalty=penalty, early_stopping=early
-        )
-        [output] = llm.beam_search(prompt, params, use_tqdm=False)
-        with torch.inference_mode():
-            expected = model.generate(
-                torch.tensor([prompt]),
-                max_new_tokens=8,
-                length_penalty=penalty,
-                early_stopping=early,
-                **model_zoo.beam_options(width),
-            )
-        model_zoo.check_beams(output, expected, len(prompt))
+    model_zoo.check_beam_search(load(name), name, prompts()[1], width)
 
 
 def run_alone(llm: LLM, preempt: bool) -> list[list[int]]:

@@ -236,3 +236,7 @@ def test_memory_tells_experts_from_other_weights() -> None:
     text = CliRunner().invoke(main, arguments).stdout
     assert "a token takes 3,353.0 M of them" in text
     assert "54.00 GiB of the weights" in text
+    arguments = ["memory", str(CONFIGS / "gpt-oss-20b-mxfp4"), "--gpu", "h200", "--json"]
+    values = json.loads(CliRunner().invoke(main, arguments).stdout)
+    num_weights = 24 * 32 * 3 * 2880 * 2880
+    assert values["expert_bytes"] == pytest.approx(num_weights * 17 / 32, rel=1e-3)  # 4.25 bits

@@ -233,7 +233,8 @@ class TestOnGpu:
     @pytest.mark.parametrize("num_tokens", [1, 8, 64])
     def test_a_captured_chain_gives_what_plain_steps_give(self, num_tokens: int) -> None:
         """Kernels overlap in a graph: each must wait for what it reads and overwrites."""
-        from octavo.ops.cuda.norm import rms_norm
+        from octavo.ops.cuda.norm import norm
+        from octavo.ops.norm import Affine
 
         size, inner, layers = 1024, 3072, 12
         make = torch.Generator(self.DEVICE).manual_seed(0)
@@ -248,17 +249,16 @@ class TestOnGpu:
         scale = torch.ones(size, device=self.DEVICE, dtype=torch.bfloat16)
         x = torch.empty(num_tokens, size, device=self.DEVICE, dtype=torch.bfloat16)
 
+        def normed(hidden: Tensor, residual: Tensor) -> Tensor:
+            return norm(hidden, Affine(scale), 1e-5, residual, is_rms=True)[0]
+
         def step() -> Tensor:
             hidden, residual = x, torch.zeros_like(x)
             for first, second, gate_up, down in weights:
-                hidden = linear_partial(
-                    linear(rms_norm(hidden, scale, 1e-5, residual), first), second
-                )
-                inside = linear(
-                    rms_norm(hidden, scale, 1e-5, residual), gate_up, None, Epilogue.SILU_MUL
-                )
+                hidden = linear_partial(linear(normed(hidden, residual), first), second)
+                inside = linear(normed(hidden, residual), gate_up, None, Epilogue.SILU_MUL)
                 hidden = linear_partial(inside, down)
-            return rms_norm(hidden, scale, 1e-5, residual)
+            return normed(hidden, residual)
 
         x.normal_(generator=make)
         step()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.ops.cuda.norm import layer_norm, norm, rms_norm
+from octavo.ops.cuda.norm import norm
 from octavo.ops.norm import Affine
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -31,11 +31,11 @@ def test_norms(device: torch.device, is_rms: bool, num_parts: int) -> None:
                     given = torch.randn(num_parts, num_rows, size, device=device)
                     total = (residual.float() + given.sum(0)).to(dtype)
             added = residual if num_parts else None
+            affine = Affine(weight, None if is_rms else bias)
+            [actual] = norm(given, affine, EPS, added, is_rms)
             if is_rms:
-                actual = rms_norm(given, weight, EPS, added)
                 wanted = F.rms_norm(total.float(), (size,), weight.float(), EPS)
             else:
-                actual = layer_norm(given, weight, bias, EPS, added)
                 wanted = F.layer_norm(total.float(), (size,), weight.float(), bias.float(), EPS)
             assert actual.dtype == dtype
             tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
@@ -48,7 +48,8 @@ def test_norms(device: torch.device, is_rms: bool, num_parts: int) -> None:
 
 def test_a_layer_norm_without_scale_and_shift(device: torch.device) -> None:
     x = torch.randn(3, 40, device=device)
-    torch.testing.assert_close(layer_norm(x, None, None, EPS), F.layer_norm(x, (40,), eps=EPS))
+    [actual] = norm(x, Affine(None), EPS, None, is_rms=False)
+    torch.testing.assert_close(actual, F.layer_norm(x, (40,), eps=EPS))
 
 
 FORMS = {
@@ -119,10 +120,9 @@ def test_strided_heads(device: torch.device, heads: int) -> None:
     x = torch.randn(4, heads + 2, 32, device=device)[:, 1 : heads + 1]
     weight = torch.randn(32, device=device)
     wanted = F.rms_norm(x, (32,), weight, EPS)
-    torch.testing.assert_close(rms_norm(x, weight, EPS), wanted)
+    torch.testing.assert_close(norm(x, Affine(weight), EPS, None, is_rms=True)[0], wanted)
 
 
 def test_no_rows(device: torch.device) -> None:
-    assert (
-        rms_norm(torch.empty(0, 8, device=device), torch.ones(8, device=device), EPS).numel() == 0
-    )
+    x, weight = torch.empty(0, 8, device=device), torch.ones(8, device=device)
+    assert norm(x, Affine(weight), EPS, None, is_rms=True)[0].numel() == 0

@@ -59,7 +59,6 @@ CASES = [(n, m) for n in model_zoo.NAMES for m in MODES] if HAS_GPU else [("llam
 THROUGH_TRANSFORMERS = (
     ["llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "phimoe"] if HAS_GPU else ["llama"]
 )
-TWO_GROUPS = ("qwen2", "exaone4", "ministral", "gemma2", "gemma3_text", "olmo3", "cohere2")
 NUM_BLOCKS, NUM_SWAP_BLOCKS = 24, 24
 MAX_LEN, BLOCK_SIZE, CHUNK = 80, 8, 24  # of the engines that are compared
 

@@ -231,7 +231,7 @@ class Budget:
         self._kv_dtype = config.cache.dtype_for(dtype)
         self._size = config.tensor_parallel_size
         self._shape, self._budget, self._estimate = estimate.shape, estimate.budget, estimate
-        self._expert_bytes = estimate.model.num_expert_parameters() * DTYPE_BYTES[dtype]
+        self._expert_bytes = estimate.model.read_bytes(DTYPE_BYTES[dtype])[1]
         self.weight_bytes = estimate.fixed.weights
         self.note = note
 

@@ -28,32 +28,6 @@ MAX_SIZE = 16384  # elements per row, which one program holds in registers
 MANY_ROWS = 640  # five per SM: fewer warps each fill it
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """x / rms(x) * weight over the last dimension.
-
-    Args:
-        x: floating [num_rows, (heads,) size], the last dimension dense. With `residual` it may also
-            be [num_splits, num_rows, size], dense: partial sums that are added up (linear.py).
-        weight: [size].
-        residual: [num_rows, size]. x is added to it in place, and the sum is normed.
-
-    Returns:
-        Dense, without the dimension of splits, of the residual's dtype, or of x's.
-    """
-    return norm(x, Affine(weight), eps, residual, is_rms=True)[0]
-
-
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """(x - mean) / std * weight + bias over the last dimension; otherwise as `rms_norm`."""
-    return norm(x, Affine(weight, bias), eps, residual, is_rms=False)[0]
-
-
 def norm(
     x: Tensor,
     affine: Affine | None,
@@ -66,7 +40,8 @@ def norm(
     twin: Affine | None = None,
     reduction: Reduction | None = None,
 ) -> list[Tensor]:
-    """See ops/norm.py, and `rms_norm` for x; `second` has the same forms as x, and is dense."""
+    """See ops/norm.py. With a residual, x may also be [num_splits, num_rows, size], dense: partial
+    sums that are added up (linear.py). `second` has the same forms as x, and is dense."""
     exchange = None
     if reduction is not None:
         assert residual is not None
