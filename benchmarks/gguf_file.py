@@ -5,8 +5,8 @@ It supports only what the benchmarks need: Llama and Qwen3 in one safetensors fi
 float16 or in int8 with a scale for each 32 inputs (Q8_0), and a vocabulary of placeholder names,
 since all prompts are token ids. To compare the file with the model that it was written from:
 
-    python benchmarks/gguf_file.py demo /tmp/demo.gguf --int8
-    octavo bench throughput --model /tmp/demo.gguf
+    python benchmarks/gguf_file.py demo demo.gguf --int8
+    octavo bench throughput --model demo.gguf
     octavo bench throughput --model demo --dtype bfloat16
 """
 

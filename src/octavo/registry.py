@@ -62,9 +62,7 @@ class Registry(Mapping[str, T], Generic[T]):
         entry = self._entries[name]
         if not isinstance(entry, str):
             return entry
-        module, _, attribute = entry.partition(":")
-        found: Any = import_module(module)
-        implementation: T = getattr(found, attribute) if attribute else found
+        implementation: T = import_place(entry)
         return implementation
 
     def __contains__(self, name: object) -> bool:
@@ -81,6 +79,17 @@ class Registry(Mapping[str, T], Generic[T]):
     def __len__(self) -> int:
         load_plugins()
         return len(self._entries)
+
+
+def import_place(place: str) -> Any:
+    """What is at "module:attribute" or "module", which is imported.
+
+    Example:
+        >>> import_place("octavo.models.decoder:Decoder")
+    """
+    module, _, attribute = place.partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found
 
 
 def load_plugins() -> None:

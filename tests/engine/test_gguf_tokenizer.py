@@ -205,6 +205,22 @@ def test_tokens_with_a_meaning(byte_level: tuple[Backend, Fields], tmp_path: Pat
     assert not tokenizer.has_piece(323)
 
 
+def test_the_end_of_a_message_is_not_that_of_an_answer(
+    byte_level: tuple[Backend, Fields], tmp_path: Path
+) -> None:
+    """In gpt-oss, which reasons in a message of its own."""
+    added = ["<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"]
+    metadata = byte_level[1] | {
+        "tokenizer.ggml.tokens": [*byte_level[1]["tokenizer.ggml.tokens"], *added],
+        "tokenizer.ggml.token_type": [*byte_level[1]["tokenizer.ggml.token_type"], *[3] * 4],
+        "tokenizer.ggml.eos_token_id": 320,
+    }
+    path = tmp_path / "model.gguf"
+    assert end_token_ids(read_gguf(write(path, metadata))) == (320, 322, 323)
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"][:-2], "<call>", "<x>"]
+    assert end_token_ids(read_gguf(write(path, metadata))) == (320, 321)
+
+
 def test_spaces_behind_special_tokens_of_phi3(
     sentencepiece: tuple[Backend, Fields], tmp_path: Path
 ) -> None:

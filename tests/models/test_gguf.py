@@ -7,6 +7,7 @@ import struct
 import sys
 import tracemalloc
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from dense_harness import DenseHarness
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -22,6 +24,7 @@ import gguf_files
 import model_zoo
 from gguf_files import everywhere, with_experts, write_pair
 from octavo import LLM, SamplingParams
+from octavo.engine.tokenizer import Tokenizer
 from octavo.errors import ConfigError, ModelError
 from octavo.gguf import find_gguf, read_gguf
 from octavo.layers.base import WeightSlot
@@ -36,6 +39,7 @@ from octavo.ops.quantized import GroupedInt, MxFloat4
 from octavo.parallel import Shard
 from octavo.weight_forms import describe_dequantized
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 PROMPT = model_zoo.random_token_ids(70)  # longer than the zoo's sliding windows
 # Experts of which two ranks have whole blocks.
@@ -308,6 +312,26 @@ def test_what_a_gpu_keeps_quantized_of_experts_and_projections(
     saved = num_projections * (16 - (bits.get(others, 16) if hopper[0] else 16)) / 8
     saved += num_experts * (16 - (bits.get(experts, 16) if hopper[1] else 16)) / 8
     assert config.weight_bytes(2) - config.kept_by("hopper").least_weight_bytes(2) == int(saved)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_file_that_the_benchmarks_write(name: str, tmp_path: Path) -> None:
+    """Of a model without BOS, as the demo model is; its vocabulary is one of placeholders."""
+    specification = spec_from_file_location("gguf_file", BENCHMARKS / "gguf_file.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = module_from_spec(specification)
+    specification.loader.exec_module(module)
+    source = model_zoo.write_model(name, tmp_path / "hf", bos_token_id=None)
+    tensors = load_file(source / "model.safetensors")
+    rounded = {key: tensor.half().float() for key, tensor in tensors.items()}
+    save_file(rounded, source / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "model.gguf"
+    module.write_gguf(source, path)
+    check(path)
+    tokenizer = Tokenizer.find(path)
+    assert tokenizer is not None
+    assert tokenizer.vocab_size == model_zoo.VOCAB_SIZE
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:

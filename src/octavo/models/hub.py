@@ -78,7 +78,7 @@ def _fetch(repository: str, patterns: list[str]) -> Path:
         path = Path(
             snapshot_download(repository, allow_patterns=patterns, ignore_patterns=HUB_EXCLUDED)
         )
-    if not (path / "config.json").is_file() and (names := _gguf_files(repository)):
+    if not (path / "config.json").is_file() and (names := _gguf_files(repository, repository)):
         raise ModelError(
             f"no model {repository!r}: the repository has no config.json; give one of its "
             f"{SUFFIX} files, as {repository}:TYPE or {repository}/FILE: {_listed(names)}"
@@ -96,7 +96,7 @@ def _fetch_gguf(repository: str, tag: str | None, file: str | None) -> Path:
     """
     asked = f"{repository}/{file}" if tag is None else f"{repository}:{tag}"
     tensor_types(asked)  # before anything is fetched
-    names = _gguf_files(repository)
+    names = _gguf_files(repository, asked)
     wanted = names if file is None else [file] if file in names else []
     models = {_parts_of(name) for name in wanted if tag is None or _has_type(name, tag)}
     if len(models) != 1:
@@ -112,17 +112,17 @@ def _fetch_gguf(repository: str, tag: str | None, file: str | None) -> Path:
             f"no model {asked!r}: it has {len(parts)} files, of which the repository lacks "
             f"{few(absent)}"
         )
-    with _errors_of(repository):
+    with _errors_of(asked):
         from huggingface_hub import snapshot_download
 
         patterns = [glob.escape(name) for name in parts]
         return Path(snapshot_download(repository, allow_patterns=patterns)) / parts[0]
 
 
-def _gguf_files(repository: str) -> list[str]:
+def _gguf_files(repository: str, asked: str) -> list[str]:
     """The GGUF files of a repository that may be models; where the hub cannot be reached, those
     that were fetched."""
-    with _errors_of(repository):
+    with _errors_of(asked):
         from huggingface_hub import HfApi, snapshot_download
 
         try:
@@ -160,13 +160,13 @@ def _has_type(name: str, tag: str) -> bool:
 
 
 @contextmanager
-def _errors_of(repository: str) -> Iterator[None]:
+def _errors_of(asked: str) -> Iterator[None]:
     """The hub's errors have no common base; all mean that there is no model."""
     try:
         yield
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise ModelError(
-            f"no model {repository!r}: there is no such directory, and it could not be fetched "
+            f"no model {asked!r}: there is no such directory or file, and it could not be fetched "
             f"from the hub ({reason[0] if reason else type(error).__name__})"
         ) from error

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from octavo.models.quantization import Quantization
 from octavo.ops import KVScales
 from octavo.ops.communicator import Communicator
 from octavo.ops.quantized import FormError, GroupedInt, MxFloat4, QuantizedWeight, ScaledFloat8
+from octavo.registry import import_place
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,7 @@ def build_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, communicator: Communicator
 ) -> CausalLM:
     """The model with uninitialised weights, before any `finalize`."""
-    module_name, _, class_name = config.model_class.partition(":")
-    model_class = getattr(import_module(module_name), class_name)
+    model_class = import_place(config.model_class)
     with torch.device("meta"):  # shapes only, until dtype and device are set
         model: CausalLM = model_class(config, device, communicator)
     model.allocate(dtype, device)
@@ -90,8 +89,7 @@ def build_model(
 
 def open_weights(config: ModelConfig) -> WeightFiles:
     """The files that the model's tensors are in; nothing is read yet."""
-    module_name, _, class_name = config.weight_files.partition(":")
-    files: WeightFiles = getattr(import_module(module_name), class_name)(config)
+    files: WeightFiles = import_place(config.weight_files)(config)
     return files
 
 
