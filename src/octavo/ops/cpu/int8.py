@@ -19,6 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from octavo.ops.cpu.int8_matrix import MatrixInt8Linear, has_matrix_units
 from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows, rescale_gate, rescale_rows
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
@@ -88,7 +89,7 @@ class Int8Linear:
         return product
 
 
-def make_rounding_kernel(weight: Tensor) -> Int8Linear | None:
+def make_rounding_kernel(weight: Tensor) -> MatrixInt8Linear | Int8Linear | None:
     """A kernel for W [out_features, in_features], rounded here, with results in float32.
 
     None: W is not in float32 or bfloat16, or see make_kernel.
@@ -100,10 +101,12 @@ def make_rounding_kernel(weight: Tensor) -> Int8Linear | None:
         GroupedInt.quantize(part, 8, size, quantizes_inputs=True)
         for part in torch.split(weight, max(1, ROUNDED_ELEMENTS // size))
     ]
-    return Int8Linear(GroupedInt.join(parts), is_wide=True)
+    return _kernel_class()(GroupedInt.join(parts), is_wide=True)
 
 
-def make_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> Int8Linear | None:
+def make_kernel(
+    weight: QuantizedWeight, dtype: torch.dtype
+) -> MatrixInt8Linear | Int8Linear | None:
     """A kernel for W [out_features, in_features] and inputs of `dtype`, on a CPU.
 
     None: W has another form, the model was not made for rounded inputs, or this torch or CPU has no
@@ -114,7 +117,11 @@ def make_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> Int8Linear | Non
     is_plain = weight.zeros is None and weight.permutation is None
     if weight.bits != 8 or weight.scales.shape[-1] != 1 or not is_plain:
         return None
-    return Int8Linear(weight) if _takes(dtype, weight.shape[-1]) else None
+    return _kernel_class()(weight) if _takes(dtype, weight.shape[-1]) else None
+
+
+def _kernel_class() -> type[MatrixInt8Linear] | type[Int8Linear]:
+    return MatrixInt8Linear if has_matrix_units() else Int8Linear
 
 
 def _takes(dtype: torch.dtype, in_features: int) -> bool:
@@ -123,8 +130,13 @@ def _takes(dtype: torch.dtype, in_features: int) -> bool:
     return is_served and has_int8_product()
 
 
-@cache
 def has_int8_product() -> bool:
+    """Whether this CPU multiplies int8 exactly, by one of our ways."""
+    return has_matrix_units() or has_onednn_product()
+
+
+@cache
+def has_onednn_product() -> bool:
     """Whether the ops exist, take our arguments, and compute exactly.
 
     CPUs without VNNI add pairs of products in 16 bits, which saturates for the largest values.

@@ -147,13 +147,29 @@ def _norm(address: int, is_rms: Any, like: Any, wide: Any) -> None:
 
 
 @jit
-def _gate(address: int, is_gelu: Any, is_clamped: Any, source_like: Any, like: Any) -> None:
-    """output [tokens, size] = f(gate) * up for source [tokens, gate and up, size], whose tokens are
-    multiplied by weight float32 [tokens] first if there is one.
+def gated(x: Any, factor: Any, is_gelu: Any, is_clamped: Any) -> Any:
+    """f(x) * factor in float32, of a gate x.
 
     f(x) = x / (1 + exp(-t)): SiLU if t is x; GELU's tanh approximation if t is
     2 sqrt(2 / pi) (x + 0.044715 x^3); and see Epilogue.CLAMPED_SWIGLU.
     """
+    t = x
+    if is_clamped:
+        x = LIMIT if x > LIMIT else x
+        factor = LIMIT if factor > LIMIT else factor
+        factor = np.float32(1.0) + (-LIMIT if factor < -LIMIT else factor)
+        t = ALPHA * x
+    if is_gelu:
+        t = x * (GELU_LINEAR + GELU_CUBIC * x * x)
+    small = exp2_nonpositive(abs(t) * MINUS_LOG2_E)
+    upper = x if t >= 0 else x * small
+    return upper / (np.float32(1.0) + small) * factor
+
+
+@jit
+def _gate(address: int, is_gelu: Any, is_clamped: Any, source_like: Any, like: Any) -> None:
+    """output [tokens, size] = f(gate) * up for source [tokens, gate and up, size], whose tokens are
+    multiplied by weight float32 [tokens] first if there is one; f as in `gated`."""
     args = carray(pointer_to(address, int64), NUM_ARGS)
     size, itemsize, width = args[SIZE], size_of(like), size_of(source_like)
     begin = fetch_add(address, args[CHUNK])
@@ -167,20 +183,8 @@ def _gate(address: int, is_gelu: Any, is_clamped: Any, source_like: Any, like: A
                 scale = carray(pointer_to(args[WEIGHT], float32), args[TOKENS])[r]
             output = carray(pointer_to(args[OUTPUT] + r * size * itemsize, like), size)
             for i in range(size):
-                x = to_float(gate[i]) * scale
-                factor = to_float(up[i]) * scale
-                t = x
-                if is_clamped:
-                    x = LIMIT if x > LIMIT else x
-                    factor = LIMIT if factor > LIMIT else factor
-                    factor = np.float32(1.0) + (-LIMIT if factor < -LIMIT else factor)
-                    t = ALPHA * x
-                if is_gelu:
-                    t = x * (GELU_LINEAR + GELU_CUBIC * x * x)
-                small = exp2_nonpositive(abs(t) * MINUS_LOG2_E)
-                upper = x if t >= 0 else x * small
-                result = upper / (np.float32(1.0) + small) * factor
-                output[i] = from_float(result, like)
+                x, factor = to_float(gate[i]) * scale, to_float(up[i]) * scale
+                output[i] = from_float(gated(x, factor, is_gelu, is_clamped), like)
         begin = fetch_add(address, args[CHUNK])
 
 
@@ -219,7 +223,8 @@ def _largest(row: Any, size: int) -> Any:
 
 @jit
 def _quantize(address: int, like: Any, rounded: Any) -> None:
-    """output int8 [tokens, size] times weight [tokens] = source [tokens, size], rounded.
+    """output int8 [tokens, size] times weight [tokens] = source [tokens, size], rounded; tokens of
+    the output are `bias` bytes apart.
 
     Of a row with an infinity or a NaN, the weight is NaN.
     """
@@ -230,7 +235,7 @@ def _quantize(address: int, like: Any, rounded: Any) -> None:
     while begin < args[TOKENS]:
         for r in range(begin, min(begin + args[CHUNK], args[TOKENS])):
             row = carray(pointer_to(args[SOURCE] + r * args[STRIDE] * itemsize, like), size)
-            output = carray(pointer_to(args[OUTPUT] + r * size, rounded), size)
+            output = carray(pointer_to(args[OUTPUT] + r * args[BIAS], rounded), size)
             bits = _largest(row, size)
             if bits >= INFINITY_BITS:
                 scales[r] = np.float32(np.nan)

@@ -1,0 +1,115 @@
+"""Products of int8 weights with rounded tokens on the matrix units of x86 CPUs (AMX).
+
+One pass: tokens are rounded, and the kernel multiplies, scales, adds the bias, applies the gate and
+writes results in the inputs' dtype, where oneDNN has float32 sums that another pass reads. Up to 64
+tokens, the weights' bytes come from memory as fast as for a single token, nearly.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof, c_int64
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows
+from octavo.ops.cpu.threads import Runner, make_runner
+from octavo.ops.epilogue import Epilogue
+from octavo.ops.quantized import GroupedInt
+
+LANES = 16  # tokens, and outputs, of a tile
+TILE_INPUTS = 64
+PANEL_TILES = 4  # tiles of tokens that are multiplied together
+MAX_SPAN = 4  # tiles of outputs in a unit of work
+UNITS_PER_THREAD = 8  # so that a thread which loses its core hardly delays the others
+WORTH_SHARING = 1 << 19  # weights; below this, waking a thread costs more than it saves
+_Job = c_int64 * 14
+
+
+class MatrixInt8Linear:
+    """Owns a copy of W [out_features, in_features] in int8: [tiles of 16 outputs, in_features / 4,
+    16, 4], filled up with zeros to whole tiles of 64 inputs.
+
+    Results have the inputs' dtype, or are in float32 if `is_wide`: they are not rounded again.
+    """
+
+    keeps_weight = False
+
+    def __init__(self, form: GroupedInt, is_wide: bool = False) -> None:
+        self._is_wide = is_wide
+        self._out_features, in_features = form.shape
+        self._tiles = pack(form.packed)
+        self._stride = self._tiles.shape[1] * 4
+        self._scales = form.scales.flatten().float()
+
+    def apply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        """See LinearKernel.apply. Batch-invariant."""
+        if epilogue.is_gated and self._out_features % (2 * LANES) == 0:
+            return self._multiply(x, bias, epilogue)
+        return apply_epilogue(self.apply_partial(x, bias), epilogue)
+
+    def apply_partial(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See LinearKernel.apply_partial."""
+        return self._multiply(x, bias, Epilogue.NONE)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+        num_tokens, num_outputs = len(x), self._out_features
+        size = num_outputs // 2 if epilogue.is_gated else num_outputs
+        dtype = torch.float32 if self._is_wide else x.dtype
+        output = torch.empty((num_tokens, size), dtype=dtype)
+        num_tiles = -(-num_tokens // LANES)
+        if num_tiles == 0:
+            return output
+        tile_rows = -(-num_tokens // num_tiles)
+        rounded, scales = quantize_rows(x, (num_tiles * tile_rows, self._stride))
+        threads, span, rows_per_unit = torch.get_num_threads(), MAX_SPAN, num_tokens
+        if self._tiles.numel() * max(1, num_tokens // 8) < WORTH_SHARING:
+            threads = 1
+        if threads > 1:
+            columns, wanted = -(-size // LANES), UNITS_PER_THREAD * threads
+            span = max(1, min(MAX_SPAN, columns // wanted))
+            panel = PANEL_TILES * tile_rows
+            cuts = -(-wanted // -(-columns // span))
+            rows_per_unit = -(-num_tokens // (cuts * panel)) * panel
+        job = _Job(  # in the order of JOB: next_unit first
+            0, rounded.data_ptr(), self._stride, scales.data_ptr(), self._tiles.data_ptr(),
+            self._scales.data_ptr(), 0 if bias is None else bias.data_ptr(), output.data_ptr(),
+            num_tokens, tile_rows, num_outputs, self._stride // TILE_INPUTS, span, rows_per_unit,
+        )  # fmt: skip
+        _runner(dtype, x.dtype, epilogue)(addressof(job), threads)
+        return output
+
+
+def pack(values: Tensor) -> Tensor:
+    """uint8 [out_features, in_features], 128 standing for 0 -> int8 [tiles, inputs / 4, 16, 4]."""
+    out_features, in_features = values.shape
+    tiles, steps = -(-out_features // LANES), -(-in_features // TILE_INPUTS)
+    whole = values.new_full((tiles * LANES, steps * TILE_INPUTS), 128)
+    whole[:out_features, :in_features] = values
+    whole = whole.view(tiles, LANES, -1, 4).transpose(1, 2).contiguous()
+    return whole.bitwise_xor_(128).view(torch.int8)
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Whether this CPU has them for int8, and the system lets us use them."""
+    if find_spec("numba") is None:
+        return False
+    from octavo.ops.cpu.jit import host_has
+
+    # The system keeps these registers only for processes that ask; torch knows how.
+    ask = getattr(torch.cpu, "_init_amx", None)
+    return host_has("amx-int8") and host_has("avx512f") and ask is not None and bool(ask())
+
+
+@cache
+def _runner(dtype: torch.dtype, bias_dtype: torch.dtype, epilogue: Epilogue) -> Runner:
+    from octavo.ops.cpu.int8_kernel import compile_product
+
+    elements: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+    kinds = [np.dtype(elements[each]) for each in (dtype, bias_dtype)]
+    return make_runner(compile_product(kinds[0], kinds[1], epilogue))

@@ -1,0 +1,158 @@
+"""Products of int8 on the matrix units of x86 CPUs (AMX), as LLVM code that Numba inlines.
+
+A tile register has 16 rows of 64 bytes. A product adds to 16 x 16 sums in int32, exactly: of 16
+tokens, 64 inputs each, and 16 outputs, whose weights are in the order [inputs / 4, outputs, 4].
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from octavo.ops.cpu.vectors import (
+    I8,
+    I64,
+    LANES,
+    PTR,
+    VF32,
+    VI32,
+    advance,
+    call,
+    int64_const,
+    load,
+    prefetch,
+    round_bf16,
+    splat,
+    store,
+)
+
+TILE_INPUTS = 64
+TILE_BYTES = TILE_INPUTS * LANES  # of weights
+TALL = 4  # tiles of tokens beside one of weights: few tokens, which wait for the weights' bytes
+_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))  # tiles of tokens, of outputs
+_SUMS, _TOKENS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # which registers hold what
+_AHEAD = 4096  # bytes of weights between those that are multiplied and those that are fetched
+_VOID = ir.VoidType()
+
+
+def _tile(b: ir.IRBuilder, name: str, *operands: Any) -> None:
+    """An instruction; operands are registers (int), addresses or strides."""
+    values = [ir.Constant(I8, each) if isinstance(each, int) else each for each in operands]
+    call(b, f"llvm.x86.{name}", _VOID, *values)
+
+
+@intrinsic
+def configure_tiles(typingctx, palette):
+    """Set the shapes of this thread's registers: palette is the address of 64 bytes, see PALETTE."""
+
+    def codegen(context, b, sig, args):
+        _tile(b, "ldtilecfg", b.inttoptr(args[0], PTR))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def release_tiles(typingctx):
+    """Leave the matrix units to others: oneDNN configures them anew."""
+
+    def codegen(context, b, sig, args):
+        _tile(b, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def multiply_tiles(
+    typingctx, tokens, outputs, x, x_stride, x_tile, weight, weight_tile, depth, sums, sums_stride
+):
+    """Sums of a few tiles of tokens and outputs, over depth * 64 inputs.
+
+    The numbers of tiles, `tokens` and `outputs`, are one of _SHAPES. Addresses and strides are
+    bytes; tiles of tokens have as many rows as they are configured to.
+      inputs   of tile t and its row r at x + t * x_tile + r * x_stride, contiguous
+      weights  of tile n at weight + n * weight_tile, contiguous
+      sums     of tile t and n: int32 [rows, 16] at sums + (outputs * t + n) * sums_stride
+    """
+    signature = types.void(*([types.int64] * 10))
+
+    def codegen(context, b, sig, args):
+        tokens, outputs, x, x_stride, x_tile, weight, weight_tile, depth, sums, sums_stride = args
+
+        def pointer(address: Any) -> Any:
+            return b.inttoptr(address, PTR)
+
+        def emit(num_rows: int, num_columns: int) -> None:
+            registers = [
+                (t, n, _SUMS[t * num_columns + n])
+                for t in range(num_rows)
+                for n in range(num_columns)
+            ]
+            for _, _, register in registers:
+                _tile(b, "tilezero", register)
+            before = b.block
+            loop, after = b.append_basic_block("inputs"), b.append_basic_block("inputs.done")
+            b.branch(loop)
+            b.position_at_end(loop)
+            k = b.phi(I64)
+            k.add_incoming(int64_const(0), before)
+            x_here = b.add(x, b.mul(k, int64_const(TILE_INPUTS)))
+            weight_here = b.add(weight, b.mul(k, int64_const(TILE_BYTES)))
+            # Sums of one tile follow on each other with a delay; several hide it.
+            loaded = _WEIGHTS[:num_columns]
+            for n, register in enumerate(loaded):
+                place = advance(b, weight_here, n, weight_tile)
+                _tile(b, "tileloadd64", register, pointer(place), int64_const(64))
+                if num_columns == 1:
+                    for line in range(0, TILE_BYTES, 64):
+                        prefetch(b, b.add(place, int64_const(_AHEAD + line)))
+            for t in range(num_rows):
+                register = _TOKENS[t % 2]
+                place = advance(b, x_here, t, x_tile)
+                _tile(b, "tileloadd64", register, pointer(place), x_stride)
+                for n in range(num_columns):
+                    _tile(b, "tdpbssd", _SUMS[t * num_columns + n], register, loaded[n])
+            next_k = b.add(k, int64_const(1))
+            k.add_incoming(next_k, loop)
+            b.cbranch(b.icmp_signed("<", next_k, depth), loop, after)
+            b.position_at_end(after)
+            for t, n, register in registers:
+                place = advance(b, sums, t * num_columns + n, sums_stride)
+                _tile(b, "tilestored64", register, pointer(place), int64_const(64))
+
+        done = b.append_basic_block("tiles.done")
+        switch = b.switch(b.add(b.mul(tokens, int64_const(TALL)), outputs), done)
+        for num_rows, num_columns in _SHAPES:
+            block = b.append_basic_block(f"tiles.{num_rows}x{num_columns}")
+            switch.add_case(int64_const(num_rows * TALL + num_columns), block)
+            b.position_at_end(block)
+            emit(num_rows, num_columns)
+            b.branch(done)
+        b.position_at_end(done)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def scale_sums(typingctx, like, sums, token_scale, scales, shifts, target):
+    """Write 16 int32 sums * scales * token_scale + shifts as elements like `like` (float32, or
+    uint16 for bf16); sums, scales and shifts (float32) and the target are addresses."""
+    dtype = like.dtype
+    address = types.int64
+    signature = types.void(like, address, types.float32, address, address, address)
+
+    def codegen(context, b, sig, args):
+        _, sums, token_scale, scales, shifts, target = args
+        value = b.fmul(b.sitofp(load(b, sums, VI32), VF32), load(b, scales, VF32))
+        value = b.fadd(b.fmul(value, splat(b, token_scale)), load(b, shifts, VF32))
+        store(b, value if dtype == types.float32 else round_bf16(b, value), target, align=2)
+        return context.get_dummy_value()
+
+    return signature, codegen
