@@ -26,7 +26,6 @@ from octavo.ops.cpu.vectors import (
     I64,
     LANES,
     VF32,
-    VI16,
     VI32,
     advance,
     call,

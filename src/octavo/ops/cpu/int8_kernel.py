@@ -9,24 +9,26 @@ from typing import Any
 import numpy as np
 from numba import carray, float32
 
+from octavo.ops.cpu import gates as cpu_gates
 from octavo.ops.cpu import matrix_tiles as cpu_matrix_tiles
-from octavo.ops.cpu import row_kernels as cpu_row_kernels
 from octavo.ops.cpu import vectors as cpu_vectors
+from octavo.ops.cpu.gates import write_gated
 from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
 from octavo.ops.cpu.matrix_tiles import (
-    TALL,
+    PAIR,
     TILE_BYTES,
     configure_tiles,
     multiply_tiles,
     release_tiles,
     scale_sums,
 )
-from octavo.ops.cpu.row_kernels import gated
-from octavo.ops.cpu.vectors import LANES, fetch_add, from_float, pointer_to, size_of, to_float
+from octavo.ops.cpu.vectors import LANES, fetch_add, pointer_to, size_of, to_float
 from octavo.ops.epilogue import Epilogue
 
-PANEL = TALL * LANES  # tokens whose sums are held together
+PANEL_TILES = 4  # tiles of tokens whose sums are held together
+PANEL = PANEL_TILES * LANES  # tokens
 SPAN = 4  # tiles of outputs whose sums are held together, at most
+FETCH = 4096  # how many bytes before they are multiplied weights are fetched
 
 _FIELDS = (
     *("next_unit", "x", "x_stride", "x_scales", "weight", "scales", "bias", "output"),
@@ -64,18 +66,22 @@ def _load_scales(job: Any, elements: Any, tile: int, count: int, scales: Any, sh
 
 
 @inlined
-def _sum_panel(job: Any, tile: int, count: int, first: int, tiles: int, sums: Any) -> None:
+def _sum_panel(
+    job: Any, tile: int, count: int, first: int, tiles: int, is_fetched: Any, sums: Any
+) -> None:
     """int32 sums of `count` tiles of outputs and of `tiles` tiles of tokens, from the row `first`
-    on: [count, PANEL, 16]."""
-    x_tile = job.tile_rows * job.x_stride
-    tile_stride = job.depth * TILE_BYTES
-    x, weight = job.x + first * job.x_stride, job.weight + tile * tile_stride
-    tile_bytes = job.tile_rows * LANES * 4
-    for n in range(count):
-        multiply_tiles(
-            tiles, 1, x, job.x_stride, x_tile, weight + n * tile_stride, tile_stride,
-            job.depth, sums.ctypes.data + n * PANEL * LANES * 4, tile_bytes,
-        )  # fmt: skip
+    on: [count, PANEL, 16]. Whether the weights are in the caches: otherwise fetch them early."""
+    x_tile, sums_tile = job.tile_rows * job.x_stride, job.tile_rows * LANES * 4
+    x, weight_tile = job.x + first * job.x_stride, job.depth * TILE_BYTES
+    for n in range(0, count, PAIR):
+        for t in range(0, tiles, PAIR):
+            multiply_tiles(
+                min(PAIR, tiles - t), min(PAIR, count - n), x + t * x_tile, job.x_stride, x_tile,
+                job.weight + (tile + n) * weight_tile, weight_tile,
+                0 if is_fetched or t > 0 else FETCH, job.depth,
+                sums.ctypes.data + 4 * n * PANEL * LANES + t * sums_tile, sums_tile,
+                4 * PANEL * LANES,
+            )  # fmt: skip
 
 
 @inlined
@@ -107,12 +113,13 @@ def _linear(
             _load_scales(job, bias_elements, num_tiles + tile, count, scales[half:], shifts[half:])
         begin = unit % row_units * job.rows_per_unit
         end = min(begin + job.rows_per_unit, job.num_rows)
-        for first in range(begin, end, TALL * job.tile_rows):
-            last = min(first + TALL * job.tile_rows, end)
+        for first in range(begin, end, PANEL_TILES * job.tile_rows):
+            last = min(first + PANEL_TILES * job.tile_rows, end)
             tiles = (last - first + job.tile_rows - 1) // job.tile_rows
-            _sum_panel(job, tile, count, first, tiles, sums)
+            _sum_panel(job, tile, count, first, tiles, first > begin, sums)
             if is_gated:
-                _sum_panel(job, num_tiles + tile, count, first, tiles, sums[half * PANEL :])
+                ups = sums[half * PANEL :]
+                _sum_panel(job, num_tiles + tile, count, first, tiles, first > begin, ups)
             for r in range(first, last):
                 place = job.output + (r * num_outputs + tile * LANES) * itemsize
                 target = place if width == count * LANES else partial.ctypes.data
@@ -129,12 +136,13 @@ def _linear(
                         else:
                             there = target + n * LANES * itemsize
                             scale_sums(elements, at, x_scales[r], to_scales, to_shifts, there)
-                output = carray(pointer_to(place, elements), width)
                 if is_gated:
-                    for i in range(width):
-                        result = gated(row[i], row[half + i], is_gelu, is_clamped)
-                        output[i] = from_float(result, elements)
+                    for n in range(count):
+                        gates = row.ctypes.data + 4 * n * LANES
+                        there = place + n * LANES * itemsize
+                        write_gated(elements, gates, gates + 4 * half, there, is_gelu, is_clamped)
                 elif target != place:
+                    output = carray(pointer_to(place, elements), width)
                     for i in range(width):
                         output[i] = partial[i]
         unit = fetch_add(jobs.ctypes.data, 1)
@@ -144,7 +152,7 @@ def _linear(
 def compile_product(element: Any, bias_element: Any, epilogue: Epilogue) -> Any:
     """`_linear` with results of one dtype, as a C function of the address of a JOB; elements are
     float32 or uint16 (bf16), the epilogue is NONE or one with a gate."""
-    sources = digest_of(cpu_matrix_tiles, cpu_row_kernels, cpu_vectors)
+    sources = digest_of(cpu_gates, cpu_matrix_tiles, cpu_vectors)
     is_gelu, is_clamped = epilogue == Epilogue.GELU_TANH_MUL, epilogue == Epilogue.CLAMPED_SWIGLU
     is_gated = epilogue.is_gated
 

@@ -40,8 +40,9 @@ class MatrixInt8Linear:
     keeps_weight = False
 
     def __init__(self, form: GroupedInt, is_wide: bool = False) -> None:
+        assert has_matrix_units()  # which also makes the system keep their registers
         self._is_wide = is_wide
-        self._out_features, in_features = form.shape
+        self._out_features = form.shape[0]
         self._tiles = pack(form.packed)
         self._stride = self._tiles.shape[1] * 4
         self._scales = form.scales.flatten().float()

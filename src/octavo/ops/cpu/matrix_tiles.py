@@ -33,10 +33,8 @@ from octavo.ops.cpu.vectors import (
 
 TILE_INPUTS = 64
 TILE_BYTES = TILE_INPUTS * LANES  # of weights
-TALL = 4  # tiles of tokens beside one of weights: few tokens, which wait for the weights' bytes
-_SHAPES = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))  # tiles of tokens, of outputs
+PAIR = 2  # tiles of tokens, and of outputs, that are multiplied together, at most
 _SUMS, _TOKENS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # which registers hold what
-_AHEAD = 4096  # bytes of weights between those that are multiplied and those that are fetched
 _VOID = ir.VoidType()
 
 
@@ -48,7 +46,8 @@ def _tile(b: ir.IRBuilder, name: str, *operands: Any) -> None:
 
 @intrinsic
 def configure_tiles(typingctx, palette):
-    """Set the shapes of this thread's registers: palette is the address of 64 bytes, see PALETTE."""
+    """Set the shapes of this thread's registers; `palette` is the address of the 64
+    bytes that LDTILECFG takes."""
 
     def codegen(context, b, sig, args):
         _tile(b, "ldtilecfg", b.inttoptr(args[0], PTR))
@@ -70,31 +69,33 @@ def release_tiles(typingctx):
 
 @intrinsic
 def multiply_tiles(
-    typingctx, tokens, outputs, x, x_stride, x_tile, weight, weight_tile, depth, sums, sums_stride
-):
-    """Sums of a few tiles of tokens and outputs, over depth * 64 inputs.
+    typingctx, tokens, outputs, x, x_stride, x_tile, weight, weight_tile, ahead, depth, sums,
+    sums_stride, sums_column,
+):  # fmt: skip
+    """Sums of one or two tiles of tokens and as many of outputs, over depth * 64 inputs.
 
-    The numbers of tiles, `tokens` and `outputs`, are one of _SHAPES. Addresses and strides are
-    bytes; tiles of tokens have as many rows as they are configured to.
+    Addresses and strides are bytes; tiles of tokens have the rows that they are configured to.
       inputs   of tile t and its row r at x + t * x_tile + r * x_stride, contiguous
-      weights  of tile n at weight + n * weight_tile, contiguous
-      sums     of tile t and n: int32 [rows, 16] at sums + (outputs * t + n) * sums_stride
+      weights  of tile n at weight + n * weight_tile, contiguous; what lies `ahead` bytes behind is
+               fetched meanwhile
+      sums     of tiles t and n: int32 [rows, 16] at sums + t * sums_stride + n * sums_column
     """
-    signature = types.void(*([types.int64] * 10))
+    signature = types.void(*([types.int64] * 12))
 
     def codegen(context, b, sig, args):
-        tokens, outputs, x, x_stride, x_tile, weight, weight_tile, depth, sums, sums_stride = args
+        tokens, outputs, x, x_stride, x_tile, weight, weight_tile = args[:7]
+        ahead, depth, sums, sums_stride, sums_column = args[7:]
 
         def pointer(address: Any) -> Any:
             return b.inttoptr(address, PTR)
 
         def emit(num_rows: int, num_columns: int) -> None:
-            registers = [
-                (t, n, _SUMS[t * num_columns + n])
+            registers = {
+                (t, n): _SUMS[t * num_columns + n]
                 for t in range(num_rows)
                 for n in range(num_columns)
-            ]
-            for _, _, register in registers:
+            }
+            for register in registers.values():
                 _tile(b, "tilezero", register)
             before = b.block
             loop, after = b.append_basic_block("inputs"), b.append_basic_block("inputs.done")
@@ -104,36 +105,33 @@ def multiply_tiles(
             k.add_incoming(int64_const(0), before)
             x_here = b.add(x, b.mul(k, int64_const(TILE_INPUTS)))
             weight_here = b.add(weight, b.mul(k, int64_const(TILE_BYTES)))
-            # Sums of one tile follow on each other with a delay; several hide it.
-            loaded = _WEIGHTS[:num_columns]
-            for n, register in enumerate(loaded):
+            for n in range(num_columns):
                 place = advance(b, weight_here, n, weight_tile)
-                _tile(b, "tileloadd64", register, pointer(place), int64_const(64))
-                if num_columns == 1:
-                    for line in range(0, TILE_BYTES, 64):
-                        prefetch(b, b.add(place, int64_const(_AHEAD + line)))
+                _tile(b, "tileloadd64", _WEIGHTS[n], pointer(place), int64_const(64))
+                for line in range(0, TILE_BYTES, 64):
+                    prefetch(b, b.add(b.add(place, ahead), int64_const(line)))
             for t in range(num_rows):
-                register = _TOKENS[t % 2]
                 place = advance(b, x_here, t, x_tile)
-                _tile(b, "tileloadd64", register, pointer(place), x_stride)
+                _tile(b, "tileloadd64", _TOKENS[t], pointer(place), x_stride)
                 for n in range(num_columns):
-                    _tile(b, "tdpbssd", _SUMS[t * num_columns + n], register, loaded[n])
+                    _tile(b, "tdpbssd", registers[t, n], _TOKENS[t], _WEIGHTS[n])
             next_k = b.add(k, int64_const(1))
             k.add_incoming(next_k, loop)
             b.cbranch(b.icmp_signed("<", next_k, depth), loop, after)
             b.position_at_end(after)
-            for t, n, register in registers:
-                place = advance(b, sums, t * num_columns + n, sums_stride)
+            for (t, n), register in registers.items():
+                place = advance(b, advance(b, sums, t, sums_stride), n, sums_column)
                 _tile(b, "tilestored64", register, pointer(place), int64_const(64))
 
         done = b.append_basic_block("tiles.done")
-        switch = b.switch(b.add(b.mul(tokens, int64_const(TALL)), outputs), done)
-        for num_rows, num_columns in _SHAPES:
-            block = b.append_basic_block(f"tiles.{num_rows}x{num_columns}")
-            switch.add_case(int64_const(num_rows * TALL + num_columns), block)
-            b.position_at_end(block)
-            emit(num_rows, num_columns)
-            b.branch(done)
+        switch = b.switch(b.add(b.mul(tokens, int64_const(PAIR)), outputs), done)
+        for num_rows in range(1, PAIR + 1):
+            for num_columns in range(1, PAIR + 1):
+                block = b.append_basic_block(f"tiles.{num_rows}x{num_columns}")
+                switch.add_case(int64_const(num_rows * PAIR + num_columns), block)
+                b.position_at_end(block)
+                emit(num_rows, num_columns)
+                b.branch(done)
         b.position_at_end(done)
         return context.get_dummy_value()
 
