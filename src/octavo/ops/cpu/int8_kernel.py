@@ -28,7 +28,6 @@ from octavo.ops.epilogue import Epilogue
 PANEL_TILES = 4  # tiles of tokens whose sums are held together
 PANEL = PANEL_TILES * LANES  # tokens
 SPAN = 4  # tiles of outputs whose sums are held together, at most
-FETCH = 4096  # how many bytes before they are multiplied weights are fetched
 
 _FIELDS = (
     *("next_unit", "x", "x_stride", "x_scales", "weight", "scales", "bias", "output"),
@@ -78,7 +77,7 @@ def _sum_panel(
             multiply_tiles(
                 min(PAIR, tiles - t), min(PAIR, count - n), x + t * x_tile, job.x_stride, x_tile,
                 job.weight + (tile + n) * weight_tile, weight_tile,
-                0 if is_fetched or t > 0 else FETCH, job.depth,
+                0 if is_fetched or t > 0 else 1, job.depth,
                 sums.ctypes.data + 4 * n * PANEL * LANES + t * sums_tile, sums_tile,
                 4 * PANEL * LANES,
             )  # fmt: skip

@@ -8,6 +8,7 @@ tokens, 64 inputs each, and 16 outputs, whose weights are in the order [inputs /
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -35,6 +36,7 @@ TILE_INPUTS = 64
 TILE_BYTES = TILE_INPUTS * LANES  # of weights
 PAIR = 2  # tiles of tokens, and of outputs, that are multiplied together, at most
 _SUMS, _TOKENS, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)  # which registers hold what
+_AHEAD = 4096  # bytes of weights between those that are multiplied and those that are fetched
 _VOID = ir.VoidType()
 
 
@@ -69,27 +71,27 @@ def release_tiles(typingctx):
 
 @intrinsic
 def multiply_tiles(
-    typingctx, tokens, outputs, x, x_stride, x_tile, weight, weight_tile, ahead, depth, sums,
+    typingctx, tokens, outputs, x, x_stride, x_tile, weight, weight_tile, fetches, depth, sums,
     sums_stride, sums_column,
 ):  # fmt: skip
     """Sums of one or two tiles of tokens and as many of outputs, over depth * 64 inputs.
 
     Addresses and strides are bytes; tiles of tokens have the rows that they are configured to.
       inputs   of tile t and its row r at x + t * x_tile + r * x_stride, contiguous
-      weights  of tile n at weight + n * weight_tile, contiguous; what lies `ahead` bytes behind is
-               fetched meanwhile
+      weights  of tile n at weight + n * weight_tile, contiguous; if `fetches` is 1, not 0, what
+               follows is fetched meanwhile
       sums     of tiles t and n: int32 [rows, 16] at sums + t * sums_stride + n * sums_column
     """
     signature = types.void(*([types.int64] * 12))
 
     def codegen(context, b, sig, args):
         tokens, outputs, x, x_stride, x_tile, weight, weight_tile = args[:7]
-        ahead, depth, sums, sums_stride, sums_column = args[7:]
+        fetches, depth, sums, sums_stride, sums_column = args[7:]
 
         def pointer(address: Any) -> Any:
             return b.inttoptr(address, PTR)
 
-        def emit(num_rows: int, num_columns: int) -> None:
+        def emit(num_rows: int, num_columns: int, has_fetches: bool) -> None:
             registers = {
                 (t, n): _SUMS[t * num_columns + n]
                 for t in range(num_rows)
@@ -108,8 +110,9 @@ def multiply_tiles(
             for n in range(num_columns):
                 place = advance(b, weight_here, n, weight_tile)
                 _tile(b, "tileloadd64", _WEIGHTS[n], pointer(place), int64_const(64))
-                for line in range(0, TILE_BYTES, 64):
-                    prefetch(b, b.add(b.add(place, ahead), int64_const(line)))
+                if has_fetches:
+                    for offset in range(_AHEAD, _AHEAD + TILE_BYTES, 64):
+                        prefetch(b, b.add(place, int64_const(offset)))
             for t in range(num_rows):
                 place = advance(b, x_here, t, x_tile)
                 _tile(b, "tileloadd64", _TOKENS[t], pointer(place), x_stride)
@@ -124,14 +127,14 @@ def multiply_tiles(
                 _tile(b, "tilestored64", register, pointer(place), int64_const(64))
 
         done = b.append_basic_block("tiles.done")
-        switch = b.switch(b.add(b.mul(tokens, int64_const(PAIR)), outputs), done)
-        for num_rows in range(1, PAIR + 1):
-            for num_columns in range(1, PAIR + 1):
-                block = b.append_basic_block(f"tiles.{num_rows}x{num_columns}")
-                switch.add_case(int64_const(num_rows * PAIR + num_columns), block)
-                b.position_at_end(block)
-                emit(num_rows, num_columns)
-                b.branch(done)
+        shape = b.add(b.mul(tokens, int64_const(PAIR)), outputs)
+        switch = b.switch(b.add(b.mul(shape, int64_const(2)), fetches), done)
+        for t, n, has_fetches in product((1, 2), (1, 2), (False, True)):
+            block = b.append_basic_block(f"tiles.{t}x{n}.{has_fetches}")
+            switch.add_case(int64_const((t * PAIR + n) * 2 + has_fetches), block)
+            b.position_at_end(block)
+            emit(t, n, has_fetches)
+            b.branch(done)
         b.position_at_end(done)
         return context.get_dummy_value()
 
