@@ -10,9 +10,11 @@ import numpy as np
 from numba import carray, float32
 
 from octavo.ops.cpu import gates as cpu_gates
+from octavo.ops.cpu import int8_matrix as cpu_int8_matrix
 from octavo.ops.cpu import matrix_tiles as cpu_matrix_tiles
 from octavo.ops.cpu import vectors as cpu_vectors
 from octavo.ops.cpu.gates import write_gated
+from octavo.ops.cpu.int8_matrix import MAX_SPAN, PANEL_TILES
 from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
 from octavo.ops.cpu.matrix_tiles import (
     PAIR,
@@ -25,9 +27,7 @@ from octavo.ops.cpu.matrix_tiles import (
 from octavo.ops.cpu.vectors import LANES, fetch_add, pointer_to, size_of, to_float
 from octavo.ops.epilogue import Epilogue
 
-PANEL_TILES = 4  # tiles of tokens whose sums are held together
 PANEL = PANEL_TILES * LANES  # tokens
-SPAN = 4  # tiles of outputs whose sums are held together, at most
 
 _FIELDS = (
     *("next_unit", "x", "x_stride", "x_scales", "weight", "scales", "bias", "output"),
@@ -69,7 +69,7 @@ def _sum_panel(
     job: Any, tile: int, count: int, first: int, tiles: int, is_fetched: Any, sums: Any
 ) -> None:
     """int32 sums of `count` tiles of outputs and of `tiles` tiles of tokens, from the row `first`
-    on: [count, PANEL, 16]. Whether the weights are in the caches: otherwise fetch them early."""
+    on: [count, PANEL, 16]. Weights that are in the caches (`is_fetched`) need no fetching."""
     x_tile, sums_tile = job.tile_rows * job.x_stride, job.tile_rows * LANES * 4
     x, weight_tile = job.x + first * job.x_stride, job.depth * TILE_BYTES
     for n in range(0, count, PAIR):
@@ -90,17 +90,20 @@ def _linear(
     """Compute units of outputs and tokens until none is left; any number of threads may run
     this."""
     job = jobs[0]
-    sums = np.empty(2 * SPAN * PANEL * LANES, np.int32)
-    scales, shifts = np.zeros(2 * SPAN * LANES, np.float32), np.zeros(2 * SPAN * LANES, np.float32)
-    row = np.empty(2 * SPAN * LANES, np.float32)
-    partial = np.empty(SPAN * LANES, elements.dtype)
+    sums = np.empty(2 * MAX_SPAN * PANEL * LANES, np.int32)
+    scales, shifts = (
+        np.zeros(2 * MAX_SPAN * LANES, np.float32),
+        np.zeros(2 * MAX_SPAN * LANES, np.float32),
+    )
+    row = np.empty(2 * MAX_SPAN * LANES, np.float32)
+    partial = np.empty(MAX_SPAN * LANES, elements.dtype)
     wide, itemsize = np.empty(0, np.float32), size_of(elements)
     x_scales = carray(pointer_to(job.x_scales, float32), job.num_rows)
     num_outputs = job.out_features // 2 if is_gated else job.out_features
     num_tiles = (num_outputs + LANES - 1) // LANES
     row_units = (job.num_rows + job.rows_per_unit - 1) // max(1, job.rows_per_unit)
     num_units = (num_tiles + job.span - 1) // job.span * row_units
-    half = SPAN * LANES  # where the second halves of the sums, scales and rows begin
+    half = MAX_SPAN * LANES  # where the second halves of the sums, scales and rows begin
     _set_shapes(job.tile_rows)
     unit = fetch_add(jobs.ctypes.data, 1)
     while unit < num_units:
@@ -125,7 +128,7 @@ def _linear(
                 source = sums.ctypes.data + (r - first) * LANES * 4
                 for side in range(2 if is_gated else 1):
                     for n in range(count):
-                        v = (side * SPAN + n) * LANES
+                        v = (side * MAX_SPAN + n) * LANES
                         at = source + v * PANEL * 4
                         to_scales = scales.ctypes.data + 4 * v
                         to_shifts = shifts.ctypes.data + 4 * v
@@ -151,7 +154,7 @@ def _linear(
 def compile_product(element: Any, bias_element: Any, epilogue: Epilogue) -> Any:
     """`_linear` with results of one dtype, as a C function of the address of a JOB; elements are
     float32 or uint16 (bf16), the epilogue is NONE or one with a gate."""
-    sources = digest_of(cpu_gates, cpu_matrix_tiles, cpu_vectors)
+    sources = digest_of(cpu_gates, cpu_int8_matrix, cpu_matrix_tiles, cpu_vectors)
     is_gelu, is_clamped = epilogue == Epilogue.GELU_TANH_MUL, epilogue == Epilogue.CLAMPED_SWIGLU
     is_gated = epilogue.is_gated
 
