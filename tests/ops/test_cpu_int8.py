@@ -13,10 +13,11 @@ from octavo.ops.cpu.int8 import (
     CHUNK_TOKENS,
     Int8Linear,
     has_int8_product,
+    has_matrix_units,
     has_onednn_product,
     make_kernel,
 )
-from octavo.ops.cpu.int8_matrix import MatrixInt8Linear, has_matrix_units
+from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
 from octavo.ops.epilogue import Epilogue, apply_epilogue
 from octavo.ops.linear import LinearKernel, make_quantized_kernel, make_rounding_kernel
 from octavo.ops.quantized import GroupedInt

@@ -14,14 +14,18 @@ every call, takes 0.8 to 1.8 times as long as bf16's for 64.
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from octavo.ops.cpu.int8_matrix import MatrixInt8Linear, has_matrix_units
 from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows, rescale_gate, rescale_rows
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
+
+if TYPE_CHECKING:
+    from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
 
 CHUNK_TOKENS = 256  # whose sums are held at once, in float32
 ROUNDED_ELEMENTS = 1 << 24  # that are rounded at once, which takes some copies in float32
@@ -120,7 +124,11 @@ def make_kernel(
 
 
 def _kernel_class() -> type[MatrixInt8Linear] | type[Int8Linear]:
-    return MatrixInt8Linear if has_matrix_units() else Int8Linear
+    if not has_matrix_units():
+        return Int8Linear
+    from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
+
+    return MatrixInt8Linear
 
 
 def _takes(dtype: torch.dtype, in_features: int) -> bool:
@@ -132,6 +140,18 @@ def _takes(dtype: torch.dtype, in_features: int) -> bool:
 def has_int8_product() -> bool:
     """Whether this CPU multiplies int8 exactly, by one of our ways."""
     return has_matrix_units() or has_onednn_product()
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Whether this CPU has them for int8, and the system lets us use them."""
+    if find_spec("numba") is None:
+        return False
+    from octavo.ops.cpu.jit import host_has
+
+    # The system keeps these registers only for processes that ask; torch knows how.
+    ask = getattr(torch.cpu, "_init_amx", None)
+    return host_has("amx-int8") and host_has("avx512f") and ask is not None and bool(ask())
 
 
 @cache

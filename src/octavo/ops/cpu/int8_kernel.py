@@ -10,11 +10,9 @@ import numpy as np
 from numba import carray, float32
 
 from octavo.ops.cpu import gates as cpu_gates
-from octavo.ops.cpu import int8_matrix as cpu_int8_matrix
 from octavo.ops.cpu import matrix_tiles as cpu_matrix_tiles
 from octavo.ops.cpu import vectors as cpu_vectors
 from octavo.ops.cpu.gates import write_gated
-from octavo.ops.cpu.int8_matrix import MAX_SPAN, PANEL_TILES
 from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
 from octavo.ops.cpu.matrix_tiles import (
     PAIR,
@@ -27,6 +25,8 @@ from octavo.ops.cpu.matrix_tiles import (
 from octavo.ops.cpu.vectors import LANES, fetch_add, pointer_to, size_of, to_float
 from octavo.ops.epilogue import Epilogue
 
+PANEL_TILES = 4  # tiles of tokens whose sums are held together
+MAX_SPAN = 4  # tiles of outputs whose sums are
 PANEL = PANEL_TILES * LANES  # tokens
 
 _FIELDS = (
@@ -154,7 +154,7 @@ def _linear(
 def compile_product(element: Any, bias_element: Any, epilogue: Epilogue) -> Any:
     """`_linear` with results of one dtype, as a C function of the address of a JOB; elements are
     float32 or uint16 (bf16), the epilogue is NONE or one with a gate."""
-    sources = digest_of(cpu_gates, cpu_int8_matrix, cpu_matrix_tiles, cpu_vectors)
+    sources = digest_of(cpu_gates, cpu_matrix_tiles, cpu_vectors)
     is_gelu, is_clamped = epilogue == Epilogue.GELU_TANH_MUL, epilogue == Epilogue.CLAMPED_SWIGLU
     is_gated = epilogue.is_gated
 

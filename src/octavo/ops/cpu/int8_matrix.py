@@ -17,30 +17,28 @@ from __future__ import annotations
 
 from ctypes import addressof, c_int64
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.ops.cpu.int8_kernel import JOB, MAX_SPAN, PANEL_TILES, compile_product
+from octavo.ops.cpu.matrix_tiles import TILE_INPUTS
 from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows
 from octavo.ops.cpu.threads import Runner, make_runner
+from octavo.ops.cpu.vectors import LANES
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import GroupedInt
 
-LANES = 16  # tokens, and outputs, of a tile
-TILE_INPUTS = 64
-PANEL_TILES = 4  # tiles of tokens whose sums are held together
-MAX_SPAN = 4  # tiles of outputs whose sums are
 UNITS_PER_THREAD = 8  # so that a thread which loses its core hardly delays the others
 WORTH_SHARING = 1 << 19  # weights; below this, waking a thread costs more than it saves
-_Job = c_int64 * 14
+_Job = c_int64 * len(JOB.names or ())
 
 
 class MatrixInt8Linear:
     """Owns a copy of W [out_features, in_features] in int8: [tiles of 16 outputs, in_features / 4,
-    16, 4], filled up with zeros to whole tiles of 64 inputs.
+    16, 4], filled up with zeros to whole tiles of 64 inputs. Needs int8.has_matrix_units().
 
     Results have the inputs' dtype, or are in float32 if `is_wide`: they are not rounded again.
     """
@@ -48,7 +46,6 @@ class MatrixInt8Linear:
     keeps_weight = False
 
     def __init__(self, form: GroupedInt, is_wide: bool = False) -> None:
-        assert has_matrix_units()  # which also makes the system keep their registers
         self._is_wide = is_wide
         self._out_features = form.shape[0]
         self._tiles = pack(form.packed)
@@ -104,21 +101,7 @@ def pack(values: Tensor) -> Tensor:
 
 
 @cache
-def has_matrix_units() -> bool:
-    """Whether this CPU has them for int8, and the system lets us use them."""
-    if find_spec("numba") is None:
-        return False
-    from octavo.ops.cpu.jit import host_has
-
-    # The system keeps these registers only for processes that ask; torch knows how.
-    ask = getattr(torch.cpu, "_init_amx", None)
-    return host_has("amx-int8") and host_has("avx512f") and ask is not None and bool(ask())
-
-
-@cache
 def _runner(dtype: torch.dtype, bias_dtype: torch.dtype, epilogue: Epilogue) -> Runner:
-    from octavo.ops.cpu.int8_kernel import compile_product
-
     elements: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
     kinds = [np.dtype(elements[each]) for each in (dtype, bias_dtype)]
     return make_runner(compile_product(kinds[0], kinds[1], epilogue))
