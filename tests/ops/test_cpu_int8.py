@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from octavo.ops.cpu import int8, row_ops
-from octavo.ops.cpu.int8 import CHUNK_TOKENS, Int8Linear, has_int8_product, make_kernel
+from octavo.ops.cpu.int8 import (
+    CHUNK_TOKENS,
+    Int8Linear,
+    has_int8_product,
+    has_matrix_units,
+    has_onednn_product,
+    make_kernel,
+)
+from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
 from octavo.ops.epilogue import Epilogue, apply_epilogue
-from octavo.ops.linear import make_quantized_kernel, make_rounding_kernel
+from octavo.ops.linear import LinearKernel, make_quantized_kernel, make_rounding_kernel
 from octavo.ops.quantized import GroupedInt
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # relative, and of the largest value
-needs_product = pytest.mark.skipif(not has_int8_product(), reason="no exact int8 product here")
 
 
 def operands(num_tokens: int, out_features: int, in_features: int) -> tuple[Tensor, GroupedInt]:
@@ -27,10 +34,22 @@ def operands(num_tokens: int, out_features: int, in_features: int) -> tuple[Tens
     return x, GroupedInt.quantize(weight, 8, in_features, quantizes_inputs=True)
 
 
-def kernel_of(form: GroupedInt, dtype: torch.dtype) -> Int8Linear:
+def kernel_of(form: GroupedInt, dtype: torch.dtype) -> LinearKernel:
     kernel = make_quantized_kernel(form, dtype)
-    assert isinstance(kernel, Int8Linear)
+    assert isinstance(kernel, (MatrixInt8Linear, Int8Linear))
     return kernel
+
+
+@pytest.fixture(params=["matrix units", "onednn"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the ways in which this CPU can multiply."""
+    if request.param == "matrix units":
+        if not has_matrix_units():
+            pytest.skip("no matrix units for int8 here")
+    elif has_onednn_product():
+        monkeypatch.setattr(int8, "has_matrix_units", lambda: False)
+    else:
+        pytest.skip("no exact product of oneDNN's here")
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -46,13 +65,20 @@ def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setattr(row_ops, name, lambda dtype: None)
 
 
-@needs_product
-@pytest.mark.usefixtures("rows_by")
+@pytest.mark.usefixtures("product", "rows_by")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "out_features", "in_features"),
-    [(1, 48, 64), (3, 34, 70), (17, 6, 1100), (CHUNK_TOKENS + 1, 66, 33), (0, 8, 16), (2, 2, 1)],
+    [
+        (1, 48, 64),
+        (3, 34, 70),
+        (17, 6, 1100),
+        (CHUNK_TOKENS + 1, 66, 33),
+        (0, 8, 16),
+        (2, 2, 1),
+        (49, 160, 128),
+    ],
 )
 def test_products_are_those_of_rounded_inputs(
     dtype: torch.dtype, has_bias: bool, num_tokens: int, out_features: int, in_features: int
@@ -72,8 +98,7 @@ def test_products_are_those_of_rounded_inputs(
         torch.testing.assert_close(actual, expected, rtol=limit, atol=limit * largest / 10)
 
 
-@needs_product
-@pytest.mark.usefixtures("rows_by")
+@pytest.mark.usefixtures("product", "rows_by")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_weights_are_rounded_here_for_results_in_float32(
@@ -89,14 +114,14 @@ def test_weights_are_rounded_here_for_results_in_float32(
     wanted = values.double() * scales.double().unsqueeze(1) @ form.dequantize().double().T
     wanted = wanted if bias is None else wanted + bias.double()
     kernel = make_rounding_kernel(weight)
-    assert isinstance(kernel, Int8Linear)
+    assert isinstance(kernel, (MatrixInt8Linear, Int8Linear))
     actual = kernel.apply(x, bias, Epilogue.NONE)
     torch.testing.assert_close(
         actual, wanted.float(), rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
     )
 
 
-@needs_product
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     x, form = operands(CHUNK_TOKENS + 44, 320, 1536)
@@ -106,8 +131,7 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert torch.equal(kernel.apply(x[part], None, Epilogue.SILU_MUL), together[part])
 
 
-@needs_product
-@pytest.mark.usefixtures("rows_by")
+@pytest.mark.usefixtures("product", "rows_by")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, bad: float) -> None:
@@ -121,8 +145,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, bad: float) -> 
     assert torch.equal(after[others], before[others])
 
 
-@needs_product
-@pytest.mark.usefixtures("rows_by")
+@pytest.mark.usefixtures("product", "rows_by")
 def test_rows_of_zeros_and_of_extremes() -> None:
     _, form = operands(1, 32, 64)
     x = torch.zeros(5, 64)
@@ -166,7 +189,41 @@ def test_other_forms_have_no_kernel() -> None:
     assert (make_kernel(served, torch.bfloat16) is not None) == has_int8_product()
 
 
-@needs_product
+@pytest.mark.skipif(
+    not (has_matrix_units() and has_onednn_product()), reason="not both products here"
+)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, 16, 33, 70, 300])
+def test_matrix_units_have_the_bits_of_onednn(num_tokens: int, threads: int) -> None:
+    """However the work is shared, and whatever the last tiles lack."""
+    x, form = operands(num_tokens, 1234, 528)
+    x, bias = x.bfloat16(), torch.linspace(-2, 2, 1234).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for each in (None, bias):
+            ours = MatrixInt8Linear(form).apply_partial(x, each)
+            assert torch.equal(ours, Int8Linear(form).apply_partial(x, each))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("product")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "epilogue", [Epilogue.SILU_MUL, Epilogue.GELU_TANH_MUL, Epilogue.CLAMPED_SWIGLU]
+)
+def test_gates_are_applied_to_scaled_sums(dtype: torch.dtype, epilogue: Epilogue) -> None:
+    x, form = operands(70, 224, 96)
+    x = (x / x.abs().amax(dim=1, keepdim=True) * 40).to(dtype)
+    wanted = rounded(x) @ form.dequantize().double().T
+    actual = kernel_of(form, dtype).apply(x, None, epilogue)
+    expected = apply_epilogue(wanted.float(), epilogue).to(dtype)
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(actual, expected, rtol=limit, atol=limit)
+
+
+@pytest.mark.skipif(not has_onednn_product(), reason="no exact product of oneDNN's here")
 @pytest.mark.parametrize("sums", ["saturated", "missing"])
 def test_inexact_or_missing_products_are_not_used(
     sums: str, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +234,7 @@ def test_inexact_or_missing_products_are_not_used(
         return torch.full((len(rounded), 32), 32767.0)
 
     monkeypatch.setattr(Int8Linear, "_multiply", product)
-    monkeypatch.setattr(int8, "has_int8_product", has_int8_product.__wrapped__)
+    monkeypatch.setattr(int8, "has_matrix_units", lambda: False)
+    monkeypatch.setattr(int8, "has_onednn_product", has_onednn_product.__wrapped__)
     form = operands(1, 32, 64)[1]
     assert make_quantized_kernel(form, torch.bfloat16) is None

@@ -26,7 +26,6 @@ from octavo.ops.cpu.vectors import (
     I64,
     LANES,
     VF32,
-    VI16,
     VI32,
     advance,
     call,
@@ -37,6 +36,7 @@ from octavo.ops.cpu.vectors import (
     int64_const,
     load,
     prefetch,
+    round_bf16,
     splat,
     store,
 )
@@ -222,12 +222,6 @@ def _reduce(b: ir.IRBuilder, vector: Any, combine: Any) -> Any:
     return b.extract_element(vector, ir.Constant(I32, 0))
 
 
-def _round_bf16(b: ir.IRBuilder, x: Any) -> Any:
-    bits = b.bitcast(x, VI32)
-    odd = b.and_(b.lshr(bits, int32_lanes(16)), int32_lanes(1))
-    return b.trunc(b.lshr(b.add(bits, b.add(odd, int32_lanes(0x7FFF))), int32_lanes(16)), VI16)
-
-
 @intrinsic
 def softmax_row(typingctx, like, scores, first, end, scale, maximum):
     """Turn 64 scores into weights in place: w[i] = 2 ** (score[i] * scale - new_maximum).
@@ -261,7 +255,7 @@ def softmax_row(typingctx, like, scores, first, end, scale, maximum):
             if dtype == types.float32:
                 store(b, weight, b.add(scores, ir.Constant(I64, 4 * LANES * v)))
             else:
-                store(b, _round_bf16(b, weight), b.add(scores, ir.Constant(I64, 2 * LANES * v)))
+                store(b, round_bf16(b, weight), b.add(scores, ir.Constant(I64, 2 * LANES * v)))
         total = b.fadd(b.fadd(weights[0], weights[1]), b.fadd(weights[2], weights[3]))
         decay = b.extract_element(exp2(b, b.fsub(splat(b, maximum), top)), ir.Constant(I32, 0))
         new_maximum = b.extract_element(top, ir.Constant(I32, 0))

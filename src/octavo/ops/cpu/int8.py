@@ -1,20 +1,21 @@
-"""Products of int8 weights with inputs that are rounded to int8 when they come, through oneDNN.
+"""Products of int8 weights with inputs that are rounded to int8 when they come.
 
 Weights have one scale per output, inputs one per token, without zero points. Sums are exact, in
 int32, and then multiplied by both scales: a token's result does not depend on the other tokens.
-The private ops of torch are those into which its compiler turns quantized models. Where they are
+On CPUs with matrix units for int8 that is our own kernel (int8_matrix.py), on others oneDNN's,
+through the private ops of torch into which its compiler turns quantized models. Where these are
 missing, or where the CPU would saturate sums in 16 bits, there is no kernel.
 
-Measured on one core of a Xeon with AMX, weights from memory, this takes 0.25 to 0.75 of the time of
-bf16's product for one token, and 0.3 to 0.95 for 64, on a machine that others used, too. Left out:
-aten::_weight_int8pack_mm, which does not round inputs, is no faster for one token and 24 times as
-slow as bf16 for 64; and aten::_int_mm, which packs the weight in every call, and takes as long as
-bf16's product.
+Left out: aten::_weight_int8pack_mm, which does not round inputs, takes 2 to 5 times as long as
+bf16's product for 16 tokens, and 5 to 12 times for 64; and aten::_int_mm, which packs the weight in
+every call, takes 0.8 to 1.8 times as long as bf16's for 64.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from torch import Tensor
 from octavo.ops.cpu.row_ops import apply_epilogue, quantize_rows, rescale_gate, rescale_rows
 from octavo.ops.epilogue import Epilogue
 from octavo.ops.quantized import GroupedInt, QuantizedWeight
+
+if TYPE_CHECKING:
+    from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
 
 CHUNK_TOKENS = 256  # whose sums are held at once, in float32
 ROUNDED_ELEMENTS = 1 << 24  # that are rounded at once, which takes some copies in float32
@@ -88,7 +92,7 @@ class Int8Linear:
         return product
 
 
-def make_rounding_kernel(weight: Tensor) -> Int8Linear | None:
+def make_rounding_kernel(weight: Tensor) -> MatrixInt8Linear | Int8Linear | None:
     """A kernel for W [out_features, in_features], rounded here, with results in float32.
 
     None: W is not in float32 or bfloat16, or see make_kernel.
@@ -100,10 +104,12 @@ def make_rounding_kernel(weight: Tensor) -> Int8Linear | None:
         GroupedInt.quantize(part, 8, size, quantizes_inputs=True)
         for part in torch.split(weight, max(1, ROUNDED_ELEMENTS // size))
     ]
-    return Int8Linear(GroupedInt.join(parts), is_wide=True)
+    return _kernel_class()(GroupedInt.join(parts), is_wide=True)
 
 
-def make_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> Int8Linear | None:
+def make_kernel(
+    weight: QuantizedWeight, dtype: torch.dtype
+) -> MatrixInt8Linear | Int8Linear | None:
     """A kernel for W [out_features, in_features] and inputs of `dtype`, on a CPU.
 
     None: W has another form, the model was not made for rounded inputs, or this torch or CPU has no
@@ -114,7 +120,15 @@ def make_kernel(weight: QuantizedWeight, dtype: torch.dtype) -> Int8Linear | Non
     is_plain = weight.zeros is None and weight.permutation is None
     if weight.bits != 8 or weight.scales.shape[-1] != 1 or not is_plain:
         return None
-    return Int8Linear(weight) if _takes(dtype, weight.shape[-1]) else None
+    return _kernel_class()(weight) if _takes(dtype, weight.shape[-1]) else None
+
+
+def _kernel_class() -> type[MatrixInt8Linear] | type[Int8Linear]:
+    if not has_matrix_units():
+        return Int8Linear
+    from octavo.ops.cpu.int8_matrix import MatrixInt8Linear
+
+    return MatrixInt8Linear
 
 
 def _takes(dtype: torch.dtype, in_features: int) -> bool:
@@ -123,8 +137,25 @@ def _takes(dtype: torch.dtype, in_features: int) -> bool:
     return is_served and has_int8_product()
 
 
-@cache
 def has_int8_product() -> bool:
+    """Whether this CPU multiplies int8 exactly, by one of our ways."""
+    return has_matrix_units() or has_onednn_product()
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Whether this CPU has them for int8, and the system lets us use them."""
+    if find_spec("numba") is None:
+        return False
+    from octavo.ops.cpu.jit import host_has
+
+    # The system keeps these registers only for processes that ask; torch knows how.
+    ask = getattr(torch.cpu, "_init_amx", None)
+    return host_has("amx-int8") and host_has("avx512f") and ask is not None and bool(ask())
+
+
+@cache
+def has_onednn_product() -> bool:
     """Whether the ops exist, take our arguments, and compute exactly.
 
     CPUs without VNNI add pairs of products in 16 bits, which saturates for the largest values.

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int64, njit
 
+from octavo.ops.cpu import gates as cpu_gates
 from octavo.ops.cpu import vectors as cpu_vectors
+from octavo.ops.cpu.gates import gated
 from octavo.ops.cpu.jit import compile_kernel, digest_of, jit
 from octavo.ops.cpu.vectors import (
-    exp2_nonpositive,
     fetch_add,
     from_bits,
     from_float,
@@ -25,19 +26,15 @@ from octavo.ops.cpu.vectors import (
     size_of,
     to_float,
 )
-from octavo.ops.epilogue import SWIGLU_ALPHA, SWIGLU_LIMIT, Epilogue
+from octavo.ops.epilogue import Epilogue
 
 # What a kernel call needs, each an int64; strides are in elements, and 0 is an address of nothing.
 NEXT_ROW, SOURCE, SECOND, RESIDUAL, BRANCH_WEIGHT, WEIGHT, BIAS, OUTPUT = range(8)
 TWIN_WEIGHT, TWIN_BIAS, TWIN_OUTPUT, EPS, TOKENS, HEADS, SIZE, STRIDE, CHUNK = range(8, 17)
 NUM_ARGS = 17
-MINUS_LOG2_E = np.float32(-1.4426950408889634)
-GELU_LINEAR = np.float32(1.5957691216057308)  # 2 sqrt(2 / pi)
-GELU_CUBIC = np.float32(0.044715 * 1.5957691216057308)
 INT8_MAX = np.float32(127.0)
 SMALLEST_ROW = np.float32(1e-30)  # whose reciprocal is finite; smaller numbers become 0
 INFINITY_BITS = 0x7F800000
-ALPHA, LIMIT = np.float32(SWIGLU_ALPHA), np.float32(SWIGLU_LIMIT)
 
 # The sum of a row may be taken in any order, as long as it is always the same.
 sum_jit = njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -149,11 +146,7 @@ def _norm(address: int, is_rms: Any, like: Any, wide: Any) -> None:
 @jit
 def _gate(address: int, is_gelu: Any, is_clamped: Any, source_like: Any, like: Any) -> None:
     """output [tokens, size] = f(gate) * up for source [tokens, gate and up, size], whose tokens are
-    multiplied by weight float32 [tokens] first if there is one.
-
-    f(x) = x / (1 + exp(-t)): SiLU if t is x; GELU's tanh approximation if t is
-    2 sqrt(2 / pi) (x + 0.044715 x^3); and see Epilogue.CLAMPED_SWIGLU.
-    """
+    multiplied by weight float32 [tokens] first if there is one; see gates.py."""
     args = carray(pointer_to(address, int64), NUM_ARGS)
     size, itemsize, width = args[SIZE], size_of(like), size_of(source_like)
     begin = fetch_add(address, args[CHUNK])
@@ -167,20 +160,8 @@ def _gate(address: int, is_gelu: Any, is_clamped: Any, source_like: Any, like: A
                 scale = carray(pointer_to(args[WEIGHT], float32), args[TOKENS])[r]
             output = carray(pointer_to(args[OUTPUT] + r * size * itemsize, like), size)
             for i in range(size):
-                x = to_float(gate[i]) * scale
-                factor = to_float(up[i]) * scale
-                t = x
-                if is_clamped:
-                    x = LIMIT if x > LIMIT else x
-                    factor = LIMIT if factor > LIMIT else factor
-                    factor = np.float32(1.0) + (-LIMIT if factor < -LIMIT else factor)
-                    t = ALPHA * x
-                if is_gelu:
-                    t = x * (GELU_LINEAR + GELU_CUBIC * x * x)
-                small = exp2_nonpositive(abs(t) * MINUS_LOG2_E)
-                upper = x if t >= 0 else x * small
-                result = upper / (np.float32(1.0) + small) * factor
-                output[i] = from_float(result, like)
+                x, factor = to_float(gate[i]) * scale, to_float(up[i]) * scale
+                output[i] = from_float(gated(x, factor, is_gelu, is_clamped), like)
         begin = fetch_add(address, args[CHUNK])
 
 
@@ -219,7 +200,8 @@ def _largest(row: Any, size: int) -> Any:
 
 @jit
 def _quantize(address: int, like: Any, rounded: Any) -> None:
-    """output int8 [tokens, size] times weight [tokens] = source [tokens, size], rounded.
+    """output int8 [tokens, size] times weight [tokens] = source [tokens, size], rounded; tokens of
+    the output are `bias` bytes apart.
 
     Of a row with an infinity or a NaN, the weight is NaN.
     """
@@ -230,7 +212,7 @@ def _quantize(address: int, like: Any, rounded: Any) -> None:
     while begin < args[TOKENS]:
         for r in range(begin, min(begin + args[CHUNK], args[TOKENS])):
             row = carray(pointer_to(args[SOURCE] + r * args[STRIDE] * itemsize, like), size)
-            output = carray(pointer_to(args[OUTPUT] + r * size, rounded), size)
+            output = carray(pointer_to(args[OUTPUT] + r * args[BIAS], rounded), size)
             bits = _largest(row, size)
             if bits >= INFINITY_BITS:
                 scales[r] = np.float32(np.nan)
@@ -279,7 +261,7 @@ def compile_norm(element: Any, weight_element: Any, is_rms: bool) -> Any:
 
 def compile_gate(source: Any, element: Any, epilogue: Epilogue) -> Any:
     """See compile_norm; from elements of `source` to `element`."""
-    sources = digest_of(cpu_vectors)
+    sources = digest_of(cpu_gates, cpu_vectors)
     is_gelu, is_clamped = epilogue == Epilogue.GELU_TANH_MUL, epilogue == Epilogue.CLAMPED_SWIGLU
 
     def gate(address):

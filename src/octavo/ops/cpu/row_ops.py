@@ -148,14 +148,16 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return output
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, shape: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
     """x [num_tokens, size], rounded: int8 of the same shape, times float32 [num_tokens].
 
-    A token's largest element becomes 127. The scale of one with an infinity or a NaN is NaN.
+    A token's largest element becomes 127. The scale of one with an infinity or a NaN is NaN. If a
+    larger `shape` is given, the result has that, and anything in the elements that x lacks.
     """
     num_tokens, size = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
+    rounded = x.new_empty(shape or (num_tokens, size), dtype=torch.int8)
     kernel = _quantize_kernel(x.dtype)
     if kernel is None:
         wide = x.float()
@@ -163,12 +165,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         is_finite = largest.isfinite()
         scales = (largest / 127).where(is_finite, torch.nan)
         inverse = torch.tensor(127.0) / largest  # 127 / largest would round twice
-        rounded = (wide * inverse).round_().where(is_finite, 0)
-        return rounded.to(torch.int8), scales.flatten()
-    rounded, scales = x.new_empty((num_tokens, size), dtype=torch.int8), torch.empty(num_tokens)
+        rounded[:num_tokens, :size] = (wide * inverse).round_().where(is_finite, 0)
+        return rounded, scales.flatten()
+    scales = torch.empty(num_tokens)
     args = _Args(
-        0, x.data_ptr(), 0, 0, 0, scales.data_ptr(), 0, rounded.data_ptr(), 0, 0, 0, 0,
-        num_tokens, 1, size, x.stride(0), max(1, CHUNK // size),
+        0, x.data_ptr(), 0, 0, 0, scales.data_ptr(), rounded.stride(0), rounded.data_ptr(),
+        0, 0, 0, 0, num_tokens, 1, size, x.stride(0), max(1, CHUNK // size),
     )  # fmt: skip
     _run(kernel, args, num_tokens * size)
     return rounded, scales

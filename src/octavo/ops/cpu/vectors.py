@@ -75,6 +75,13 @@ def fused_multiply_add(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
     return call(b, f"llvm.fma.{kind}", x.type, x, y, z)
 
 
+def round_bf16(b: ir.IRBuilder, x: Any) -> Any:
+    """16 floats as bf16 bits, rounded to nearest even."""
+    bits = b.bitcast(x, VI32)
+    odd = b.and_(b.lshr(bits, int32_lanes(16)), int32_lanes(1))
+    return b.trunc(b.lshr(b.add(bits, b.add(odd, int32_lanes(0x7FFF))), int32_lanes(16)), VI16)
+
+
 # 2**x on [-0.5, 0.5], fitted at Chebyshev points: relative error 3e-9 before rounding.
 _EXP2 = (
     1.0,

@@ -1,0 +1,168 @@
+"""The product of int8 weights with rounded tokens on matrix units; see int8.py."""
+
+# mypy: disable-error-code="attr-defined, call-arg, no-untyped-def, no-untyped-call, var-annotated"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, float32
+
+from octavo.ops.cpu import gates as cpu_gates
+from octavo.ops.cpu import matrix_tiles as cpu_matrix_tiles
+from octavo.ops.cpu import vectors as cpu_vectors
+from octavo.ops.cpu.gates import write_gated
+from octavo.ops.cpu.jit import compile_kernel, digest_of, inlined
+from octavo.ops.cpu.matrix_tiles import (
+    PAIR,
+    TILE_BYTES,
+    configure_tiles,
+    multiply_tiles,
+    release_tiles,
+    scale_sums,
+)
+from octavo.ops.cpu.vectors import LANES, fetch_add, pointer_to, size_of, to_float
+from octavo.ops.epilogue import Epilogue
+
+PANEL_TILES = 4  # tiles of tokens whose sums are held together
+MAX_SPAN = 4  # tiles of outputs whose sums are
+PANEL = PANEL_TILES * LANES  # tokens
+
+_FIELDS = (
+    *("next_unit", "x", "x_stride", "x_scales", "weight", "scales", "bias", "output"),
+    *("num_rows", "tile_rows", "out_features", "depth", "span", "rows_per_unit"),
+)
+JOB = np.dtype([(name, np.int64) for name in _FIELDS])
+"""What a call needs. Addresses and x_stride are bytes; depth counts steps of 64 inputs. Tokens
+share tiles by `tile_rows`, and x has rows for all of the last tile. A unit of work is `span` tiles
+of outputs (of a gate, and as many that it multiplies) for `rows_per_unit` tokens, whole tiles."""
+
+
+@inlined
+def _set_shapes(rows: int) -> None:
+    """Of tiles of tokens and of sums: so many rows; of those of weights: 16."""
+    palette = np.zeros(64, np.uint8)
+    palette[0] = 1
+    for register in range(8):
+        palette[16 + 2 * register] = 64  # bytes of a row
+        palette[48 + register] = rows if register < 6 else LANES
+    configure_tiles(palette.ctypes.data)
+
+
+@inlined
+def _load_scales(job: Any, elements: Any, tile: int, count: int, scales: Any, shifts: Any) -> None:
+    """Scales and bias of the outputs of `count` tiles."""
+    begin = tile * LANES
+    width = min(count * LANES, job.out_features - begin)
+    source = carray(pointer_to(job.scales + 4 * begin, float32), width)
+    for i in range(width):
+        scales[i] = source[i]
+    if job.bias != 0:
+        bias = carray(pointer_to(job.bias + begin * size_of(elements), elements), width)
+        for i in range(width):
+            shifts[i] = to_float(bias[i])
+
+
+@inlined
+def _sum_panel(
+    job: Any, tile: int, count: int, first: int, tiles: int, is_fetched: Any, sums: Any
+) -> None:
+    """int32 sums of `count` tiles of outputs and of `tiles` tiles of tokens, from the row `first`
+    on: [count, PANEL, 16]. Weights that are in the caches (`is_fetched`) need no fetching."""
+    x_tile, sums_tile = job.tile_rows * job.x_stride, job.tile_rows * LANES * 4
+    x, weight_tile = job.x + first * job.x_stride, job.depth * TILE_BYTES
+    for n in range(0, count, PAIR):
+        for t in range(0, tiles, PAIR):
+            multiply_tiles(
+                min(PAIR, tiles - t), min(PAIR, count - n), x + t * x_tile, job.x_stride, x_tile,
+                job.weight + (tile + n) * weight_tile, weight_tile,
+                0 if is_fetched or t > 0 else 1, job.depth,
+                sums.ctypes.data + 4 * n * PANEL * LANES + t * sums_tile, sums_tile,
+                4 * PANEL * LANES,
+            )  # fmt: skip
+
+
+@inlined
+def _linear(
+    jobs: Any, elements: Any, bias_elements: Any, is_gated: Any, is_gelu: Any, is_clamped: Any
+) -> None:
+    """Compute units of outputs and tokens until none is left; any number of threads may run
+    this."""
+    job = jobs[0]
+    sums = np.empty(2 * MAX_SPAN * PANEL * LANES, np.int32)
+    scales, shifts = (
+        np.zeros(2 * MAX_SPAN * LANES, np.float32),
+        np.zeros(2 * MAX_SPAN * LANES, np.float32),
+    )
+    row = np.empty(2 * MAX_SPAN * LANES, np.float32)
+    partial = np.empty(MAX_SPAN * LANES, elements.dtype)
+    wide, itemsize = np.empty(0, np.float32), size_of(elements)
+    x_scales = carray(pointer_to(job.x_scales, float32), job.num_rows)
+    num_outputs = job.out_features // 2 if is_gated else job.out_features
+    num_tiles = (num_outputs + LANES - 1) // LANES
+    row_units = (job.num_rows + job.rows_per_unit - 1) // max(1, job.rows_per_unit)
+    num_units = (num_tiles + job.span - 1) // job.span * row_units
+    half = MAX_SPAN * LANES  # where the second halves of the sums, scales and rows begin
+    _set_shapes(job.tile_rows)
+    unit = fetch_add(jobs.ctypes.data, 1)
+    while unit < num_units:
+        tile = unit // row_units * job.span
+        count = min(job.span, num_tiles - tile)
+        width = min(count * LANES, num_outputs - tile * LANES)
+        _load_scales(job, bias_elements, tile, count, scales, shifts)
+        if is_gated:
+            _load_scales(job, bias_elements, num_tiles + tile, count, scales[half:], shifts[half:])
+        begin = unit % row_units * job.rows_per_unit
+        end = min(begin + job.rows_per_unit, job.num_rows)
+        for first in range(begin, end, PANEL_TILES * job.tile_rows):
+            last = min(first + PANEL_TILES * job.tile_rows, end)
+            tiles = (last - first + job.tile_rows - 1) // job.tile_rows
+            _sum_panel(job, tile, count, first, tiles, first > begin, sums)
+            if is_gated:
+                ups = sums[half * PANEL :]
+                _sum_panel(job, num_tiles + tile, count, first, tiles, first > begin, ups)
+            for r in range(first, last):
+                place = job.output + (r * num_outputs + tile * LANES) * itemsize
+                target = place if width == count * LANES else partial.ctypes.data
+                source = sums.ctypes.data + (r - first) * LANES * 4
+                for side in range(2 if is_gated else 1):
+                    for n in range(count):
+                        v = (side * MAX_SPAN + n) * LANES
+                        at = source + v * PANEL * 4
+                        to_scales = scales.ctypes.data + 4 * v
+                        to_shifts = shifts.ctypes.data + 4 * v
+                        if is_gated:
+                            there = row.ctypes.data + 4 * v
+                            scale_sums(wide, at, x_scales[r], to_scales, to_shifts, there)
+                        else:
+                            there = target + n * LANES * itemsize
+                            scale_sums(elements, at, x_scales[r], to_scales, to_shifts, there)
+                if is_gated:
+                    for n in range(count):
+                        gates = row.ctypes.data + 4 * n * LANES
+                        there = place + n * LANES * itemsize
+                        write_gated(elements, gates, gates + 4 * half, there, is_gelu, is_clamped)
+                elif target != place:
+                    output = carray(pointer_to(place, elements), width)
+                    for i in range(width):
+                        output[i] = partial[i]
+        unit = fetch_add(jobs.ctypes.data, 1)
+    release_tiles()
+
+
+def compile_product(element: Any, bias_element: Any, epilogue: Epilogue) -> Any:
+    """`_linear` with results of one dtype, as a C function of the address of a JOB; elements are
+    float32 or uint16 (bf16), the epilogue is NONE or one with a gate."""
+    sources = digest_of(cpu_gates, cpu_matrix_tiles, cpu_vectors)
+    is_gelu, is_clamped = epilogue == Epilogue.GELU_TANH_MUL, epilogue == Epilogue.CLAMPED_SWIGLU
+    is_gated = epilogue.is_gated
+
+    def product(address):
+        sources  # noqa: B018 (makes it a part of the key under which the kernel is kept)
+        _linear(
+            carray(pointer_to(address, JOB), 1), np.empty(0, element), np.empty(0, bias_element),
+            is_gated, is_gelu, is_clamped,
+        )  # fmt: skip
+
+    return compile_kernel(product)
